@@ -1,0 +1,29 @@
+//! [`JobSpec`]: job.yaml after parsing, defaults and validation. Every field is present; nothing here can be half-given.
+//!
+//! docs/job.md documents each key; the names there and here are the same.
+pub mod checkpoint;
+pub mod cluster;
+pub mod run;
+pub mod train;
+
+use serde::{Deserialize, Serialize};
+
+pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
+pub use cluster::{ClusterSpec, Count, Devices, Hosts, MasterPort};
+pub use run::{LogsSpec, RunSpec};
+pub use train::{
+    BatchSpec, DataSpec, EvalSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
+    ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
+};
+
+/// A whole job.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobSpec {
+    pub name: String,
+    pub cluster: ClusterSpec,
+    pub run: RunSpec,
+    /// Present exactly when `run.command` is absent.
+    pub train: Option<TrainSpec>,
+    pub checkpoint: CheckpointSpec,
+    pub resume: ResumeSpec,
+}

@@ -1,0 +1,30 @@
+//! `run:` — what runs and how it is watched.
+use crate::ids::Rank;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// What runs and how it is watched.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunSpec {
+    /// Any program as ranks; absent: the built-in runtime.
+    pub command: Option<Vec<String>>,
+    /// Absolute after loading; relative paths of the job resolve here. Default: the directory of job.yaml.
+    pub workdir: PathBuf,
+    pub env: Vec<(String, String)>,
+    /// Between SIGTERM and SIGKILL, milliseconds.
+    pub grace_ms: u64,
+    pub logs: LogsSpec,
+}
+
+/// Where output goes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LogsSpec {
+    /// Run directory template; `{name}` and `{run}` are filled in. Default `runs/{name}/{run}`.
+    pub dir: String,
+    /// Ranks whose output the console shows.
+    pub show: Vec<Rank>,
+    /// Put `[rank N]` before each line on the console.
+    pub prefix: bool,
+    /// A rank's log stops growing here, bytes.
+    pub max_size: u64,
+}

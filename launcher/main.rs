@@ -1,0 +1,2 @@
+//! The one executable: dispatches on the role.
+fn main() {}

@@ -1,0 +1,76 @@
+//! Crate `comm`: collectives between the ranks of a job.
+//!
+//! Every rank calls the same collectives in the same order. Sums have one fixed order, so results are bit-equal however
+//! the ranks are spread. No call waits for ever: when the job is aborted, every waiting call returns [`CommError`].
+use device::{View, ViewMut};
+
+/// Why a collective ended without a result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CommError {
+    /// [`Comm::abort`] was called, here or by a peer; the reason is the first one given.
+    Aborted(String),
+    /// The ranks did not call the same collective with fitting sizes: a bug, named.
+    Mismatch(String),
+    /// The transport failed.
+    Io(String),
+}
+
+impl std::fmt::Display for CommError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            CommError::Aborted(r) => write!(f, "collective aborted: {r}"),
+            CommError::Mismatch(r) => write!(f, "ranks disagree about a collective: {r}"),
+            CommError::Io(r) => write!(f, "collective failed: {r}"),
+        }
+    }
+}
+
+impl std::error::Error for CommError {}
+
+/// Result of a collective.
+pub type Result<T> = std::result::Result<T, CommError>;
+
+/// Receives the pieces of [`Comm::reduce_scatter_fold`]: `(source rank, index of the partial there, piece)`.
+pub type Sink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
+
+/// Collectives of one rank. `counts[r]` is the number of elements of rank r's part; parts may be empty and unequal.
+pub trait Comm: Send + Sync {
+    /// This rank.
+    fn rank(&self) -> usize;
+    /// Number of ranks.
+    fn world(&self) -> usize;
+
+    /// `recv` becomes the ranks' `send` one after the other; `send.len() == counts[rank]`, `recv.len() == Σ counts`.
+    fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
+
+    /// Every rank gives `partials` (any number, each `Σ counts` long); rank r's `sink` sees the r-th part of each partial
+    /// of each rank, in the order (rank, index). The caller folds them; nothing is summed here.
+    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()>;
+
+    /// `recv` (`counts[rank]` long) becomes the sum over ranks of this rank's part, summed by a fixed binary tree over ranks.
+    fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
+
+    /// `x` becomes the sum over ranks, the same bits on every rank (fixed binary tree over ranks).
+    fn all_reduce(&self, x: ViewMut) -> Result<()>;
+
+    /// `x` becomes root's `x`.
+    fn broadcast(&self, x: ViewMut, root: usize) -> Result<()>;
+
+    /// Rank r gets `send_counts[r]` elements from here; `recv_counts[r]` come from rank r.
+    fn all_to_all(
+        &self,
+        recv: ViewMut,
+        recv_counts: &[usize],
+        send: View,
+        send_counts: &[usize],
+    ) -> Result<()>;
+
+    /// Every rank's bytes, by rank. For small things (reports, errors); at most 16 MiB each.
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Returns when every rank has called it.
+    fn barrier(&self) -> Result<()>;
+
+    /// Makes every waiting and later call on every reachable rank return [`CommError::Aborted`]. Callable from any thread.
+    fn abort(&self, reason: &str);
+}

@@ -1,0 +1,222 @@
+//! The operations a model is made of: each forward with its backward directly below, shapes beside the arguments.
+//!
+//! All matrices are row-major. Weights lie as Hugging Face stores them: `w[out, in]`. Nothing here allocates after
+//! warm-up except through the scratch that the implementation keeps.
+//!
+//! **Determinism.** The result of every op is a function of its arguments alone: bit-equal for any number of threads
+//! and for any alignment of the buffers. Reductions over rows have one fixed shape.
+use crate::mem::{View, ViewMut};
+
+/// `=` or `+=`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Write {
+    /// The output is overwritten; what it held is not read.
+    Set,
+    /// The result is added to the output.
+    Add,
+}
+
+/// Shape of attention over `b` sequences of `t` tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionShape {
+    pub b: usize,
+    pub t: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key / value heads; divides `heads`.
+    pub kv_heads: usize,
+    pub head_dim: usize,
+}
+
+/// Numbers of one AdamW update (decoupled weight decay; arithmetic as torch.optim.AdamW, single tensor).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW {
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    /// 1-based.
+    pub step: u64,
+    /// The gradient is multiplied by this first (mean over tokens, clipping).
+    pub grad_scale: f32,
+}
+
+/// Numbers of one SGD update (as torch.optim.SGD, dampening 0, no Nesterov, decay added to the gradient).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sgd {
+    pub lr: f64,
+    pub momentum: f64,
+    pub weight_decay: f64,
+    pub grad_scale: f32,
+}
+
+/// The label of a position without a loss.
+pub const IGNORE: u32 = u32::MAX;
+
+/// Elements of a logical tensor that are squared and summed together for the gradient norm.
+pub const NORM_BLOCK: usize = 4096;
+
+/// What every backend implements.
+pub trait Ops: Send + Sync {
+    // --- matmul: y = x·wᵀ and its two backward products -------------------------------------------------------------
+
+    /// `y[m,n] (=|+=) x[m,k] · w[n,k]ᵀ`
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: Write);
+    /// `dx[m,k] (=|+=) dy[m,n] · w[n,k]`
+    fn matmul_backward_input(
+        &self,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    );
+    /// `dw[n,k] (=|+=) dy[m,n]ᵀ · x[m,k]`
+    fn matmul_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    );
+
+    // --- embedding ----------------------------------------------------------------------------------------------
+
+    /// `x[m,d] = w[tokens[m], d]`; every token is below the number of rows (checked by the caller).
+    fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize);
+    /// `dw[tokens[m], d] += dx[m,d]`, summed in the order of `m`.
+    fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize);
+
+    // --- RMSNorm ------------------------------------------------------------------------------------------------
+
+    /// `y[m,d] = x · rstd · w`, `rstd[m] = 1/√(mean(x²) + eps)`
+    fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32);
+    /// Residual add and norm in one pass: `x[m,d] += delta[m,d]` in place, then as above.
+    fn add_rmsnorm_forward(
+        &self,
+        y: ViewMut,
+        rstd: ViewMut,
+        x: ViewMut,
+        delta: View,
+        w: View,
+        m: usize,
+        d: usize,
+        eps: f32,
+    );
+    /// `dx[m,d] (=|+=) …`, `dw[d] += …`
+    fn rmsnorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        rstd: View,
+        m: usize,
+        d: usize,
+        write: Write,
+    );
+
+    // --- rotary position embedding (Hugging Face "rotate half") -----------------------------------------------------
+
+    /// In place on `x`, `b·t` rows of `stride` elements whose first `heads·head_dim` are rotated; `cos`, `sin`: `[t, head_dim/2]`.
+    fn rope_forward(
+        &self,
+        x: ViewMut,
+        cos: View,
+        sin: View,
+        b: usize,
+        t: usize,
+        heads: usize,
+        head_dim: usize,
+        stride: usize,
+    );
+    /// The inverse rotation, in place on the gradient.
+    fn rope_backward(
+        &self,
+        dx: ViewMut,
+        cos: View,
+        sin: View,
+        b: usize,
+        t: usize,
+        heads: usize,
+        head_dim: usize,
+        stride: usize,
+    );
+
+    // --- attention ------------------------------------------------------------------------------------------------
+
+    /// Causal grouped-query attention, scale `1/√head_dim`, memory linear in `t`.
+    ///
+    /// `qkv[b·t, (heads + 2·kv_heads)·head_dim]` holds q, then k, then v in each row; `o[b·t, heads·head_dim]`;
+    /// `lse[b, heads, t]` is kept for the backward. `starts[b·t]`: position in its sequence of the first token that
+    /// this token may attend to (its document's start; all 0 without packing).
+    fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape);
+    /// `dqkv` is overwritten; same layout as `qkv`.
+    fn attention_backward(
+        &self,
+        dqkv: ViewMut,
+        d_o: View,
+        o: View,
+        lse: View,
+        qkv: View,
+        starts: &[u32],
+        shape: AttentionShape,
+    );
+
+    // --- SwiGLU ---------------------------------------------------------------------------------------------------
+
+    /// `y[m,f] = silu(gate) · up`; `gate_up[m, 2f]` holds gate, then up in each row.
+    fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
+    /// `dgate_up` is overwritten.
+    fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize);
+
+    // --- head and loss ----------------------------------------------------------------------------------------------
+
+    /// Cross-entropy of `x[m,d]·w[v,d]ᵀ`, in chunks of rows so that the logits never exist whole.
+    ///
+    /// `loss[m]` gets each row's loss (0 where `labels[m] == IGNORE`). When `grads` is given, also
+    /// `dx[m,d] = Σ`, `dw[v,d] (=|+=)` with dlogits multiplied by `scale`.
+    fn classifier(
+        &self,
+        loss: ViewMut,
+        x: View,
+        w: View,
+        labels: &[u32],
+        m: usize,
+        d: usize,
+        v: usize,
+        grads: Option<ClassifierGrads>,
+    );
+    /// `logits[m,v]` written whole, for inference and tests.
+    fn logits(&self, logits: ViewMut, x: View, w: View, m: usize, d: usize, v: usize) {
+        self.matmul_forward(logits, x, w, m, v, d, Write::Set);
+    }
+
+    // --- flat vectors -------------------------------------------------------------------------------------------------
+
+    /// `y += x`
+    fn add(&self, y: ViewMut, x: View);
+    /// `y *= s`
+    fn scale(&self, y: ViewMut, s: f32);
+    /// Sum of squares of each consecutive [`NORM_BLOCK`] elements (the last may be short), each in one fixed order, in f64.
+    fn norm_blocks(&self, out: &mut [f64], x: View);
+    /// One AdamW update of a flat range.
+    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW);
+    /// One SGD update of a flat range; `momentum_buffer` is empty when momentum is 0.
+    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd);
+}
+
+/// Outputs of [`Ops::classifier`]'s backward.
+pub struct ClassifierGrads<'a> {
+    pub dx: ViewMut<'a>,
+    pub dw: ViewMut<'a>,
+    pub dw_write: Write,
+    pub scale: f32,
+}
