@@ -7,3 +7,4 @@ pub mod event;
 pub mod exit;
 pub mod ids;
 pub mod job;
+pub mod judge;
