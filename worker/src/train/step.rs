@@ -1,0 +1,357 @@
+//! One optimizer step, from tokens to updated parameters. Readable on one screen: fetch block, forward, release; …
+//! fetch, backward, reduce, release; update.
+use super::workspace::Workspace;
+use crate::{
+    error::{Error, Result},
+    model::{Batch, HeadGrads, HeadParams, LayerInput, Model},
+    optim::{Optimizer, StepFacts},
+    zero::{
+        engine::{Engine, Held},
+        fold::fold_f64,
+    },
+};
+use contract::job::Recompute;
+use device::{Buf, Ops};
+use std::sync::Arc;
+
+/// Where samples come from: a pure function of the sample's number in the run.
+pub trait Source {
+    /// Fills `batch` (its `b·t` long vectors) with the samples from `first` on.
+    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()>;
+}
+
+/// Everything a rank needs to take steps.
+pub struct Trainer {
+    /// The model.
+    pub model: Arc<dyn Model>,
+    /// Its parameters and gradients.
+    pub engine: Engine,
+    /// Its optimizer states.
+    pub optimizer: Optimizer,
+    /// The backend.
+    pub ops: Arc<dyn Ops>,
+    /// Activations.
+    pub work: Workspace,
+    /// The micro-batch being computed.
+    pub batch: Batch,
+    /// Samples per slot.
+    pub micro: usize,
+    /// Recomputation.
+    pub recompute: Recompute,
+    /// Limit of the gradient's norm.
+    pub clip_norm: Option<f32>,
+}
+
+/// What a step gave, the same bits on every rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Outcome {
+    /// Mean loss per target.
+    pub loss: f64,
+    /// Global L2 norm of the mean gradient before clipping.
+    pub grad_norm: f64,
+    /// Positions with a loss.
+    pub targets: u64,
+}
+
+/// What one slot gave.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct SlotLoss {
+    sum: f64,
+    targets: u64,
+}
+
+impl Trainer {
+    fn layers(&self) -> usize {
+        self.engine.shards.len() - 2
+    }
+
+    fn head_unit(&self) -> usize {
+        self.engine.shards.len() - 1
+    }
+
+    /// Samples per optimizer step.
+    pub fn global_batch(&self) -> u64 {
+        (self.engine.slots.slots * self.micro) as u64
+    }
+
+    /// Forward, backward and reduction of step `step` (0-based). Parameters are unchanged; [`Trainer::update`] follows.
+    pub fn accumulate(&mut self, source: &dyn Source, step: u64) -> Result<Outcome> {
+        let rounds = self.engine.slots.rounds();
+        let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(true)).collect();
+        self.engine.announce(order);
+        let mut mine = Vec::new();
+        for round in 0..rounds {
+            let slot = self.engine.slots.slot(self.engine.rank(), round);
+            if let Some(s) = slot {
+                source.fill(step * self.global_batch() + (s * self.micro) as u64, &mut self.batch)?;
+            }
+            self.forward(slot.is_some())?;
+            self.backward(round, slot.is_some())?;
+            if let Some(s) = slot {
+                mine.push((s, self.slot_loss()));
+            }
+        }
+        let all = self.gather_losses(&mine, self.engine.slots.slots)?;
+        Ok(mean_loss(&all))
+    }
+
+    /// Mean loss over `slots` slots of held-out samples from `first` on, without gradients; every rank gets it.
+    pub fn evaluate(&mut self, source: &dyn Source, first: u64, slots: usize) -> Result<Outcome> {
+        let (rank, world) = (self.engine.rank(), self.engine.world());
+        let rounds = slots.div_ceil(world);
+        let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(false)).collect();
+        self.engine.announce(order);
+        let mut mine = Vec::new();
+        for round in 0..rounds {
+            let slot = Some(round * world + rank).filter(|&s| s < slots);
+            if let Some(s) = slot {
+                source.fill(first + (s * self.micro) as u64, &mut self.batch)?;
+            }
+            self.forward(slot.is_some())?;
+            self.head(None, slot.is_some())?;
+            if let Some(s) = slot {
+                mine.push((s, self.slot_loss()));
+            }
+        }
+        let all = self.gather_losses(&mine, slots)?;
+        Ok(mean_loss(&all))
+    }
+
+    /// Units in the order of their fetches in one round.
+    fn pass_order(&self, backward: bool) -> Vec<usize> {
+        let (head, tied) = (self.head_unit(), self.model.tied());
+        let mut order: Vec<usize> = (0..head).collect();
+        order.push(head);
+        if tied {
+            order.push(0);
+        }
+        if backward {
+            order.extend((1..head).rev());
+        }
+        order
+    }
+
+    /// Tokens to the head's input. Without `compute` only the collectives take place.
+    fn forward(&mut self, compute: bool) -> Result<()> {
+        let held = self.engine.fetch(0)?;
+        if compute {
+            let (m, ops, b) = (&self.model, self.ops.as_ref(), &self.batch);
+            let x = self.work.x[0].view_mut();
+            self.engine.with_params(&held, |p| m.embedding_forward(ops, p, b, x));
+        }
+        self.engine.release(held);
+        for l in 0..self.layers() {
+            let held = self.engine.fetch(l + 1)?;
+            if compute {
+                self.layer_forward(l, &held, true);
+            }
+            self.engine.release(held);
+        }
+        Ok(())
+    }
+
+    fn layer_forward(&mut self, l: usize, held: &Held, output: bool) {
+        let w = &mut self.work;
+        let saved = l.min(w.saved.len() - 1);
+        let (before, after) = w.x.split_at_mut(l + 1);
+        let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, before[l].view());
+        let y = output.then(|| after[0].view_mut());
+        self.engine.with_params(held, |params| {
+            m.layer_forward(ops, &LayerInput { params, batch, x }, y, &mut w.saved[saved], &mut w.scratch);
+        });
+    }
+
+    /// The head's input to reduced gradients of every unit.
+    fn backward(&mut self, round: usize, compute: bool) -> Result<()> {
+        let head = self.head_unit();
+        let tied = self.model.tied();
+        let mut head_grad = compute.then(|| self.engine.gradient(head));
+        let mut embedding_grad = (compute && tied).then(|| self.engine.gradient(0));
+        self.head(head_grad.as_mut().map(|h| (h, embedding_grad.as_mut())), compute)?;
+        self.engine.reduce(head, round, head_grad)?;
+        for l in (0..self.layers()).rev() {
+            let held = self.engine.fetch(l + 1)?;
+            let mut grad = compute.then(|| self.engine.gradient(l + 1));
+            if let Some(g) = &mut grad {
+                if self.recompute == Recompute::Block {
+                    self.layer_forward(l, &held, false);
+                }
+                self.layer_backward(l, &held, g);
+            }
+            self.engine.release(held);
+            self.engine.reduce(l + 1, round, grad)?;
+        }
+        let embedding_grad = compute.then(|| self.embedding_backward(embedding_grad));
+        Ok(self.engine.reduce(0, round, embedding_grad)?)
+    }
+
+    /// Adds to what the tied head wrote, or starts from zero.
+    fn embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
+        let len = self.engine.shards[0].unit.len();
+        let mut grad = from_head.unwrap_or_else(|| {
+            let mut g = self.engine.gradient(0);
+            g.host_mut()[..len].fill(0.0);
+            g
+        });
+        let g = grad.view_mut().slice(0..len);
+        self.model.embedding_backward(self.ops.as_ref(), g, &self.batch, self.work.dx.view());
+        grad
+    }
+
+    fn layer_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) {
+        let w = &mut self.work;
+        let saved = l.min(w.saved.len() - 1);
+        let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.x[l].view());
+        let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
+        self.engine.with_params(held, |params| {
+            let input = LayerInput { params, batch, x };
+            m.layer_backward(ops, &input, g, w.dx.view_mut(), &mut w.saved[saved], &mut w.scratch);
+        });
+    }
+
+    /// Loss of every row; with gradient buffers (head, embedding) also the head's backward.
+    fn head(&mut self, grads: Option<(&mut Buf, Option<&mut Buf>)>, compute: bool) -> Result<()> {
+        let head_held = self.engine.fetch(self.head_unit())?;
+        let tied = self.model.tied();
+        let embedding_held = if tied { Some(self.engine.fetch(0)?) } else { None };
+        if compute {
+            self.head_compute(&head_held, embedding_held.as_ref(), grads);
+        }
+        self.engine.release(head_held);
+        if let Some(h) = embedding_held {
+            self.engine.release(h);
+        }
+        Ok(())
+    }
+
+    fn head_compute(&mut self, head: &Held, embedding: Option<&Held>, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
+        let scale = 1.0 / (self.global_batch() as f32 * self.batch.t as f32);
+        let (head_len, embedding_len) = (self.engine.shards[self.head_unit()].unit.len(), self.engine.shards[0].unit.len());
+        let (w, m, ops, batch, engine) = (&mut self.work, &self.model, self.ops.as_ref(), &self.batch, &self.engine);
+        let grads = grads.map(|(head, embedding)| {
+            HeadGrads {
+                dx: w.dx.view_mut(),
+                head: head.view_mut().slice(0..head_len),
+                embedding: embedding.map(|e| e.view_mut().slice(0..embedding_len)),
+                scale,
+            }
+        });
+        let x = w.x.last().expect("a workspace has the head's input").view();
+        engine.with_params(head, |head| match embedding {
+            Some(held) => engine.with_params(held, |e| {
+                let p = HeadParams { head, embedding: Some(e) };
+                m.head(ops, p, batch, x, w.loss.view_mut(), grads, &mut w.scratch);
+            }),
+            None => {
+                let p = HeadParams { head, embedding: None };
+                m.head(ops, p, batch, x, w.loss.view_mut(), grads, &mut w.scratch);
+            }
+        });
+    }
+
+    fn slot_loss(&self) -> SlotLoss {
+        let sum = self.work.loss.host().iter().map(|&l| f64::from(l)).sum();
+        SlotLoss { sum, targets: self.batch.targets() }
+    }
+
+    /// Losses of all slots by slot number, on every rank.
+    fn gather_losses(&self, mine: &[(usize, SlotLoss)], slots: usize) -> Result<Vec<SlotLoss>> {
+        let mut bytes = Vec::with_capacity(mine.len() * 24);
+        for (slot, l) in mine {
+            bytes.extend((*slot as u64).to_le_bytes());
+            bytes.extend(l.sum.to_le_bytes());
+            bytes.extend(l.targets.to_le_bytes());
+        }
+        let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
+        let mut all = vec![SlotLoss::default(); slots];
+        for record in gathered.iter().flat_map(|b| b.chunks_exact(24)) {
+            let word = |i: usize| u64::from_le_bytes(record[8 * i..8 * i + 8].try_into().expect("8 bytes"));
+            let slot = all.get_mut(word(0) as usize).ok_or_else(|| Error::failed("a rank reported an unknown slot"))?;
+            *slot = SlotLoss { sum: f64::from_bits(word(1)), targets: word(2) };
+        }
+        Ok(all)
+    }
+
+    /// Factor that turns the summed gradient into the gradient of the mean loss over `targets`.
+    fn mean_scale(&self, targets: u64) -> f64 {
+        let positions = self.global_batch() * self.batch.t as u64;
+        if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
+    }
+
+    /// Finishes the gradients of [`Trainer::accumulate`], clips and updates. Returns the outcome with its norm.
+    /// A loss or norm that is not finite changes nothing and is reported as it is.
+    pub fn update(&mut self, outcome: Outcome, lr: f64, step: u64) -> Result<Outcome> {
+        let units = self.engine.shards.len();
+        let mut grads = Vec::with_capacity(units);
+        for u in 0..units {
+            grads.push(self.engine.finish(u)?);
+        }
+        let mean = self.mean_scale(outcome.targets);
+        let outcome = Outcome { grad_norm: self.norm(&grads)? * mean, ..outcome };
+        let finite = outcome.loss.is_finite() && outcome.grad_norm.is_finite();
+        let clip = self.clip_norm.map_or(1.0, |limit| (f64::from(limit) / (outcome.grad_norm + 1e-6)).min(1.0));
+        let facts = StepFacts { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
+        for (u, own) in grads.into_iter().enumerate() {
+            if finite {
+                self.update_unit(u, own, facts)?;
+            } else {
+                self.engine.recycle(u, own);
+            }
+        }
+        Ok(outcome)
+    }
+
+    fn update_unit(&mut self, u: usize, own: Buf, facts: StepFacts) -> Result<()> {
+        let replicated = !self.engine.policy.shard_optimizer;
+        let grad = if replicated { self.engine.gather_whole(u, own)? } else { own };
+        let base = self.engine.resident(u).start;
+        let range = self.optimizer.states(u).range.clone();
+        let (unit, ops, optimizer) = (&self.engine.shards[u].unit, self.ops.as_ref(), &mut self.optimizer);
+        self.engine.with_resident(u, |params| {
+            let p = &mut params.host_mut()[range.start - base..range.end - base];
+            optimizer.update(ops, u, unit, p, grad.view(), facts);
+        });
+        self.engine.recycle(u, grad);
+        if replicated { Ok(()) } else { Ok(self.engine.publish(u)?) }
+    }
+
+    /// L2 norm of the summed gradient: fixed blocks of logical tensors, then one fixed tree.
+    fn norm(&self, own: &[Buf]) -> Result<f64> {
+        let mut bytes = Vec::new();
+        for (u, g) in own.iter().enumerate() {
+            let range = self.engine.own(u);
+            for seg in self.engine.shards[u].unit.segments(range.clone()) {
+                let part = g.view().slice(seg.flat.start - range.start..seg.flat.end - range.start);
+                let mut blocks = vec![0.0; part.len().div_ceil(device::ops::NORM_BLOCK)];
+                self.ops.norm_blocks(&mut blocks, part);
+                bytes.extend(blocks.iter().flat_map(|s| s.to_le_bytes()));
+            }
+        }
+        let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
+        Ok(fold_f64(&self.in_logical_order(&gathered)?).sqrt())
+    }
+
+    /// Block sums of all ranks, unit by unit, each in the order of its flat vector.
+    fn in_logical_order(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
+        let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
+        let mut all = Vec::new();
+        for s in self.engine.shards.iter() {
+            for (rank, reader) in readers.iter_mut().enumerate() {
+                let segments = s.unit.segments(s.part.range(rank));
+                let blocks: usize = segments.iter().map(|g| g.flat.len().div_ceil(device::ops::NORM_BLOCK)).sum();
+                for _ in 0..blocks {
+                    let word = reader.next().ok_or_else(|| Error::failed("a rank reported too few block sums"))?;
+                    all.push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
+                }
+            }
+        }
+        Ok(all)
+    }
+}
+
+fn mean_loss(all: &[SlotLoss]) -> Outcome {
+    let sums: Vec<f64> = all.iter().map(|l| l.sum).collect();
+    let targets: u64 = all.iter().map(|l| l.targets).sum();
+    let loss = if targets == 0 { 0.0 } else { fold_f64(&sums) / targets as f64 };
+    Outcome { loss, grad_norm: 0.0, targets }
+}

@@ -1,0 +1,53 @@
+//! Activations of one micro-batch: allocated once, used by every step.
+use crate::model::{Activations, Model};
+use contract::job::Recompute;
+use device::Buf;
+
+/// Everything between the tokens and the loss.
+pub struct Workspace {
+    /// Input of layer `l` at `x[l]`; the head's input last. `[rows, hidden]` each.
+    pub x: Vec<Buf>,
+    /// What each layer left for its backward; one for all when layers are recomputed.
+    pub saved: Vec<Activations>,
+    /// Shared by all layers.
+    pub scratch: Activations,
+    /// Gradient of the residual stream, `[rows, hidden]`.
+    pub dx: Buf,
+    /// Loss of each row.
+    pub loss: Buf,
+}
+
+/// Lengths of all buffers of a [`Workspace`], for allocation and for the estimate.
+pub fn lengths(model: &dyn Model, layers: usize, b: usize, t: usize, recompute: Recompute) -> (usize, usize, Vec<usize>, Vec<usize>) {
+    let saved_sets = match recompute {
+        Recompute::None => layers,
+        Recompute::Block => layers.min(1),
+    };
+    (b * t * model.hidden(), saved_sets, model.saved_lengths(b, t), model.scratch_lengths(b, t))
+}
+
+impl Workspace {
+    /// For micro-batches of `b` sequences of `t` tokens.
+    pub fn new(model: &dyn Model, layers: usize, b: usize, t: usize, recompute: Recompute) -> Self {
+        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute);
+        Workspace {
+            x: (0..=layers).map(|_| Buf::zeroed(x)).collect(),
+            saved: (0..sets).map(|_| Activations::new(&saved)).collect(),
+            scratch: Activations::new(&scratch),
+            dx: Buf::zeroed(x),
+            loss: Buf::zeroed(b * t),
+        }
+    }
+
+    /// The saved set of layer `l`.
+    pub fn saved_index(&self, l: usize) -> usize {
+        l.min(self.saved.len() - 1)
+    }
+
+    /// Bytes of all buffers.
+    pub fn bytes(model: &dyn Model, layers: usize, b: usize, t: usize, recompute: Recompute) -> u64 {
+        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute);
+        let floats = x * (layers + 2) + sets * saved.iter().sum::<usize>() + scratch.iter().sum::<usize>() + b * t;
+        4 * floats as u64
+    }
+}

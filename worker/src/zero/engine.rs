@@ -1,0 +1,304 @@
+//! Flat parameters and gradients of every unit, whole or in parts, and the collectives that move them.
+//!
+//! Fetch before use, release after; reduce what a backward wrote; finish; the optimizer then updates the owned part.
+use super::{
+    Policy, Slots,
+    fold::{FoldStack, Run, maximal_runs},
+    partition::Partition,
+    pool::Pool,
+    queue::{Queue, Ticket},
+};
+use crate::params::Unit;
+use comm::{Comm, Result};
+use device::{Buf, Ops, View};
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard},
+};
+
+/// Reductions in flight at once: one travels while the next block's gradient is written.
+const REDUCTIONS_IN_FLIGHT: usize = 1;
+
+/// One unit on this rank.
+pub struct Shard {
+    /// What it holds.
+    pub unit: Unit,
+    /// Who owns what.
+    pub part: Partition,
+    /// The owned part, or everything (policy).
+    params: RwLock<Buf>,
+    /// Partial sums of gradients: of the owned part, or of everything (policy).
+    grads: Mutex<FoldStack>,
+}
+
+/// The parameters of a unit, whole, for as long as they are held.
+pub enum Held {
+    /// They lie here anyway.
+    Resident(usize),
+    /// Gathered for this use.
+    Gathered(usize, Buf),
+}
+
+/// ZeRO's state of one rank.
+pub struct Engine {
+    /// All units, in the model's order.
+    pub shards: Arc<Vec<Shard>>,
+    /// Sharding policy.
+    pub policy: Policy,
+    /// Who computes which slot.
+    pub slots: Slots,
+    rank: usize,
+    world: usize,
+    ops: Arc<dyn Ops>,
+    queue: Queue,
+    prefetch: usize,
+    gathered: Arc<Mutex<Pool>>,
+    whole_grads: Arc<Mutex<Pool>>,
+    /// Units still to be fetched in this pass, in order.
+    ahead: VecDeque<usize>,
+    /// Gathers under way, oldest first.
+    gathering: VecDeque<(usize, Ticket<Buf>)>,
+    reducing: VecDeque<Ticket<()>>,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A poisoned lock means a panic on the communication thread, which has ended the job already.
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Engine {
+    /// Allocates this rank's part of every unit, zeroed.
+    pub fn new(units: Vec<Unit>, policy: Policy, slots: usize, prefetch: usize, queue: Queue, ops: Arc<dyn Ops>) -> Self {
+        let (rank, world) = (queue.comm().rank(), queue.comm().world());
+        let shards = units.into_iter().map(|unit| {
+            let part = Partition::new(&unit, world);
+            let own = part.range(rank).len();
+            let params = Buf::zeroed(if policy.shard_parameters { own } else { unit.len() });
+            let grads = FoldStack::new(if policy.shard_gradients { own } else { unit.len() });
+            Shard { unit, part, params: RwLock::new(params), grads: Mutex::new(grads) }
+        });
+        Engine {
+            shards: Arc::new(shards.collect()),
+            policy,
+            slots: Slots { slots, world, interleaved: policy.shard_gradients },
+            rank,
+            world,
+            ops,
+            queue,
+            prefetch,
+            gathered: Arc::default(),
+            whole_grads: Arc::default(),
+            ahead: VecDeque::new(),
+            gathering: VecDeque::new(),
+            reducing: VecDeque::new(),
+        }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    /// The collectives, in order with the engine's own.
+    pub fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Flat range of unit `u` that this rank owns.
+    pub fn own(&self, u: usize) -> Range<usize> {
+        self.shards[u].part.range(self.rank)
+    }
+
+    /// Flat range of unit `u` whose parameters lie here all the time.
+    pub fn resident(&self, u: usize) -> Range<usize> {
+        if self.policy.shard_parameters { self.own(u) } else { 0..self.shards[u].unit.len() }
+    }
+
+    /// Changes the resident parameters of unit `u` in place.
+    pub fn with_resident<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
+        f(&mut self.shards[u].params.write().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Reads this rank's own part of unit `u`.
+    pub fn with_own<T>(&self, u: usize, f: impl FnOnce(View) -> T) -> T {
+        let own = self.own(u);
+        let base = self.resident(u).start;
+        let params = read(&self.shards[u].params);
+        f(params.view().slice(own.start - base..own.end - base))
+    }
+
+    // --- parameters ----------------------------------------------------------------------------------------------
+
+    /// Announces the fetches of a pass, in order, so that they can be started ahead of their use.
+    pub fn announce(&mut self, order: impl IntoIterator<Item = usize>) {
+        assert!(self.ahead.is_empty() && self.gathering.is_empty(), "the last pass was not finished");
+        if self.needs_gather() {
+            self.ahead.extend(order);
+        }
+    }
+
+    fn needs_gather(&self) -> bool {
+        self.policy.shard_parameters && self.world > 1
+    }
+
+    /// The whole parameters of unit `u`: waits for their gather and starts the next ones.
+    pub fn fetch(&mut self, u: usize) -> Result<Held> {
+        if !self.needs_gather() {
+            return Ok(Held::Resident(u));
+        }
+        while self.gathering.len() <= self.prefetch {
+            let Some(next) = self.ahead.pop_front() else { break };
+            let ticket = self.gather(next);
+            self.gathering.push_back((next, ticket));
+        }
+        let (unit, ticket) = self.gathering.pop_front().expect("every fetch was announced");
+        assert_eq!(unit, u, "fetches come in the announced order");
+        Ok(Held::Gathered(u, ticket.wait()?))
+    }
+
+    fn gather(&self, u: usize) -> Ticket<Buf> {
+        let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
+        let mut whole = lock(&self.gathered).take(len);
+        self.queue.submit(move |comm: &dyn Comm| {
+            let s = &shards[u];
+            comm.all_gather(whole.view_mut().slice(0..len), read(&s.params).view(), s.part.counts())?;
+            Ok(whole)
+        })
+    }
+
+    /// Runs `f` on held parameters.
+    pub fn with_params<T>(&self, held: &Held, f: impl FnOnce(View) -> T) -> T {
+        match held {
+            Held::Resident(u) => f(read(&self.shards[*u].params).view()),
+            Held::Gathered(u, buf) => f(buf.view().slice(0..self.shards[*u].unit.len())),
+        }
+    }
+
+    /// Lets go of gathered parameters.
+    pub fn release(&self, held: Held) {
+        if let Held::Gathered(_, buf) = held {
+            lock(&self.gathered).give(buf);
+        }
+    }
+
+    // --- gradients -----------------------------------------------------------------------------------------------
+
+    /// A buffer for the whole gradient of unit `u`, content unspecified.
+    pub fn gradient(&mut self, u: usize) -> Buf {
+        if self.reduces_at_once() {
+            lock(&self.whole_grads).take(self.shards[u].unit.len())
+        } else {
+            lock(&self.shards[u].grads).take()
+        }
+    }
+
+    fn reduces_at_once(&self) -> bool {
+        self.policy.shard_gradients && self.world > 1
+    }
+
+    /// Takes one slot's whole gradient of unit `u`; every rank calls this for every unit and round, with `None` where it has
+    /// no slot in this round.
+    pub fn reduce(&mut self, u: usize, round: usize, gradient: Option<Buf>) -> Result<()> {
+        if !self.reduces_at_once() {
+            if let (Some(g), Some(slot)) = (gradient, self.slots.slot(self.rank, round)) {
+                lock(&self.shards[u].grads).push_owned(self.ops.as_ref(), Run::slot(slot), g);
+            }
+            return Ok(());
+        }
+        let (shards, slots, ops, pool) =
+            (self.shards.clone(), self.slots, self.ops.clone(), self.whole_grads.clone());
+        self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
+            let s = &shards[u];
+            let mut fold = lock(&s.grads);
+            let whole = gradient.as_ref().map(|g| g.view().slice(0..s.unit.len()));
+            comm.reduce_scatter_fold(whole.as_slice(), s.part.counts(), &mut |from, _, piece| {
+                if let Some(slot) = slots.slot(from, round) {
+                    fold.push(ops.as_ref(), Run::slot(slot), piece);
+                }
+            })?;
+            if let Some(g) = gradient {
+                lock(&pool).give(g);
+            }
+            Ok(())
+        }));
+        while self.reducing.len() > REDUCTIONS_IN_FLIGHT {
+            self.reducing.pop_front().expect("not empty").wait()?;
+        }
+        Ok(())
+    }
+
+    /// The summed gradient of this rank's own part of unit `u`, after the last round.
+    pub fn finish(&mut self, u: usize) -> Result<Buf> {
+        for t in self.reducing.drain(..) {
+            t.wait()?;
+        }
+        let own = self.own(u).len();
+        if self.policy.shard_gradients || self.world == 1 {
+            let sum = lock(&self.shards[u].grads).finish(self.ops.as_ref());
+            return Ok(sum.unwrap_or_else(|| Buf::zeroed(own)));
+        }
+        let (shards, ops, slots) = (self.shards.clone(), self.ops.clone(), self.slots);
+        self.queue.run(move |comm: &dyn Comm| {
+            let s = &shards[u];
+            let mut whole = lock(&s.grads);
+            let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
+            let mut fold = FoldStack::new(own);
+            comm.reduce_scatter_fold(&partials, s.part.counts(), &mut |from, index, piece| {
+                fold.push(ops.as_ref(), partial_run(slots, from, index), piece);
+            })?;
+            drop(partials);
+            whole.clear();
+            Ok(fold.finish(ops.as_ref()).unwrap_or_else(|| Buf::zeroed(own)))
+        })
+    }
+
+    /// Gives a finished gradient's memory back.
+    pub fn recycle(&self, u: usize, gradient: Buf) {
+        lock(&self.shards[u].grads).recycle(gradient);
+    }
+
+    /// Every rank's own part of a vector of unit `u`, put together.
+    pub fn gather_whole(&self, u: usize, own: Buf) -> Result<Buf> {
+        if self.world == 1 {
+            return Ok(own);
+        }
+        let shards = self.shards.clone();
+        self.queue.run(move |comm: &dyn Comm| {
+            let s = &shards[u];
+            let mut whole = Buf::zeroed(s.unit.len());
+            comm.all_gather(whole.view_mut(), own.view(), s.part.counts())?;
+            Ok(whole)
+        })
+    }
+
+    /// After the owners changed their parts: brings the resident parameters of unit `u` up to date everywhere.
+    pub fn publish(&self, u: usize) -> Result<()> {
+        if self.policy.shard_parameters || self.world == 1 {
+            return Ok(());
+        }
+        let (shards, own) = (self.shards.clone(), self.own(u));
+        self.queue.run(move |comm: &dyn Comm| {
+            let s = &shards[u];
+            let mut params = s.params.write().unwrap_or_else(PoisonError::into_inner);
+            let mine = Buf::from_slice(&params.host()[own]);
+            comm.all_gather(params.view_mut(), mine.view(), s.part.counts())
+        })
+    }
+}
+
+fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
+    params.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The run of slots behind the `index`-th partial that rank `from` kept.
+fn partial_run(slots: Slots, from: usize, index: usize) -> Run {
+    let mine: Vec<usize> = (0..slots.rounds()).filter_map(|r| slots.slot(from, r)).collect();
+    let range = mine.first().map_or(0..0, |&a| a..a + mine.len());
+    maximal_runs(range).get(index).copied().unwrap_or(Run { start: 0, len: 0 })
+}

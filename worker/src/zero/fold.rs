@@ -1,0 +1,143 @@
+//! The one shape of every sum over slots: a fixed binary tree over `0..slots`, whoever computes which slot.
+//!
+//! A partial is the sum of an aligned run of slots whose length is a power of two. Partials are pushed in slot order; two
+//! siblings merge at once, so at most log₂(slots) + 1 are kept. What is left at the end is folded from the right.
+//! Pushing single slots or already merged partials gives the same bits.
+use device::{Buf, Ops, View};
+
+/// An aligned run of slots, `start % len == 0`, `len` a power of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First slot.
+    pub start: usize,
+    /// Number of slots.
+    pub len: usize,
+}
+
+impl Run {
+    /// One slot.
+    pub fn slot(start: usize) -> Self {
+        Run { start, len: 1 }
+    }
+
+    /// The parent run when `self` (left) and `right` are siblings.
+    pub fn merge(self, right: Run) -> Option<Run> {
+        let siblings = self.len == right.len && self.start % (2 * self.len) == 0 && right.start == self.start + self.len;
+        siblings.then_some(Run { start: self.start, len: 2 * self.len })
+    }
+}
+
+/// The runs that are left after pushing single slots `range` in order.
+pub fn maximal_runs(range: std::ops::Range<usize>) -> Vec<Run> {
+    let mut stack: Vec<Run> = Vec::new();
+    for s in range {
+        let mut top = Run::slot(s);
+        while let Some(merged) = stack.last().and_then(|left| left.merge(top)) {
+            stack.pop();
+            top = merged;
+        }
+        stack.push(top);
+    }
+    stack
+}
+
+/// Partials of vectors of one length, kept until they can be merged.
+pub struct FoldStack {
+    len: usize,
+    stack: Vec<(Run, Buf)>,
+    free: Vec<Buf>,
+}
+
+impl FoldStack {
+    /// For vectors of `len` elements.
+    pub fn new(len: usize) -> Self {
+        FoldStack { len, stack: Vec::new(), free: Vec::new() }
+    }
+
+    /// A buffer of the stack's length with unspecified content, to be filled and given to [`FoldStack::push_owned`].
+    pub fn take(&mut self) -> Buf {
+        self.free.pop().unwrap_or_else(|| Buf::zeroed(self.len))
+    }
+
+    /// Adds a partial that lies elsewhere; it is added straight into its left sibling when that is on top.
+    pub fn push(&mut self, ops: &dyn Ops, run: Run, x: View) {
+        assert_eq!(x.len(), self.len, "partial of another length");
+        match self.stack.last().and_then(|(left, _)| left.merge(run)) {
+            Some(merged) => {
+                let (_, mut sum) = self.stack.pop().expect("just seen");
+                ops.add(sum.view_mut(), x);
+                self.push_owned(ops, merged, sum);
+            }
+            None => {
+                let mut buf = self.take();
+                buf.host_mut().copy_from_slice(x.host());
+                self.stack.push((run, buf));
+            }
+        }
+    }
+
+    /// Adds a partial, taking its buffer.
+    pub fn push_owned(&mut self, ops: &dyn Ops, mut run: Run, mut sum: Buf) {
+        assert_eq!(sum.len(), self.len, "partial of another length");
+        while let Some(merged) = self.stack.last().and_then(|(left, _)| left.merge(run)) {
+            let (_, mut left) = self.stack.pop().expect("just seen");
+            ops.add(left.view_mut(), sum.view());
+            self.free.push(std::mem::replace(&mut sum, left));
+            run = merged;
+        }
+        self.stack.push((run, sum));
+    }
+
+    /// The partials kept, in slot order.
+    pub fn partials(&self) -> impl Iterator<Item = (Run, View<'_>)> {
+        self.stack.iter().map(|(r, b)| (*r, b.view()))
+    }
+
+    /// The sum of everything pushed; the stack is empty afterwards. `None` when nothing was pushed.
+    pub fn finish(&mut self, ops: &dyn Ops) -> Option<Buf> {
+        let (_, mut sum) = self.stack.pop()?;
+        while let Some((_, mut left)) = self.stack.pop() {
+            ops.add(left.view_mut(), sum.view());
+            self.free.push(std::mem::replace(&mut sum, left));
+        }
+        Some(sum)
+    }
+
+    /// Forgets everything pushed, keeping the memory.
+    pub fn clear(&mut self) {
+        self.free.extend(self.stack.drain(..).map(|(_, b)| b));
+    }
+
+    /// Gives a buffer that [`FoldStack::finish`] returned back for reuse.
+    pub fn recycle(&mut self, buf: Buf) {
+        if buf.len() == self.len {
+            self.free.push(buf);
+        }
+    }
+}
+
+/// The same tree over plain numbers (losses), one per slot.
+pub fn fold_f64(slots: &[f64]) -> f64 {
+    let mut stack: Vec<(Run, f64)> = Vec::new();
+    for (s, &x) in slots.iter().enumerate() {
+        let mut top = (Run::slot(s), x);
+        while let Some(merged) = stack.last().and_then(|(left, _)| left.merge(top.0)) {
+            let (_, left) = stack.pop().expect("just seen");
+            top = (merged, left + top.1);
+        }
+        stack.push(top);
+    }
+    let mut sum = match stack.pop() {
+        Some((_, x)) => x,
+        None => return 0.0,
+    };
+    while let Some((_, left)) = stack.pop() {
+        sum += left;
+    }
+    sum
+}
+
+/// Most partials that a stack holds at once while `slots` slots are pushed, including the one being merged.
+pub fn depth(slots: usize) -> usize {
+    (0..slots).map(|n| maximal_runs(0..n).len() + 1).max().unwrap_or(0).min(slots.max(1))
+}

@@ -1,0 +1,53 @@
+//! Buffers that are used again: gathered parameters and whole gradients of one unit at a time.
+use device::Buf;
+
+/// A pool of buffers of any length. The best fit is handed out; a new one is allocated when none fits.
+#[derive(Default)]
+pub struct Pool {
+    free: Vec<Buf>,
+}
+
+impl Pool {
+    /// A buffer of at least `len` elements with unspecified content.
+    pub fn take(&mut self, len: usize) -> Buf {
+        match best_fit(self.free.iter().map(Buf::len), len) {
+            Some(i) => self.free.swap_remove(i),
+            None => Buf::zeroed(len),
+        }
+    }
+
+    /// Gives a buffer back.
+    pub fn give(&mut self, buf: Buf) {
+        self.free.push(buf);
+    }
+}
+
+/// The same decisions on lengths alone, for the memory estimate.
+#[derive(Default, Clone)]
+pub struct PoolPlan {
+    free: Vec<usize>,
+    /// Elements allocated so far.
+    pub allocated: usize,
+}
+
+impl PoolPlan {
+    /// The length of the buffer that a pool would hand out.
+    pub fn take(&mut self, len: usize) -> usize {
+        match best_fit(self.free.iter().copied(), len) {
+            Some(i) => self.free.swap_remove(i),
+            None => {
+                self.allocated += len;
+                len
+            }
+        }
+    }
+
+    /// Gives a buffer back.
+    pub fn give(&mut self, len: usize) {
+        self.free.push(len);
+    }
+}
+
+fn best_fit(free: impl Iterator<Item = usize>, len: usize) -> Option<usize> {
+    free.enumerate().filter(|&(_, n)| n >= len).min_by_key(|&(_, n)| n).map(|(i, _)| i)
+}
