@@ -1,0 +1,384 @@
+//! The rules of the house, checked on the sources as they are: which crate may know which, and what only one room may do.
+//!
+//! A rule that has to give way is changed here, in the same commit, with its reason.
+use serde_json::Value;
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+// --- crates ---------------------------------------------------------------------------------------------------------
+
+/// Our crates, each with those of ours that it may use.
+const CRATES: &[(&str, &[&str])] = &[
+    ("ckpt", &[]),
+    ("comm", &["device"]),
+    ("contract", &[]),
+    ("device", &[]),
+    ("launch", &["launcher", "worker"]),
+    ("launcher", &["ckpt", "contract"]),
+    ("worker", &["ckpt", "comm", "contract", "device"]),
+];
+
+/// Edges for tests only.
+const TEST_EDGES: &[(&str, &str)] = &[
+    ("launch", "contract"), // end-to-end tests read events
+];
+
+#[test]
+fn crates_depend_only_along_the_drawn_arrows() {
+    let metadata = cargo_metadata();
+    let packages = metadata["packages"].as_array().expect("packages");
+    let ours: BTreeSet<&str> = packages.iter().map(|p| p["name"].as_str().expect("name")).collect();
+    assert_eq!(
+        ours,
+        CRATES.iter().map(|(name, _)| *name).collect(),
+        "the workspace's crates and CRATES differ"
+    );
+
+    let mut wrong = Vec::new();
+    for package in packages {
+        let name = package["name"].as_str().expect("name");
+        let allowed = CRATES.iter().find(|(n, _)| *n == name).map_or(&[][..], |(_, allowed)| allowed);
+        for dependency in package["dependencies"].as_array().expect("dependencies") {
+            let to = dependency["name"].as_str().expect("name");
+            let test_only = dependency["kind"] == "dev";
+            if ours.contains(to) && !allowed.contains(&to) && !(test_only && TEST_EDGES.contains(&(name, to)))
+            {
+                wrong.push(format!("{name} -> {to}{}", if test_only { " (dev)" } else { "" }));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "edges that the plan of the house doesn't draw: {wrong:?}");
+}
+
+/// One place says which version of a foreign crate the product uses.
+#[test]
+fn shared_versions_are_declared_once() {
+    let mut own = Vec::new();
+    for manifest in ["launcher", "launcher/contract", "worker", "worker/ckpt", "worker/comm", "worker/device"]
+    {
+        let text = read(&root().join(manifest).join("Cargo.toml"));
+        let mut in_dependencies = false;
+        for line in text.lines().map(str::trim) {
+            if line.starts_with('[') {
+                in_dependencies = line.contains("dependencies");
+            } else if in_dependencies
+                && line.contains('=')
+                && !line.starts_with('#')
+                && !line.contains("workspace")
+            {
+                own.push(format!("{manifest}/Cargo.toml: {line}"));
+            }
+        }
+    }
+    assert!(own.is_empty(), "versions belong in [workspace.dependencies] of the root: {own:#?}");
+}
+
+fn cargo_metadata() -> Value {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--offline", "--no-deps", "--format-version", "1"])
+        .current_dir(root())
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+// --- what only one room may do ------------------------------------------------------------------------------------------
+
+/// None of `names` stands in the code of `within`, except in `only`. Tests and comments don't count.
+struct Rule {
+    what: &'static str,
+    within: &'static [&'static str],
+    names: &'static [&'static str],
+    /// Files, or directories ending in `/`.
+    only: &'static [&'static str],
+}
+
+const EVERYWHERE: &[&str] = &["launcher/", "worker/"];
+
+const RULES: &[Rule] = &[
+    Rule {
+        what: "the launcher holds no tensor values: only `launch ckpt` knows checkpoints",
+        within: &["launcher/"],
+        names: &["ckpt::"],
+        only: &["launcher/src/cmd/ckpt.rs", "launcher/src/cmd/ckpt/"],
+    },
+    Rule {
+        what: "only report/ writes to the terminal",
+        within: EVERYWHERE,
+        names: &[
+            "println!",
+            "print!",
+            "eprintln!",
+            "eprint!",
+            "io::stdout",
+            "io::stderr",
+            "stdout()",
+            "stderr()",
+            "dbg!",
+        ],
+        only: &["launcher/src/report/", "launcher/src/report.rs"],
+    },
+    Rule {
+        what: "a checkpoint is complete or absent: only commit.rs renames",
+        within: EVERYWHERE,
+        names: &["fs::rename", "rename(", "renameat", "renameat2", ".persist("],
+        only: &["worker/ckpt/src/commit.rs"],
+    },
+    Rule {
+        what: "only agent/process.rs and transport/ start processes",
+        within: EVERYWHERE,
+        names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
+        only: &["launcher/src/agent/process.rs", "launcher/src/transport/"],
+    },
+    Rule {
+        what: "a model names neither sharding nor communication nor training",
+        within: &["worker/src/model/", "worker/src/model.rs"],
+        names: &["comm::", "zero::", "train::", "session::", "contract::control"],
+        only: &[],
+    },
+    Rule {
+        what: "sharding names no model family",
+        within: &["worker/src/zero/", "worker/src/zero.rs"],
+        names: &["model::", "llama", "Llama"],
+        only: &[],
+    },
+    Rule {
+        what: "plan, cores, policy, rendezvous, partition, order and cut are pure",
+        within: &[
+            "launcher/src/plan/",
+            "launcher/src/plan.rs",
+            "launcher/src/controller/core.rs",
+            "launcher/src/controller/core/",
+            "launcher/src/controller/policy.rs",
+            "launcher/src/controller/rendezvous.rs",
+            "launcher/src/agent/core.rs",
+            "launcher/src/agent/core/",
+            "worker/src/zero/partition.rs",
+            "worker/src/data/order.rs",
+            "worker/ckpt/src/cut.rs",
+        ],
+        names: &[
+            "std::fs",
+            "fs::",
+            "File::",
+            "std::env",
+            "env::var",
+            "Instant::now",
+            "SystemTime",
+            "std::net",
+            "std::process",
+            "thread::",
+            "tokio::",
+            "nix::",
+            "libc::",
+        ],
+        only: &[],
+    },
+    Rule {
+        what: "names of the environment come from contract/env.rs",
+        within: EVERYWHERE,
+        names: &["env::var(\"", "env::var_os(\"", "env!(\"", "set_var(", "remove_var("],
+        only: &["launcher/contract/src/env.rs"],
+    },
+    Rule {
+        what: "no queue without a limit",
+        within: EVERYWHERE,
+        names: &["mpsc::channel()", "mpsc::channel::<", "unbounded_channel", "crossbeam_channel::unbounded"],
+        only: &[],
+    },
+    Rule {
+        what: "the launcher and the worker never name each other",
+        within: &["launcher/src/", "launcher/contract/"],
+        names: &["worker::", "comm::", "device::"],
+        only: &[],
+    },
+    Rule {
+        what: "the launcher and the worker never name each other",
+        within: &["worker/"],
+        names: &["launcher::"],
+        only: &[],
+    },
+];
+
+/// Places that a rule lets pass, each with the reason. An entry that no code needs fails the test.
+const EXCEPTIONS: &[(&str, &str, &str)] = &[
+    // (file, name, why)
+];
+
+#[test]
+fn what_one_room_does_no_other_room_does() {
+    let sources = sources();
+    let mut wrong = Vec::new();
+    let mut used = BTreeSet::new();
+    for rule in RULES {
+        for (path, code) in sources.iter().filter(|(path, _)| in_any(path, rule.within)) {
+            if in_any(path, rule.only) {
+                continue;
+            }
+            for (line, name) in violations(code, rule.names) {
+                match EXCEPTIONS.iter().position(|(file, n, _)| file == path && *n == name) {
+                    Some(at) => {
+                        used.insert(at);
+                    }
+                    None => wrong.push(format!("{path}:{line}: `{name}` — {}", rule.what)),
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} places break a rule of the house:\n{}", wrong.len(), wrong.join("\n"));
+    let stale: Vec<_> = (0..EXCEPTIONS.len()).filter(|i| !used.contains(i)).map(|i| EXCEPTIONS[i]).collect();
+    assert!(stale.is_empty(), "exceptions that nothing needs any more: {stale:?}");
+}
+
+/// The checker itself: it sees code, and doesn't see comments, tests, or names that only end alike.
+#[test]
+fn the_checker_sees_code_and_only_code() {
+    let text = "use a::fs;\n// fs::rename in a comment\nfn f() { fs::rename(x, y); } // fs::rename\n\
+                fn g() { prefs::read(); eprintln!(\"// not a comment\"); fs::read(z) }\n\
+                #[cfg(test)]\nmod tests {\n    fn t() { fs::rename(x, y); }\n}\nfn after() { fs::rename(p, q) }\n";
+    let code = code_of(text);
+    assert_eq!(violations(&code, &["fs::rename"]), [(3, "fs::rename"), (9, "fs::rename")]);
+    assert_eq!(violations(&code, &["fs::read"]), [(4, "fs::read")]);
+    assert_eq!(violations(&code, &["println!"]), []);
+    assert_eq!(violations(&code, &["eprintln!"]), [(4, "eprintln!")]);
+}
+
+/// `(line, name)` of every name in the code; a name that starts like a word must start one there.
+fn violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usize, &'static str)> {
+    let mut found = Vec::new();
+    for (number, line) in code {
+        for name in names {
+            let whole = |at: usize| {
+                let before = line[..at].chars().next_back();
+                !name.starts_with(|c: char| c.is_alphanumeric())
+                    || !before.is_some_and(|c| c.is_alphanumeric() || c == '_')
+            };
+            if line.match_indices(name).any(|(at, _)| whole(at)) {
+                found.push((*number, *name));
+            }
+        }
+    }
+    found
+}
+
+/// The numbered lines of a source without comments and without `#[cfg(test)]` items.
+fn code_of(text: &str) -> Vec<(usize, String)> {
+    let mut code = Vec::new();
+    let mut lines = text.lines().enumerate();
+    while let Some((at, line)) = lines.next() {
+        if line.trim_start().starts_with("#[cfg(test)]") {
+            // rustfmt closes an item at the indentation it opened with
+            let indent = line.len() - line.trim_start().len();
+            for (_, inner) in lines.by_ref() {
+                let closes = inner.len() - inner.trim_start().len() == indent
+                    && (inner.trim_start().starts_with('}') || inner.ends_with(';'));
+                if closes {
+                    break;
+                }
+            }
+            continue;
+        }
+        code.push((at + 1, without_comment(line).to_owned()));
+    }
+    code
+}
+
+/// A line up to its `//`, unless that stands in a string (an odd number of quotes before it).
+fn without_comment(line: &str) -> &str {
+    for (at, _) in line.match_indices("//") {
+        if line[..at].matches('"').count() % 2 == 0 {
+            return &line[..at];
+        }
+    }
+    line
+}
+
+fn in_any(path: &str, places: &[&str]) -> bool {
+    places.iter().any(|place| if place.ends_with('/') { path.starts_with(place) } else { path == *place })
+}
+
+/// Every source of the product, by path from the root: not tests, examples or benchmarks.
+fn sources() -> Vec<(String, Vec<(usize, String)>)> {
+    let mut files = Vec::new();
+    for top in EVERYWHERE {
+        walk(&root().join(top), &mut files);
+    }
+    files.sort();
+    assert!(files.len() > 20, "only {} sources found: is this the repository?", files.len());
+    files
+        .iter()
+        .map(|file| (relative(file), code_of(&read(file))))
+        .filter(|(path, _)| {
+            let outside = ["/tests/", "/examples/", "/benches/", "/tests.rs"];
+            !outside.iter().any(|part| path.contains(part))
+        })
+        .collect()
+}
+
+// --- the map --------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn the_map_shows_every_room() {
+    let map = read(&root().join("docs/ARCHITECTURE.md"));
+    let mut rooms = BTreeSet::new();
+    for (path, _) in sources() {
+        let room = Path::new(&path).parent().expect("a file lies in a directory");
+        if room.file_name().is_some_and(|name| name != "src") {
+            rooms.insert(room.file_name().expect("checked").to_string_lossy().into_owned());
+        }
+    }
+    let missing: Vec<_> = rooms.iter().filter(|room| !map.contains(&format!("{room}/"))).collect();
+    assert!(missing.is_empty(), "docs/ARCHITECTURE.md doesn't mention {missing:?} (as `name/`)");
+}
+
+#[test]
+fn paths_in_the_docs_exist() {
+    let mut dead = Vec::new();
+    let mut documents = vec![root().join("README.md")];
+    for entry in fs::read_dir(root().join("docs")).expect("docs/") {
+        documents.push(entry.expect("docs/ can be read").path());
+    }
+    for document in documents.iter().filter(|d| d.extension().is_some_and(|e| e == "md")) {
+        for (number, line) in read(document).lines().enumerate() {
+            // every second piece between backticks is code; whole words there that start like a path of ours
+            for word in line.split('`').skip(1).step_by(2).flat_map(str::split_whitespace) {
+                let ours = ["launcher/", "worker/", "docs/", "scripts/", "tests/", "configs/"];
+                let plain = word.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
+                if plain && ours.iter().any(|o| word.starts_with(o)) && !root().join(word).exists() {
+                    dead.push(format!("{}:{}: {word}", relative(document), number + 1));
+                }
+            }
+        }
+    }
+    assert!(dead.is_empty(), "paths that don't exist:\n{}", dead.join("\n"));
+}
+
+// --- files ----------------------------------------------------------------------------------------------------------------
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn relative(path: &Path) -> String {
+    path.strip_prefix(root()).expect("below the root").to_string_lossy().into_owned()
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+fn walk(directory: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).unwrap_or_else(|e| panic!("{}: {e}", directory.display())) {
+        let path = entry.expect("directory can be read").path();
+        if path.is_dir() {
+            walk(&path, files);
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            files.push(path);
+        }
+    }
+}
