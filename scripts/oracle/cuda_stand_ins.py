@@ -3,8 +3,8 @@
 
     python cuda_stand_ins.py SITE_PACKAGES/torch
 
-One library defines every CUDA function that torch's own libraries leave undefined (each returns 100, "no device"). Under
-the name of each CUDA library that is missing stands an empty one that loads it: the loader looks a versioned symbol up in
+One library defines every CUDA function that torch's own libraries leave undefined: each returns 100, "no device", and those
+that put an error into words return words. Under the name of each CUDA library that is missing stands an empty one that loads it: the loader looks a versioned symbol up in
 any library, but refuses one found without a version in the very library that the version names.
 Needs cc, nm and readelf.
 """
@@ -37,6 +37,12 @@ def compile_library(source, path, *flags):
     subprocess.run([*command, *flags], input=source, text=True, check=True)
 
 
+def definition(name):
+    if re.search("(String|Name)$", name):
+        return f'const char *{name}(void) {{ return "no CUDA libraries here"; }}\n'
+    return f"int {name}(void) {{ return 100; }}\n"
+
+
 def main():
     lib = Path(sys.argv[1]) / "lib"
     libraries = [p for p in [*lib.glob("*.so*"), *lib.parent.glob("_C*.so")]
@@ -44,7 +50,7 @@ def main():
     missing = {n for p in libraries for n in needed(p) if CUDA_LIBRARY.match(n) and ((lib / n).is_symlink() or not (lib / n).is_file())}
     undefined = {n for p in libraries for n in symbols(p, "--undefined-only") if CUDA_FUNCTION.match(n)}
     defined = {n for p in libraries for n in symbols(p, "--defined-only")}
-    source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in sorted(undefined - defined))
+    source = "".join(map(definition, sorted(undefined - defined)))
     compile_library(source, lib / FUNCTIONS)
     compile_library("", lib / EMPTY, "-Wl,--no-as-needed", f"-L{lib}", f"-l:{FUNCTIONS}", "-Wl,-rpath,$ORIGIN")
     for name in sorted(missing):

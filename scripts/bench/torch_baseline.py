@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""What PyTorch does with the model of configs/baseline.yaml: one JSON line with tokens/s and peak memory.
+
+    python torch_baseline.py --mode plain --threads 2
+    python -m torch.distributed.run --standalone --nproc-per-node 2 torch_baseline.py --mode fsdp2 --threads 1
+
+Modes: plain (one process), fsdp2 (fully_shard per block), deepspeed (ZeRO stage 3; needs deepspeed).
+transformers' LlamaForCausalLM with SDPA attention, fp32, random tokens: hidden 384, 6 layers, 6 heads, intermediate 1024, vocabulary 8192,
+untied (16.9M parameters); sequences of 256, 8 in a global batch (2048 tokens a step, divided among the ranks); torch AdamW, lr 1e-3,
+betas 0.9 / 0.95, weight decay 0.1; neither clipping nor activation checkpointing. Median of the measured steps.
+"""
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+
+VOCAB, SEQ, GLOBAL_BATCH = 8192, 256, 8
+
+
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=["plain", "fsdp2", "deepspeed"], required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    return parser.parse_args()
+
+
+def build(mode, world):
+    """The model and a function that trains on one batch and returns its loss."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
+        num_key_value_heads=6, max_position_embeddings=SEQ, tie_word_embeddings=False, use_cache=False,
+        attn_implementation="sdpa"))
+    settings = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    if mode == "deepspeed":
+        import deepspeed
+        deepspeed.init_distributed("gloo")
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters(), **settings),
+            config={"train_micro_batch_size_per_gpu": GLOBAL_BATCH // world, "gradient_accumulation_steps": 1,
+                    "steps_per_print": 1 << 30, "zero_optimization": {"stage": 3}})
+
+        def step(ids):
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            return loss.item()
+        return model, step
+
+    if mode == "fsdp2":
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+
+    def step(ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+    return model, step
+
+
+def main():
+    args = arguments()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+    import torch.distributed as dist
+    torch.set_num_threads(args.threads)
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if args.mode == "plain" and world > 1:
+        raise SystemExit("mode plain is one process")
+    if GLOBAL_BATCH % world:
+        raise SystemExit(f"{GLOBAL_BATCH} sequences can't be divided among {world} ranks")
+    _, step = build(args.mode, world)
+    generator, own = torch.Generator().manual_seed(1), GLOBAL_BATCH // world
+    times, losses = [], []
+    for _ in range(args.warmup + args.steps):
+        ids = torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQ), generator=generator)[rank * own:(rank + 1) * own]
+        if dist.is_initialized():
+            dist.barrier()
+        began = time.perf_counter()
+        losses.append(step(ids))
+        if dist.is_initialized():
+            dist.barrier()
+        times.append(time.perf_counter() - began)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = [peak]
+    if dist.is_initialized():
+        peaks = [None] * world
+        dist.all_gather_object(peaks, peak)
+    if rank == 0:
+        seconds = statistics.median(times[args.warmup:])
+        print(json.dumps({"mode": args.mode, "world": world, "threads": args.threads,
+                          "tokens_per_s": GLOBAL_BATCH * SEQ / seconds, "peak_rss": max(peaks),
+                          "losses": [losses[0], losses[-1]]}), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
