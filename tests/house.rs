@@ -126,7 +126,7 @@ const RULES: &[Rule] = &[
     Rule {
         what: "a checkpoint is complete or absent: only commit.rs renames",
         within: EVERYWHERE,
-        names: &["fs::rename", "rename(", "renameat", "renameat2", ".persist("],
+        names: &["rename(", "renameat(", "renameat2(", ".persist("],
         only: &["worker/ckpt/src/commit.rs"],
     },
     Rule {
@@ -182,7 +182,7 @@ const RULES: &[Rule] = &[
     Rule {
         what: "names of the environment come from contract/env.rs",
         within: EVERYWHERE,
-        names: &["env::var(\"", "env::var_os(\"", "env!(\"", "set_var(", "remove_var("],
+        names: &["env::var(\"", "env::var_os(\"", "set_var(", "remove_var("],
         only: &["launcher/contract/src/env.rs"],
     },
     Rule {
