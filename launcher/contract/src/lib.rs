@@ -8,3 +8,7 @@ pub mod exit;
 pub mod ids;
 pub mod job;
 pub mod judge;
+pub mod problem;
+
+pub use job::{JobSpec, Source, SourceMap, load};
+pub use problem::Problem;

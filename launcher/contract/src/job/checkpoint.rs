@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// `checkpoint:` — when, where, what is kept.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointSpec {
-    /// Template; `{name}` is filled in. Relative to the workdir. Default `runs/{name}/checkpoints`.
+    /// `{name}` is filled in. Relative to the workdir. Default `runs/{name}/checkpoints`.
     pub dir: PathBuf,
     pub every: Every,
     /// Newest complete checkpoints kept; 0: all.

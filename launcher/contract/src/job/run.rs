@@ -8,7 +8,7 @@ use std::path::PathBuf;
 pub struct RunSpec {
     /// Any program as ranks; absent: the built-in runtime.
     pub command: Option<Vec<String>>,
-    /// Absolute after loading; relative paths of the job resolve here. Default: the directory of job.yaml.
+    /// Absolute after loading; relative paths of the job resolve here. Default: the current directory.
     pub workdir: PathBuf,
     pub env: Vec<(String, String)>,
     /// Between SIGTERM and SIGKILL, milliseconds.

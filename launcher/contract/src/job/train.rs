@@ -1,4 +1,10 @@
 //! `train:` — what the built-in runtime trains.
+use super::{
+    decode::{Decoder, Table},
+    read::{Read, boolean, choice, expected, int, int32, list, number, number32, text, word_or},
+    sections::path,
+    tree::Node,
+};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -152,4 +158,179 @@ pub struct EvalSpec {
     pub files: Vec<String>,
     /// At most this many samples.
     pub samples: u32,
+}
+
+/// Decodes `train:`.
+pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
+    let optimizer = optimizer(d, t);
+    let steps = d.get(t, "train.steps", int(1..=u64::MAX));
+    TrainSpec {
+        model: model(d, t),
+        data: data(d, t),
+        zero: zero(d, t),
+        precision: d.get(t, "train.precision", choice(&[("fp32", Precision::Fp32)], &["bf16"])),
+        batch: batch(d, t),
+        schedule: schedule(d, t, optimizer.lr, steps),
+        optimizer,
+        clip_norm: d.get(t, "train.clip_norm", word_or("off", None, |n| positive32(n).map(Some))),
+        steps,
+        seed: d.get(t, "train.seed", int(0..=u64::MAX)),
+        recompute: d.get(
+            t,
+            "train.recompute",
+            choice(&[("none", Recompute::None), ("block", Recompute::Block)], &[]),
+        ),
+        eval: eval(d, t),
+    }
+}
+
+fn positive32(node: &Node) -> Read<f32> {
+    number32("a number above 0", |x| x > 0.0)(node)
+}
+
+fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
+    let t = d.section(train, "train.model");
+    let auto = |range| word_or("auto", 0, int32(range));
+    let hidden_size = d.get(&t, "train.model.hidden_size", int32(1..=1 << 20));
+    let heads = d.get(&t, "train.model.num_attention_heads", int32(1..=1 << 16));
+    ModelSpec {
+        family: d.get(&t, "train.model.family", text),
+        vocab_size: d.get(&t, "train.model.vocab_size", auto(1..=1 << 24)),
+        hidden_size,
+        intermediate_size: d
+            .opt(&t, "train.model.intermediate_size", int32(1..=1 << 22))
+            .unwrap_or_else(|| (hidden_size * 8).div_ceil(3).next_multiple_of(16)),
+        num_hidden_layers: d.get(&t, "train.model.num_hidden_layers", int32(1..=4096)),
+        num_attention_heads: heads,
+        num_key_value_heads: d
+            .opt(&t, "train.model.num_key_value_heads", int32(1..=1 << 16))
+            .unwrap_or(heads),
+        head_dim: d.opt(&t, "train.model.head_dim", int32(1..=1 << 16)).unwrap_or(hidden_size / heads),
+        max_position_embeddings: d.get(&t, "train.model.max_position_embeddings", auto(1..=1 << 24)),
+        rms_norm_eps: d.get(&t, "train.model.rms_norm_eps", positive32),
+        rope_theta: d.get(&t, "train.model.rope_theta", number("a number above 0", |x| x > 0.0)),
+        tie_word_embeddings: d.get(&t, "train.model.tie_word_embeddings", boolean),
+        initializer_range: d.get(&t, "train.model.initializer_range", positive32),
+    }
+}
+
+fn data(d: &mut Decoder, train: &Table<'_>) -> DataSpec {
+    let t = d.section(train, "train.data");
+    let files = d.opt(&t, "train.data.files", files).unwrap_or_default();
+    if !d.map.is_given("train.data.files") {
+        d.refuse(
+            "train.data.files",
+            "`train.data.files` is missing: there is nothing to train on",
+            "name text files, for example `data: {files: [\"docs/**/*.md\"]}`",
+        );
+    }
+    DataSpec {
+        files,
+        field: d.get(&t, "train.data.field", text),
+        tokenizer: d.get(&t, "train.data.tokenizer", |node| {
+            Ok(match text(node)?.as_str() {
+                "bytes" => Tokenizer::Bytes,
+                path => Tokenizer::File(path.into()),
+            })
+        }),
+        seq_len: d.get(&t, "train.data.seq_len", int32(1..=1 << 20)),
+        pack: d.get(&t, "train.data.pack", boolean),
+        shuffle: d.get(&t, "train.data.shuffle", boolean),
+        held_out: d.get(
+            &t,
+            "train.data.held_out",
+            number("a number from 0 to below 1", |x| (0.0..1.0).contains(&x)),
+        ),
+        cache: d.get(&t, "train.data.cache", path),
+    }
+}
+
+/// At least one file or glob.
+fn files(node: &Node) -> Read<Vec<String>> {
+    let what = "a list of files and globs";
+    let files = list(what, text)(node)?;
+    if files.is_empty() { Err(expected(what, node)) } else { Ok(files) }
+}
+
+fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
+    let t = d.section(train, "train.zero");
+    ZeroSpec {
+        stage: d.get(&t, "train.zero.stage", int32(0..=3)) as u8,
+        prefetch: d.get(&t, "train.zero.prefetch", int32(0..=64)),
+    }
+}
+
+fn batch(d: &mut Decoder, train: &Table<'_>) -> BatchSpec {
+    let t = d.section(train, "train.batch");
+    BatchSpec {
+        global: d.get(&t, "train.batch.global", int32(1..=1 << 20)),
+        micro: d.get(&t, "train.batch.micro", int32(1..=1 << 16)),
+    }
+}
+
+fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
+    let t = d.section(train, "train.optimizer");
+    let name = d.get(
+        &t,
+        "train.optimizer.name",
+        choice(&[("adamw", OptimizerName::Adamw), ("sgd", OptimizerName::Sgd)], &[]),
+    );
+    let share = number32("a number from 0 to below 1", |x| (0.0..1.0).contains(&x));
+    let momentum = d.opt(&t, "train.optimizer.momentum", &share);
+    OptimizerSpec {
+        name,
+        lr: d.get(&t, "train.optimizer.lr", number("a number above 0", |x| x > 0.0)),
+        betas: d.get(&t, "train.optimizer.betas", |node| {
+            let what = "a list of two numbers from 0 to below 1";
+            match list(what, &share)(node)?[..] {
+                [first, second] => Ok((first, second)),
+                _ => Err(expected(what, node)),
+            }
+        }),
+        eps: d.get(&t, "train.optimizer.eps", positive32),
+        momentum: momentum.unwrap_or(if name == OptimizerName::Sgd { 0.9 } else { 0.0 }),
+        weight_decay: d.get(
+            &t,
+            "train.optimizer.weight_decay",
+            number32("a number of 0 or more", |x| x >= 0.0),
+        ),
+        no_decay: d.get(&t, "train.optimizer.no_decay", list("a list of patterns", text)),
+    }
+}
+
+fn schedule(d: &mut Decoder, train: &Table<'_>, lr: f64, steps: u64) -> ScheduleSpec {
+    let t = d.section(train, "train.schedule");
+    let name = d.get(
+        &t,
+        "train.schedule.name",
+        choice(
+            &[
+                ("cosine", ScheduleName::Cosine),
+                ("linear", ScheduleName::Linear),
+                ("constant", ScheduleName::Constant),
+                ("wsd", ScheduleName::Wsd),
+            ],
+            &[],
+        ),
+    );
+    let min_lr = d.opt(&t, "train.schedule.min_lr", number("a number of 0 or more", |x| x >= 0.0));
+    let decay = d.opt(&t, "train.schedule.decay_steps", int(1..=u64::MAX));
+    ScheduleSpec {
+        name,
+        warmup_steps: d.get(&t, "train.schedule.warmup_steps", int(0..=u64::MAX)),
+        min_lr: min_lr.unwrap_or(lr / 10.0),
+        decay_steps: decay.unwrap_or(if name == ScheduleName::Wsd { (steps / 5).max(1) } else { 0 }),
+    }
+}
+
+fn eval(d: &mut Decoder, train: &Table<'_>) -> Option<EvalSpec> {
+    if d.absent(train, "train.eval") {
+        return None;
+    }
+    let t = d.section(train, "train.eval");
+    Some(EvalSpec {
+        every: d.get(&t, "train.eval.every", int(1..=u64::MAX)),
+        files: d.get(&t, "train.eval.files", list("a list of files and globs", text)),
+        samples: d.get(&t, "train.eval.samples", int32(1..=1 << 20)),
+    })
 }

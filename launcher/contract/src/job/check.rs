@@ -1,0 +1,193 @@
+//! What keys mean together: checks that need no data and no machine.
+use super::{
+    EvalSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec, ScheduleName, ScheduleSpec, Tokenizer,
+    TrainSpec, decode::Decoder,
+};
+
+/// Ids of the embedded byte tokenizer: 256 bytes and the end of a document.
+const BYTE_TOKENS: u32 = 257;
+
+/// Checks a whole decoded job. A check whose keys have problems already is left out.
+pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
+    what_runs(d, job);
+    if let Some(train) = &job.train {
+        batch(d, train);
+        model(d, &train.model);
+        data(d, train);
+        optimizer(d, &train.optimizer);
+        schedule(d, train);
+    }
+}
+
+/// Exactly one of `run.command` and `train`.
+fn what_runs(d: &mut Decoder, job: &JobSpec) {
+    let command = d.map.is_given("run.command");
+    if !d.clean(&[""]) {
+        return;
+    }
+    match (command, job.train.is_some()) {
+        (false, false) => d.refuse(
+            "",
+            "the job doesn't say what to run",
+            "give `train` for the built-in training, or `run.command` for a program of yours",
+        ),
+        (true, true) => d.refuse(
+            "run.command",
+            "`run.command` and `train` are both given",
+            "`train` runs the built-in training; remove the one that isn't meant",
+        ),
+        (true, false) => {
+            for section in ["checkpoint", "resume"] {
+                if d.map.is_given(section) {
+                    let message = format!("`{section}` has no effect on a job with `run.command`");
+                    d.refuse(section, message, "the program saves and resumes by itself: remove the section");
+                }
+            }
+        }
+        (false, true) => {}
+    }
+}
+
+fn batch(d: &mut Decoder, train: &TrainSpec) {
+    let (global, micro) = (train.batch.global, train.batch.micro);
+    if d.clean(&["train.batch.global", "train.batch.micro"]) && !global.is_multiple_of(micro) {
+        let (below, above) = (global / micro * micro, global.div_ceil(micro) * micro);
+        let nearest = if below == 0 { format!("{above}") } else { format!("{below} or {above}") };
+        d.refuse(
+            if d.map.is_given("train.batch.global") { "train.batch.global" } else { "train.batch.micro" },
+            format!("`train.batch.global` ({global}) is not a multiple of `train.batch.micro` ({micro})"),
+            &format!("the nearest multiples are {nearest}"),
+        );
+    }
+}
+
+fn model(d: &mut Decoder, m: &ModelSpec) {
+    const HIDDEN: &str = "train.model.hidden_size";
+    const HEADS: &str = "train.model.num_attention_heads";
+    const KV: &str = "train.model.num_key_value_heads";
+    const DIM: &str = "train.model.head_dim";
+    let (heads, kv) = (m.num_attention_heads, m.num_key_value_heads);
+    if d.clean(&[HEADS, KV]) && !heads.is_multiple_of(kv) {
+        d.refuse(
+            KV,
+            format!("`{HEADS}` ({heads}) is not a multiple of `{KV}` ({kv})"),
+            "each key/value head serves the same number of query heads",
+        );
+    }
+    if !d.clean(&[HIDDEN, HEADS, DIM]) {
+        return;
+    }
+    let asked = d.map.is_given(DIM);
+    if !asked && !m.hidden_size.is_multiple_of(heads) {
+        let path = if d.map.is_given(HEADS) { HEADS } else { HIDDEN };
+        d.refuse(
+            path,
+            format!("`{HIDDEN}` ({}) is not a multiple of `{HEADS}` ({heads})", m.hidden_size),
+            &format!("change one of them, or give `{DIM}`"),
+        );
+    } else if !m.head_dim.is_multiple_of(2) {
+        d.refuse(
+            if asked { DIM } else { HEADS },
+            format!("`{DIM}` ({}) is odd", m.head_dim),
+            "rotary embeddings turn pairs of values: it must be even",
+        );
+    }
+}
+
+fn data(d: &mut Decoder, train: &TrainSpec) {
+    const VOCAB: &str = "train.model.vocab_size";
+    const POSITIONS: &str = "train.model.max_position_embeddings";
+    let (vocab, positions) = (train.model.vocab_size, train.model.max_position_embeddings);
+    let bytes = train.data.tokenizer == Tokenizer::Bytes && d.clean(&["train.data.tokenizer"]);
+    if bytes && d.clean(&[VOCAB]) && (1..BYTE_TOKENS).contains(&vocab) {
+        d.refuse(
+            VOCAB,
+            format!("`{VOCAB}` ({vocab}) is smaller than the byte tokenizer's {BYTE_TOKENS} tokens"),
+            "leave it out, or make it larger",
+        );
+    }
+    let seq_len = train.data.seq_len;
+    if d.clean(&[POSITIONS, "train.data.seq_len"]) && positions != 0 && positions < seq_len {
+        d.refuse(
+            POSITIONS,
+            format!("`{POSITIONS}` ({positions}) is smaller than `train.data.seq_len` ({seq_len})"),
+            "a sample needs a position for each of its tokens",
+        );
+    }
+    let held_out = train.data.held_out;
+    if !d.clean(&["train.data.held_out", "train.eval", "train.eval.files"]) {
+        return;
+    }
+    match &train.eval {
+        Some(EvalSpec { files, .. }) if files.is_empty() && held_out == 0.0 => d.refuse(
+            "train.eval",
+            "`train.eval` has no text to evaluate on",
+            "give `train.eval.files`, or keep a share of the data out with `train.data.held_out: 0.05`",
+        ),
+        Some(EvalSpec { files, .. }) if !files.is_empty() && held_out > 0.0 => d.warn(
+            "train.data.held_out",
+            "the held-out share of the data is used for nothing: `train.eval.files` is given",
+            "remove one of them",
+        ),
+        None if held_out > 0.0 => d.warn(
+            "train.data.held_out",
+            "the held-out share of the data is used for nothing: there is no `train.eval`",
+            "add `train.eval`, or remove `held_out`",
+        ),
+        _ => {}
+    }
+}
+
+fn optimizer(d: &mut Decoder, o: &OptimizerSpec) {
+    let (other, foreign): (&str, &[&str]) = match o.name {
+        OptimizerName::Adamw => ("adamw", &["train.optimizer.momentum"]),
+        OptimizerName::Sgd => ("sgd", &["train.optimizer.betas", "train.optimizer.eps"]),
+    };
+    if !d.clean(&["train.optimizer.name"]) {
+        return;
+    }
+    for &path in foreign {
+        if d.map.is_given(path) {
+            d.refuse(path, format!("`{path}` has no effect with the optimizer `{other}`"), "remove it");
+        }
+    }
+}
+
+fn schedule(d: &mut Decoder, train: &TrainSpec) {
+    const WARMUP: &str = "train.schedule.warmup_steps";
+    const DECAY: &str = "train.schedule.decay_steps";
+    const MIN: &str = "train.schedule.min_lr";
+    let ScheduleSpec { name, warmup_steps, min_lr, decay_steps } = train.schedule;
+    let steps = train.steps;
+    if !d.clean(&["train.schedule.name"]) {
+        return;
+    }
+    let fits = d.clean(&[WARMUP, "train.steps"]);
+    if fits && warmup_steps > steps {
+        d.refuse(
+            WARMUP,
+            format!("`{WARMUP}` ({warmup_steps}) is more than `train.steps` ({steps})"),
+            "the learning rate would never arrive",
+        );
+    } else if fits && name == ScheduleName::Wsd && d.clean(&[DECAY]) && decay_steps > steps - warmup_steps {
+        d.refuse(
+            DECAY,
+            format!(
+                "warm-up ({warmup_steps}) and decay ({decay_steps}) take more than `train.steps` ({steps})"
+            ),
+            "shorten one of them",
+        );
+    }
+    if name != ScheduleName::Wsd && d.map.is_given(DECAY) {
+        d.refuse(DECAY, format!("`{DECAY}` has an effect with the schedule `wsd` only"), "remove it");
+    }
+    if name == ScheduleName::Constant && d.map.is_given(MIN) {
+        d.refuse(MIN, format!("`{MIN}` has no effect with the schedule `constant`"), "remove it");
+    } else if d.clean(&[MIN, "train.optimizer.lr"]) && min_lr > train.optimizer.lr {
+        d.refuse(
+            MIN,
+            format!("`{MIN}` ({min_lr}) is more than `train.optimizer.lr` ({})", train.optimizer.lr),
+            "the schedule ends at `min_lr`",
+        );
+    }
+}

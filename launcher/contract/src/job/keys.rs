@@ -1,0 +1,190 @@
+//! The table of keys: every name that job.yaml knows, what it takes, and what it is when it isn't given.
+//!
+//! The decoder takes its defaults from here, and a test compares docs/job.md with it, so neither can say otherwise.
+
+/// One key.
+#[derive(Debug)]
+pub struct Key {
+    /// Whole path, e.g. `train.batch.global`.
+    pub path: &'static str,
+    /// What it takes, as docs/job.md says it.
+    pub takes: &'static str,
+    pub default: Default,
+    pub support: Support,
+    /// Other names, DeepSpeed's mostly.
+    pub aliases: &'static [&'static str],
+}
+
+/// What a key is when it isn't given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Default {
+    /// This YAML.
+    Yaml(&'static str),
+    /// Found from other keys; in words.
+    Computed(&'static str),
+    /// Nothing: it must be given.
+    Required,
+    /// A mapping of keys of their own.
+    Section,
+}
+
+/// Does this version do what the key asks for?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Support {
+    Yes,
+    /// Accepted at its default only: what can't be had is refused, never ignored.
+    Later,
+}
+
+const fn key(path: &'static str, takes: &'static str, default: &'static str) -> Key {
+    Key { path, takes, default: Default::Yaml(default), support: Support::Yes, aliases: &[] }
+}
+
+const fn section(path: &'static str) -> Key {
+    Key { path, takes: "mapping", default: Default::Section, support: Support::Yes, aliases: &[] }
+}
+
+const fn computed(path: &'static str, takes: &'static str, default: &'static str) -> Key {
+    Key { path, takes, default: Default::Computed(default), support: Support::Yes, aliases: &[] }
+}
+
+const fn later(path: &'static str, takes: &'static str, default: &'static str) -> Key {
+    Key { path, takes, default: Default::Yaml(default), support: Support::Later, aliases: &[] }
+}
+
+impl Key {
+    const fn or(mut self, aliases: &'static [&'static str]) -> Self {
+        self.aliases = aliases;
+        self
+    }
+}
+
+/// Every key, section by section.
+pub static KEYS: &[Key] = &[
+    computed("name", "text: letters, digits, `.`, `_`, `-`", "the job file's name without its ending"),
+    section("cluster"),
+    key("cluster.hosts", "`local`", "local"),
+    key("cluster.workers_per_host", "`auto` or integer from 1 to 1024", "auto").or(&["nproc_per_node"]),
+    key("cluster.devices", "`auto` or `cpu`", "auto"),
+    later("cluster.include", "list of text", "[]"),
+    later("cluster.exclude", "list of text", "[]"),
+    later("cluster.ssh", "mapping", "{}"),
+    key("cluster.master_port", "`auto` or integer from 1 to 65535", "auto"),
+    section("run"),
+    computed("run.command", "list of text", "the built-in runtime, which needs `train`"),
+    key("run.workdir", "path", "."),
+    key("run.env", "mapping of names to text", "{}"),
+    later("run.pass_env", "list of text", "[]"),
+    later("run.restarts", "integer", "0"),
+    later("run.min_hosts", "`all` or integer", "all"),
+    key("run.grace", "duration", "30s"),
+    later("run.hang_timeout", "`off` or duration", "off"),
+    later("run.signals", "mapping", "{SIGUSR1: save, SIGTERM: save_and_stop}"),
+    section("run.logs"),
+    key("run.logs.dir", "path with `{name}` and `{run}`", "runs/{name}/{run}"),
+    key("run.logs.show", "list of integers", "[0]"),
+    key("run.logs.prefix", "`true` or `false`", "true"),
+    key("run.logs.max_size", "size", "1GiB"),
+    section("train"),
+    section("train.model"),
+    key("train.model.family", "text", "llama"),
+    later("train.model.from", "path", "null"),
+    key("train.model.vocab_size", "`auto` or integer from 1 to 16777216", "auto"),
+    key("train.model.hidden_size", "integer from 1 to 1048576", "256"),
+    computed(
+        "train.model.intermediate_size",
+        "integer from 1 to 4194304",
+        "8/3 of `hidden_size`, rounded up to a multiple of 16",
+    ),
+    key("train.model.num_hidden_layers", "integer from 1 to 4096", "4"),
+    key("train.model.num_attention_heads", "integer from 1 to 65536", "4"),
+    computed("train.model.num_key_value_heads", "integer from 1 to 65536", "`num_attention_heads`"),
+    computed(
+        "train.model.head_dim",
+        "integer from 2 to 65536, even",
+        "`hidden_size` / `num_attention_heads`",
+    ),
+    key("train.model.max_position_embeddings", "`auto` or integer from 1 to 16777216", "auto"),
+    key("train.model.rms_norm_eps", "number above 0", "1e-6"),
+    key("train.model.rope_theta", "number above 0", "10000"),
+    key("train.model.tie_word_embeddings", "`true` or `false`", "false"),
+    key("train.model.initializer_range", "number above 0", "0.02"),
+    later("train.freeze", "list of text", "[]"),
+    later("train.lora", "mapping", "{}"),
+    later("train.experts", "mapping", "{}"),
+    section("train.data"),
+    Key {
+        path: "train.data.files",
+        takes: "list of paths and globs",
+        default: Default::Required,
+        support: Support::Yes,
+        aliases: &[],
+    },
+    key("train.data.field", "text", "text"),
+    key("train.data.tokenizer", "`bytes` or path of a tokenizer.json", "bytes"),
+    key("train.data.seq_len", "integer from 1 to 1048576", "256"),
+    key("train.data.pack", "`true` or `false`", "true"),
+    key("train.data.shuffle", "`true` or `false`", "true"),
+    key("train.data.held_out", "number from 0 to below 1", "0"),
+    key("train.data.cache", "path", ".launch-cache"),
+    section("train.zero"),
+    key("train.zero.stage", "integer from 0 to 3", "3"),
+    key("train.zero.prefetch", "integer from 0 to 64", "1"),
+    later("train.zero.offload", "`none`", "none"),
+    key("train.precision", "`fp32`", "fp32"),
+    section("train.batch"),
+    key("train.batch.global", "integer from 1 to 1048576", "64").or(&["train_batch_size"]),
+    key("train.batch.micro", "integer from 1 to 65536", "4").or(&["train_micro_batch_size_per_gpu"]),
+    section("train.optimizer"),
+    key("train.optimizer.name", "`adamw` or `sgd`", "adamw"),
+    key("train.optimizer.lr", "number above 0", "3e-4"),
+    key("train.optimizer.betas", "two numbers from 0 to below 1", "[0.9, 0.95]"),
+    key("train.optimizer.eps", "number above 0", "1e-8"),
+    computed("train.optimizer.momentum", "number from 0 to below 1", "0.9 with `sgd`"),
+    key("train.optimizer.weight_decay", "number of 0 or more", "0.1"),
+    key("train.optimizer.no_decay", "list of patterns", "[\"*norm*\", \"*.bias\"]"),
+    section("train.schedule"),
+    key("train.schedule.name", "`cosine`, `linear`, `constant` or `wsd`", "cosine"),
+    key("train.schedule.warmup_steps", "integer of 0 or more", "0").or(&["warmup_num_steps"]),
+    computed("train.schedule.min_lr", "number of 0 or more", "a tenth of `optimizer.lr`"),
+    computed("train.schedule.decay_steps", "integer of 1 or more", "a fifth of `steps` with `wsd`"),
+    key("train.clip_norm", "`off` or number above 0", "1.0").or(&["gradient_clipping"]),
+    key("train.steps", "integer of 1 or more", "200"),
+    key("train.seed", "integer of 0 or more", "1234"),
+    key("train.recompute", "`none` or `block`", "none"),
+    section("train.eval"),
+    key("train.eval.every", "integer of 1 or more", "50"),
+    key("train.eval.files", "list of paths and globs", "[]"),
+    key("train.eval.samples", "integer from 1 to 1048576", "64"),
+    section("checkpoint"),
+    key("checkpoint.dir", "path with `{name}`", "runs/{name}/checkpoints"),
+    key("checkpoint.every", "integer of 1 or more, duration, or `never`", "100"),
+    key("checkpoint.keep", "integer of 0 or more", "3"),
+    key("checkpoint.async", "`true` or `false`", "true"),
+    key("checkpoint.gather_16bit_weights_on_model_save", "`true` or `false`", "true")
+        .or(&["stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"]),
+    section("resume"),
+    key("resume.from", "`auto`, `never` or path", "auto"),
+    key("resume.rng", "`reconcile` or `strict`", "reconcile"),
+];
+
+/// The key of this path.
+pub(crate) fn find(path: &str) -> Option<&'static Key> {
+    KEYS.iter().find(|k| k.path == path)
+}
+
+/// The keys directly in a section (`""`: the top), by their last names.
+pub(crate) fn names_in(section: &str) -> impl Iterator<Item = (&'static str, &'static Key)> {
+    KEYS.iter().filter_map(move |k| {
+        let (parent, name) = k.path.rsplit_once('.').unwrap_or(("", k.path));
+        (parent == section).then_some((name, k))
+    })
+}
+
+/// The documented path of a path that may use an alias as its last name.
+pub(crate) fn canonical(path: &str) -> String {
+    let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));
+    names_in(parent)
+        .find(|(_, k)| k.aliases.contains(&last))
+        .map_or_else(|| path.to_owned(), |(_, k)| k.path.to_owned())
+}

@@ -1,0 +1,230 @@
+//! Decoding section by section: the tree → [`JobSpec`]. Ranges are checked here, what keys mean together in `check`.
+use super::{
+    CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, LogsSpec, MasterPort, ResumeFrom,
+    ResumeSpec, RngPolicy, RunSpec,
+    decode::{Decoder, Table},
+    read::{self, Read, boolean, choice, duration, expected, int, int32, list, size, text, word, word_or},
+    train,
+    tree::{Entry, Fault, Node, Value, shown},
+};
+use crate::env;
+use std::path::PathBuf;
+
+/// Most workers of a host.
+const MOST_WORKERS: u32 = 1024;
+
+/// The whole job. `stem` is the name it has when none is given.
+pub(crate) fn job(d: &mut Decoder, root: &Node, stem: &str) -> JobSpec {
+    let top = d.top(root);
+    let name = d.opt(&top, "name", job_name).unwrap_or_else(|| stem.to_owned());
+    let cluster = cluster(d, &top);
+    let run = run(d, &top);
+    let train_table = d.section(&top, "train");
+    let train = train_table.given().then(|| train::decode(d, &train_table));
+    let checkpoint = checkpoint(d, &top, &name);
+    let resume = resume(d, &top);
+    JobSpec { name, cluster, run, train, checkpoint, resume }
+}
+
+/// A name that is one safe component of a path.
+fn job_name(node: &Node) -> Read<String> {
+    let name = text(node)?;
+    let safe = name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
+    if safe && !name.starts_with(['.', '-']) && name.len() <= 100 {
+        return Ok(name);
+    }
+    let what = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
+    Err(expected(what, node))
+}
+
+fn cluster(d: &mut Decoder, top: &Table<'_>) -> ClusterSpec {
+    let t = d.section(top, "cluster");
+    ClusterSpec {
+        hosts: d.get(&t, "cluster.hosts", hosts),
+        workers_per_host: d.get(
+            &t,
+            "cluster.workers_per_host",
+            word_or("auto", Count::Auto, |n| int32(1..=MOST_WORKERS)(n).map(Count::Exactly)),
+        ),
+        devices: d.get(&t, "cluster.devices", devices),
+        master_port: d.get(
+            &t,
+            "cluster.master_port",
+            word_or("auto", MasterPort::Auto, |n| {
+                int32(1..=u32::from(u16::MAX))(n).map(|p| MasterPort::Fixed(p as u16))
+            }),
+        ),
+    }
+}
+
+fn hosts(node: &Node) -> Read<Hosts> {
+    match node.value {
+        Value::List(_) | Value::Map(_) => Err(read::unsupported(node, "`local`, this machine")),
+        _ => choice(&[("local", Hosts::Local)], &["slurm"])(node),
+    }
+}
+
+fn devices(node: &Node) -> Read<Devices> {
+    match node.value {
+        Value::List(_) => Err(read::unsupported(node, "`auto` or `cpu`")),
+        _ => choice(&[("auto", Devices::Auto), ("cpu", Devices::Cpu)], &["cuda"])(node),
+    }
+}
+
+fn run(d: &mut Decoder, top: &Table<'_>) -> RunSpec {
+    let t = d.section(top, "run");
+    let logs = d.section(&t, "run.logs");
+    RunSpec {
+        command: d.opt(&t, "run.command", command),
+        workdir: d.get(&t, "run.workdir", path),
+        env: d.get(&t, "run.env", environment),
+        grace_ms: d.get(&t, "run.grace", duration),
+        logs: LogsSpec {
+            dir: d.get(&logs, "run.logs.dir", template(&["name", "run"])),
+            show: d.get(&logs, "run.logs.show", list("a list of ranks", int32(0..=u32::MAX - 1))),
+            prefix: d.get(&logs, "run.logs.prefix", boolean),
+            max_size: d.get(&logs, "run.logs.max_size", log_size),
+        },
+    }
+}
+
+fn command(node: &Node) -> Read<Vec<String>> {
+    let what = "a list: the program and its arguments";
+    if let Value::Text = node.value {
+        let words: Vec<&str> = node.raw.split_whitespace().collect();
+        return Err(expected(what, node).hint(format!("write [{}]", shown(&words.join(", ")))));
+    }
+    let words = list(what, word)(node)?;
+    match words.first() {
+        None => Err(expected(what, node)),
+        Some(program) if program.is_empty() => Err(Fault::at(node.span, "has an empty program name")),
+        Some(_) => Ok(words),
+    }
+}
+
+/// A path: text without control characters.
+pub(crate) fn path(node: &Node) -> Read<PathBuf> {
+    text(node).map(PathBuf::from)
+}
+
+fn log_size(node: &Node) -> Read<u64> {
+    match size(node)? {
+        0..4096 => Err(expected("a size of 4KiB or more", node)),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Names that `launch` sets itself, and what to use instead.
+const RESERVED: &[(&str, &str)] = &[
+    (env::RANK, "each worker gets its own"),
+    (env::LOCAL_RANK, "each worker gets its own"),
+    (env::WORLD_SIZE, "use `cluster.workers_per_host`"),
+    (env::LOCAL_WORLD_SIZE, "use `cluster.workers_per_host`"),
+    (env::MASTER_ADDR, "it is the first host's address"),
+    (env::MASTER_PORT, "use `cluster.master_port`"),
+    (env::LAUNCH_CONTROL_FD, "it is launch's own"),
+    (env::LAUNCH_SHM_FD, "it is launch's own"),
+];
+
+fn environment(node: &Node) -> Read<Vec<(String, String)>> {
+    let Value::Map(entries) = &node.value else {
+        return Err(expected("a mapping of names to text", node));
+    };
+    let mut env = Vec::with_capacity(entries.len());
+    let mut faults = Vec::new();
+    for entry in entries {
+        match variable(entry) {
+            Ok(variable) => env.push(variable),
+            Err(fault) => faults.push(fault),
+        }
+    }
+    Fault::all(faults).map_or(Ok(env), Err)
+}
+
+fn variable(entry: &Entry) -> Read<(String, String)> {
+    let name = &entry.key;
+    let fault = |message: String, hint: &str| Err(Fault::at(entry.key_span, message).hint(hint));
+    let first_fits = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+    if !first_fits || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+        let message = format!("has the name `{}`, which isn't one for the environment", shown(name));
+        return fault(message, "names are letters, digits and `_`, and don't begin with a digit");
+    }
+    if let Some((_, instead)) = RESERVED.iter().find(|(reserved, _)| reserved == name) {
+        return fault(format!("can't set `{name}`: launch sets it"), instead);
+    }
+    word(&entry.value).map(|value| (name.clone(), value)).map_err(|f| f.of(&format!("entry `{name}`")))
+}
+
+/// Text in which only these `{names}` occur.
+fn template(names: &'static [&'static str]) -> impl Fn(&Node) -> Read<String> {
+    move |node| {
+        let text = text(node)?;
+        let known = || {
+            let quoted: Vec<String> = names.iter().map(|n| format!("`{{{n}}}`")).collect();
+            format!("it can have {}", quoted.join(" and "))
+        };
+        let mut rest = text.as_str();
+        while let Some(open) = rest.find(['{', '}']) {
+            let (name, after) = match rest[open..].find('}') {
+                Some(close) if rest[open..].starts_with('{') => {
+                    (&rest[open + 1..open + close], &rest[open + close + 1..])
+                }
+                _ => return Err(Fault::at(node.span, "has a brace without its partner").hint(known())),
+            };
+            if !names.contains(&name) {
+                let message = format!("has the placeholder `{{{}}}`, which isn't known here", shown(name));
+                return Err(Fault::at(node.span, message).hint(known()));
+            }
+            rest = after;
+        }
+        Ok(text)
+    }
+}
+
+fn checkpoint(d: &mut Decoder, top: &Table<'_>, name: &str) -> CheckpointSpec {
+    let t = d.section(top, "checkpoint");
+    CheckpointSpec {
+        dir: d.get(&t, "checkpoint.dir", template(&["name"])).replace("{name}", name).into(),
+        every: d.get(&t, "checkpoint.every", every),
+        keep: d.get(&t, "checkpoint.keep", int32(0..=u32::MAX)),
+        r#async: d.get(&t, "checkpoint.async", boolean),
+        gather_16bit_weights_on_model_save: d.get(
+            &t,
+            "checkpoint.gather_16bit_weights_on_model_save",
+            boolean,
+        ),
+    }
+}
+
+fn every(node: &Node) -> Read<Every> {
+    let what = "a number of steps, a duration such as `10m`, or `never`";
+    match node.value {
+        Value::Text if node.raw == "never" => Ok(Every::Never),
+        Value::Text => match duration(node) {
+            Ok(ms) if ms > 0 => Ok(Every::Duration(ms)),
+            _ => Err(expected(what, node)),
+        },
+        _ => int(1..=u64::MAX)(node).map(Every::Steps).map_err(|_| match node.value {
+            Value::Int(0) => expected(what, node).hint("write `never`"),
+            _ => expected(what, node),
+        }),
+    }
+}
+
+fn resume(d: &mut Decoder, top: &Table<'_>) -> ResumeSpec {
+    let t = d.section(top, "resume");
+    ResumeSpec {
+        from: d.get(&t, "resume.from", |node| {
+            Ok(match text(node)?.as_str() {
+                "auto" => ResumeFrom::Auto,
+                "never" => ResumeFrom::Never,
+                path => ResumeFrom::Path(path.into()),
+            })
+        }),
+        rng: d.get(
+            &t,
+            "resume.rng",
+            choice(&[("reconcile", RngPolicy::Reconcile), ("strict", RngPolicy::Strict)], &["reseed"]),
+        ),
+    }
+}
