@@ -1,1 +1,43 @@
-//! (being built)
+//! Crate `ckpt`: state at rest. A leaf: it depends on none of our crates and knows no collectives.
+//!
+//! A checkpoint is a folder `step-00000010` with one safetensors file per rank and a `manifest.json` that says which
+//! byte ranges hold which logical tensor, with a BLAKE3 per block. It is complete or absent:
+//!
+//! 1. rank 0: [`Staging::begin`] makes a hidden folder beside the checkpoints,
+//! 2. every rank: [`write_shard`] writes its own file there and returns a small [`ShardReport`],
+//! 3. rank 0: [`commit`] checks that the shards hold every tensor exactly once, writes the manifest, renames the folder,
+//!    and moves `latest`; [`prune`] afterwards removes the oldest.
+//!
+//! [`Checkpoint::open`] reads one, at any number of ranks; [`verify`] checks every byte; [`gather`] writes a Hugging
+//! Face folder.
+#[cfg(target_endian = "big")]
+compile_error!("checkpoints are little-endian, and so must the machine be");
+
+mod catalog;
+mod checkpoint;
+mod commit;
+mod cut;
+mod disk;
+mod dtype;
+mod error;
+pub mod fault;
+pub mod formats;
+mod gather;
+mod hash;
+mod manifest;
+mod root;
+mod save;
+#[cfg(test)]
+mod testing;
+mod verify;
+
+pub use catalog::{Facts, ModelCard, Role, TensorInfo, TextFile, Tie, WeightShape};
+pub use checkpoint::{Checkpoint, Request};
+pub use commit::{Committed, commit, prune};
+pub use dtype::Dtype;
+pub use error::{CkptError, Damage, Result};
+pub use gather::{GatherOptions, GatherReport, GatheredFile, gather};
+pub use hash::Hash;
+pub use root::{Newest, latest, list, newest, step_name};
+pub use save::{Piece, PieceReport, ShardReport, Staging, write_shard};
+pub use verify::{CheckpointReport, VerifyReport, verify};

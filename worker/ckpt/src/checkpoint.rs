@@ -1,0 +1,252 @@
+//! Reading a checkpoint: any range of any tensor, each block verified before its bytes are handed out.
+use crate::catalog::{Facts, Role, TensorInfo, WeightShape, require_same_model};
+use crate::cut;
+use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
+use crate::error::{CkptError, Damage, Result};
+use crate::hash::Hash;
+use crate::manifest::{Extent, Manifest, TensorEntry};
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+
+/// An open checkpoint. It goes on being readable when its folder is renamed, not when it is removed.
+pub struct Checkpoint {
+    folder: Folder,
+    manifest: Manifest,
+    index: HashMap<(Role, String), usize>,
+    buffers: Buffers,
+}
+
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Checkpoint({})", self.folder.path().display())
+    }
+}
+
+/// A range of a tensor to read, for [`Checkpoint::read_many`].
+#[derive(Debug)]
+pub struct Request<'a> {
+    pub name: &'a str,
+    pub role: Role,
+    /// Index in the whole tensor of the first element wanted.
+    pub start_element: u64,
+    /// Filled; its length says how many elements are wanted.
+    pub out: &'a mut [f32],
+}
+
+/// Some bytes of a file and where they go.
+struct Wanted<'a> {
+    file: usize,
+    bytes: Range<u64>,
+    out: &'a mut [u8],
+}
+
+impl Checkpoint {
+    /// Opens a folder with a manifest: the manifest is verified against its own hash and checked against itself and the
+    /// sizes of the shards. The shards' content is verified as it is read.
+    pub fn open(path: &Path) -> Result<Checkpoint> {
+        if !crate::disk::exists(path) {
+            let why = "there is no such directory".into();
+            return Err(CkptError::NotACheckpoint { path: path.to_owned(), why });
+        }
+        let folder = Folder::open(path)?;
+        let manifest = Manifest::load(&folder)?;
+        for file in &manifest.files {
+            match folder.size_of(&file.name)? {
+                Some(size) if size == file.bytes => {}
+                Some(size) => {
+                    let why = format!("it has {size} bytes, the manifest says {}", file.bytes);
+                    return Err(CkptError::damaged(path, &file.name, why));
+                }
+                None => return Err(CkptError::Missing { path: path.to_owned(), what: file.name.clone() }),
+            }
+        }
+        let index = manifest.tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
+        Ok(Checkpoint { folder, manifest, index, buffers: Buffers::default() })
+    }
+
+    /// As given to [`Checkpoint::open`].
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// What the saving run supplied.
+    pub fn facts(&self) -> &Facts {
+        &self.manifest.facts
+    }
+
+    /// Every tensor, weights first, in canonical order.
+    pub fn tensors(&self) -> impl Iterator<Item = TensorInfo> + '_ {
+        self.manifest.tensors.iter().map(|t| TensorInfo {
+            name: t.name.clone(),
+            role: t.role,
+            dtype: t.dtype,
+            shape: t.shape.clone(),
+        })
+    }
+
+    /// Name and size of every shard.
+    pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.manifest.files.iter().map(|f| (f.name.as_str(), f.bytes))
+    }
+
+    /// Bytes of all shards.
+    pub fn bytes(&self) -> u64 {
+        self.manifest.bytes()
+    }
+
+    /// True when there is such a tensor.
+    pub fn holds(&self, name: &str, role: Role) -> bool {
+        self.index.contains_key(&(role, name.to_owned()))
+    }
+
+    /// Refuses a checkpoint of a model with other weights, naming the first tensor that differs.
+    pub fn require_model(&self, weights: &[WeightShape]) -> Result<()> {
+        require_same_model(self.path(), &self.manifest.facts.model, weights)
+    }
+
+    /// Reads elements `range` of one tensor; `out` is as long as the range. For many ranges [`Checkpoint::read_many`]
+    /// is better: it reads no block twice.
+    pub fn read_f32(&self, name: &str, role: Role, range: Range<u64>, out: &mut [f32]) -> Result<()> {
+        if range.start > range.end || range.end - range.start != out.len() as u64 {
+            return Err(CkptError::invalid(format!("a range of {range:?} for {} elements", out.len())));
+        }
+        self.read_many(&mut [Request { name, role, start_element: range.start, out }])
+    }
+
+    /// Reads many ranges in the order in which they lie on the disk: each block that holds wanted bytes is read and
+    /// verified once. After an error the contents of the outputs mean nothing. Needs 24 MiB beside the outputs.
+    ///
+    /// # Errors
+    /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::Mismatch`] when a tensor or range is
+    /// not there.
+    pub fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
+        let mut wanted = Vec::new();
+        for request in requests {
+            self.resolve(request, &mut wanted)?;
+        }
+        wanted.sort_by_key(|w| (w.file, w.bytes.start));
+        let mut jobs = Vec::new();
+        for of_file in wanted.chunk_by(|a, b| a.file == b.file) {
+            let file = of_file[0].file;
+            let ranges = of_file.iter().map(|w| w.bytes.clone()).collect();
+            let size = self.manifest.files[file].bytes;
+            jobs.extend(cut::blocks(ranges, BLOCK as u64).into_iter().map(|blocks| Job {
+                file,
+                size,
+                blocks,
+            }));
+        }
+        let open = |file: usize| BlockFile::open(&self.folder, &self.manifest.files[file].name);
+        let mut scatter = Scatter { wanted: &mut wanted, first: 0 };
+        stream(&self.buffers, &jobs, open, |(job, read)| {
+            let window = read.map_err(|e| self.explain(&job, e))?;
+            for (block, bytes) in job.blocks.clone().zip(window.chunks(BLOCK)) {
+                self.verify_block(job.file, block, bytes)?;
+                scatter.block(job.file, block * BLOCK as u64, bytes);
+            }
+            Ok(())
+        })
+    }
+
+    fn resolve<'a>(&self, request: &'a mut Request<'_>, wanted: &mut Vec<Wanted<'a>>) -> Result<()> {
+        let tensor = self.tensor(request.name, request.role)?;
+        let start = request.start_element;
+        let range = start..start.saturating_add(request.out.len() as u64);
+        if range.end > tensor.elements() {
+            return Err(CkptError::Mismatch {
+                path: self.path().to_owned(),
+                what: format!("size of {}", tensor.label()),
+                expected: format!("at least {} elements", range.end),
+                found: format!("{} elements", tensor.elements()),
+            });
+        }
+        let mut rest: &mut [u8] = bytemuck::cast_slice_mut(request.out);
+        let size = tensor.dtype.size();
+        for (i, part) in cut::cover(&tensor.pieces, Extent::elements, range) {
+            let piece = &tensor.pieces[i];
+            let from = piece.offset + (part.start - piece.start) * size;
+            let len = (part.end - part.start) * size;
+            let (out, tail) = std::mem::take(&mut rest).split_at_mut(len as usize);
+            rest = tail;
+            wanted.push(Wanted { file: piece.file, bytes: from..from + len, out });
+        }
+        Ok(())
+    }
+
+    fn tensor(&self, name: &str, role: Role) -> Result<&TensorEntry> {
+        match self.index.get(&(role, name.to_owned())) {
+            Some(&i) => Ok(&self.manifest.tensors[i]),
+            None => Err(CkptError::Mismatch {
+                path: self.path().to_owned(),
+                what: "tensors".into(),
+                expected: format!("{role}/{name}"),
+                found: "no such tensor".into(),
+            }),
+        }
+    }
+
+    fn verify_block(&self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
+        let entry = &self.manifest.files[file];
+        if entry.blocks[block as usize] == Hash::of(bytes) {
+            return Ok(());
+        }
+        let damage = Damage {
+            file: entry.name.clone(),
+            block: Some(block),
+            tensors: self.manifest.tensors_in(file, block),
+            why: "its bytes do not fit their BLAKE3".into(),
+        };
+        Err(CkptError::Damaged { path: self.path().to_owned(), damage })
+    }
+
+    /// A window that could not be read, as the caller's error.
+    fn explain(&self, job: &Job, e: &CkptError) -> CkptError {
+        let path = self.path().to_owned();
+        match e {
+            CkptError::Damaged { damage, .. } => CkptError::Damaged { path, damage: damage.clone() },
+            CkptError::Missing { what, .. } => CkptError::Missing { path, what: what.clone() },
+            other => {
+                let mut damage = Damage {
+                    file: self.manifest.files[job.file].name.clone(),
+                    block: Some(job.blocks.start),
+                    tensors: Vec::new(),
+                    why: other.to_string(),
+                };
+                for block in job.blocks.clone() {
+                    damage.tensors.extend(self.manifest.tensors_in(job.file, block));
+                }
+                damage.tensors.dedup();
+                CkptError::Damaged { path, damage }
+            }
+        }
+    }
+}
+
+/// Copies verified blocks, which come sorted, to where they are wanted.
+struct Scatter<'s, 'a> {
+    wanted: &'s mut [Wanted<'a>],
+    /// All before this one have what they want.
+    first: usize,
+}
+
+impl Scatter<'_, '_> {
+    fn block(&mut self, file: usize, at: u64, bytes: &[u8]) {
+        let end = at + bytes.len() as u64;
+        let done = |w: &Wanted<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
+        while self.first < self.wanted.len() && done(&self.wanted[self.first]) {
+            self.first += 1;
+        }
+        for w in &mut self.wanted[self.first..] {
+            if w.file > file || w.bytes.start >= end {
+                return;
+            }
+            let (from, to) = (w.bytes.start.max(at), w.bytes.end.min(end));
+            if from < to {
+                let source = &bytes[(from - at) as usize..(to - at) as usize];
+                w.out[(from - w.bytes.start) as usize..(to - w.bytes.start) as usize].copy_from_slice(source);
+            }
+        }
+    }
+}

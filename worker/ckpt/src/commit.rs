@@ -1,0 +1,215 @@
+//! The only place that renames: a checkpoint is complete or absent, at every possible kill.
+use crate::catalog::{Facts, Role, WeightShape};
+use crate::disk::{self, Folder};
+use crate::dtype::Dtype;
+use crate::error::{CkptError, Result};
+use crate::fault;
+use crate::manifest::{Extent, FileEntry, MANIFEST, Manifest, TensorEntry, shard_name};
+use crate::root::{
+    DELETING, LATEST, LATEST_NEW, REPLACED, SAVING, latest_step, latest_text, list, step_name, step_of,
+};
+use crate::save::{ShardReport, Staging};
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A checkpoint that is complete on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    pub path: PathBuf,
+    /// Of all its files.
+    pub bytes: u64,
+}
+
+/// Completes a save: checks that the shards hold every tensor of the model, and of the optimizer state if there is any,
+/// exactly once; writes the manifest; gives the folder its name; then moves `latest`. A checkpoint of the same step is
+/// replaced, and stays complete until the new one is.
+pub fn commit(staging: Staging, facts: Facts, reports: Vec<ShardReport>) -> Result<Committed> {
+    if facts.step != staging.step {
+        return Err(CkptError::invalid(format!(
+            "begun at step {}, committed at step {}",
+            staging.step, facts.step
+        )));
+    }
+    let manifest = assemble(facts, reports)?;
+    let folder = Folder::open(&staging.dir)?;
+    for file in &manifest.files {
+        let found = folder.size_of(&file.name)?;
+        if found != Some(file.bytes) {
+            let found = found.map_or("no such file".to_owned(), |n| format!("{n} bytes"));
+            return Err(CkptError::invalid(format!(
+                "{} should have {} bytes, found {found}",
+                file.name, file.bytes
+            )));
+        }
+    }
+    let bytes = manifest.bytes() + disk::write_file(staging.dir.join(MANIFEST), &manifest.encode()?)?;
+    disk::sync_dir(&staging.dir)?;
+    let path = staging.root.join(step_name(staging.step));
+    publish(&staging.dir, &path, Swap::Atomic)?;
+    point_latest(&staging.root, staging.step)?;
+    // a replaced checkpoint now has the hidden name; removed when `staging` drops, or by the next `begin`
+    drop(staging);
+    Ok(Committed { path, bytes })
+}
+
+/// Pieces of every rank, as the manifest of whole tensors.
+fn assemble(facts: Facts, mut reports: Vec<ShardReport>) -> Result<Manifest> {
+    reports.sort_by_key(|r| r.rank);
+    let ranks: Vec<u32> = reports.iter().map(|r| r.rank).collect();
+    if !ranks.iter().copied().eq(0..facts.world) {
+        return Err(CkptError::invalid(format!("reports of ranks {ranks:?} for a world of {}", facts.world)));
+    }
+    let mut pieces: HashMap<(Role, String), Vec<Extent>> = HashMap::new();
+    let mut files = Vec::with_capacity(reports.len());
+    for (file, report) in reports.into_iter().enumerate() {
+        if report.world != facts.world || report.file != shard_name(report.rank, facts.world) {
+            return Err(CkptError::invalid(format!(
+                "{} is not a shard of a world of {}",
+                report.file, facts.world
+            )));
+        }
+        for p in report.pieces {
+            let extent = Extent { start: p.start, count: p.count, file, offset: p.offset };
+            pieces.entry((p.role, p.name)).or_default().push(extent);
+        }
+        files.push(FileEntry { name: report.file, bytes: report.bytes, blocks: report.blocks });
+    }
+    let mut tensors = Vec::new();
+    for role in Role::ALL {
+        let listed = if role == Role::Buffer { &facts.model.buffers } else { &facts.model.weights };
+        tensors.extend(listed.iter().filter_map(|t| entry(role, t, &mut pieces)));
+    }
+    if let Some((role, name)) = pieces.keys().next() {
+        return Err(CkptError::invalid(format!("{role}/{name} is no tensor of the model")));
+    }
+    let manifest = Manifest::new(facts, files, tensors);
+    manifest.check().map_err(CkptError::invalid)?;
+    Ok(manifest)
+}
+
+/// One tensor of the model; `None` when nobody holds any of it though it has elements.
+fn entry(
+    role: Role,
+    t: &WeightShape,
+    pieces: &mut HashMap<(Role, String), Vec<Extent>>,
+) -> Option<TensorEntry> {
+    let held = pieces.remove(&(role, t.name.clone()));
+    // optimizer state of a tensor without elements can't be told from none: it is left out
+    let wanted = held.is_some() || (t.shape.contains(&0) && !role.is_optimizer_state());
+    let mut held = held.unwrap_or_default();
+    held.sort_by_key(|e| e.start);
+    wanted.then(|| TensorEntry {
+        name: t.name.clone(),
+        role,
+        dtype: Dtype::F32,
+        shape: t.shape.clone(),
+        pieces: held,
+    })
+}
+
+/// How a folder takes the place of another.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Swap {
+    /// In one go where the file system can.
+    Atomic,
+    /// As on a file system that can't.
+    #[cfg_attr(not(test), allow(dead_code))]
+    TwoSteps,
+}
+
+/// Gives a complete, synced folder its name, durably. What had the name before has `from`'s name afterwards.
+pub(crate) fn publish(from: &Path, to: &Path, how: Swap) -> Result<()> {
+    let parent = disk::parent_of(to);
+    if !disk::exists(to) {
+        rename(from, to)?;
+        return disk::sync_dir(&parent);
+    }
+    if how == Swap::Atomic {
+        let swap = || renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_EXCHANGE);
+        match fault::around("rename", swap) {
+            Ok(()) => return disk::sync_dir(&parent),
+            Err(Errno::EINVAL | Errno::ENOSYS | Errno::ENOTSUP) => {}
+            Err(e) => return Err(CkptError::errno("rename", from)(e)),
+        }
+    }
+    // between the two renames the old one is found under its `.replaced-` name
+    let aside = parent.join(format!("{REPLACED}{}", to.file_name().unwrap_or_default().to_string_lossy()));
+    disk::remove_tree(&aside)?;
+    rename(to, &aside)?;
+    disk::sync_dir(&parent)?;
+    if let Err(e) = rename(from, to) {
+        rename(&aside, to)?;
+        return Err(e);
+    }
+    disk::sync_dir(&parent)?;
+    rename(&aside, from)
+}
+
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    fault::around("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
+}
+
+/// Makes `latest` name this step.
+fn point_latest(root: &Path, step: u64) -> Result<()> {
+    let new = root.join(LATEST_NEW);
+    disk::unlink(&new)?;
+    disk::write_file(new.clone(), latest_text(step).as_bytes())?;
+    rename(&new, &root.join(LATEST))?;
+    disk::sync_dir(root)
+}
+
+/// Removes what interrupted saves and removals have left, and undoes a half-done replacement.
+pub(crate) fn clean(root: &Path) -> Result<()> {
+    for name in Folder::open(root)?.names()? {
+        let path = root.join(&name);
+        if let Some(step) = name.strip_prefix(REPLACED).filter(|n| step_of(n).is_some()) {
+            match disk::exists(&root.join(step)) {
+                true => remove_folder(&path)?,
+                false => {
+                    rename(&path, &root.join(step))?;
+                    disk::sync_dir(root)?;
+                }
+            }
+        } else if name.starts_with(SAVING) || name.starts_with(DELETING) {
+            remove_folder(&path)?;
+        } else if name == LATEST_NEW {
+            disk::unlink(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes a hidden folder (or a file or link of that name).
+fn remove_folder(path: &Path) -> Result<()> {
+    match path.symlink_metadata() {
+        Ok(m) if m.is_dir() => disk::remove_tree(path),
+        _ => disk::unlink(path),
+    }
+}
+
+/// Removes the oldest checkpoints until `keep` are left (0: all are kept), never the one that `latest` names. Each is
+/// renamed away before anything in it is removed. Returns what was removed.
+pub fn prune(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
+    if keep == 0 {
+        return Ok(Vec::new());
+    }
+    let _lock = disk::lock_dir(root)?;
+    // a damaged `latest` protects nothing: the newest ones are kept in any case
+    let protected = latest_step(root).unwrap_or(None);
+    let mut removed = Vec::new();
+    for (step, path) in list(root)?.into_iter().skip(keep as usize) {
+        if Some(step) == protected {
+            continue;
+        }
+        let hidden = root.join(format!("{DELETING}{}-{}", step_name(step), std::process::id()));
+        disk::remove_tree(&hidden)?;
+        rename(&path, &hidden)?;
+        disk::sync_dir(root)?;
+        disk::remove_tree(&hidden)?;
+        removed.push(path);
+    }
+    Ok(removed)
+}

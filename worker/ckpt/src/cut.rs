@@ -1,0 +1,118 @@
+//! Pure arithmetic on the element ranges into which logical tensors are cut.
+use std::ops::Range;
+
+/// Why ranges do not cover `0..total` exactly once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    /// Nothing holds these elements.
+    Gap(Range<u64>),
+    /// More than one range holds these elements.
+    Overlap(Range<u64>),
+    /// The range reaches beyond the tensor.
+    Outside(Range<u64>),
+}
+
+impl std::fmt::Display for Flaw {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Flaw::Gap(r) => write!(f, "elements {}..{} are held by no shard", r.start, r.end),
+            Flaw::Overlap(r) => write!(f, "elements {}..{} are held twice", r.start, r.end),
+            Flaw::Outside(r) => write!(f, "elements {}..{} are beyond its end", r.start, r.end),
+        }
+    }
+}
+
+/// The first flaw of ranges sorted by start that should cover `0..total` exactly once.
+pub(crate) fn flaw(total: u64, sorted: impl IntoIterator<Item = Range<u64>>) -> Option<Flaw> {
+    let mut done = 0;
+    for r in sorted {
+        if r.end > total || r.start > r.end {
+            return Some(Flaw::Outside(r.start.max(total)..r.end));
+        }
+        if r.start > done {
+            return Some(Flaw::Gap(done..r.start));
+        }
+        if r.start < done {
+            return Some(Flaw::Overlap(r.start..done.min(r.end)));
+        }
+        done = r.end;
+    }
+    (done < total).then_some(Flaw::Gap(done..total))
+}
+
+/// The part of `wanted` that lies in each range of a gapless sorted list: `(index, part)`, parts never empty.
+pub(crate) fn cover<'a, T>(
+    sorted: &'a [T],
+    range_of: impl Fn(&T) -> Range<u64> + 'a,
+    wanted: Range<u64>,
+) -> impl Iterator<Item = (usize, Range<u64>)> + 'a {
+    let first = sorted.partition_point(|t| range_of(t).end <= wanted.start);
+    (first..sorted.len())
+        .map(move |i| (i, range_of(&sorted[i])))
+        .take_while({
+            let end = wanted.end;
+            move |(_, r)| r.start < end
+        })
+        .map(move |(i, r)| (i, r.start.max(wanted.start)..r.end.min(wanted.end)))
+        .filter(|(_, r)| r.start < r.end)
+}
+
+/// Sorted, merged block indices that hold these byte ranges (`block` bytes each).
+pub(crate) fn blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {
+    bytes.retain(|r| r.start < r.end);
+    bytes.sort_by_key(|r| r.start);
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for r in bytes {
+        let (start, end) = (r.start / block, r.end.div_ceil(block));
+        match runs.last_mut() {
+            Some(last) if start <= last.end => last.end = last.end.max(end),
+            _ => runs.push(start..end),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn flaws_are_named() {
+        assert_eq!(flaw(10, [0..4, 4..10]), None);
+        assert_eq!(flaw(0, []), None);
+        assert_eq!(flaw(10, [0..4, 5..10]), Some(Flaw::Gap(4..5)));
+        assert_eq!(flaw(10, [0..4, 3..10]), Some(Flaw::Overlap(3..4)));
+        assert_eq!(flaw(10, [0..4]), Some(Flaw::Gap(4..10)));
+        assert_eq!(flaw(10, [0..11]), Some(Flaw::Outside(10..11)));
+        #[allow(clippy::reversed_empty_ranges)]
+        let reversed = flaw(10, [5..3]);
+        assert!(matches!(reversed, Some(Flaw::Outside(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn cover_is_what_brute_force_finds(cuts in proptest::collection::vec(0u64..20, 0..8), a in 0u64..160, b in 0u64..160) {
+            let mut ranges = Vec::new();
+            let mut at = 0;
+            for c in cuts { ranges.push(at..at + c); at += c; }
+            let wanted = a.min(b).min(at)..a.max(b).min(at);
+            let found: Vec<(usize, u64)> = cover(&ranges, |r| r.clone(), wanted.clone())
+                .flat_map(|(i, r)| { assert!(r.start < r.end); r.map(move |e| (i, e)) }).collect();
+            let brute: Vec<(usize, u64)> = wanted
+                .map(|e| (ranges.iter().position(|r| r.contains(&e)).expect("gapless"), e)).collect();
+            prop_assert_eq!(found, brute);
+        }
+
+        #[test]
+        fn blocks_hold_every_byte_and_no_other_block(spans in proptest::collection::vec((0u64..300, 0u64..50), 0..12)) {
+            let bytes: Vec<Range<u64>> = spans.iter().map(|&(s, n)| s..s + n).collect();
+            let runs = blocks(bytes.clone(), 16);
+            prop_assert!(runs.windows(2).all(|w| w[0].end < w[1].start));
+            for b in 0..30 {
+                let needed = bytes.iter().any(|r| r.clone().any(|x| x / 16 == b));
+                prop_assert_eq!(runs.iter().any(|r| r.contains(&b)), needed);
+            }
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! Page-aligned buffers, kept for the next use.
+use super::WINDOW;
+use memmap2::MmapMut;
+use std::io;
+use std::sync::{Mutex, PoisonError};
+
+/// A store of buffers of [`WINDOW`] bytes.
+#[derive(Default)]
+pub(crate) struct Buffers(Mutex<Vec<MmapMut>>);
+
+impl Buffers {
+    /// A buffer with arbitrary content.
+    pub(crate) fn take(&self) -> io::Result<MmapMut> {
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match kept {
+            Some(buffer) => Ok(buffer),
+            None => {
+                let buffer = MmapMut::map_anon(WINDOW)?;
+                // fewer page faults and cheaper pinning; a kernel without huge pages goes on with small ones
+                let _ = buffer.advise(memmap2::Advice::HugePage);
+                Ok(buffer)
+            }
+        }
+    }
+
+    /// Keeps a buffer for the next [`Buffers::take`].
+    pub(crate) fn give(&self, buffer: MmapMut) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    }
+}

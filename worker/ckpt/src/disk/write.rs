@@ -1,0 +1,239 @@
+//! A new file, written in large aligned blocks while the next ones are hashed.
+use super::{ALIGN, BLOCK, Buffers, WINDOW};
+use crate::error::{CkptError, Result};
+use crate::fault;
+use crate::hash::Hash;
+use memmap2::MmapMut;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
+
+/// How the bytes go to the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Path {
+    /// Past the page cache where the file system allows it.
+    Direct,
+    /// Through the page cache: small files.
+    Buffered,
+}
+
+/// Windows in flight per file: one being filled, one waiting, one being written.
+const WINDOWS: usize = 3;
+
+/// The file itself: windows go in one after the other.
+struct Target {
+    file: File,
+    /// O_DIRECT is on.
+    direct: bool,
+    /// Bytes written so far, with the padding of the last window.
+    at: u64,
+}
+
+impl Target {
+    fn create(path: &std::path::Path, how: Path) -> io::Result<Target> {
+        let open = |flags: OFlag| {
+            OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .custom_flags((OFlag::O_NOFOLLOW | flags).bits())
+                .open(path)
+        };
+        if how == Path::Direct {
+            match fault::around("create", || open(OFlag::O_DIRECT)) {
+                Ok(file) => return Ok(Target { file, direct: true, at: 0 }),
+                // the file system has no O_DIRECT; some leave the new file behind
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => drop(std::fs::remove_file(path)),
+                Err(e) => return Err(e),
+            }
+        }
+        let file = fault::around("create", || open(OFlag::empty()))?;
+        Ok(Target { file, direct: false, at: 0 })
+    }
+
+    /// Appends `len` bytes; only the last window of a file may be shorter than [`WINDOW`].
+    fn append(&mut self, window: &mut MmapMut, len: usize) -> io::Result<()> {
+        let padded = len.next_multiple_of(ALIGN);
+        window[len..padded].fill(0);
+        let mut done = 0;
+        loop {
+            let end = if self.direct { padded } else { len };
+            if done >= end {
+                self.at += end as u64;
+                return Ok(());
+            }
+            match fault::around("write", || self.file.write_at(&window[done..end], self.at + done as u64)) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if self.direct && e.raw_os_error() == Some(libc::EINVAL) => self.leave_direct()?,
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// The file system takes O_DIRECT at open but not for this write.
+    fn leave_direct(&mut self) -> io::Result<()> {
+        let flags = OFlag::from_bits_retain(fcntl(&self.file, FcntlArg::F_GETFL)?);
+        fcntl(&self.file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
+        self.direct = false;
+        Ok(())
+    }
+
+    /// Cuts the padding off and makes the content durable.
+    fn finish(self, len: u64) -> io::Result<()> {
+        if self.at > len {
+            fault::around("truncate", || self.file.set_len(len))?;
+        }
+        fault::around("fsync file", || self.file.sync_all())
+    }
+}
+
+/// Who writes the windows.
+enum Back {
+    /// The caller: files of up to one window.
+    Here(Target),
+    /// A thread of its own.
+    Thread {
+        full: SyncSender<(MmapMut, usize)>,
+        empty: Receiver<MmapMut>,
+        thread: JoinHandle<io::Result<Target>>,
+    },
+    /// After an error.
+    Gone,
+}
+
+/// Writes one new file; nothing is durable before [`FileWriter::finish`].
+pub(crate) struct FileWriter {
+    path: PathBuf,
+    back: Back,
+    window: MmapMut,
+    filled: usize,
+    buffers: Buffers,
+    taken: usize,
+    len: u64,
+    /// BLAKE3 per [`BLOCK`], when wanted.
+    hashes: Option<Vec<Hash>>,
+}
+
+impl FileWriter {
+    /// A new file; an existing one is an error.
+    pub(crate) fn create(path: PathBuf, how: Path, hashed: bool) -> Result<FileWriter> {
+        let target = Target::create(&path, how).map_err(CkptError::io("create", &path))?;
+        let buffers = Buffers::default();
+        let window = buffers.take().map_err(CkptError::io("get memory to write", &path))?;
+        let hashes = hashed.then(Vec::new);
+        Ok(FileWriter {
+            path,
+            back: Back::Here(target),
+            window,
+            filled: 0,
+            buffers,
+            taken: 1,
+            len: 0,
+            hashes,
+        })
+    }
+
+    /// Appends.
+    pub(crate) fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
+        self.len += bytes.len() as u64;
+        while !bytes.is_empty() {
+            if self.filled == WINDOW {
+                self.send().map_err(CkptError::io("write", &self.path))?;
+            }
+            // block by block, so that a block is hashed while it is still in the cache
+            let n = (BLOCK - self.filled % BLOCK).min(bytes.len());
+            self.window[self.filled..self.filled + n].copy_from_slice(&bytes[..n]);
+            self.filled += n;
+            bytes = &bytes[n..];
+            if self.filled % BLOCK == 0 {
+                self.hash(BLOCK);
+            }
+        }
+        Ok(())
+    }
+
+    /// Hashes the last `n` bytes of the window.
+    fn hash(&mut self, n: usize) {
+        if let Some(hashes) = &mut self.hashes {
+            hashes.push(Hash::of(&self.window[self.filled - n..self.filled]));
+        }
+    }
+
+    /// Hands the full window over and gets an empty one.
+    fn send(&mut self) -> io::Result<()> {
+        if let Back::Here(_) = self.back
+            && let Back::Here(target) = std::mem::replace(&mut self.back, Back::Gone)
+        {
+            self.back = spawn(target)?;
+        }
+        let Back::Thread { full, empty, .. } = &self.back else {
+            return Err(io::Error::other("an earlier write failed"));
+        };
+        let next = match self.taken < WINDOWS {
+            true => self.buffers.take().map(Some)?,
+            false => empty.recv().ok(),
+        };
+        self.taken = (self.taken + 1).min(WINDOWS);
+        let filled = std::mem::take(&mut self.filled);
+        if let Some(next) = next
+            && full.send((std::mem::replace(&mut self.window, next), filled)).is_ok()
+        {
+            return Ok(());
+        }
+        Err(self.join().err().unwrap_or_else(|| io::Error::other("the writing thread ended early")))
+    }
+
+    /// Waits until all windows handed over are written.
+    fn join(&mut self) -> io::Result<Target> {
+        match std::mem::replace(&mut self.back, Back::Gone) {
+            Back::Here(target) => Ok(target),
+            Back::Thread { full, empty, thread } => {
+                drop(full);
+                drop(empty);
+                thread.join().unwrap_or_else(|_| Err(io::Error::other("the writing thread panicked")))
+            }
+            Back::Gone => Err(io::Error::other("an earlier write failed")),
+        }
+    }
+
+    /// Writes the rest and makes the file durable: its size and, when wanted, the hash of every block.
+    pub(crate) fn finish(mut self) -> Result<(u64, Vec<Hash>)> {
+        if self.filled % BLOCK != 0 {
+            self.hash(self.filled % BLOCK);
+        }
+        let done = self.join().and_then(|mut target| {
+            target.append(&mut self.window, self.filled)?;
+            target.finish(self.len)
+        });
+        done.map_err(CkptError::io("write", &self.path))?;
+        Ok((self.len, self.hashes.take().unwrap_or_default()))
+    }
+}
+
+/// Moves the target to a thread that writes what it is sent and gives the windows back.
+fn spawn(mut target: Target) -> io::Result<Back> {
+    let (full, inbox) = sync_channel::<(MmapMut, usize)>(WINDOWS);
+    let (outbox, empty): (Sender<MmapMut>, _) = channel();
+    let write = move || {
+        for (mut window, len) in inbox {
+            target.append(&mut window, len)?;
+            // the other side is gone only when it needs no more windows
+            let _ = outbox.send(window);
+        }
+        Ok(target)
+    };
+    let thread = std::thread::Builder::new().name("ckpt-write".into()).spawn(write)?;
+    Ok(Back::Thread { full, empty, thread })
+}
+
+/// A small file in one go, durable when this returns.
+pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
+    let mut file = FileWriter::create(path, Path::Buffered, false)?;
+    file.write(content)?;
+    Ok(file.finish()?.0)
+}

@@ -1,0 +1,2 @@
+//! File formats that tensors rest in.
+pub mod safetensors;

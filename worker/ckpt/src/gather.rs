@@ -1,0 +1,512 @@
+//! Writes the weights of a checkpoint as a Hugging Face folder, streaming: read ahead, convert, write behind.
+//!
+//! Extra memory is the same for every model size: three windows of 16 MiB, one converted window, and the buffers of
+//! one read and one write (24 MiB each).
+use crate::catalog::{Role, TensorInfo};
+use crate::checkpoint::{Checkpoint, Request};
+use crate::commit::{Swap, publish};
+use crate::disk::{self, DirLock, FileWriter, Folder, WritePath};
+use crate::dtype::Dtype;
+use crate::error::{CkptError, Result};
+use crate::formats::safetensors::{self, Planned};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{channel, sync_channel};
+
+/// Elements converted at a time: 16 MiB of f32.
+const WINDOW_ELEMENTS: usize = 4 << 20;
+/// Windows between the reading and the writing thread.
+const WINDOWS: usize = 3;
+/// Space beside the tensors: headers and rounding up.
+const OVERHEAD_BYTES: u64 = 4 << 20;
+/// Says that a folder is ours and which files in it are.
+const GATHERED: &str = "gathered.json";
+const GATHERED_FORMAT: &str = "launch gathered weights";
+const CONFIG: &str = "config.json";
+const GENERATION: &str = "generation_config.json";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// How to gather.
+#[derive(Clone, Debug)]
+pub struct GatherOptions {
+    /// F32, BF16 or F16; `None`: as stored.
+    pub dtype: Option<Dtype>,
+    /// Files are begun anew before they would exceed this many bytes of tensors; a larger tensor has its own file.
+    pub max_shard_size: u64,
+    /// Replace a folder that was made by gathering.
+    pub force: bool,
+}
+
+impl Default for GatherOptions {
+    fn default() -> GatherOptions {
+        GatherOptions { dtype: None, max_shard_size: 5_000_000_000, force: false }
+    }
+}
+
+/// What was written.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct GatherReport {
+    pub path: PathBuf,
+    pub dtype: Dtype,
+    pub tensors: u64,
+    /// Of the tensors.
+    pub bytes: u64,
+    /// The weight files.
+    pub files: Vec<GatheredFile>,
+}
+
+/// One file of weights.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct GatheredFile {
+    pub name: String,
+    pub bytes: u64,
+}
+
+/// Writes `out`: config.json, the weights in one file or in shards with an index, and the tokenizer's files. Values
+/// are rounded to the nearest, ties to even; a finite value that the dtype can't hold is an error. `progress` gets
+/// (bytes written, bytes to write) of the tensors.
+///
+/// `out` is complete or absent. It may exist when it is empty or, with `force`, when it was made by gathering.
+pub fn gather(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    options: &GatherOptions,
+    progress: impl FnMut(u64, u64),
+) -> Result<GatherReport> {
+    let plan = Plan::new(checkpoint, options)?;
+    let out = Output::begin(checkpoint, out, options.force, plan.bytes)?;
+    let files = write_weights(checkpoint, &plan, &out.dir, progress)?;
+    let mut names: Vec<&str> = files.iter().map(|f| f.name.as_str()).collect();
+    let texts = plan.texts(checkpoint)?;
+    for (name, text) in &texts {
+        if names.contains(&name.as_str()) {
+            return Err(CkptError::invalid(format!(
+                "the tokenizer has a file {name}, which is the name of another"
+            )));
+        }
+        names.push(name);
+        disk::write_file(out.dir.join(name), text.as_bytes())?;
+    }
+    plan.check_written(&out.dir, &files)?;
+    let facts = checkpoint.facts();
+    let gathered = json!({
+        "format": GATHERED_FORMAT, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names,
+        "step": facts.step, "tokens": facts.tokens, "dtype": plan.dtype.torch_name(),
+    });
+    disk::write_file(out.dir.join(GATHERED), pretty(&gathered)?.as_bytes())?;
+    disk::sync_dir(&out.dir)?;
+    publish(&out.dir, &out.path, Swap::Atomic)?;
+    let path = out.path.clone();
+    Ok(GatherReport { path, dtype: plan.dtype, tensors: plan.tensors.len() as u64, bytes: plan.bytes, files })
+}
+
+fn pretty(value: &impl serde::Serialize) -> Result<String> {
+    let text = serde_json::to_string_pretty(value).map_err(|e| CkptError::invalid(e.to_string()))?;
+    Ok(text + "\n")
+}
+
+/// What goes where.
+struct Plan {
+    dtype: Dtype,
+    tensors: Vec<TensorInfo>,
+    /// Name of each file and the indices of its tensors.
+    files: Vec<(String, Vec<usize>)>,
+    bytes: u64,
+}
+
+impl Plan {
+    fn new(checkpoint: &Checkpoint, options: &GatherOptions) -> Result<Plan> {
+        let dtype = options.dtype.unwrap_or(Dtype::F32);
+        if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+            return Err(CkptError::invalid(format!("weights are gathered as F32, BF16 or F16, not {dtype}")));
+        }
+        let tensors: Vec<TensorInfo> = checkpoint.tensors().filter(|t| t.role == Role::Weight).collect();
+        let sizes: Vec<u64> = tensors.iter().map(|t| t.elements() * dtype.size()).collect();
+        let groups = split(&sizes, options.max_shard_size);
+        let count = groups.len();
+        let name = |i: usize| match count {
+            1 => "model.safetensors".to_owned(),
+            _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+        };
+        let files = groups.into_iter().enumerate().map(|(i, group)| (name(i), group)).collect();
+        Ok(Plan { dtype, tensors, files, bytes: sizes.iter().sum() })
+    }
+
+    fn header(&self, file: usize) -> Result<Vec<u8>> {
+        let tensor = |&i: &usize| {
+            let t = &self.tensors[i];
+            Planned { name: t.name.clone(), dtype: self.dtype, shape: &t.shape }
+        };
+        let planned: Vec<Planned<'_>> = self.files[file].1.iter().map(tensor).collect();
+        safetensors::header(&[("format", "pt".to_owned())], &planned).map_err(CkptError::invalid)
+    }
+
+    /// The windows of one file, in the order in which they are written.
+    fn windows(&self, file: usize) -> Vec<Window> {
+        let mut windows = vec![Window::default()];
+        for &tensor in &self.files[file].1 {
+            let total = self.tensors[tensor].elements();
+            let mut start = 0;
+            while start < total {
+                let mut last = windows.len() - 1;
+                if windows[last].elements == WINDOW_ELEMENTS {
+                    windows.push(Window::default());
+                    last += 1;
+                }
+                let count = (total - start).min((WINDOW_ELEMENTS - windows[last].elements) as u64);
+                windows[last].spans.push((tensor, start..start + count));
+                windows[last].elements += count as usize;
+                start += count;
+            }
+        }
+        windows
+    }
+
+    /// The text files: name and content.
+    fn texts(&self, checkpoint: &Checkpoint) -> Result<Vec<(String, String)>> {
+        let facts = checkpoint.facts();
+        let mut config = facts.model.hf_config.as_object().cloned().unwrap_or_default();
+        // both names are in use: `torch_dtype` up to transformers 4, `dtype` from 5
+        for key in ["torch_dtype", "dtype"] {
+            if key == "torch_dtype" || config.contains_key(key) {
+                config.insert(key.into(), self.dtype.torch_name().into());
+            }
+        }
+        let mut texts = vec![(CONFIG.to_owned(), pretty(&sorted(&config))?)];
+        let own = |name: &str| facts.tokenizer.iter().any(|t| t.name == name);
+        if let Some(generation) = generation_config(&config).filter(|_| !own(GENERATION)) {
+            texts.push((GENERATION.to_owned(), pretty(&generation)?));
+        }
+        if self.files.len() > 1 {
+            texts.push((INDEX.to_owned(), pretty(&self.index())?));
+        }
+        if own(GATHERED) {
+            return Err(CkptError::invalid(format!(
+                "the tokenizer has a file {GATHERED}, which is the name of another"
+            )));
+        }
+        texts.extend(facts.tokenizer.iter().map(|t| (t.name.clone(), t.text.clone())));
+        Ok(texts)
+    }
+
+    fn index(&self) -> Value {
+        let file_of = |(name, group): &(String, Vec<usize>)| {
+            group.iter().map(|&i| (self.tensors[i].name.clone(), name.clone())).collect::<Vec<_>>()
+        };
+        let map: BTreeMap<String, String> = self.files.iter().flat_map(file_of).collect();
+        let parameters: u64 = self.tensors.iter().map(TensorInfo::elements).sum();
+        json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
+    }
+
+    /// Reads the headers back: every weight of the model card is there once, with its shape, and nothing else is.
+    fn check_written(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
+        use std::os::unix::fs::FileExt;
+        let folder = Folder::open(dir)?;
+        let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();
+        let mut bytes = 0;
+        for file in files {
+            let (open, size) = folder.open_file(&file.name, nix::fcntl::OFlag::empty())?;
+            let header = safetensors::read_header(size, |at, out| open.read_exact_at(out, at))
+                .map_err(|why| CkptError::damaged(dir, &file.name, why))?;
+            for e in header.entries {
+                bytes += e.bytes.end - e.bytes.start;
+                found.insert(e.name, (e.dtype, e.shape));
+            }
+        }
+        let differs = |t: &&TensorInfo| found.get(&t.name) != Some(&(self.dtype, t.shape.clone()));
+        if let Some(t) = self.tensors.iter().find(differs) {
+            return Err(CkptError::damaged(
+                dir,
+                "the gathered weights",
+                format!("{} is not as in the model", t.name),
+            ));
+        }
+        if found.len() != self.tensors.len() || bytes != self.bytes {
+            let why = format!(
+                "{} tensors of {bytes} bytes, not {} of {}",
+                found.len(),
+                self.tensors.len(),
+                self.bytes
+            );
+            return Err(CkptError::damaged(dir, "the gathered weights", why));
+        }
+        Ok(())
+    }
+}
+
+/// Keys in order, whatever order the map keeps.
+fn sorted(map: &Map<String, Value>) -> BTreeMap<&String, &Value> {
+    map.iter().collect()
+}
+
+/// The special tokens of the model config, as transformers derives its generation config from it.
+fn generation_config(config: &Map<String, Value>) -> Option<BTreeMap<String, Value>> {
+    let mut generation: BTreeMap<String, Value> = ["bos_token_id", "eos_token_id", "pad_token_id"]
+        .into_iter()
+        .filter_map(|key| Some((key.to_owned(), config.get(key).filter(|v| !v.is_null())?.clone())))
+        .collect();
+    if generation.is_empty() {
+        return None;
+    }
+    generation.insert("_from_model_config".into(), true.into());
+    Some(generation)
+}
+
+/// Groups of consecutive tensors of at most `max` bytes; a larger tensor is alone. At least one group.
+fn split(sizes: &[u64], max: u64) -> Vec<Vec<usize>> {
+    let (mut groups, mut current, mut filled) = (Vec::new(), Vec::new(), 0u64);
+    for (i, &size) in sizes.iter().enumerate() {
+        if size > max {
+            groups.push(vec![i]);
+            continue;
+        }
+        if filled + size > max && !current.is_empty() {
+            groups.push(std::mem::take(&mut current));
+            filled = 0;
+        }
+        current.push(i);
+        filled += size;
+    }
+    if !current.is_empty() || groups.is_empty() {
+        groups.push(current);
+    }
+    groups
+}
+
+/// Some consecutive elements of one file, of one or more tensors.
+#[derive(Default)]
+struct Window {
+    /// Index of the tensor and the elements of it.
+    spans: Vec<(usize, Range<u64>)>,
+    elements: usize,
+}
+
+/// Writes the weight files into `dir`; one thread reads ahead while this one converts and hands over to the writer.
+fn write_weights(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    dir: &Path,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<Vec<GatheredFile>> {
+    std::thread::scope(|scope| {
+        let (full, inbox) = sync_channel::<Result<(Window, Vec<f32>)>>(1);
+        let (outbox, empty) = channel::<Vec<f32>>();
+        for _ in 0..WINDOWS {
+            let _ = outbox.send(Vec::new());
+        }
+        scope.spawn(move || {
+            for window in (0..plan.files.len()).flat_map(|file| plan.windows(file)) {
+                // the other side is gone after an error
+                let Ok(buffer) = empty.recv() else { return };
+                if full.send(read_window(checkpoint, plan, window, buffer)).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut files = Vec::with_capacity(plan.files.len());
+        let mut done = 0;
+        let mut narrow = Narrow::default();
+        for (i, (name, _)) in plan.files.iter().enumerate() {
+            let mut writer = FileWriter::create(dir.join(name), WritePath::Direct, false)?;
+            writer.write(&plan.header(i)?)?;
+            for _ in 0..plan.windows(i).len() {
+                let received =
+                    inbox.recv().map_err(|_| CkptError::invalid("the reading thread ended early"))?;
+                let (window, buffer) = received?;
+                narrow.write(plan, &window, &buffer, &mut writer)?;
+                done += buffer.len() as u64 * plan.dtype.size();
+                progress(done, plan.bytes);
+                let _ = outbox.send(buffer);
+            }
+            files.push(GatheredFile { name: name.clone(), bytes: writer.finish()?.0 });
+        }
+        Ok(files)
+    })
+}
+
+fn read_window(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    window: Window,
+    mut buffer: Vec<f32>,
+) -> Result<(Window, Vec<f32>)> {
+    buffer.resize(window.elements, 0.0);
+    let mut requests = Vec::with_capacity(window.spans.len());
+    let mut rest = buffer.as_mut_slice();
+    for (tensor, range) in &window.spans {
+        let (out, tail) = rest.split_at_mut((range.end - range.start) as usize);
+        rest = tail;
+        let name = plan.tensors[*tensor].name.as_str();
+        requests.push(Request { name, role: Role::Weight, start_element: range.start, out });
+    }
+    checkpoint.read_many(&mut requests)?;
+    Ok((window, buffer))
+}
+
+/// Memory of the conversion.
+#[derive(Default)]
+struct Narrow {
+    bf16: Vec<bf16>,
+    f16: Vec<f16>,
+}
+
+impl Narrow {
+    fn write(&mut self, plan: &Plan, window: &Window, values: &[f32], writer: &mut FileWriter) -> Result<()> {
+        let overflow = match plan.dtype {
+            Dtype::BF16 => {
+                self.bf16.resize(values.len(), bf16::ZERO);
+                self.bf16.convert_from_f32_slice(values);
+                writer.write(bytemuck::cast_slice(&self.bf16))?;
+                overflow(values, &self.bf16, |x| x.is_infinite())
+            }
+            Dtype::F16 => {
+                self.f16.resize(values.len(), f16::ZERO);
+                self.f16.convert_from_f32_slice(values);
+                writer.write(bytemuck::cast_slice(&self.f16))?;
+                overflow(values, &self.f16, |x| x.is_infinite())
+            }
+            _ => {
+                writer.write(bytemuck::cast_slice(values))?;
+                None
+            }
+        };
+        let Some(at) = overflow else { return Ok(()) };
+        let mut before = 0;
+        for (tensor, range) in &window.spans {
+            let count = (range.end - range.start) as usize;
+            if at < before + count {
+                let tensor = plan.tensors[*tensor].name.clone();
+                let element = range.start + (at - before) as u64;
+                return Err(CkptError::Overflow {
+                    tensor,
+                    element,
+                    value: values[at],
+                    dtype: plan.dtype.torch_name(),
+                });
+            }
+            before += count;
+        }
+        Ok(())
+    }
+}
+
+/// The first finite value that became infinite.
+fn overflow<T>(wide: &[f32], narrow: &[T], is_infinite: impl Fn(&T) -> bool) -> Option<usize> {
+    wide.iter().zip(narrow).position(|(w, n)| is_infinite(n) && w.is_finite())
+}
+
+/// The folder being made, beside the one it will be.
+struct Output {
+    dir: PathBuf,
+    path: PathBuf,
+    _lock: DirLock,
+}
+
+impl Output {
+    fn begin(checkpoint: &Checkpoint, out: &Path, force: bool, bytes: u64) -> Result<Output> {
+        let refused = |why: &str| CkptError::Refused { path: out.to_owned(), why: why.into() };
+        let (parent, name) = match disk::exists(out) {
+            true => {
+                let real = out.canonicalize().map_err(CkptError::io("look at", out))?;
+                check_replaceable(&real, force)?;
+                (disk::parent_of(&real), real.file_name().map(|n| n.to_owned()))
+            }
+            false => {
+                disk::make_dirs(&disk::parent_of(out))?;
+                let parent = disk::parent_of(out);
+                (
+                    parent.canonicalize().map_err(CkptError::io("look at", &parent))?,
+                    out.file_name().map(|n| n.to_owned()),
+                )
+            }
+        };
+        let name = name.ok_or_else(|| refused("it has no name of its own"))?.to_string_lossy().into_owned();
+        let source = checkpoint.path();
+        if parent.starts_with(source.canonicalize().map_err(CkptError::io("look at", source))?) {
+            return Err(refused("it lies inside the checkpoint"));
+        }
+        let hidden = format!(".{name}.gathering-");
+        clean(&parent, &hidden)?;
+        let free = disk::free_bytes(&parent)?;
+        let needed = bytes.saturating_add(OVERHEAD_BYTES);
+        if needed > free {
+            return Err(CkptError::NoSpace { path: parent, needed, free });
+        }
+        let dir = parent.join(format!("{hidden}{}", std::process::id()));
+        disk::make_dir(&dir)?;
+        let lock = disk::lock_dir(&dir)?;
+        Ok(Output { path: parent.join(name), dir, _lock: lock })
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        // after success this holds what was replaced; what can't be removed now is removed by the next gather
+        let _ = disk::remove_tree(&self.dir);
+    }
+}
+
+/// Removes what interrupted gathers have left; one that is still running holds a lock.
+fn clean(parent: &Path, hidden: &str) -> Result<()> {
+    for name in Folder::open(parent)?.names()? {
+        let path = parent.join(&name);
+        if name.starts_with(hidden) && path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+            match disk::lock_dir(&path) {
+                Ok(_lock) => disk::remove_tree(&path)?,
+                Err(CkptError::Busy { .. }) => {
+                    return Err(CkptError::Busy { path: parent.to_owned() });
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// An existing folder is replaced when it is empty or, with `force`, when all its files are from gathering.
+fn check_replaceable(out: &Path, force: bool) -> Result<()> {
+    let refused = |why: String| Err(CkptError::Refused { path: out.to_owned(), why });
+    if !out.is_dir() {
+        return refused("it exists and is not a folder".into());
+    }
+    let folder = Folder::open(out)?;
+    let names = folder.names()?;
+    if names.is_empty() {
+        return Ok(());
+    }
+    let gathered: Option<Value> =
+        folder.read(GATHERED, 16 << 20).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    let Some(gathered) = gathered.filter(|g| g["format"] == GATHERED_FORMAT) else {
+        return refused(
+            "it exists, is not empty and was not made by gathering; choose another folder".into(),
+        );
+    };
+    let ours: HashSet<&str> =
+        gathered["files"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    if let Some(other) = names.iter().find(|n| *n != GATHERED && !ours.contains(n.as_str())) {
+        return refused(format!("it holds {other}, which is not from gathering; choose another folder"));
+    }
+    match force {
+        true => Ok(()),
+        false => refused("it holds gathered weights; add --force to replace them".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_are_split_as_transformers_does() {
+        assert_eq!(split(&[4, 4, 4], 8), [vec![0, 1], vec![2]]);
+        // a tensor above the limit is alone and does not end the group around it
+        assert_eq!(split(&[4, 9, 4], 8), [vec![1], vec![0, 2]]);
+        assert_eq!(split(&[1], 100), [vec![0]]);
+        assert_eq!(split(&[], 100), [Vec::<usize>::new()]);
+        assert_eq!(split(&[5, 5], 1), [vec![0], vec![1]]);
+    }
+}

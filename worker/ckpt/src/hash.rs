@@ -1,0 +1,63 @@
+//! A BLAKE3 hash that is lower-case hex in JSON and 32 bytes in binary formats.
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::fmt;
+
+/// BLAKE3 of some bytes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Hash(pub [u8; 32]);
+
+impl Hash {
+    /// Of these bytes.
+    pub fn of(data: &[u8]) -> Hash {
+        Hash(*blake3::hash(data).as_bytes())
+    }
+
+    /// 64 lower-case hex digits.
+    pub(crate) fn hex(&self) -> String {
+        blake3::Hash::from_bytes(self.0).to_hex().to_string()
+    }
+}
+
+impl fmt::Debug for Hash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.hex())
+    }
+}
+
+impl Serialize for Hash {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match s.is_human_readable() {
+            true => s.serialize_str(&self.hex()),
+            false => s.serialize_bytes(&self.0),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Hash {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Hash, D::Error> {
+        match d.is_human_readable() {
+            true => d.deserialize_str(HashVisitor),
+            false => d.deserialize_bytes(HashVisitor),
+        }
+    }
+}
+
+struct HashVisitor;
+
+impl de::Visitor<'_> for HashVisitor {
+    type Value = Hash;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a BLAKE3 hash: 64 hex digits or 32 bytes")
+    }
+
+    fn visit_str<E: de::Error>(self, s: &str) -> Result<Hash, E> {
+        blake3::Hash::from_hex(s)
+            .map(|h| Hash(*h.as_bytes()))
+            .map_err(|_| E::invalid_value(de::Unexpected::Str(s), &self))
+    }
+
+    fn visit_bytes<E: de::Error>(self, b: &[u8]) -> Result<Hash, E> {
+        b.try_into().map(Hash).map_err(|_| E::invalid_length(b.len(), &self))
+    }
+}

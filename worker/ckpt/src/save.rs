@@ -1,0 +1,135 @@
+//! Saving, up to the commit: the hidden folder, and each rank's shard in it.
+use crate::catalog::Role;
+use crate::commit;
+use crate::disk::{self, DirLock, FileWriter, WritePath};
+use crate::dtype::Dtype;
+use crate::error::{CkptError, Result};
+use crate::formats::safetensors::{self, Planned};
+use crate::hash::Hash;
+use crate::manifest::shard_name;
+use crate::root::{SAVING, step_name};
+use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Space beside the tensors: headers, manifest, rounding up.
+const OVERHEAD_BYTES: u64 = 4 << 20;
+
+/// A save in progress: a hidden folder under the root, which only this process writes checkpoints into until this is
+/// committed or dropped. Dropping it removes the folder.
+pub struct Staging {
+    pub(crate) root: PathBuf,
+    pub(crate) dir: PathBuf,
+    pub(crate) step: u64,
+    _lock: DirLock,
+}
+
+impl Staging {
+    /// Makes `root` if needed, removes what interrupted saves have left in it, and makes a folder for the shards.
+    /// `total_bytes` is what all ranks together are going to write.
+    ///
+    /// # Errors
+    /// [`CkptError::NoSpace`] before anything is written; [`CkptError::Busy`] when another process saves here.
+    pub fn begin(root: &Path, step: u64, total_bytes: u64) -> Result<Staging> {
+        disk::make_dirs(root)?;
+        let lock = disk::lock_dir(root)?;
+        commit::clean(root)?;
+        let needed = total_bytes.saturating_add(total_bytes / 1000).saturating_add(OVERHEAD_BYTES);
+        let free = disk::free_bytes(root)?;
+        if needed > free {
+            return Err(CkptError::NoSpace { path: root.to_owned(), needed, free });
+        }
+        let dir = root.join(unique_name(&step_name(step)));
+        disk::make_dir(&dir)?;
+        Ok(Staging { root: root.to_owned(), dir, step, _lock: lock })
+    }
+
+    /// Where the ranks write their shards; rank 0 tells them.
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // what can't be removed now is removed by the next `begin`
+        let _ = disk::remove_tree(&self.dir);
+    }
+}
+
+/// A name that a straggler of an earlier run cannot be writing into.
+fn unique_name(step: &str) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    format!("{SAVING}{step}-{}-{now}", std::process::id())
+}
+
+/// Some elements of a logical tensor that this rank holds.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece<'a> {
+    pub name: &'a str,
+    pub role: Role,
+    /// Index in the whole tensor of the first element of `data`.
+    pub start_element: u64,
+    pub data: &'a [f32],
+}
+
+/// Where a piece lies in its shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PieceReport {
+    pub name: String,
+    pub role: Role,
+    pub start: u64,
+    pub count: u64,
+    /// Byte offset in the file.
+    pub offset: u64,
+}
+
+/// What rank 0 needs to know of a written shard; small, and serialisable in any serde format.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardReport {
+    pub rank: u32,
+    pub world: u32,
+    pub file: String,
+    pub bytes: u64,
+    /// BLAKE3 of each MiB of the file.
+    pub blocks: Vec<Hash>,
+    pub pieces: Vec<PieceReport>,
+}
+
+/// Writes this rank's shard into the folder of [`Staging::path`] and makes it durable: a safetensors file with a tensor
+/// `role/name@start` per piece, in the order given. Empty pieces are left out. Needs 24 MiB beside the pieces.
+pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) -> Result<ShardReport> {
+    if rank >= world {
+        return Err(CkptError::invalid(format!("rank {rank} of a world of {world}")));
+    }
+    let pieces: Vec<&Piece<'_>> = pieces.iter().filter(|p| !p.data.is_empty()).collect();
+    let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
+    let key = |p: &Piece<'_>| safetensors::piece_key(p.role, p.name, p.start_element);
+    let planned: Vec<Planned<'_>> = pieces
+        .iter()
+        .zip(&shapes)
+        .map(|(p, shape)| Planned { name: key(p), dtype: Dtype::F32, shape })
+        .collect();
+    let mut seen = HashSet::new();
+    if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {
+        return Err(CkptError::invalid(format!("rank {rank} gives {} twice", twice.name)));
+    }
+    let metadata =
+        [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
+    let header = safetensors::header(&metadata, &planned).map_err(CkptError::invalid)?;
+
+    let file = shard_name(rank, world);
+    let mut writer = FileWriter::create(staging.join(&file), WritePath::Direct, true)?;
+    let mut offset = header.len() as u64;
+    writer.write(&header)?;
+    let mut reports = Vec::with_capacity(pieces.len());
+    for p in pieces {
+        writer.write(bytemuck::cast_slice(p.data))?;
+        let (name, count) = (p.name.to_owned(), p.data.len() as u64);
+        reports.push(PieceReport { name, role: p.role, start: p.start_element, count, offset });
+        offset += count * 4;
+    }
+    let (bytes, blocks) = writer.finish()?;
+    Ok(ShardReport { rank, world, file, bytes, blocks, pieces: reports })
+}

@@ -1,0 +1,239 @@
+//! Checks every byte of a checkpoint, or of a directory of them, and finds all problems at once.
+use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, exists, stream};
+use crate::error::{CkptError, Damage, Result};
+use crate::formats::safetensors;
+use crate::hash::Hash;
+use crate::manifest::{MANIFEST, Manifest};
+use crate::root::{self, DELETING, LATEST, LATEST_NEW, REPLACED, SAVING};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// What [`verify`] found.
+#[derive(Clone, Debug, Serialize)]
+pub struct VerifyReport {
+    pub path: PathBuf,
+    /// Newest first.
+    pub checkpoints: Vec<CheckpointReport>,
+    /// Problems of the directory that holds them: `latest`.
+    pub problems: Vec<Damage>,
+    /// Things to know that are no damage.
+    pub notes: Vec<String>,
+}
+
+/// One checkpoint.
+#[derive(Clone, Debug, Serialize)]
+pub struct CheckpointReport {
+    pub path: PathBuf,
+    /// Unknown when the manifest can't be read.
+    pub step: Option<u64>,
+    /// Bytes read and compared.
+    pub bytes: u64,
+    /// Blocks read and compared.
+    pub blocks: u64,
+    pub problems: Vec<Damage>,
+}
+
+impl VerifyReport {
+    /// Nothing is damaged.
+    pub fn is_sound(&self) -> bool {
+        self.problems.is_empty() && self.checkpoints.iter().all(|c| c.problems.is_empty())
+    }
+
+    /// All problems, with the checkpoint they are in.
+    pub fn problems(&self) -> impl Iterator<Item = (&Path, &Damage)> {
+        let inside =
+            self.checkpoints.iter().flat_map(|c| c.problems.iter().map(move |p| (c.path.as_path(), p)));
+        self.problems.iter().map(|p| (self.path.as_path(), p)).chain(inside)
+    }
+}
+
+/// Verifies the checkpoint at `path`, or each one in the directory `path` and `latest`.
+///
+/// # Errors
+/// Only when there is no checkpoint at all, or the directory can't be listed; damage is in the report.
+pub fn verify(path: &Path) -> Result<VerifyReport> {
+    let mut report = VerifyReport {
+        path: path.to_owned(),
+        checkpoints: Vec::new(),
+        problems: Vec::new(),
+        notes: Vec::new(),
+    };
+    let not_here = |why: &str| CkptError::NotACheckpoint { path: path.to_owned(), why: why.into() };
+    if !exists(path) {
+        return Err(not_here("there is no such directory"));
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if exists(&path.join(MANIFEST)) || root::step_of(&name).is_some() {
+        report.checkpoints.push(verify_one(path, root::step_of(&name))?);
+        return Ok(report);
+    }
+    let steps = root::steps(path)?;
+    for &step in &steps {
+        let path = root::locate(path, step).unwrap_or_else(|| path.join(root::step_name(step)));
+        report.checkpoints.push(verify_one(&path, Some(step))?);
+    }
+    if steps.is_empty() && !exists(&path.join(LATEST)) {
+        return Err(not_here("it has no manifest.json and no folders step-…"));
+    }
+    verify_latest(path, &steps, &mut report);
+    for name in Folder::open(path)?.names()? {
+        if [SAVING, DELETING, REPLACED, LATEST_NEW].iter().any(|p| name.starts_with(p)) {
+            report.notes.push(format!("{name} is left of an interrupted save; the next save removes it"));
+        }
+    }
+    Ok(report)
+}
+
+fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
+    match (root::latest(path).and_then(|_| root::latest_step(path)), steps.first()) {
+        (Ok(Some(step)), Some(&newest)) if step < newest => report.notes.push(format!(
+            "`latest` names {}, though {} is newer: a save was cut short after it was complete",
+            root::step_name(step),
+            root::step_name(newest)
+        )),
+        (Ok(Some(_)), _) => {}
+        (Ok(None), _) => report.notes.push("there is no `latest`; the newest checkpoint counts".into()),
+        (Err(e), _) => report.problems.push(damage_of(LATEST, e)),
+    }
+}
+
+/// An error of reading, as a problem of a file.
+fn damage_of(file: &str, e: CkptError) -> Damage {
+    let problem =
+        |file: &str, why: String| Damage { file: file.to_owned(), block: None, tensors: Vec::new(), why };
+    match e {
+        CkptError::Damaged { damage, .. } => damage,
+        CkptError::Missing { what, .. } if what == file => problem(file, "it is missing".into()),
+        CkptError::Missing { what, .. } => problem(file, format!("{what} is missing")),
+        CkptError::NotACheckpoint { why, .. } => problem(file, why),
+        other => problem(file, other.to_string()),
+    }
+}
+
+fn verify_one(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
+    let mut report =
+        CheckpointReport { path: path.to_owned(), step: None, bytes: 0, blocks: 0, problems: Vec::new() };
+    let loaded = Folder::open(path).and_then(|folder| Ok((Manifest::load(&folder)?, folder)));
+    let (manifest, folder) = match loaded {
+        Ok(loaded) => loaded,
+        Err(e) => {
+            report.problems.push(damage_of(MANIFEST, e));
+            return Ok(report);
+        }
+    };
+    let step = manifest.facts.step;
+    report.step = Some(step);
+    if let Some(named) = named.filter(|&n| n != step) {
+        let why = format!("the folder is named for step {named}, its content is of step {step}");
+        report.problems.push(Damage { file: MANIFEST.into(), block: None, tensors: Vec::new(), why });
+    }
+    let buffers = Buffers::default();
+    for file in 0..manifest.files.len() {
+        verify_file(&folder, &manifest, file, &buffers, &mut report)?;
+    }
+    for name in folder.names()? {
+        if name != MANIFEST && manifest.files.iter().all(|f| f.name != name) {
+            let why = "it does not belong to the checkpoint".into();
+            report.problems.push(Damage { file: name, block: None, tensors: Vec::new(), why });
+        }
+    }
+    Ok(report)
+}
+
+fn verify_file(
+    folder: &Folder,
+    manifest: &Manifest,
+    file: usize,
+    buffers: &Buffers,
+    report: &mut CheckpointReport,
+) -> Result<()> {
+    let entry = &manifest.files[file];
+    let size = match BlockFile::open(folder, &entry.name) {
+        Ok(open) => open.size(),
+        Err(e) => {
+            let mut damage = damage_of(&entry.name, e);
+            damage.tensors = tensors_from(manifest, file, 0);
+            report.problems.push(damage);
+            return Ok(());
+        }
+    };
+    let problem = |block: Option<u64>, tensors: Vec<String>, why: String| Damage {
+        file: entry.name.clone(),
+        block,
+        tensors,
+        why,
+    };
+    if size < entry.bytes {
+        let lost = tensors_from(manifest, file, size / BLOCK as u64);
+        report.problems.push(problem(
+            None,
+            lost,
+            format!("it is cut short: {size} bytes of {}", entry.bytes),
+        ));
+    } else if size > entry.bytes {
+        let why = format!("{} bytes more than the {} that were written", size - entry.bytes, entry.bytes);
+        report.problems.push(problem(None, Vec::new(), why));
+    }
+    let mut first_block = Vec::new();
+    // blocks that are only partly there are counted as lost above
+    let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
+    let jobs = [Job { file, size: entry.bytes, blocks: 0..readable }];
+    let open = |_| BlockFile::open(folder, &entry.name);
+    stream(buffers, &jobs, open, |(job, read)| {
+        let window = match read {
+            Ok(window) => window,
+            Err(e) => {
+                let tensors = manifest.tensors_in(file, job.blocks.start);
+                let why = format!("blocks {}..{}: {e}", job.blocks.start, job.blocks.end);
+                report.problems.push(problem(Some(job.blocks.start), tensors, why));
+                return Ok(());
+            }
+        };
+        for (block, bytes) in job.blocks.clone().zip(window.chunks(BLOCK)) {
+            report.blocks += 1;
+            report.bytes += bytes.len() as u64;
+            if entry.blocks[block as usize] != Hash::of(bytes) {
+                let why = "its bytes do not fit their BLAKE3".into();
+                report.problems.push(problem(Some(block), manifest.tensors_in(file, block), why));
+            } else if block == 0 {
+                first_block = bytes.to_vec();
+            }
+        }
+        Ok(())
+    })?;
+    if size == entry.bytes && !first_block.is_empty() {
+        let why = header_problem(folder, manifest, file);
+        report.problems.extend(why.map(|why| problem(Some(0), Vec::new(), why)));
+    }
+    Ok(())
+}
+
+/// What the shard's own header says differently from the manifest.
+fn header_problem(folder: &Folder, manifest: &Manifest, file: usize) -> Option<String> {
+    use std::os::unix::fs::FileExt;
+    let (shard, size) = match folder.open_file(&manifest.files[file].name, nix::fcntl::OFlag::empty()) {
+        Ok(open) => open,
+        Err(e) => return Some(e.to_string()),
+    };
+    let header = match safetensors::read_header(size, |at, out| shard.read_exact_at(out, at)) {
+        Ok(header) => header,
+        Err(why) => return Some(why),
+    };
+    let mut expected = manifest.expected_header(file);
+    for e in &header.entries {
+        let elements: u64 = e.shape.iter().product();
+        if expected.remove(&e.name) != Some((elements, e.bytes.clone())) {
+            return Some(format!("its header has {}, which the manifest has not or elsewhere", e.name));
+        }
+    }
+    expected.keys().next().map(|name| format!("its header lacks {name}"))
+}
+
+/// `role/name` of the tensors with bytes in this block or after it.
+fn tensors_from(manifest: &Manifest, file: usize, block: u64) -> Vec<String> {
+    let start = block * BLOCK as u64;
+    let after = |t: &&crate::manifest::TensorEntry| {
+        t.pieces.iter().any(|p| p.file == file && p.bytes(t.dtype).end > start)
+    };
+    manifest.tensors.iter().filter(after).map(|t| t.label()).collect()
+}
