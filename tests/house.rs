@@ -115,8 +115,6 @@ const RULES: &[Rule] = &[
             "print!",
             "eprintln!",
             "eprint!",
-            "io::stdout",
-            "io::stderr",
             "stdout()",
             "stderr()",
             "dbg!",
@@ -344,18 +342,39 @@ fn paths_in_the_docs_exist() {
         documents.push(entry.expect("docs/ can be read").path());
     }
     for document in documents.iter().filter(|d| d.extension().is_some_and(|e| e == "md")) {
+        let folder = document.parent().expect("a file lies in a directory");
         for (number, line) in read(document).lines().enumerate() {
-            // every second piece between backticks is code; whole words there that start like a path of ours
-            for word in line.split('`').skip(1).step_by(2).flat_map(str::split_whitespace) {
-                let ours = ["launcher/", "worker/", "docs/", "scripts/", "tests/", "configs/"];
-                let plain = word.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
-                if plain && ours.iter().any(|o| word.starts_with(o)) && !root().join(word).exists() {
-                    dead.push(format!("{}:{}: {word}", relative(document), number + 1));
-                }
-            }
+            let dead_here = dead_paths(line, folder).into_iter();
+            dead.extend(dead_here.map(|path| format!("{}:{}: {path}", relative(document), number + 1)));
         }
     }
     assert!(dead.is_empty(), "paths that don't exist:\n{}", dead.join("\n"));
+}
+
+/// Paths in a line of markdown that lead nowhere: relative links, and words in backticks that start like a path of ours.
+fn dead_paths(line: &str, folder: &Path) -> Vec<String> {
+    let mut dead = Vec::new();
+    for link in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+        let path = link.split('#').next().unwrap_or("");
+        if !path.is_empty() && !link.contains("://") && !folder.join(path).exists() {
+            dead.push(link.to_owned());
+        }
+    }
+    // every second piece between backticks is code
+    for word in line.split('`').skip(1).step_by(2).flat_map(str::split_whitespace) {
+        let ours = ["launcher/", "worker/", "docs/", "scripts/", "tests/", "configs/"];
+        let plain = word.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
+        if plain && ours.iter().any(|o| word.starts_with(o)) && !root().join(word).exists() {
+            dead.push(word.to_owned());
+        }
+    }
+    dead
+}
+
+#[test]
+fn dead_paths_are_seen() {
+    let line = "see `docs/none.md`, `docs/testing.md`, [a](docs/none.md#b), [b](docs/testing.md#skips), [c](https://x.y/docs/z)";
+    assert_eq!(dead_paths(line, root()), ["docs/none.md#b", "docs/none.md"]);
 }
 
 // --- files ----------------------------------------------------------------------------------------------------------------
