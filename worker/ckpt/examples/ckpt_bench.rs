@@ -1,0 +1,185 @@
+//! Save and load speed beside plain O_DIRECT writes and reads of the same size in the same minute.
+//!
+//! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
+use ckpt::{Checkpoint, Facts, ModelCard, Piece, Request, Role, Staging, WeightShape, commit, write_shard};
+use memmap2::MmapMut;
+use std::fs::OpenOptions;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::Instant;
+
+type Error = Box<dyn std::error::Error + Send + Sync>;
+const BLOCK: usize = 8 << 20;
+
+fn main() -> Result<(), Error> {
+    let mut args = std::env::args().skip(1);
+    let dir = args.next().ok_or("usage: ckpt_bench DIR [GIB] [ROUNDS]")?;
+    let gib: f64 = args.next().map_or(Ok(1.0), |a| a.parse())?;
+    let rounds: usize = args.next().map_or(Ok(5), |a| a.parse())?;
+    let dir = Path::new(&dir).join(format!("ckpt-bench-{}", std::process::id()));
+    std::fs::create_dir_all(&dir)?;
+    let elements = (gib * (1u64 << 30) as f64) as usize / 4 / 1024 * 1024;
+    let mut x = 0x9E37_79B9u32;
+    let data: Vec<f32> = (0..elements)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 17;
+            x ^= x << 5;
+            x as f32 * 1e-9
+        })
+        .collect();
+    println!(
+        "{:.2} GB, best of {rounds}, GB/s (share of O_DIRECT in the same round: median)",
+        elements as f64 * 4e-9
+    );
+    let result = [1, 2].into_iter().try_for_each(|ranks| measure(&dir, &data, ranks, rounds));
+    std::fs::remove_dir_all(&dir)?;
+    result
+}
+
+/// Rounds of (plain write, save, plain read, load) with this many threads at once, each with its part.
+fn measure(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), Error> {
+    let gb = data.len() as f64 * 4e-9;
+    let parts: Vec<&[f32]> =
+        (0..ranks).map(|r| &data[data.len() * r / ranks..data.len() * (r + 1) / ranks]).collect();
+    let mut rates = [const { Vec::new() }; 4];
+    for round in 0..rounds {
+        let t = Instant::now();
+        on_each(&parts, |r, part| plain_write(&dir.join(format!("plain-{r}")), bytemuck::cast_slice(part)))?;
+        rates[0].push(gb / t.elapsed().as_secs_f64());
+        let t = Instant::now();
+        let path = save(dir, &parts, round as u64)?;
+        rates[1].push(gb / t.elapsed().as_secs_f64());
+        let t = Instant::now();
+        on_each(&parts, |r, part| plain_read(&dir.join(format!("plain-{r}")), part.len() * 4))?;
+        rates[2].push(gb / t.elapsed().as_secs_f64());
+        let mut loaded: Vec<Vec<f32>> = parts.iter().map(|p| vec![1.0; p.len()]).collect();
+        let t = Instant::now();
+        load(&path, &mut loaded)?;
+        rates[3].push(gb / t.elapsed().as_secs_f64());
+        if loaded.iter().zip(&parts).any(|(l, p)| l != p) {
+            return Err("what was loaded is not what was saved".into());
+        }
+        std::fs::remove_dir_all(path)?;
+    }
+    report(ranks, &rates);
+    Ok(())
+}
+
+fn report(ranks: usize, rates: &[Vec<f64>; 4]) {
+    let best = |v: &[f64]| v.iter().copied().fold(0.0, f64::max);
+    let median_share = |ours: &[f64], plain: &[f64]| {
+        let mut shares: Vec<f64> = ours.iter().zip(plain).map(|(a, b)| a / b).collect();
+        shares.sort_by(f64::total_cmp);
+        shares[shares.len() / 2] * 100.0
+    };
+    let [plain_write, save, plain_read, load] = rates;
+    println!(
+        "{ranks} rank(s): write {:.2}  save {:.2} ({:.0} %)   read {:.2}  load {:.2} ({:.0} %)",
+        best(plain_write),
+        best(save),
+        median_share(save, plain_write),
+        best(plain_read),
+        best(load),
+        median_share(load, plain_read)
+    );
+}
+
+/// Runs `f(rank, part)` on a thread per part.
+fn on_each<T: Send>(
+    parts: &[&[f32]],
+    f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
+) -> Result<Vec<T>, Error> {
+    std::thread::scope(|s| {
+        let f = &f;
+        let threads: Vec<_> = parts.iter().enumerate().map(|(r, p)| s.spawn(move || f(r, p))).collect();
+        threads.into_iter().map(|t| t.join().map_err(|_| "a thread panicked")?).collect()
+    })
+}
+
+fn plain_write(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let _ = std::fs::remove_file(path);
+    let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path)?;
+    let mut buffer = MmapMut::map_anon(BLOCK)?;
+    // like dd if=/dev/zero, the same buffer again and again; filled once so that it is no hole
+    buffer.copy_from_slice(&bytes[..BLOCK.min(bytes.len())]);
+    for at in (0..bytes.len()).step_by(BLOCK) {
+        let n = BLOCK.min(bytes.len() - at) / 4096 * 4096;
+        file.write_all_at(&buffer[..n], at as u64)?;
+    }
+    file.sync_all()?;
+    Ok(())
+}
+
+fn plain_read(path: &Path, len: usize) -> Result<(), Error> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
+    let mut buffer = MmapMut::map_anon(BLOCK)?;
+    for at in (0..len).step_by(BLOCK) {
+        let n = BLOCK.min(len - at) / 4096 * 4096;
+        file.read_exact_at(&mut buffer[..n], at as u64)?;
+    }
+    Ok(())
+}
+
+fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
+    let total: usize = parts.iter().map(|p| p.len()).sum();
+    let world = parts.len() as u32;
+    let staging = Staging::begin(&dir.join("checkpoints"), step, total as u64 * 4)?;
+    let starts: Vec<u64> = parts
+        .iter()
+        .scan(0, |at, p| {
+            *at += p.len() as u64;
+            Some(*at - p.len() as u64)
+        })
+        .collect();
+    let reports = on_each(parts, |r, data| {
+        let piece = Piece { name: "w", role: Role::Weight, start_element: starts[r], data };
+        Ok(write_shard(staging.path(), r as u32, world, &[piece])?)
+    })?;
+    let null = serde_json::Value::Null;
+    let model = ModelCard {
+        family: "llama".into(),
+        hf_config: serde_json::json!({}),
+        weights: vec![WeightShape { name: "w".into(), shape: vec![total as u64] }],
+        ties: Vec::new(),
+        frozen: Vec::new(),
+        buffers: Vec::new(),
+    };
+    let facts = Facts {
+        step,
+        world,
+        stage: 3,
+        run_seed: 0,
+        tokens: 0,
+        program: "bench".into(),
+        cursor: null.clone(),
+        rng: null.clone(),
+        groups: null.clone(),
+        model,
+        tokenizer: Vec::new(),
+        job: null,
+    };
+    Ok(commit(staging, facts, reports)?.path)
+}
+
+fn load(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
+    std::thread::scope(|s| {
+        let mut at = 0;
+        let mut threads = Vec::new();
+        for part in parts {
+            let start_element = at;
+            at += part.len() as u64;
+            threads.push(s.spawn(move || {
+                let checkpoint = Checkpoint::open(path)?;
+                checkpoint.read_many(&mut [Request {
+                    name: "w",
+                    role: Role::Weight,
+                    start_element,
+                    out: part,
+                }])?;
+                Ok::<(), Error>(())
+            }));
+        }
+        threads.into_iter().try_for_each(|t| t.join().map_err(|_| "a thread panicked")?)
+    })
+}
