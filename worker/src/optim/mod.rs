@@ -87,9 +87,14 @@ impl Optimizer {
         &self.units[u]
     }
 
-    /// States of unit `u`, to load them.
+    /// States of unit `u`, to spread them.
     pub fn states_mut(&mut self, u: usize) -> &mut UnitStates {
         &mut self.units[u]
+    }
+
+    /// States of every unit, to load them.
+    pub fn all_states_mut(&mut self) -> impl Iterator<Item = &mut UnitStates> {
+        self.units.iter_mut()
     }
 
     /// The optimizer's numbers.

@@ -1,3 +1,5 @@
 //! A training step and what surrounds it.
+pub mod boundary;
+pub mod run;
 pub mod step;
 pub mod workspace;

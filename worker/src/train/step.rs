@@ -42,8 +42,17 @@ pub struct Trainer {
     pub clip_norm: Option<f32>,
 }
 
+/// What a rank tells all others once a step, beside its losses.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Word {
+    /// Bits of [`super::boundary`]; the outcome holds all ranks' bits.
+    pub flags: u64,
+    /// Its largest resident set so far, bytes; the outcome holds the largest.
+    pub peak_rss: u64,
+}
+
 /// What a step gave, the same bits on every rank.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
     /// Mean loss per target.
     pub loss: f64,
@@ -51,6 +60,8 @@ pub struct Outcome {
     pub grad_norm: f64,
     /// Positions with a loss.
     pub targets: u64,
+    /// What the ranks had to say.
+    pub word: Word,
 }
 
 /// What one slot gave.
@@ -74,8 +85,9 @@ impl Trainer {
         (self.engine.slots.slots * self.micro) as u64
     }
 
-    /// Forward, backward and reduction of step `step` (0-based). Parameters are unchanged; [`Trainer::update`] follows.
-    pub fn accumulate(&mut self, source: &dyn Source, step: u64) -> Result<Outcome> {
+    /// Forward, backward and reduction of the global batch that begins with sample `first`. Parameters are unchanged;
+    /// [`Trainer::update`] follows.
+    pub fn accumulate(&mut self, source: &dyn Source, first: u64, word: Word) -> Result<Outcome> {
         let rounds = self.engine.slots.rounds();
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(true)).collect();
         self.engine.announce(order);
@@ -83,7 +95,7 @@ impl Trainer {
         for round in 0..rounds {
             let slot = self.engine.slots.slot(self.engine.rank(), round);
             if let Some(s) = slot {
-                source.fill(step * self.global_batch() + (s * self.micro) as u64, &mut self.batch)?;
+                source.fill(first + (s * self.micro) as u64, &mut self.batch)?;
             }
             self.forward(slot.is_some())?;
             self.backward(round, slot.is_some())?;
@@ -91,8 +103,7 @@ impl Trainer {
                 mine.push((s, self.slot_loss()));
             }
         }
-        let all = self.gather_losses(&mine, self.engine.slots.slots)?;
-        Ok(mean_loss(&all))
+        self.gather_losses(&mine, self.engine.slots.slots, word)
     }
 
     /// Mean loss over `slots` slots of held-out samples from `first` on, without gradients; every rank gets it.
@@ -113,8 +124,7 @@ impl Trainer {
                 mine.push((s, self.slot_loss()));
             }
         }
-        let all = self.gather_losses(&mine, slots)?;
-        Ok(mean_loss(&all))
+        self.gather_losses(&mine, slots, Word::default())
     }
 
     /// Units in the order of their fetches in one round.
@@ -254,22 +264,29 @@ impl Trainer {
         SlotLoss { sum, targets: self.batch.targets() }
     }
 
-    /// Losses of all slots by slot number, on every rank.
-    fn gather_losses(&self, mine: &[(usize, SlotLoss)], slots: usize) -> Result<Vec<SlotLoss>> {
-        let mut bytes = Vec::with_capacity(mine.len() * 24);
-        for (slot, l) in mine {
-            bytes.extend((*slot as u64).to_le_bytes());
-            bytes.extend(l.sum.to_le_bytes());
-            bytes.extend(l.targets.to_le_bytes());
-        }
+    /// The mean loss over all slots, and what the ranks had to say.
+    fn gather_losses(&self, mine: &[(usize, SlotLoss)], slots: usize, word: Word) -> Result<Outcome> {
+        let mut words = vec![word.flags, word.peak_rss];
+        words.extend(mine.iter().flat_map(|(slot, l)| [*slot as u64, l.sum.to_bits(), l.targets]));
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
         let mut all = vec![SlotLoss::default(); slots];
-        for record in gathered.iter().flat_map(|b| b.chunks_exact(24)) {
-            let word = |i: usize| u64::from_le_bytes(record[8 * i..8 * i + 8].try_into().expect("8 bytes"));
-            let slot = all.get_mut(word(0) as usize).ok_or_else(|| Error::failed("a rank reported an unknown slot"))?;
-            *slot = SlotLoss { sum: f64::from_bits(word(1)), targets: word(2) };
+        let mut said = Word::default();
+        for bytes in &gathered {
+            let words: Vec<u64> = bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect();
+            let [flags, peak_rss, records @ ..] = words.as_slice() else {
+                return Err(Error::failed("a rank reported no losses"));
+            };
+            said = Word { flags: said.flags | flags, peak_rss: said.peak_rss.max(*peak_rss) };
+            for [slot, sum, targets] in records.as_chunks::<3>().0 {
+                let to = all.get_mut(*slot as usize).ok_or_else(|| Error::failed("a rank reported an unknown slot"))?;
+                *to = SlotLoss { sum: f64::from_bits(*sum), targets: *targets };
+            }
         }
-        Ok(all)
+        let sums: Vec<f64> = all.iter().map(|l| l.sum).collect();
+        let targets: u64 = all.iter().map(|l| l.targets).sum();
+        let loss = if targets == 0 { 0.0 } else { fold_f64(&sums) / targets as f64 };
+        Ok(Outcome { loss, grad_norm: 0.0, targets, word: said })
     }
 
     /// Factor that turns the summed gradient into the gradient of the mean loss over `targets`.
@@ -347,11 +364,4 @@ impl Trainer {
         }
         Ok(all)
     }
-}
-
-fn mean_loss(all: &[SlotLoss]) -> Outcome {
-    let sums: Vec<f64> = all.iter().map(|l| l.sum).collect();
-    let targets: u64 = all.iter().map(|l| l.targets).sum();
-    let loss = if targets == 0 { 0.0 } else { fold_f64(&sums) / targets as f64 };
-    Outcome { loss, grad_norm: 0.0, targets }
 }

@@ -14,11 +14,11 @@ use device::{Buf, Ops, View};
 use std::{
     collections::VecDeque,
     ops::Range,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
 /// Reductions in flight at once: one travels while the next block's gradient is written.
-const REDUCTIONS_IN_FLIGHT: usize = 1;
+pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
 /// One unit on this rank.
 pub struct Shard {
@@ -122,15 +122,17 @@ impl Engine {
 
     /// Changes the resident parameters of unit `u` in place.
     pub fn with_resident<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
-        f(&mut self.shards[u].params.write().unwrap_or_else(PoisonError::into_inner))
+        f(&mut self.params_mut(u))
     }
 
-    /// Reads this rank's own part of unit `u`.
-    pub fn with_own<T>(&self, u: usize, f: impl FnOnce(View) -> T) -> T {
-        let own = self.own(u);
-        let base = self.resident(u).start;
-        let params = read(&self.shards[u].params);
-        f(params.view().slice(own.start - base..own.end - base))
+    /// Reads the resident parameters of unit `u`.
+    pub fn params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
+        read(&self.shards[u].params)
+    }
+
+    /// Writes the resident parameters of unit `u`.
+    pub fn params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
+        self.shards[u].params.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     // --- parameters ----------------------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+//! Judges a `train:` section without running it: does it hold together, and how much memory will each rank need?
+use crate::{
+    data::{self, DataError},
+    model::{self, Model},
+    optim::{no_decay_set, state_vectors},
+    params::Unit,
+    stages::resolve,
+    train::workspace::Workspace,
+    zero::{Policy, Slots, fold::depth, partition::Partition, pool::PoolPlan},
+};
+use contract::{
+    job::{JobSpec, TrainSpec},
+    judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
+};
+
+/// The worker's judgement, handed to the launcher.
+pub struct Judge;
+
+/// Executable, allocator, thread stacks, tokenizer: measured on an idle worker, bytes.
+const PROCESS: u64 = 14 << 20;
+
+impl TrainJudge for Judge {
+    fn judge(&self, job: &JobSpec, world: u32, threads: u32) -> Verdict {
+        let mut verdict = Verdict::default();
+        if let Some(train) = &job.train {
+            judge(job, train, world, threads, &mut verdict);
+        }
+        verdict
+    }
+}
+
+fn finding(path: &str, message: impl Into<String>, hint: Option<String>) -> Finding {
+    Finding { path: path.into(), message: message.into(), hint }
+}
+
+fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Verdict) {
+    let dir = &job.run.workdir;
+    let facts = data::estimate(&train.data, dir);
+    let problem = |e: &DataError| finding(e.key(), e.to_string(), e.hint());
+    v.problems.extend(facts.as_ref().err().map(problem));
+    if let Some(eval) = train.eval.as_ref().filter(|e| !e.files.is_empty()) {
+        let missing = data::count_files(&eval.files, dir).err();
+        v.problems.extend(missing.map(|e| finding("train.eval.files", e.to_string(), e.hint())));
+    }
+    let Ok(facts) = facts else { return };
+    let vocab = facts.vocab_size;
+    let spec = match resolve(&train.model, vocab, train.data.seq_len) {
+        Ok(spec) => spec,
+        Err(e) => return v.problems.push(finding("train.model", e.message, None)),
+    };
+    let model = match model::build(&spec) {
+        Ok(model) => model,
+        Err(e) => return v.problems.push(finding("train.model", e, None)),
+    };
+    let units = model.units();
+    v.parameters = units.iter().map(|u| u.len() as u64).sum();
+    if let Err(e) = no_decay_set(&train.optimizer.no_decay, &units) {
+        v.problems.push(finding("train.optimizer.no_decay", e, None));
+    }
+    let slots = train.batch.global / train.batch.micro;
+    if slots < world {
+        let message = format!("{slots} slots (global / micro) for {world} workers: {} of them only hold shards", world - slots);
+        v.warnings.push(finding("train.batch", message, Some("raise batch.global or lower batch.micro".into())));
+    }
+    let tokens = facts.tokens;
+    let m = Memory { job, train, model: model.as_ref(), units: &units, world: world as usize, threads: threads as usize, tokens };
+    v.memory = (0..world).map(|rank| m.estimate(rank)).collect();
+}
+
+/// The inputs of one estimate.
+struct Memory<'a> {
+    job: &'a JobSpec,
+    train: &'a TrainSpec,
+    model: &'a dyn Model,
+    units: &'a [Unit],
+    world: usize,
+    threads: usize,
+    tokens: u64,
+}
+
+impl Memory<'_> {
+    fn estimate(&self, rank: u32) -> MemoryEstimate {
+        let policy = Policy::of_stage(self.train.zero.stage);
+        let own: u64 = self.own_lengths(rank as usize).iter().sum::<usize>() as u64;
+        let all: u64 = self.units.iter().map(|u| u.len() as u64).sum();
+        let states = {
+            let (first, second) = state_vectors(&self.train.optimizer);
+            u64::from(first) + u64::from(second)
+        };
+        let (b, t) = (self.train.batch.micro as usize, self.train.data.seq_len as usize);
+        let layers = self.units.len() - 2;
+        let resident = if policy.shard_parameters { own } else { all };
+        let updated = if policy.shard_optimizer { own } else { all };
+        let (gathered, gradients) = self.moving(policy, rank as usize);
+        let copies = if self.job.checkpoint.r#async { 4 * own * (1 + states) } else { 0 };
+        let mut parts = vec![
+            ("parameters".to_string(), 4 * resident),
+            ("optimizer states".into(), 4 * updated * states),
+            ("gathered parameters".into(), 4 * gathered),
+            ("gradients".into(), 4 * gradients),
+            ("activations".into(), Workspace::bytes(self.model, layers, b, t, self.train.recompute)),
+            ("operator scratch".into(), self.scratch()),
+            ("collectives' staging".into(), self.staging()),
+            ("checkpoint copy (async)".into(), copies),
+            ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
+            ("process".into(), PROCESS),
+        ];
+        parts.retain(|(_, bytes)| *bytes > 0);
+        parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
+    }
+
+    fn own_lengths(&self, rank: usize) -> Vec<usize> {
+        self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
+    }
+
+    /// Elements of gathered parameters and of gradients at their peak, by the decisions that the engine's pools take.
+    fn moving(&self, policy: Policy, rank: usize) -> (u64, u64) {
+        let slots = (self.train.batch.global / self.train.batch.micro) as usize;
+        let whole: usize = self.units.iter().map(Unit::len).sum();
+        let own: usize = self.own_lengths(rank).iter().sum();
+        if !policy.shard_gradients || self.world == 1 {
+            let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
+            let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
+            let finished = if self.world == 1 { 0 } else { own * 2 };
+            return (0, (whole * depth(mine) + finished) as u64);
+        }
+        // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
+        let mut pool = PoolPlan::default();
+        let mut in_flight = std::collections::VecDeque::new();
+        for u in self.units.iter().rev() {
+            in_flight.push_back(pool.take(u.len()));
+            if in_flight.len() > 1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT {
+                pool.give(in_flight.pop_front().unwrap_or(0));
+            }
+        }
+        let gradients = pool.allocated + own * depth(slots);
+        (self.gathered(policy), gradients as u64)
+    }
+
+    fn gathered(&self, policy: Policy) -> u64 {
+        if !policy.shard_parameters || self.world == 1 {
+            return 0;
+        }
+        let head = self.units.len() - 1;
+        let tied = self.model.tied();
+        let order: Vec<usize> = (0..=head).chain(tied.then_some(0)).chain((1..head).rev()).collect();
+        let mut pool = PoolPlan::default();
+        let mut held = std::collections::VecDeque::new();
+        let ahead = self.train.zero.prefetch as usize;
+        let mut next = 0;
+        for at in 0..order.len() {
+            while next < order.len() && next <= at + ahead {
+                held.push_back(pool.take(self.units[order[next]].len()));
+                next += 1;
+            }
+            // The tied embedding is held together with the head.
+            if !(tied && order[at] == head) {
+                pool.give(held.pop_front().unwrap_or(0));
+                if tied && at > 0 && order[at - 1] == head {
+                    pool.give(held.pop_front().unwrap_or(0));
+                }
+            }
+        }
+        pool.allocated as u64
+    }
+
+    fn staging(&self) -> u64 {
+        if self.world == 1 {
+            return 0;
+        }
+        let largest = self.units.iter().map(Unit::len).max().unwrap_or(0);
+        let slot = (comm::shm::Limits::default().staging as u64).min(4 * largest as u64);
+        2 * slot * self.world as u64
+    }
+
+    /// What the backend keeps for tiles, packed panels and chunks of logits.
+    fn scratch(&self) -> u64 {
+        (4 * 128 * self.model.vocab() + (2 << 20)) as u64 * self.threads as u64
+    }
+}

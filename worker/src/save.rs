@@ -1,0 +1,198 @@
+//! Saving while a run goes on: the steps of a save that all ranks take together, and the background writer.
+use crate::{
+    agree::agree,
+    error::{Error, Result},
+    optim::Optimizer,
+    stages::Running,
+    state::{pieces, state_roles},
+    zero::engine::Engine,
+};
+use ckpt::{CkptError, Facts, ModelCard, Piece, Role, ShardReport, Staging, TextFile};
+use contract::job::{CheckpointSpec, JobSpec};
+use serde_json::json;
+use std::{
+    path::{Path, PathBuf},
+    thread::JoinHandle,
+    time::Instant,
+};
+
+/// What checkpoints say beside tensors and the cursor; the same for the whole run.
+pub struct Identity {
+    /// The model.
+    pub model: ModelCard,
+    /// Tokenizer files.
+    pub tokenizer: Vec<TextFile>,
+    /// The job as it runs.
+    pub job: JobSpec,
+    /// Digest of the training data.
+    pub data_digest: String,
+    /// Streams reseeded so far (docs/numerics.md).
+    pub rng_generation: u64,
+}
+
+/// A completed checkpoint.
+pub struct Saved {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The checkpoint.
+    pub path: PathBuf,
+    /// On disk.
+    pub bytes: u64,
+    /// From the first write to the commit.
+    pub seconds: f64,
+}
+
+/// Writes checkpoints of one run.
+pub struct Saver {
+    root: PathBuf,
+    spec: CheckpointSpec,
+    identity: Identity,
+    under_way: Option<UnderWay>,
+    last: Option<PathBuf>,
+}
+
+struct UnderWay {
+    facts: Facts,
+    /// Rank 0 only.
+    staging: Option<Staging>,
+    writer: Writer,
+    began: Instant,
+}
+
+enum Writer {
+    Done(std::result::Result<ShardReport, CkptError>),
+    Background(JoinHandle<std::result::Result<ShardReport, CkptError>>),
+}
+
+/// A copy of what a rank owns, for the background writer.
+struct Copied {
+    name: String,
+    role: Role,
+    start_element: u64,
+    data: Vec<f32>,
+}
+
+impl Saver {
+    /// `root` is the directory of checkpoints; `last` the one resumed from.
+    pub fn new(root: PathBuf, spec: CheckpointSpec, identity: Identity, last: Option<PathBuf>) -> Self {
+        Saver { root, spec, identity, under_way: None, last }
+    }
+
+    /// The newest checkpoint of this run that is complete.
+    pub fn last(&self) -> Option<&Path> {
+        self.last.as_deref()
+    }
+
+    /// Is a checkpoint under way?
+    pub fn pending(&self) -> bool {
+        self.under_way.is_some()
+    }
+
+    /// Is this rank's background writer still at work?
+    pub fn writing(&self) -> bool {
+        matches!(&self.under_way, Some(UnderWay { writer: Writer::Background(t), .. }) if !t.is_finished())
+    }
+
+    /// Starts a checkpoint of the state as it is now. Collective; the last one must be finished.
+    pub fn begin(&mut self, running: &Running) -> Result<()> {
+        let began = Instant::now();
+        let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
+        let facts = self.facts(running);
+        let staging = (engine.rank() == 0).then(|| Staging::begin(&self.root, facts.step, total_bytes(engine, optimizer)));
+        let staging = staging.transpose().map_err(storage);
+        let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
+        let paths = agree(engine.queue(), path)?;
+        let path = paths.into_iter().flatten().next().ok_or_else(|| Error::failed("rank 0 named no staging directory"))?;
+        let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+        let mine = pieces(engine, optimizer, &guards);
+        let rank = engine.rank() as u32;
+        let world = engine.world() as u32;
+        let writer = if self.spec.r#async {
+            let copied: Vec<Copied> = mine.iter().map(Copied::of).collect();
+            let write = move || {
+                let pieces: Vec<Piece> = copied.iter().map(Copied::piece).collect();
+                ckpt::write_shard(&path, rank, world, &pieces)
+            };
+            let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(write);
+            Writer::Background(thread.map_err(|e| Error::cluster(format!("checkpoint writer: {e}")))?)
+        } else {
+            Writer::Done(ckpt::write_shard(&path, rank, world, &mine))
+        };
+        let staging = staging?;
+        self.under_way = Some(UnderWay { facts, staging, writer, began });
+        Ok(())
+    }
+
+    /// Waits for the writers, commits and prunes. Collective. `None` when nothing was under way.
+    pub fn finish(&mut self, running: &Running) -> Result<Option<Saved>> {
+        let Some(UnderWay { facts, staging, writer, began }) = self.under_way.take() else { return Ok(None) };
+        let queue = running.trainer.engine.queue();
+        let report = match writer {
+            Writer::Done(r) => r.map_err(storage),
+            Writer::Background(t) => {
+                t.join().map_err(|_| Error::failed("the checkpoint writer panicked")).and_then(|r| r.map_err(storage))
+            }
+        };
+        let reports = agree(queue, report)?;
+        let step = facts.step;
+        let committed = match staging {
+            Some(s) => self.commit(s, facts, reports).map(Some),
+            None => Ok(None),
+        };
+        let (path, bytes) = agree(queue, committed)?
+            .into_iter()
+            .flatten()
+            .next()
+            .ok_or_else(|| Error::failed("rank 0 committed nothing"))?;
+        self.last = Some(path.clone());
+        Ok(Some(Saved { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
+    }
+
+    fn commit(&self, staging: Staging, facts: Facts, reports: Vec<ShardReport>) -> Result<(PathBuf, u64)> {
+        let done = ckpt::commit(staging, facts, reports).map_err(storage)?;
+        if self.spec.keep > 0 {
+            ckpt::prune(&self.root, self.spec.keep).map_err(storage)?;
+        }
+        Ok((done.path, done.bytes))
+    }
+
+    fn facts(&self, running: &Running) -> Facts {
+        let (id, trainer, train) = (&self.identity, &running.trainer, running.train());
+        let units: Vec<_> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+        Facts {
+            step: running.at.step,
+            world: trainer.engine.world() as u32,
+            stage: trainer.engine.policy.stage,
+            run_seed: train.seed,
+            tokens: running.at.tokens,
+            program: format!("launch {}", env!("CARGO_PKG_VERSION")),
+            cursor: json!({ "at": running.at, "data": id.data_digest }),
+            // The runtime's own randomness is a function of seed and logical ids: there is no state to keep.
+            rng: json!({ "engine": "philox4x32-10, stateless", "generation": id.rng_generation }),
+            groups: json!(trainer.optimizer.groups(&units)),
+            model: id.model.clone(),
+            tokenizer: id.tokenizer.clone(),
+            job: json!(id.job),
+        }
+    }
+}
+
+impl Copied {
+    fn of(p: &Piece) -> Self {
+        Copied { name: p.name.into(), role: p.role, start_element: p.start_element, data: p.data.to_vec() }
+    }
+
+    fn piece(&self) -> Piece<'_> {
+        Piece { name: &self.name, role: self.role, start_element: self.start_element, data: &self.data }
+    }
+}
+
+/// Bytes of all tensors of a checkpoint.
+pub fn total_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
+    let elements: u64 = engine.shards.iter().map(|s| s.unit.len() as u64).sum();
+    4 * elements * (1 + state_roles(optimizer.spec()).len() as u64)
+}
+
+fn storage(e: CkptError) -> Error {
+    Error::cluster(e.to_string())
+}

@@ -1,0 +1,176 @@
+//! The link to the agent: who I am, what I am doing, and what I am asked for.
+//!
+//! One thread reads (stop, save, abort), one beats once a second; events are written by whoever has them.
+use crate::error::{Error, Result};
+use comm::Comm;
+use contract::{
+    control::{FromWorker, MAX_FRAME, ToWorker, VERSION, Welcome},
+    env,
+    event::{Event, Phase},
+    exit::WorkerExit,
+};
+use std::{
+    io::{Read, Write},
+    os::{
+        fd::{FromRawFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+/// Time between two heartbeats.
+const BEAT: Duration = Duration::from_secs(1);
+/// Longest wait for the agent's first message.
+const WELCOME_LIMIT: Duration = Duration::from_secs(60);
+
+/// What the agent has asked for, taken up at the next step boundary.
+#[derive(Default)]
+pub struct Asks {
+    stop: AtomicBool,
+    save: AtomicBool,
+}
+
+impl Asks {
+    /// Asked to save and stop?
+    pub fn stop(&self) -> bool {
+        self.stop.load(Relaxed)
+    }
+
+    /// Asked to save since the last call?
+    pub fn take_save(&self) -> bool {
+        self.save.swap(false, Relaxed)
+    }
+}
+
+/// The worker's end of the link.
+pub struct Session {
+    write: Mutex<UnixStream>,
+    /// What the agent asks for.
+    pub asks: Asks,
+    phase: Mutex<Phase>,
+    step: AtomicU64,
+}
+
+/// The descriptor that the environment variable names, if it is set.
+pub fn inherited(name: &str) -> Result<Option<OwnedFd>> {
+    let Some(value) = std::env::var_os(name) else { return Ok(None) };
+    let fd: Option<RawFd> = value.to_str().and_then(|v| v.parse().ok()).filter(|fd| *fd > 2);
+    let fd = fd.ok_or_else(|| Error::job(format!("{name}={value:?} is not an inherited descriptor")))?;
+    // SAFETY: fcntl only asks whether the descriptor is open.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(Error::job(format!("{name}={fd}: {}", std::io::Error::last_os_error())));
+    }
+    // SAFETY: the agent gave this open descriptor to this process alone; each name is read once.
+    Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+impl Session {
+    /// Says hello and waits for the agent's welcome.
+    pub fn join() -> Result<(Arc<Session>, UnixStream, Welcome)> {
+        let fd = inherited(env::LAUNCH_CONTROL_FD)?
+            .ok_or_else(|| Error::job("`launch worker` is started by an agent; run `launch job.yaml` instead"))?;
+        let mut read = UnixStream::from(fd);
+        let write = read.try_clone().map_err(broken)?;
+        let session = Session { write: Mutex::new(write), asks: Asks::default(), phase: Mutex::new(Phase::Starting), step: AtomicU64::new(0) };
+        session.send(&FromWorker::Hello { version: VERSION, pid: std::process::id() })?;
+        read.set_read_timeout(Some(WELCOME_LIMIT)).map_err(broken)?;
+        let welcome = match receive(&mut read)? {
+            Some(ToWorker::Welcome(w)) if w.version == VERSION => *w,
+            Some(ToWorker::Welcome(w)) => {
+                return Err(Error::cluster(format!(
+                    "the agent speaks control version {}, this worker {VERSION}: two installations of launch are mixed",
+                    w.version
+                )));
+            }
+            other => return Err(Error::failed(format!("the agent's first message was {other:?}, not a welcome"))),
+        };
+        read.set_read_timeout(None).map_err(broken)?;
+        Ok((Arc::new(session), read, welcome))
+    }
+
+    /// Starts the reader and the heartbeat. An abort, or the agent's end, ends every collective.
+    pub fn watch(self: &Arc<Self>, mut read: UnixStream, comm: Arc<dyn Comm>) -> std::io::Result<()> {
+        let session = self.clone();
+        std::thread::Builder::new().name("session".into()).spawn(move || {
+            loop {
+                match receive(&mut read) {
+                    Ok(Some(ToWorker::Stop)) => session.asks.stop.store(true, Relaxed),
+                    Ok(Some(ToWorker::Save)) => session.asks.save.store(true, Relaxed),
+                    Ok(Some(ToWorker::Abort { reason })) => comm.abort(&reason),
+                    Ok(Some(ToWorker::Welcome(_))) => {}
+                    Ok(None) | Err(_) => {
+                        comm.abort("the agent is gone");
+                        std::process::exit(WorkerExit::Aborted.code().into());
+                    }
+                }
+            }
+        })?;
+        let session = self.clone();
+        std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
+            // Ends with the process; a failed send means the agent is gone, which the reader sees too.
+            while session.progress().is_ok() {
+                std::thread::sleep(BEAT);
+            }
+        })?;
+        Ok(())
+    }
+
+    /// What this rank does from now on.
+    pub fn phase(&self, phase: Phase) -> Result<()> {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+        self.progress()
+    }
+
+    /// Optimizer steps done.
+    pub fn at_step(&self, step: u64) {
+        self.step.store(step, Relaxed);
+    }
+
+    fn progress(&self) -> Result<()> {
+        let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
+    }
+
+    /// Reports an event.
+    pub fn event(&self, event: Event) -> Result<()> {
+        self.send(&FromWorker::Event(event))
+    }
+
+    /// Last words. The exit code says the same if they don't arrive.
+    pub fn fatal(&self, e: &Error) {
+        let _ = self.send(&FromWorker::Fatal { exit: e.exit, message: e.message.clone() });
+    }
+
+    fn send(&self, message: &FromWorker) -> Result<()> {
+        let body = rmp_serde::to_vec_named(message).map_err(|e| Error::failed(format!("control message: {e}")))?;
+        let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME);
+        let length = length.ok_or_else(|| Error::failed(format!("control message of {} bytes", body.len())))?;
+        let mut frame = length.to_le_bytes().to_vec();
+        frame.extend(body);
+        self.write.lock().unwrap_or_else(PoisonError::into_inner).write_all(&frame).map_err(broken)
+    }
+}
+
+/// One message; `None` when the agent closed the link.
+fn receive(read: &mut UnixStream) -> Result<Option<ToWorker>> {
+    let mut header = [0; 4];
+    match read.read_exact(&mut header) {
+        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+        other => other.map_err(broken)?,
+    }
+    let length = u32::from_le_bytes(header);
+    if length > MAX_FRAME {
+        return Err(Error::failed(format!("the agent announced a message of {length} bytes; the limit is {MAX_FRAME}")));
+    }
+    let mut body = vec![0; length as usize];
+    read.read_exact(&mut body).map_err(broken)?;
+    rmp_serde::from_slice(&body).map(Some).map_err(|e| Error::failed(format!("unreadable message of the agent: {e}")))
+}
+
+fn broken(e: std::io::Error) -> Error {
+    Error { exit: WorkerExit::Aborted, message: format!("the link to the agent broke: {e}") }
+}

@@ -1,0 +1,211 @@
+//! The runtime is built in stages, each its own type: spec → parameters → sharded → optimizer bound → schedule bound →
+//! running. What isn't built yet has no method to call.
+use crate::{
+    error::{Error, Result},
+    model::{self, Batch, Model},
+    optim::{Optimizer, schedule::lr_at},
+    params::{Init, Unit},
+    rng::{Purpose, fill_normal},
+    train::{
+        step::{Outcome, Source, Trainer, Word},
+        workspace::Workspace,
+    },
+    zero::{Policy, engine::Engine, queue::Queue},
+};
+use comm::Comm;
+use contract::job::{ModelSpec, TrainSpec};
+use device::Ops;
+use std::sync::Arc;
+
+/// Stage 1: the job's numbers with those of the tokenizer filled in.
+pub struct Spec {
+    train: TrainSpec,
+}
+
+/// Stage 2: the model and its parameters by name and shape; no values yet.
+pub struct Parameters {
+    train: TrainSpec,
+    model: Arc<dyn Model>,
+    units: Vec<Unit>,
+}
+
+/// Stage 3: this rank holds its part of every parameter, initialised.
+pub struct Sharded {
+    train: TrainSpec,
+    model: Arc<dyn Model>,
+    engine: Engine,
+    ops: Arc<dyn Ops>,
+}
+
+/// Stage 4: the optimizer's states exist for what this rank updates.
+pub struct OptimizerBound {
+    train: TrainSpec,
+    trainer: Trainer,
+}
+
+/// Stage 5: the learning rate of every step is known. A checkpoint can be loaded into it.
+pub struct ScheduleBound {
+    /// What takes the steps.
+    pub trainer: Trainer,
+    train: TrainSpec,
+}
+
+/// Stage 6: takes steps.
+pub struct Running {
+    /// What takes the steps.
+    pub trainer: Trainer,
+    train: TrainSpec,
+    /// Where it is.
+    pub at: Cursor,
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Cursor {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Samples consumed: the next step begins with this one.
+    pub consumed_samples: u64,
+    /// Tokens trained on.
+    pub tokens: u64,
+}
+
+/// The model's numbers with those that follow from the tokenizer and the data.
+pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> Result<ModelSpec> {
+    let mut s = spec.clone();
+    if s.vocab_size == 0 {
+        s.vocab_size = vocab;
+    }
+    if s.vocab_size < vocab {
+        return Err(Error::job(format!(
+            "train.model.vocab_size: {} is smaller than the tokenizer's {vocab} tokens; leave it out or raise it",
+            s.vocab_size
+        )));
+    }
+    if s.max_position_embeddings == 0 {
+        s.max_position_embeddings = seq_len;
+    }
+    if s.max_position_embeddings < seq_len {
+        return Err(Error::job(format!(
+            "train.model.max_position_embeddings: {} is shorter than data.seq_len {seq_len}",
+            s.max_position_embeddings
+        )));
+    }
+    Ok(s)
+}
+
+impl Spec {
+    /// `vocab`: the tokenizer's number of tokens.
+    pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
+        let mut train = train.clone();
+        train.model = resolve(&train.model, vocab, train.data.seq_len)?;
+        Ok(Spec { train })
+    }
+
+    /// Builds the model and lists its parameters.
+    pub fn parameters(self) -> Result<Parameters> {
+        let model = model::build(&self.train.model).map_err(|e| Error::job(format!("train.model: {e}")))?;
+        let units = model.units();
+        Ok(Parameters { train: self.train, model: model.into(), units })
+    }
+}
+
+impl Parameters {
+    /// Number of trained elements.
+    pub fn count(&self) -> u64 {
+        self.units.iter().map(|u| u.len() as u64).sum()
+    }
+
+    /// Allocates and initialises this rank's part.
+    pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<Sharded> {
+        let train = self.train;
+        let queue = Queue::new(comm).map_err(|e| Error::cluster(format!("communication thread: {e}")))?;
+        let policy = Policy::of_stage(train.zero.stage);
+        let slots = (train.batch.global / train.batch.micro) as usize;
+        let engine = Engine::new(self.units, policy, slots, train.zero.prefetch as usize, queue, ops.clone());
+        for u in 0..engine.shards.len() {
+            initialise(&engine, u, train.seed);
+        }
+        Ok(Sharded { train, model: self.model, engine, ops })
+    }
+}
+
+/// Fills the resident parameters of a unit by logical element, so that any sharding gets the same weights.
+fn initialise(engine: &Engine, u: usize, seed: u64) {
+    let (unit, resident) = (&engine.shards[u].unit, engine.resident(u));
+    engine.with_resident(u, |buf| {
+        for seg in unit.segments(resident.clone()) {
+            let spec = &unit.params[seg.param];
+            let out = &mut buf.host_mut()[seg.flat.start - resident.start..seg.flat.end - resident.start];
+            match spec.init {
+                Init::Normal(std) => fill_normal(out, seed, Purpose::Init, &spec.name, seg.elements.start as u64, std),
+                Init::Ones => out.fill(1.0),
+                Init::Zeros => out.fill(0.0),
+            }
+        }
+    });
+}
+
+impl Sharded {
+    /// Allocates optimizer states for what this rank updates.
+    pub fn bind_optimizer(self) -> Result<OptimizerBound> {
+        let Sharded { train, model, engine, ops } = self;
+        let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
+        let ranges = (0..units.len()).map(|u| if engine.policy.shard_optimizer { engine.own(u) } else { 0..units[u].len() });
+        let optimizer = Optimizer::bind(&train.optimizer, &units, ranges).map_err(Error::job)?;
+        let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
+        let layers = units.len() - 2;
+        let trainer = Trainer {
+            work: Workspace::new(model.as_ref(), layers, b, t, train.recompute),
+            batch: Batch { b, t, tokens: vec![0; b * t], labels: vec![0; b * t], starts: vec![0; b * t] },
+            model,
+            engine,
+            optimizer,
+            ops,
+            micro: b,
+            recompute: train.recompute,
+            clip_norm: train.clip_norm,
+        };
+        Ok(OptimizerBound { train, trainer })
+    }
+}
+
+impl OptimizerBound {
+    /// Fixes the learning rate of every step.
+    pub fn bind_schedule(self) -> ScheduleBound {
+        ScheduleBound { trainer: self.trainer, train: self.train }
+    }
+}
+
+impl ScheduleBound {
+    /// The job's section, resolved.
+    pub fn train(&self) -> &TrainSpec {
+        &self.train
+    }
+
+    /// Ready to take steps from `at` on.
+    pub fn start(self, at: Cursor) -> Running {
+        Running { trainer: self.trainer, train: self.train, at }
+    }
+}
+
+impl Running {
+    /// Takes one step. A loss or norm that is not finite changes nothing: the cursor stays where it is.
+    pub fn step(&mut self, source: &dyn Source, word: Word) -> Result<(Outcome, f64)> {
+        let lr = lr_at(&self.train.schedule, self.train.optimizer.lr, self.train.steps, self.at.step);
+        let outcome = self.trainer.accumulate(source, self.at.consumed_samples, word)?;
+        let outcome = self.trainer.update(outcome, lr, self.at.step)?;
+        if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
+            let samples = self.trainer.global_batch();
+            self.at.step += 1;
+            self.at.consumed_samples += samples;
+            self.at.tokens += samples * u64::from(self.train.data.seq_len);
+        }
+        Ok((outcome, lr))
+    }
+
+    /// The job's section, resolved.
+    pub fn train(&self) -> &TrainSpec {
+        &self.train
+    }
+}

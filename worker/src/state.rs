@@ -1,0 +1,130 @@
+//! Between memory and checkpoint: which pieces this rank writes, and which it reads back.
+use crate::{
+    error::{Error, Result},
+    model::Model,
+    optim::{Optimizer, state_vectors},
+    params::Unit,
+    stages::ScheduleBound,
+    zero::engine::Engine,
+};
+use ckpt::{Checkpoint, CkptError, ModelCard, Piece, Request, Role, Tie, WeightShape};
+use contract::job::{ModelSpec, OptimizerName, OptimizerSpec};
+use device::Buf;
+use std::{ops::Range, sync::RwLockReadGuard};
+
+/// The model as checkpoints describe it.
+pub fn model_card(model: &dyn Model, units: &[Unit], spec: &ModelSpec, eod: u32) -> ModelCard {
+    ModelCard {
+        family: spec.family.clone(),
+        hf_config: model.hf_config(eod),
+        weights: weight_shapes(units),
+        ties: model.ties().into_iter().map(|t| Tie { alias: t.alias, target: t.target }).collect(),
+        frozen: Vec::new(),
+        buffers: Vec::new(),
+    }
+}
+
+/// Every stored weight, in canonical order.
+fn weight_shapes(units: &[Unit]) -> Vec<WeightShape> {
+    let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
+    let params = units.iter().flat_map(|u| &u.params);
+    params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
+}
+
+/// Roles of the optimizer's two state vectors.
+pub fn state_roles(spec: &OptimizerSpec) -> Vec<Role> {
+    let (first, second) = match spec.name {
+        OptimizerName::Adamw => (Role::ExpAvg, Role::ExpAvgSq),
+        OptimizerName::Sgd => (Role::Momentum, Role::Momentum),
+    };
+    let (has_first, has_second) = state_vectors(spec);
+    [(has_first, first), (has_second, second)].into_iter().filter(|(has, _)| *has).map(|(_, role)| role).collect()
+}
+
+/// Everything this rank owns, borrowed for as long as the guards live.
+pub fn pieces<'a>(engine: &'a Engine, optimizer: &'a Optimizer, params: &'a [RwLockReadGuard<Buf>]) -> Vec<Piece<'a>> {
+    let roles = state_roles(optimizer.spec());
+    let mut out = Vec::new();
+    for (u, shard) in engine.shards.iter().enumerate() {
+        let (own, resident, st) = (engine.own(u), engine.resident(u), optimizer.states(u));
+        let vectors = [(Role::Weight, params[u].host(), resident.start)]
+            .into_iter()
+            .chain(roles.iter().zip([&st.first, &st.second]).map(|(r, b)| (*r, b.host(), st.range.start)));
+        for (role, data, base) in vectors {
+            out.extend(shard.unit.segments(own.clone()).into_iter().map(|seg| Piece {
+                name: &shard.unit.params[seg.param].name,
+                role,
+                start_element: seg.elements.start as u64,
+                data: &data[seg.flat.start - base..seg.flat.end - base],
+            }));
+        }
+    }
+    out
+}
+
+/// Refuses a checkpoint of another model, naming the first tensor that differs, or one without the optimizer's states.
+pub fn check_fits(ckpt: &Checkpoint, units: &[Unit], optimizer: &OptimizerSpec) -> Result<()> {
+    ckpt.require_model(&weight_shapes(units)).map_err(|e| Error::checkpoint(e.to_string()))?;
+    for role in state_roles(optimizer) {
+        if !ckpt.tensors().any(|t| t.role == role) {
+            return Err(Error::checkpoint(format!(
+                "{} holds no {role}: it was written with another optimizer than {:?}; use that one, or start anew with resume.from: never",
+                ckpt.path().display(),
+                optimizer.name
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Brings resident copies up to date after every rank has read its part. Collective.
+pub fn spread(bound: &mut ScheduleBound) -> Result<()> {
+    let (engine, optimizer) = (&bound.trainer.engine, &mut bound.trainer.optimizer);
+    for u in 0..engine.shards.len() {
+        engine.publish(u)?;
+        if !engine.policy.shard_optimizer {
+            spread_states(engine, optimizer, u)?;
+        }
+    }
+    Ok(())
+}
+
+/// Reads the owned range of every vector of every unit.
+pub fn read_own(bound: &mut ScheduleBound, ckpt: &Checkpoint) -> std::result::Result<(), CkptError> {
+    let (engine, optimizer) = (&bound.trainer.engine, &mut bound.trainer.optimizer);
+    let roles = state_roles(optimizer.spec());
+    let mut guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params_mut(u)).collect();
+    let mut requests = Vec::new();
+    for (u, (params, st)) in guards.iter_mut().zip(optimizer.all_states_mut()).enumerate() {
+        let (unit, own, base) = (&engine.shards[u].unit, engine.own(u), engine.resident(u).start);
+        requests.extend(requests_of(unit, Role::Weight, &own, base, params.host_mut()));
+        let base = st.range.start;
+        for (role, buf) in roles.iter().zip([&mut st.first, &mut st.second]) {
+            requests.extend(requests_of(unit, *role, &own, base, buf.host_mut()));
+        }
+    }
+    ckpt.read_many(&mut requests)
+}
+
+/// What fills flat range `own` of one vector of a unit; `values` begins at flat position `base`.
+fn requests_of<'a>(unit: &'a Unit, role: Role, own: &Range<usize>, base: usize, values: &'a mut [f32]) -> Vec<Request<'a>> {
+    let mut rest = &mut values[own.start - base..own.end - base];
+    let segments = unit.segments(own.clone());
+    let requests = segments.into_iter().map(|seg| {
+        let (out, after) = std::mem::take(&mut rest).split_at_mut(seg.flat.len());
+        rest = after;
+        Request { name: &unit.params[seg.param].name, role, start_element: seg.elements.start as u64, out }
+    });
+    requests.collect()
+}
+
+/// Replicated optimizer states: puts the owners' parts together on every rank.
+fn spread_states(engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result<()> {
+    let own = engine.own(u);
+    let st = optimizer.states_mut(u);
+    for buf in [&mut st.first, &mut st.second].into_iter().filter(|b| !b.is_empty()) {
+        let mine = Buf::from_slice(&buf.host()[own.clone()]);
+        *buf = engine.gather_whole(u, mine)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,8 @@
+//! What ranks agree on at a step boundary: one word of bits, or'ed over all ranks with the losses.
+
+/// Save and leave.
+pub const STOP: u64 = 1;
+/// Save and go on.
+pub const SAVE: u64 = 2;
+/// This rank's background writer has not finished.
+pub const WRITING: u64 = 4;

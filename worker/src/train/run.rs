@@ -1,0 +1,166 @@
+//! The run: steps, and what happens between them.
+use super::{
+    boundary::{SAVE, STOP, WRITING},
+    step::{Outcome, Source, Word},
+};
+use crate::{
+    error::{Error, Result},
+    save::Saver,
+    session::Session,
+    stages::Running,
+};
+use contract::{
+    event::{Event, Phase},
+    exit::WorkerExit,
+    job::{Every, JobSpec},
+};
+use std::time::{Duration, Instant};
+
+/// Held-out samples.
+pub struct HeldOut<'a> {
+    /// The samples, in order.
+    pub source: &'a dyn Source,
+    /// How many slots are evaluated.
+    pub slots: usize,
+    /// Steps between evaluations.
+    pub every: u64,
+}
+
+/// What a run works with.
+pub struct Run<'a> {
+    /// The job.
+    pub job: &'a JobSpec,
+    /// The link to the agent.
+    pub session: &'a Session,
+    /// Training samples.
+    pub source: &'a dyn Source,
+    /// Held-out samples, when the job asks for them.
+    pub held_out: Option<HeldOut<'a>>,
+    /// Reports for all ranks.
+    pub leader: bool,
+}
+
+/// Takes steps until all are done or a stop is asked for; returns how it ended.
+pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<WorkerExit> {
+    let steps = running.train().steps;
+    let mut last_save = Instant::now();
+    run.session.phase(Phase::Training)?;
+    while running.at.step < steps {
+        let began = Instant::now();
+        let word = word(run, saver, last_save);
+        let (outcome, lr) = running.step(run.source, word)?;
+        finite(&outcome, running.at.step + 1, saver)?;
+        run.session.at_step(running.at.step);
+        if run.leader {
+            run.session.event(step_event(running, &outcome, lr, began.elapsed()))?;
+        }
+        let flags = outcome.word.flags;
+        if saver.pending() && flags & WRITING == 0 {
+            finish(running, run, saver)?;
+        }
+        evaluate(running, run)?;
+        let stop = flags & STOP != 0;
+        if stop || running.at.step == steps || flags & SAVE != 0 || due(run, running.at.step) {
+            save(running, run, saver, stop || running.at.step == steps)?;
+            last_save = Instant::now();
+        }
+        if stop && running.at.step < steps {
+            return Ok(WorkerExit::Stopped);
+        }
+    }
+    finish(running, run, saver)?;
+    Ok(WorkerExit::Done)
+}
+
+fn word(run: &Run, saver: &Saver, last_save: Instant) -> Word {
+    let timed = match run.job.checkpoint.every {
+        Every::Duration(ms) => run.leader && last_save.elapsed() >= Duration::from_millis(ms),
+        Every::Never | Every::Steps(_) => false,
+    };
+    let bits = [
+        (STOP, run.session.asks.stop()),
+        (SAVE, run.session.asks.take_save() || timed),
+        (WRITING, saver.writing()),
+    ];
+    Word { flags: bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum(), peak_rss: peak_rss() }
+}
+
+fn due(run: &Run, step: u64) -> bool {
+    matches!(run.job.checkpoint.every, Every::Steps(n) if n > 0 && step % n == 0)
+}
+
+/// A loss that is not a number ends the run before it spoils a checkpoint.
+fn finite(outcome: &Outcome, step: u64, saver: &Saver) -> Result<()> {
+    if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
+        return Ok(());
+    }
+    let what = if outcome.loss.is_finite() { "gradient norm" } else { "loss" };
+    let value = if outcome.loss.is_finite() { outcome.grad_norm } else { outcome.loss };
+    let kept = match saver.last() {
+        Some(path) => format!("the last complete checkpoint is {}", path.display()),
+        None => "no checkpoint was written yet".into(),
+    };
+    Err(Error::failed(format!(
+        "the {what} became {value} at step {step}; nothing of that step was applied; {kept}. \
+         Lower optimizer.lr, set clip_norm, or look at the samples of that step"
+    )))
+}
+
+fn step_event(running: &Running, outcome: &Outcome, lr: f64, took: Duration) -> Event {
+    let tokens_per_step = running.trainer.global_batch() * u64::from(running.train().data.seq_len);
+    Event::Step {
+        step: running.at.step,
+        loss: outcome.loss,
+        grad_norm: outcome.grad_norm,
+        lr,
+        tokens: running.at.tokens,
+        tokens_per_s: tokens_per_step as f64 / took.as_secs_f64(),
+        peak_rss: outcome.word.peak_rss,
+    }
+}
+
+fn evaluate(running: &mut Running, run: &Run) -> Result<()> {
+    let Some(h) = &run.held_out else { return Ok(()) };
+    let step = running.at.step;
+    if step % h.every != 0 && step != running.train().steps {
+        return Ok(());
+    }
+    run.session.phase(Phase::Evaluating)?;
+    let outcome = running.trainer.evaluate(h.source, 0, h.slots)?;
+    if run.leader {
+        let (loss, tokens) = (outcome.loss, outcome.targets);
+        run.session.event(Event::Eval { step, loss, perplexity: loss.exp(), tokens })?;
+    }
+    run.session.phase(Phase::Training)
+}
+
+fn save(running: &Running, run: &Run, saver: &mut Saver, wait: bool) -> Result<()> {
+    run.session.phase(Phase::Saving)?;
+    finish(running, run, saver)?;
+    saver.begin(running)?;
+    if wait || !run.job.checkpoint.r#async {
+        finish(running, run, saver)?;
+    }
+    run.session.phase(Phase::Training)
+}
+
+/// Completes the checkpoint under way, if there is one.
+fn finish(running: &Running, run: &Run, saver: &mut Saver) -> Result<()> {
+    match saver.finish(running)? {
+        Some(done) if run.leader => run.session.event(Event::Checkpoint {
+            step: done.step,
+            path: done.path,
+            bytes: done.bytes,
+            seconds: done.seconds,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Largest resident set of this process so far, bytes.
+pub fn peak_rss() -> u64 {
+    // VmHWM is of this program alone; getrusage's figure survives exec and would count the parent's.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+    line.and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
+}

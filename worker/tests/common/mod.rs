@@ -1,0 +1,132 @@
+//! A whole training engine in one process: ranks are threads, samples are made up.
+#![allow(dead_code)] // each test file uses a part of it
+
+use comm::{Comm, local};
+use contract::job::*;
+use device::{Ops, cpu::Cpu, ops::IGNORE};
+use std::sync::Arc;
+use worker::{
+    error::Result,
+    model::Batch,
+    stages::{Cursor, Running, ScheduleBound, Spec},
+    train::step::{Outcome, Source, Word},
+};
+
+/// A tiny model whose sizes nothing divides.
+pub fn odd_model() -> ModelSpec {
+    ModelSpec {
+        family: "llama".into(),
+        vocab_size: 131,
+        hidden_size: 42,
+        intermediate_size: 57,
+        num_hidden_layers: 3,
+        num_attention_heads: 3,
+        num_key_value_heads: 1,
+        head_dim: 14,
+        max_position_embeddings: 32,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10000.0,
+        tie_word_embeddings: false,
+        initializer_range: 0.05,
+    }
+}
+
+pub fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
+    TrainSpec {
+        model,
+        data: DataSpec {
+            files: vec!["unused".into()],
+            field: "text".into(),
+            tokenizer: Tokenizer::Bytes,
+            seq_len,
+            pack: true,
+            shuffle: true,
+            held_out: 0.0,
+            cache: "unused".into(),
+        },
+        zero: ZeroSpec { stage, prefetch: 1 },
+        precision: Precision::Fp32,
+        batch: BatchSpec { global, micro },
+        optimizer: OptimizerSpec {
+            name: OptimizerName::Adamw,
+            lr: 1e-3,
+            betas: (0.9, 0.95),
+            eps: 1e-8,
+            momentum: 0.0,
+            weight_decay: 0.1,
+            no_decay: vec!["*norm*".into()],
+        },
+        schedule: ScheduleSpec { name: ScheduleName::Cosine, warmup_steps: 3, min_lr: 1e-4, decay_steps: 0 },
+        clip_norm: Some(1.0),
+        steps: 20,
+        seed: 7,
+        recompute: Recompute::None,
+        eval: None,
+    }
+}
+
+/// Tokens and labels that depend on the sample's number alone; some labels are ignored, some samples hold two documents.
+pub struct MadeUp {
+    pub vocab: u32,
+}
+
+impl Source for MadeUp {
+    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
+        let t = batch.t;
+        for j in 0..batch.b {
+            let mut s = (first + j as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+            let mut next = || {
+                s ^= s << 13;
+                s ^= s >> 7;
+                s ^= s << 17;
+                (s >> 33) as u32
+            };
+            let cut = next() as usize % t;
+            for i in 0..t {
+                let at = j * t + i;
+                batch.tokens[at] = next() % self.vocab;
+                batch.labels[at] = if next() % 9 == 0 { IGNORE } else { next() % self.vocab };
+                batch.starts[at] = if i >= cut { cut as u32 } else { 0 };
+            }
+        }
+        Ok(())
+    }
+}
+
+pub fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ScheduleBound {
+    let ops: Arc<dyn Ops> = Arc::new(Cpu::new(threads));
+    let spec = Spec::new(spec, spec.model.vocab_size).unwrap();
+    spec.parameters().unwrap().shard(comm, ops).unwrap().bind_optimizer().unwrap().bind_schedule()
+}
+
+/// Runs `f` as every rank of `world`; results by rank.
+pub fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|s| {
+        let ranks: Vec<_> = local::group(world)
+            .into_iter()
+            .map(|c| {
+                let f = &f;
+                s.spawn(move || f(Arc::new(c)))
+            })
+            .collect();
+        ranks.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Takes `steps` steps; losses and norms as bits.
+pub fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
+    let source = MadeUp { vocab: running.train().model.vocab_size };
+    (0..steps)
+        .map(|_| {
+            let (Outcome { loss, grad_norm, .. }, _) = running.step(&source, Word::default()).unwrap();
+            (loss.to_bits(), grad_norm.to_bits())
+        })
+        .collect()
+}
+
+/// Losses and norms of a fresh run; all ranks must agree.
+pub fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) -> Vec<(u64, u64)> {
+    let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).start(Cursor::default()), n));
+    assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
+    all.into_iter().next().unwrap()
+}
