@@ -111,11 +111,16 @@ fn look(
         Err(OpenError::Absent) => Ok(None),
         Err(OpenError::Damaged(why)) => {
             if let Some(notices) = notices {
-                notices.push(format!("the token cache {} can't be used ({why}); building it again", path.display()));
+                notices.push(format!(
+                    "the token cache {} can't be used ({why}); building it again",
+                    path.display()
+                ));
             }
             Ok(None)
         }
-        Err(OpenError::Io(source)) => Err(DataError::Cache { path: path.to_path_buf(), doing: "read", source }),
+        Err(OpenError::Io(source)) => {
+            Err(DataError::Cache { path: path.to_path_buf(), doing: "read", source })
+        }
     }
 }
 
@@ -161,7 +166,8 @@ fn tidy(dir: &Path, own: &str, locked: bool) {
     let mut caches = Vec::new();
     for entry in entries.flatten() {
         let path = entry.path();
-        let Some((stem, kind)) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.split_once('.')) else {
+        let Some((stem, kind)) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.split_once('.'))
+        else {
             continue;
         };
         if kind.ends_with("tmp") && if stem == own { locked } else { abandoned(dir, stem) } {
@@ -184,13 +190,7 @@ fn abandoned(dir: &Path, stem: &str) -> bool {
 }
 
 /// Builds aside, then renames.
-fn build_file(
-    inputs: &Inputs,
-    key: [u8; 32],
-    dir: &Path,
-    stem: &str,
-    path: &Path,
-) -> Result<(), DataError> {
+fn build_file(inputs: &Inputs, key: [u8; 32], dir: &Path, stem: &str, path: &Path) -> Result<(), DataError> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let temporary = Temporary(dir.join(format!("{stem}.{}-{number}.tmp", std::process::id())));
@@ -269,7 +269,8 @@ mod tests {
         let cache = dir.join("cache");
         let digests = contents::digests(&files, &cache, SystemTime::UNIX_EPOCH)?;
         let tokenizer = TextTokenizer::Bytes;
-        let inputs = Inputs { files: &files, digests: &digests, field: "text", tokenizer: &tokenizer, choice };
+        let inputs =
+            Inputs { files: &files, digests: &digests, field: "text", tokenizer: &tokenizer, choice };
         let mut notices = Vec::new();
         open_or_build(&inputs, &cache, &mut notices).map(|c| (c, notices))
     }
@@ -400,8 +401,13 @@ mod tests {
         let files = files::expand(&["*.txt".into()], dir.path()).unwrap();
         let digests = [[0; 32]; 2];
         let tokenizer = TextTokenizer::Bytes;
-        let inputs =
-            Inputs { files: &files, digests: &digests, field: "text", tokenizer: &tokenizer, choice: Choice::All };
+        let inputs = Inputs {
+            files: &files,
+            digests: &digests,
+            field: "text",
+            tokenizer: &tokenizer,
+            choice: Choice::All,
+        };
         let error = open_or_build(&inputs, &dir.path().join("cache"), &mut Vec::new()).err().unwrap();
         assert!(matches!(&error, DataError::Changed { path } if path.ends_with("a.txt")), "{error}");
         assert!(listed(dir.path(), "tmp").is_empty());

@@ -88,7 +88,9 @@ mod tests {
     #[test]
     fn awkward_texts() {
         let t = load();
-        for text in [" a  b\n\n\tc ", "'s 's", "Ġ\u{100}\u{143}", "日本語 🦀\u{0}\u{7f}\u{ad}\u{a0}", "don't . , ! ?"] {
+        for text in
+            [" a  b\n\n\tc ", "'s 's", "Ġ\u{100}\u{143}", "日本語 🦀\u{0}\u{7f}\u{ad}\u{a0}", "don't . , ! ?"]
+        {
             check(&t, text);
         }
         let ids = t.encode_fast(format!("a{EOD_TEXT}b"), true).unwrap().get_ids().to_vec();

@@ -212,7 +212,9 @@ impl TokenStream for TokenCache {
         let at = HEADER + from as usize * width;
         let bytes = &self.map[at..at + out.len() * width];
         match width {
-            2 => bytes.as_chunks::<2>().0.iter().zip(out).for_each(|(b, t)| *t = u16::from_le_bytes(*b).into()),
+            2 => {
+                bytes.as_chunks::<2>().0.iter().zip(out).for_each(|(b, t)| *t = u16::from_le_bytes(*b).into())
+            }
             _ => bytes.as_chunks::<4>().0.iter().zip(out).for_each(|(b, t)| *t = u32::from_le_bytes(*b)),
         }
     }
@@ -249,7 +251,10 @@ impl Writer {
         let width = width(self.vocab_size);
         for &t in tokens {
             if t >= self.vocab_size {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, format!("token {t} is beyond the vocabulary")));
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("token {t} is beyond the vocabulary"),
+                ));
             }
             self.bytes(&t.to_le_bytes()[..width])?;
         }
@@ -403,7 +408,8 @@ mod tests {
         };
         let header = Header { vocab_size: 300, eod: 299, tokens: 4, documents: 2, key: KEY, body: [0; 32] };
         let body = |tokens: [u16; 4], offsets: [u64; 3]| {
-            [tokens.map(u16::to_le_bytes).as_flattened(), offsets.map(u64::to_le_bytes).as_flattened()].concat()
+            [tokens.map(u16::to_le_bytes).as_flattened(), offsets.map(u64::to_le_bytes).as_flattened()]
+                .concat()
         };
         assert!(forge(&header, &body([1, 300, 2, 299], [0, 2, 4])).contains("beyond its vocabulary"));
         for offsets in [[0, 3, 4], [1, 2, 4], [0, 2, 5], [0, 5, 4], [0, u64::MAX, 4]] {

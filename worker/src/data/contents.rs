@@ -99,7 +99,9 @@ fn recall(cache: &Path) -> HashMap<Identity, Digest> {
 
 fn parse(text: &str) -> Option<HashMap<Identity, Digest>> {
     let (head, body) = text.split_once('\n')?;
-    if blake3::Hash::from_hex(head.strip_prefix("launch contents v1 ")?).ok()? != blake3::hash(body.as_bytes()) {
+    if blake3::Hash::from_hex(head.strip_prefix("launch contents v1 ")?).ok()?
+        != blake3::hash(body.as_bytes())
+    {
         return None;
     }
     body.lines()

@@ -42,7 +42,9 @@ impl fmt::Display for DataError {
             NoPatterns => write!(f, "no data files are given"),
             NoMatch { pattern, dir } => write!(f, "`{pattern}` matches no file in {}", dir.display()),
             BadPattern { pattern, why } => write!(f, "`{pattern}` is not a valid pattern: {why}"),
-            NotAFile { path, directory: true, .. } => write!(f, "{} is a directory, not a file", path.display()),
+            NotAFile { path, directory: true, .. } => {
+                write!(f, "{} is a directory, not a file", path.display())
+            }
             NotAFile { path, .. } => write!(f, "{} is not a regular file", path.display()),
             Read { path, source } => write!(f, "can't read {}: {source}", path.display()),
             NotUtf8 { path, line, offset } => {
@@ -84,9 +86,11 @@ impl DataError {
             NoMatch { pattern, .. } if pattern.starts_with('~') => {
                 "`~` is not expanded here; write the whole path".into()
             }
-            NoMatch { .. } => "patterns are relative to the workdir; `*` stays in one directory, `**` enters all, \
+            NoMatch { .. } => {
+                "patterns are relative to the workdir; `*` stays in one directory, `**` enters all, \
                  neither matches names that begin with a dot"
-                .into(),
+                    .into()
+            }
             BadPattern { .. } => "known are `*`, `?`, `[a-z]`, `{a,b}` and `**` between slashes".into(),
             NotAFile { pattern, directory: true, .. } => {
                 format!("for every file in it write `{}/**`", pattern.trim_end_matches('/'))

@@ -19,13 +19,13 @@ const MAX_ALTERNATIVES: usize = 1024;
 
 /// A regular file that a pattern matched.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DataFile {
-    pub path: PathBuf,
-    pub bytes: u64,
+pub(crate) struct DataFile {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: u64,
 }
 
 /// All files that the patterns match, sorted. A pattern that matches nothing is an error.
-pub fn expand(patterns: &[String], workdir: &Path) -> Result<Vec<DataFile>, DataError> {
+pub(crate) fn expand(patterns: &[String], workdir: &Path) -> Result<Vec<DataFile>, DataError> {
     if patterns.is_empty() {
         return Err(DataError::NoPatterns);
     }
@@ -62,7 +62,11 @@ fn expand_one(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> Resul
     let exact = workdir.join(pattern);
     if let Some(meta) = metadata(&exact)? {
         if !meta.is_file() {
-            return Err(DataError::NotAFile { pattern: pattern.into(), path: exact, directory: meta.is_dir() });
+            return Err(DataError::NotAFile {
+                pattern: pattern.into(),
+                path: exact,
+                directory: meta.is_dir(),
+            });
         }
         found.push(DataFile { path: exact, bytes: meta.len() });
         return Ok(());
@@ -245,8 +249,16 @@ mod tests {
             .collect())
     }
 
-    const FILES: &[&str] =
-        &["a.md", "b.txt", "docs/c.md", "docs/deep/er/d.md", "docs/e.rs", ".hid/f.md", "docs/.g.md", "target/h.md"];
+    const FILES: &[&str] = &[
+        "a.md",
+        "b.txt",
+        "docs/c.md",
+        "docs/deep/er/d.md",
+        "docs/e.rs",
+        ".hid/f.md",
+        "docs/.g.md",
+        "target/h.md",
+    ];
 
     #[test]
     fn wildcards() {

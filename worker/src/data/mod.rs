@@ -60,8 +60,13 @@ impl Dataset {
         let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
         let dir = workdir.join(&spec.cache);
         let digests = contents::digests(&files, &dir, SystemTime::now())?;
-        let inputs =
-            build::Inputs { files: &files, digests: &digests, field: &spec.field, tokenizer: &tokenizer, choice };
+        let inputs = build::Inputs {
+            files: &files,
+            digests: &digests,
+            field: &spec.field,
+            tokenizer: &tokenizer,
+            choice,
+        };
         let mut notices = Vec::new();
         let cache = build::open_or_build(&inputs, &dir, &mut notices)?;
         Self::over(cache, spec, split, notices)
@@ -163,7 +168,10 @@ fn check_settings(spec: &DataSpec) -> Result<(), DataError> {
         return refuse("train.data.seq_len", "it must be at least 1".into());
     }
     if !(0.0..1.0).contains(&spec.held_out) {
-        return refuse("train.data.held_out", format!("{} is not a share: 0.0 up to but not 1.0", spec.held_out));
+        return refuse(
+            "train.data.held_out",
+            format!("{} is not a share: 0.0 up to but not 1.0", spec.held_out),
+        );
     }
     Ok(())
 }

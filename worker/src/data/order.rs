@@ -3,7 +3,7 @@
 use crate::rng::{Purpose, Stream};
 
 /// Most samples an order can hold.
-pub const MAX_SAMPLES: u64 = 1 << 48;
+const MAX_SAMPLES: u64 = 1 << 48;
 
 /// Rounds of the Feistel network. Four give a pseudo-random permutation on large domains; more help tiny ones.
 const ROUNDS: u64 = 8;

@@ -58,7 +58,8 @@ fn files_to_samples() {
 
 #[test]
 fn digest_is_of_what_is_trained_on() {
-    let dir = folder(&[("a.txt", "some text"), ("b.txt", "some more"), ("z.jsonl", "{\"text\":\"some more\"}")]);
+    let dir =
+        folder(&[("a.txt", "some text"), ("b.txt", "some more"), ("z.jsonl", "{\"text\":\"some more\"}")]);
     let digest = |files: &[&str], change: &dyn Fn(&mut DataSpec)| {
         let mut spec = spec(files, 4);
         change(&mut spec);
@@ -83,7 +84,10 @@ fn held_out_and_eval_files() {
     let lines: String = (0..500).map(|i| format!("{{\"text\":\"document {i:03}\"}}\n")).collect();
     let dir = folder(&[("a.jsonl", &lines), ("eval.txt", "held out by name")]);
     let mut spec = spec(&["a.jsonl"], 8);
-    assert!(matches!(error(Dataset::open(&spec, None, Split::HeldOut, dir.path())), DataError::NothingHeldOut));
+    assert!(matches!(
+        error(Dataset::open(&spec, None, Split::HeldOut, dir.path())),
+        DataError::NothingHeldOut
+    ));
     spec.held_out = 0.1;
     let open = |eval: Option<&[String]>, split| Dataset::open(&spec, eval, split, dir.path()).unwrap();
     let (train, held) = (open(None, Split::Train), open(None, Split::HeldOut));
@@ -150,7 +154,11 @@ fn tokenizer_file_all_the_way() {
     let tokenizer = Tokenizer::File("tokenizer.json".into());
     let file = train(&DataSpec { tokenizer, ..spec(&["*.txt"], 4) }, &dir).unwrap();
     assert_eq!(file.digest(), bytes.digest());
-    assert_eq!(fs::read_dir(dir.path().join(".launch-cache")).unwrap().count(), 5, "two caches, two locks, .gitignore");
+    assert_eq!(
+        fs::read_dir(dir.path().join(".launch-cache")).unwrap().count(),
+        5,
+        "two caches, two locks, .gitignore"
+    );
 }
 
 /// Many documents of many lengths, to be opened once and cut up by the properties below.

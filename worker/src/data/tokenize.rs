@@ -3,10 +3,7 @@
 //! Documents are encoded without the tokenizer's own template (no BOS, no post-processed specials); each is followed by one end-of-document
 //! token when it is packed. Special tokens written in a text are encoded as such, as everywhere in that ecosystem, so that texts with chat
 //! templates keep their meaning; document boundaries do not depend on them.
-use super::{
-    byte_tokenizer,
-    error::DataError,
-};
+use super::{byte_tokenizer, error::DataError};
 use contract::job::Tokenizer as TokenizerSpec;
 use serde_json::Value;
 use std::{
@@ -126,8 +123,8 @@ impl FileTokenizer {
         let bad = |why: String| DataError::Tokenizer { path: path.to_path_buf(), why };
         let text = read_capped(path, MAX_TOKENIZER)?
             .ok_or_else(|| bad("there is no such file (it is relative to the workdir)".into()))?;
-        let mut inner =
-            tokenizers::Tokenizer::from_bytes(&text).map_err(|e| bad(format!("not a tokenizer.json: {e}")))?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(&text)
+            .map_err(|e| bad(format!("not a tokenizer.json: {e}")))?;
         // a document is encoded whole, whatever the file says of batches
         inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
         inner.with_padding(None);
@@ -202,13 +199,17 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A tokenizer.json of words, with these special tokens after them.
-    fn words(specials: &[(&str, u32)]) -> String {
-        let added: Vec<Value> = specials
-            .iter()
-            .map(|(t, id)| serde_json::json!({"id": id, "content": t, "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true}))
-            .collect();
+    /// A tokenizer.json of the words a, b, c (0, 1, 2), with these special tokens after them (3, 4, …).
+    fn words(specials: &[&str]) -> String {
+        words_with(specials, serde_json::json!({"a": 0, "b": 1, "c": 2}))
+    }
+
+    fn words_with(specials: &[&str], vocab: Value) -> String {
+        let special = |(i, t)| {
+            serde_json::json!({"id": i + 3, "content": t, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true})
+        };
+        let added: Vec<Value> = specials.iter().enumerate().map(special).collect();
         serde_json::json!({
             "version": "1.0", "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
             "padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"},
@@ -217,7 +218,7 @@ mod tests {
                 "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
                 "special_tokens": {"a": {"id": "a", "ids": [0], "tokens": ["a"]}}},
             "decoder": null,
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "c"}
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "c"}
         })
         .to_string()
     }
@@ -249,18 +250,20 @@ mod tests {
 
     #[test]
     fn file_encodes_whole_documents_without_template() {
-        let json = words(&[("<eos>", 9), ("</s>", 5)]);
+        let json = words(&["<eos>", "</s>"]);
         let t = open(&[("tokenizer.json", &json)]).unwrap();
         let mut out = Vec::new();
         t.encode("b a b z </s> b", &mut out).unwrap();
-        assert_eq!(out, [1, 0, 1, 2, 5, 1]);
-        // `</s>` comes before `<eos>` in the list, and the largest id sets the size
-        assert_eq!((t.eod(), t.vocab_size()), (5, 10));
+        assert_eq!(out, [1, 0, 1, 2, 4, 1]);
+        // `</s>` comes before `<eos>` in the list
+        assert_eq!((t.eod(), t.vocab_size()), (4, 5));
+        let gaps = words_with(&["</s>"], serde_json::json!({"a": 0, "b": 1, "c": 70}));
+        assert_eq!(open(&[("tokenizer.json", &gaps)]).unwrap().vocab_size(), 71);
     }
 
     #[test]
     fn eod_of_the_companion_files_wins() {
-        let json = words(&[("<eos>", 3), ("</s>", 4), ("<end>", 5)]);
+        let json = words(&["<eos>", "</s>", "<end>"]);
         let config = r#"{"eos_token": {"content": "<end>", "special": true}, "model_max_length": 7}"#;
         let map = r#"{"eos_token": "<eos>"}"#;
         let json = ("tokenizer.json", &json[..]);
@@ -280,15 +283,15 @@ mod tests {
     fn bad_tokenizers() {
         assert!(why(&[]).contains("tokenizer.json can't be used: there is no such file"));
         assert!(why(&[("tokenizer.json", "{}")]).contains("not a tokenizer.json"));
-        let none = words(&[("<pad>", 3)]);
+        let none = words(&["<pad>"]);
         let said = why(&[("tokenizer.json", &none)]);
         assert!(said.contains("no token ends a document") && said.contains("<|endoftext|>, "), "{said}");
-        let json = words(&[("</s>", 3)]);
+        let json = words(&["</s>"]);
         let json = ("tokenizer.json", &json[..]);
         assert!(why(&[json, (CONFIG_FILE, "{")]).contains("tokenizer_config.json can't be used: not JSON"));
         let said = why(&[json, (CONFIG_FILE, r#"{"eos_token": "<x>"}"#)]);
         assert!(said.contains("its eos_token `<x>` is not a token of"), "{said}");
-        let far = words(&[("</s>", 4_000_000_000)]);
+        let far = words_with(&["</s>"], serde_json::json!({"a": 0, "b": 1, "c": 4_000_000_000u32}));
         assert!(why(&[("tokenizer.json", &far)]).contains("id 4000000000"));
     }
 
