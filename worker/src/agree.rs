@@ -24,8 +24,8 @@ pub fn exchange<T: Serialize + DeserializeOwned>(queue: &Queue, mine: Result<&T>
     let all = queue.run(move |c| c.all_gather_bytes(&bytes))?;
     all.iter()
         .map(|b| {
-            let r: std::result::Result<T, (WorkerExit, String)> =
-                rmp_serde::from_slice(b).map_err(|e| Error::failed(format!("unreadable report of a rank: {e}")))?;
+            let r: std::result::Result<T, (WorkerExit, String)> = rmp_serde::from_slice(b)
+                .map_err(|e| Error::failed(format!("unreadable report of a rank: {e}")))?;
             Ok(r.map_err(|(exit, message)| Error { exit, message }))
         })
         .collect()

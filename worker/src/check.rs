@@ -59,11 +59,26 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
     }
     let slots = train.batch.global / train.batch.micro;
     if slots < world {
-        let message = format!("{slots} slots (global / micro) for {world} workers: {} of them only hold shards", world - slots);
-        v.warnings.push(finding("train.batch", message, Some("raise batch.global or lower batch.micro".into())));
+        let message = format!(
+            "{slots} slots (global / micro) for {world} workers: {} of them only hold shards",
+            world - slots
+        );
+        v.warnings.push(finding(
+            "train.batch",
+            message,
+            Some("raise batch.global or lower batch.micro".into()),
+        ));
     }
     let tokens = facts.tokens;
-    let m = Memory { job, train, model: model.as_ref(), units: &units, world: world as usize, threads: threads as usize, tokens };
+    let m = Memory {
+        job,
+        train,
+        model: model.as_ref(),
+        units: &units,
+        world: world as usize,
+        threads: threads as usize,
+        tokens,
+    };
     v.memory = (0..world).map(|rank| m.estimate(rank)).collect();
 }
 

@@ -62,8 +62,12 @@ fn join(welcome: &Welcome) -> Result<Arc<dyn Comm>> {
     if welcome.world == 1 {
         return Ok(Arc::new(local::group(1).remove(0)));
     }
-    let fd = inherited(env::LAUNCH_SHM_FD)?
-        .ok_or_else(|| Error::cluster(format!("{} is not set: no shared memory to reach the other ranks", env::LAUNCH_SHM_FD)))?;
+    let fd = inherited(env::LAUNCH_SHM_FD)?.ok_or_else(|| {
+        Error::cluster(format!(
+            "{} is not set: no shared memory to reach the other ranks",
+            env::LAUNCH_SHM_FD
+        ))
+    })?;
     let (rank, world) = (welcome.rank as usize, welcome.world as usize);
     Ok(Arc::new(ShmComm::join(fd, rank, world, comm::shm::Limits::default())?))
 }
@@ -91,16 +95,23 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
         if leader { session.event(event) } else { Ok(()) }
     })?;
     let identity = identity(&bound, train, welcome, &tokenizer, &samples);
-    let mut saver = Saver::new(root.clone(), job.checkpoint.clone(), identity, resumed.as_ref().map(|r| r.path.clone()));
+    let mut saver =
+        Saver::new(root.clone(), job.checkpoint.clone(), identity, resumed.as_ref().map(|r| r.path.clone()));
     let start = resumed.map_or(Cursor::default(), |r| r.cursor);
     let mut running = bound.start(start);
     session.at_step(start.step);
     if leader {
         let tokens_per_step = running.trainer.global_batch() * u64::from(train.data.seq_len);
-        session.event(Event::Ready { step: start.step, total_steps: train.steps, parameters: count, tokens_per_step })?;
+        session.event(Event::Ready {
+            step: start.step,
+            total_steps: train.steps,
+            parameters: count,
+            tokens_per_step,
+        })?;
     }
     let held_out = samples.held_out(train);
-    let ended = run(&mut running, &Run { job, session, source: &samples.train, held_out, leader }, &mut saver)?;
+    let ended =
+        run(&mut running, &Run { job, session, source: &samples.train, held_out, leader }, &mut saver)?;
     if ended == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
         session.phase(Phase::Gathering)?;
         gather(session, running.trainer.engine.queue(), &saver, &root, leader)?;
@@ -141,9 +152,15 @@ impl Samples {
                 let files = (!e.files.is_empty()).then_some(e.files.as_slice());
                 Dataset::open(spec, files, Split::HeldOut, dir).map_err(data_error)
             });
-            let eval = eval.transpose()?.map(|data| Ordered { order: Order::new(train.seed, data.len(), false), data });
+            let eval = eval
+                .transpose()?
+                .map(|data| Ordered { order: Order::new(train.seed, data.len(), false), data });
             let digest = data.digest().to_string();
-            Ok(Samples { train: Ordered { order: Order::new(train.seed, data.len(), spec.shuffle), data }, eval, digest })
+            Ok(Samples {
+                train: Ordered { order: Order::new(train.seed, data.len(), spec.shuffle), data },
+                eval,
+                digest,
+            })
         };
         let turns: [bool; 2] = [true, false];
         let mut mine = None;
@@ -193,14 +210,22 @@ fn storage_is_ready(bound: &ScheduleBound, root: &Path) -> Result<()> {
     let (engine, optimizer) = (&bound.trainer.engine, &bound.trainer.optimizer);
     let probe = if engine.rank() == 0 {
         // Made and dropped again: the directory can be written and has room.
-        Staging::begin(root, 0, total_bytes(engine, optimizer)).map(drop).map_err(|e| Error::cluster(e.to_string()))
+        Staging::begin(root, 0, total_bytes(engine, optimizer))
+            .map(drop)
+            .map_err(|e| Error::cluster(e.to_string()))
     } else {
         Ok(())
     };
     agree(engine.queue(), probe).map(drop)
 }
 
-fn identity(bound: &ScheduleBound, train: &TrainSpec, welcome: &Welcome, tokenizer: &TextTokenizer, samples: &Samples) -> Identity {
+fn identity(
+    bound: &ScheduleBound,
+    train: &TrainSpec,
+    welcome: &Welcome,
+    tokenizer: &TextTokenizer,
+    samples: &Samples,
+) -> Identity {
     let trainer = &bound.trainer;
     let units: Vec<Unit> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let files = tokenizer.hf_files().into_iter().map(|(name, text)| TextFile { name, text });
@@ -225,15 +250,20 @@ fn gather_last(session: &Session, saver: &Saver, root: &Path) -> Result<()> {
     let checkpoint = Checkpoint::open(path).map_err(|e| Error::checkpoint(e.to_string()))?;
     let out = root.join("weights");
     let options = GatherOptions { dtype: Some(ckpt::Dtype::BF16), force: true, ..GatherOptions::default() };
-    let report = ckpt::gather(&checkpoint, &out, &options, &mut |_, _| {}).map_err(|e| Error::cluster(e.to_string()))?;
+    let report = ckpt::gather(&checkpoint, &out, &options, &mut |_, _| {})
+        .map_err(|e| Error::cluster(e.to_string()))?;
     session.event(Event::Gathered { step: checkpoint.facts().step, path: out, bytes: report.bytes })
 }
 
 /// Testing: the worker of the named rank dies at its n-th fault point.
 fn arm_fault_point(welcome: &Welcome) -> Result<()> {
     let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(()) };
-    let parsed = value.to_str().and_then(|v| v.split_once(':')).and_then(|(r, n)| Some((r.parse::<u32>().ok()?, n.parse().ok()?)));
-    let (rank, n) = parsed.ok_or_else(|| Error::job(format!("{}={value:?} is not RANK:N", env::LAUNCH_FAULT)))?;
+    let parsed = value
+        .to_str()
+        .and_then(|v| v.split_once(':'))
+        .and_then(|(r, n)| Some((r.parse::<u32>().ok()?, n.parse().ok()?)));
+    let (rank, n) =
+        parsed.ok_or_else(|| Error::job(format!("{}={value:?} is not RANK:N", env::LAUNCH_FAULT)))?;
     if rank == welcome.rank {
         ckpt::fault::arm(n);
     }

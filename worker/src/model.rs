@@ -112,12 +112,36 @@ pub trait Model: Send + Sync {
     fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: View);
 
     /// `y[rows, hidden]` from `x`; without `y` only what the backward needs is left in `saved`.
-    fn layer_forward(&self, ops: &dyn Ops, input: &LayerInput, y: Option<ViewMut>, saved: &mut Activations, scratch: &mut Activations);
+    fn layer_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        y: Option<ViewMut>,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    );
     /// `dx[rows, hidden]`: gradient of `y` in, of `x` out. Overwrites the layer unit's gradient.
-    fn layer_backward(&self, ops: &dyn Ops, input: &LayerInput, grads: ViewMut, dx: ViewMut, saved: &mut Activations, scratch: &mut Activations);
+    fn layer_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        grads: ViewMut,
+        dx: ViewMut,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    );
 
     /// Each row's loss; with `grads` also the backward.
-    fn head(&self, ops: &dyn Ops, params: HeadParams, batch: &Batch, x: View, loss: ViewMut, grads: Option<HeadGrads>, scratch: &mut Activations);
+    fn head(
+        &self,
+        ops: &dyn Ops,
+        params: HeadParams,
+        batch: &Batch,
+        x: View,
+        loss: ViewMut,
+        grads: Option<HeadGrads>,
+        scratch: &mut Activations,
+    );
 }
 
 /// A line of [`FAMILIES`].

@@ -28,7 +28,14 @@ pub type Tell<'a> = dyn FnMut(Event) -> Result<()> + 'a;
 ///
 /// With `auto`, a damaged checkpoint is passed over for the next older one, and said so. A checkpoint of another model is
 /// never passed over: that is a mistake in the job.
-pub fn resume(bound: &mut ScheduleBound, job: &JobSpec, root: &Path, workdir: &Path, data: &str, tell: &mut Tell) -> Result<Option<Resumed>> {
+pub fn resume(
+    bound: &mut ScheduleBound,
+    job: &JobSpec,
+    root: &Path,
+    workdir: &Path,
+    data: &str,
+    tell: &mut Tell,
+) -> Result<Option<Resumed>> {
     let (candidates, named) = match &job.resume.from {
         ResumeFrom::Never => return Ok(None),
         ResumeFrom::Auto => (list(bound, root)?, false),
@@ -45,7 +52,9 @@ pub fn resume(bound: &mut ScheduleBound, job: &JobSpec, root: &Path, workdir: &P
             }
             Err(Refusal::Unusable(e)) => return Err(e),
             Err(Refusal::Damaged(e)) if named => return Err(e),
-            Err(Refusal::Damaged(e)) => damaged.push(format!("passed over {}: {}", path.display(), e.message)),
+            Err(Refusal::Damaged(e)) => {
+                damaged.push(format!("passed over {}: {}", path.display(), e.message))
+            }
         }
     }
     match damaged.first() {
@@ -92,7 +101,12 @@ fn named(bound: &ScheduleBound, path: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-fn load(bound: &mut ScheduleBound, path: &Path, data: &str, tell: &mut Tell) -> std::result::Result<Resumed, Refusal> {
+fn load(
+    bound: &mut ScheduleBound,
+    path: &Path,
+    data: &str,
+    tell: &mut Tell,
+) -> std::result::Result<Resumed, Refusal> {
     let opened = Checkpoint::open(path).map_err(|e| Error::checkpoint(e.to_string()));
     let failed = opened.as_ref().err().cloned();
     let errors = agree_on_damage(bound, failed)?;
@@ -125,7 +139,8 @@ fn agree_on_damage(bound: &ScheduleBound, mine: Option<Error>) -> Result<Option<
 
 fn cursor(facts: &Facts, path: &str) -> Result<Cursor> {
     let at = facts.cursor.get("at").cloned().unwrap_or_default();
-    serde_json::from_value(at).map_err(|e| Error::checkpoint(format!("{path}: the manifest's cursor can't be read: {e}")))
+    serde_json::from_value(at)
+        .map_err(|e| Error::checkpoint(format!("{path}: the manifest's cursor can't be read: {e}")))
 }
 
 /// What this job does differently from the one that wrote the checkpoint. The job's word counts; none of it is silent.
@@ -133,7 +148,10 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
     let mut out = Vec::new();
     let train = bound.train();
     if facts.run_seed != train.seed {
-        out.push(format!("seed is {} here and {} in the checkpoint: the order of samples changes", train.seed, facts.run_seed));
+        out.push(format!(
+            "seed is {} here and {} in the checkpoint: the order of samples changes",
+            train.seed, facts.run_seed
+        ));
     }
     if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data) {
         out.push("the training data is not what the checkpoint was trained on: sample numbers go on, their content differs".into());

@@ -98,11 +98,16 @@ impl Saver {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let facts = self.facts(running);
-        let staging = (engine.rank() == 0).then(|| Staging::begin(&self.root, facts.step, total_bytes(engine, optimizer)));
+        let staging = (engine.rank() == 0)
+            .then(|| Staging::begin(&self.root, facts.step, total_bytes(engine, optimizer)));
         let staging = staging.transpose().map_err(storage);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
         let paths = agree(engine.queue(), path)?;
-        let path = paths.into_iter().flatten().next().ok_or_else(|| Error::failed("rank 0 named no staging directory"))?;
+        let path = paths
+            .into_iter()
+            .flatten()
+            .next()
+            .ok_or_else(|| Error::failed("rank 0 named no staging directory"))?;
         let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
         let mine = pieces(engine, optimizer, &guards);
         let rank = engine.rank() as u32;
@@ -129,9 +134,10 @@ impl Saver {
         let queue = running.trainer.engine.queue();
         let report = match writer {
             Writer::Done(r) => r.map_err(storage),
-            Writer::Background(t) => {
-                t.join().map_err(|_| Error::failed("the checkpoint writer panicked")).and_then(|r| r.map_err(storage))
-            }
+            Writer::Background(t) => t
+                .join()
+                .map_err(|_| Error::failed("the checkpoint writer panicked"))
+                .and_then(|r| r.map_err(storage)),
         };
         let reports = agree(queue, report)?;
         let step = facts.step;

@@ -71,11 +71,17 @@ pub fn inherited(name: &str) -> Result<Option<OwnedFd>> {
 impl Session {
     /// Says hello and waits for the agent's welcome.
     pub fn join() -> Result<(Arc<Session>, UnixStream, Welcome)> {
-        let fd = inherited(env::LAUNCH_CONTROL_FD)?
-            .ok_or_else(|| Error::job("`launch worker` is started by an agent; run `launch job.yaml` instead"))?;
+        let fd = inherited(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
+            Error::job("`launch worker` is started by an agent; run `launch job.yaml` instead")
+        })?;
         let mut read = UnixStream::from(fd);
         let write = read.try_clone().map_err(broken)?;
-        let session = Session { write: Mutex::new(write), asks: Asks::default(), phase: Mutex::new(Phase::Starting), step: AtomicU64::new(0) };
+        let session = Session {
+            write: Mutex::new(write),
+            asks: Asks::default(),
+            phase: Mutex::new(Phase::Starting),
+            step: AtomicU64::new(0),
+        };
         session.send(&FromWorker::Hello { version: VERSION, pid: std::process::id() })?;
         read.set_read_timeout(Some(WELCOME_LIMIT)).map_err(broken)?;
         let welcome = match receive(&mut read)? {
@@ -86,7 +92,9 @@ impl Session {
                     w.version
                 )));
             }
-            other => return Err(Error::failed(format!("the agent's first message was {other:?}, not a welcome"))),
+            other => {
+                return Err(Error::failed(format!("the agent's first message was {other:?}, not a welcome")));
+            }
         };
         read.set_read_timeout(None).map_err(broken)?;
         Ok((Arc::new(session), read, welcome))
@@ -146,9 +154,11 @@ impl Session {
     }
 
     fn send(&self, message: &FromWorker) -> Result<()> {
-        let body = rmp_serde::to_vec_named(message).map_err(|e| Error::failed(format!("control message: {e}")))?;
+        let body =
+            rmp_serde::to_vec_named(message).map_err(|e| Error::failed(format!("control message: {e}")))?;
         let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME);
-        let length = length.ok_or_else(|| Error::failed(format!("control message of {} bytes", body.len())))?;
+        let length =
+            length.ok_or_else(|| Error::failed(format!("control message of {} bytes", body.len())))?;
         let mut frame = length.to_le_bytes().to_vec();
         frame.extend(body);
         self.write.lock().unwrap_or_else(PoisonError::into_inner).write_all(&frame).map_err(broken)
@@ -164,11 +174,15 @@ fn receive(read: &mut UnixStream) -> Result<Option<ToWorker>> {
     }
     let length = u32::from_le_bytes(header);
     if length > MAX_FRAME {
-        return Err(Error::failed(format!("the agent announced a message of {length} bytes; the limit is {MAX_FRAME}")));
+        return Err(Error::failed(format!(
+            "the agent announced a message of {length} bytes; the limit is {MAX_FRAME}"
+        )));
     }
     let mut body = vec![0; length as usize];
     read.read_exact(&mut body).map_err(broken)?;
-    rmp_serde::from_slice(&body).map(Some).map_err(|e| Error::failed(format!("unreadable message of the agent: {e}")))
+    rmp_serde::from_slice(&body)
+        .map(Some)
+        .map_err(|e| Error::failed(format!("unreadable message of the agent: {e}")))
 }
 
 fn broken(e: std::io::Error) -> Error {

@@ -138,7 +138,9 @@ fn initialise(engine: &Engine, u: usize, seed: u64) {
             let spec = &unit.params[seg.param];
             let out = &mut buf.host_mut()[seg.flat.start - resident.start..seg.flat.end - resident.start];
             match spec.init {
-                Init::Normal(std) => fill_normal(out, seed, Purpose::Init, &spec.name, seg.elements.start as u64, std),
+                Init::Normal(std) => {
+                    fill_normal(out, seed, Purpose::Init, &spec.name, seg.elements.start as u64, std)
+                }
                 Init::Ones => out.fill(1.0),
                 Init::Zeros => out.fill(0.0),
             }
@@ -151,7 +153,8 @@ impl Sharded {
     pub fn bind_optimizer(self) -> Result<OptimizerBound> {
         let Sharded { train, model, engine, ops } = self;
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
-        let ranges = (0..units.len()).map(|u| if engine.policy.shard_optimizer { engine.own(u) } else { 0..units[u].len() });
+        let ranges = (0..units.len())
+            .map(|u| if engine.policy.shard_optimizer { engine.own(u) } else { 0..units[u].len() });
         let optimizer = Optimizer::bind(&train.optimizer, &units, ranges).map_err(Error::job)?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.len() - 2;

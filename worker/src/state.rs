@@ -38,11 +38,19 @@ pub fn state_roles(spec: &OptimizerSpec) -> Vec<Role> {
         OptimizerName::Sgd => (Role::Momentum, Role::Momentum),
     };
     let (has_first, has_second) = state_vectors(spec);
-    [(has_first, first), (has_second, second)].into_iter().filter(|(has, _)| *has).map(|(_, role)| role).collect()
+    [(has_first, first), (has_second, second)]
+        .into_iter()
+        .filter(|(has, _)| *has)
+        .map(|(_, role)| role)
+        .collect()
 }
 
 /// Everything this rank owns, borrowed for as long as the guards live.
-pub fn pieces<'a>(engine: &'a Engine, optimizer: &'a Optimizer, params: &'a [RwLockReadGuard<Buf>]) -> Vec<Piece<'a>> {
+pub fn pieces<'a>(
+    engine: &'a Engine,
+    optimizer: &'a Optimizer,
+    params: &'a [RwLockReadGuard<Buf>],
+) -> Vec<Piece<'a>> {
     let roles = state_roles(optimizer.spec());
     let mut out = Vec::new();
     for (u, shard) in engine.shards.iter().enumerate() {
@@ -107,7 +115,13 @@ pub fn read_own(bound: &mut ScheduleBound, ckpt: &Checkpoint) -> std::result::Re
 }
 
 /// What fills flat range `own` of one vector of a unit; `values` begins at flat position `base`.
-fn requests_of<'a>(unit: &'a Unit, role: Role, own: &Range<usize>, base: usize, values: &'a mut [f32]) -> Vec<Request<'a>> {
+fn requests_of<'a>(
+    unit: &'a Unit,
+    role: Role,
+    own: &Range<usize>,
+    base: usize,
+    values: &'a mut [f32],
+) -> Vec<Request<'a>> {
     let mut rest = &mut values[own.start - base..own.end - base];
     let segments = unit.segments(own.clone());
     let requests = segments.into_iter().map(|seg| {

@@ -88,6 +88,15 @@ fn a_loss_that_is_not_finite_changes_nothing() {
         });
         let (at, params) = ended.expect("a learning rate of 1e30 diverges");
         assert_eq!(running.at, at);
-        assert!(running.trainer.engine.params(1).host().iter().zip(&params).all(|(a, b)| a.to_bits() == b.to_bits()));
+        assert!(
+            running
+                .trainer
+                .engine
+                .params(1)
+                .host()
+                .iter()
+                .zip(&params)
+                .all(|(a, b)| a.to_bits() == b.to_bits())
+        );
     });
 }

@@ -34,7 +34,8 @@ impl Source for Case {
 
 fn load(name: &str) -> Case {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/llama").join(name);
-    let json = |file: &str| -> Value { serde_json::from_slice(&std::fs::read(dir.join(file)).unwrap()).unwrap() };
+    let json =
+        |file: &str| -> Value { serde_json::from_slice(&std::fs::read(dir.join(file)).unwrap()).unwrap() };
     let (config, case) = (json("config.json"), json("case.json"));
     let n = |key: &str| config[key].as_u64().unwrap() as u32;
     let model = ModelSpec {
@@ -60,7 +61,8 @@ fn load(name: &str) -> Case {
     spec.clip_norm = opt["clip_norm"].as_f64().map(|c| c as f32);
     spec.schedule.name = ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;
-    let list = |v: &Value| v.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as u32).collect::<Vec<_>>();
+    let list =
+        |v: &Value| v.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as u32).collect::<Vec<_>>();
     let batches = case["batches"].as_array().unwrap().iter();
     Case {
         tensors: tensors(&std::fs::read(dir.join("tensors.safetensors")).unwrap()),
@@ -155,7 +157,15 @@ fn logits(running: &Running) -> Vec<f32> {
     let (mut normed, mut rstd, mut out) = (Buf::zeroed(m * d), Buf::zeroed(m), Buf::zeroed(m * v));
     let norm = weights["model.norm.weight"].as_slice();
     let x = t.work.x.last().unwrap().view();
-    t.ops.rmsnorm_forward(normed.view_mut(), rstd.view_mut(), x, norm.into(), m, d, running.train().model.rms_norm_eps);
+    t.ops.rmsnorm_forward(
+        normed.view_mut(),
+        rstd.view_mut(),
+        x,
+        norm.into(),
+        m,
+        d,
+        running.train().model.rms_norm_eps,
+    );
     let head = weights.get("lm_head.weight").unwrap_or(&weights["model.embed_tokens.weight"]).as_slice();
     t.ops.matmul_forward(out.view_mut(), normed.view(), head.into(), m, v, d, Write::Set);
     out.host().to_vec()

@@ -25,8 +25,6 @@ enum P {
     Down,
 }
 
-
-
 struct Llama {
     spec: ModelSpec,
     d: usize,
@@ -139,7 +137,13 @@ impl Llama {
     }
 
     fn attention(&self, batch: &Batch) -> AttentionShape {
-        AttentionShape { b: batch.b, t: batch.t, heads: self.heads, kv_heads: self.kv_heads, head_dim: self.head_dim }
+        AttentionShape {
+            b: batch.b,
+            t: batch.t,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+        }
     }
 
     /// The rotary tables of the first `t` positions.
@@ -164,7 +168,8 @@ impl Model for Llama {
             shape: vec![self.vocab, self.d],
             init: Init::Normal(std),
         };
-        let mut head = vec![ParamSpec { name: "model.norm.weight".into(), shape: vec![self.d], init: Init::Ones }];
+        let mut head =
+            vec![ParamSpec { name: "model.norm.weight".into(), shape: vec![self.d], init: Init::Ones }];
         if !self.tied() {
             head.push(matrix(LM_HEAD));
         }
@@ -267,7 +272,16 @@ impl Model for Llama {
         let w_qkv = p.slice(self.span(P::Q, P::V));
         ops.matmul_forward(qkv.view_mut(), norm.view(), w_qkv, m, self.qkv_width(), d, Write::Set);
         let rotated = self.heads + self.kv_heads;
-        ops.rope_forward(qkv.view_mut(), cos, sin, batch.b, batch.t, rotated, self.head_dim, self.qkv_width());
+        ops.rope_forward(
+            qkv.view_mut(),
+            cos,
+            sin,
+            batch.b,
+            batch.t,
+            rotated,
+            self.head_dim,
+            self.qkv_width(),
+        );
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &batch.starts, self.attention(batch));
         ops.matmul_forward(mid.view_mut(), o.view(), self.w(p, P::O), m, d, o_width, Write::Set);
         let w_post = self.w(p, P::PostNorm);
@@ -302,27 +316,102 @@ impl Model for Llama {
 
         // MLP
         ops.swiglu_forward(act.view_mut(), gate_up.view(), m, f);
-        ops.matmul_backward_weight((&mut g[self.span(P::Down, P::Down)]).into(), dx.as_view(), act.view(), m, d, f, Write::Set);
+        ops.matmul_backward_weight(
+            (&mut g[self.span(P::Down, P::Down)]).into(),
+            dx.as_view(),
+            act.view(),
+            m,
+            d,
+            f,
+            Write::Set,
+        );
         ops.matmul_backward_input(act.view_mut(), dx.as_view(), self.w(p, P::Down), m, d, f, Write::Set);
         ops.swiglu_backward(dgate_up.view_mut(), act.view(), gate_up.view(), m, f);
         let (gate_up_range, w_post) = (self.span(P::Gate, P::Up), self.w(p, P::PostNorm));
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.eps);
-        ops.matmul_backward_weight((&mut g[gate_up_range.clone()]).into(), dgate_up.view(), norm.view(), m, 2 * f, d, Write::Set);
-        ops.matmul_backward_input(dnorm.view_mut(), dgate_up.view(), p.slice(gate_up_range), m, 2 * f, d, Write::Set);
+        ops.matmul_backward_weight(
+            (&mut g[gate_up_range.clone()]).into(),
+            dgate_up.view(),
+            norm.view(),
+            m,
+            2 * f,
+            d,
+            Write::Set,
+        );
+        ops.matmul_backward_input(
+            dnorm.view_mut(),
+            dgate_up.view(),
+            p.slice(gate_up_range),
+            m,
+            2 * f,
+            d,
+            Write::Set,
+        );
         let dw_post = (&mut g[norm_range(P::PostNorm)]).into();
-        ops.rmsnorm_backward(dx.reborrow(), dw_post, dnorm.view(), mid.view(), w_post, rstd2.view(), m, d, Write::Add);
+        ops.rmsnorm_backward(
+            dx.reborrow(),
+            dw_post,
+            dnorm.view(),
+            mid.view(),
+            w_post,
+            rstd2.view(),
+            m,
+            d,
+            Write::Add,
+        );
 
         // attention
-        ops.matmul_backward_weight((&mut g[self.span(P::O, P::O)]).into(), dx.as_view(), o.view(), m, d, o_width, Write::Set);
+        ops.matmul_backward_weight(
+            (&mut g[self.span(P::O, P::O)]).into(),
+            dx.as_view(),
+            o.view(),
+            m,
+            d,
+            o_width,
+            Write::Set,
+        );
         ops.matmul_backward_input(d_o.view_mut(), dx.as_view(), self.w(p, P::O), m, d, o_width, Write::Set);
         let shape = self.attention(batch);
-        ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), &batch.starts, shape);
+        ops.attention_backward(
+            dqkv.view_mut(),
+            d_o.view(),
+            o.view(),
+            lse.view(),
+            qkv.view(),
+            &batch.starts,
+            shape,
+        );
         let rotated = self.heads + self.kv_heads;
-        ops.rope_backward(dqkv.view_mut(), cos, sin, batch.b, batch.t, rotated, self.head_dim, self.qkv_width());
+        ops.rope_backward(
+            dqkv.view_mut(),
+            cos,
+            sin,
+            batch.b,
+            batch.t,
+            rotated,
+            self.head_dim,
+            self.qkv_width(),
+        );
         let (qkv_range, w_in) = (self.span(P::Q, P::V), self.w(p, P::InputNorm));
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.eps);
-        ops.matmul_backward_weight((&mut g[qkv_range.clone()]).into(), dqkv.view(), norm.view(), m, self.qkv_width(), d, Write::Set);
-        ops.matmul_backward_input(dnorm.view_mut(), dqkv.view(), p.slice(qkv_range), m, self.qkv_width(), d, Write::Set);
+        ops.matmul_backward_weight(
+            (&mut g[qkv_range.clone()]).into(),
+            dqkv.view(),
+            norm.view(),
+            m,
+            self.qkv_width(),
+            d,
+            Write::Set,
+        );
+        ops.matmul_backward_input(
+            dnorm.view_mut(),
+            dqkv.view(),
+            p.slice(qkv_range),
+            m,
+            self.qkv_width(),
+            d,
+            Write::Set,
+        );
         let dw_in = (&mut g[norm_range(P::InputNorm)]).into();
         ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, Write::Add);
     }

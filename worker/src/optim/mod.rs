@@ -70,9 +70,14 @@ pub fn no_decay_set(patterns: &[String], units: &[Unit]) -> Result<GlobSet, Stri
 
 impl Optimizer {
     /// Zero states for the given range of each unit.
-    pub fn bind(spec: &OptimizerSpec, units: &[Unit], ranges: impl Iterator<Item = Range<usize>>) -> Result<Self, String> {
+    pub fn bind(
+        spec: &OptimizerSpec,
+        units: &[Unit],
+        ranges: impl Iterator<Item = Range<usize>>,
+    ) -> Result<Self, String> {
         let no_decay = no_decay_set(&spec.no_decay, units)?;
-        let decay = units.iter().map(|u| u.params.iter().map(|p| !no_decay.is_match(&p.name)).collect()).collect();
+        let decay =
+            units.iter().map(|u| u.params.iter().map(|p| !no_decay.is_match(&p.name)).collect()).collect();
         let (first, second) = state_vectors(spec);
         let states = ranges.map(|range| UnitStates {
             first: Buf::zeroed(if first { range.len() } else { 0 }),
@@ -104,7 +109,11 @@ impl Optimizer {
 
     /// The parameter groups, for checkpoints.
     pub fn groups(&self, units: &[Unit]) -> Vec<Group> {
-        [true, false].into_iter().map(|decayed| self.group(units, decayed)).filter(|g| !g.params.is_empty()).collect()
+        [true, false]
+            .into_iter()
+            .map(|decayed| self.group(units, decayed))
+            .filter(|g| !g.params.is_empty())
+            .collect()
     }
 
     fn group(&self, units: &[Unit], decayed: bool) -> Group {
@@ -122,7 +131,15 @@ impl Optimizer {
     }
 
     /// Updates `params` of unit `u`; both vectors cover the bound range.
-    pub fn update(&mut self, ops: &dyn Ops, u: usize, unit: &Unit, params: &mut [f32], grad: View, step: StepFacts) {
+    pub fn update(
+        &mut self,
+        ops: &dyn Ops,
+        u: usize,
+        unit: &Unit,
+        params: &mut [f32],
+        grad: View,
+        step: StepFacts,
+    ) {
         let st = &mut self.units[u];
         assert!(params.len() == st.range.len() && grad.len() == st.range.len(), "update of another range");
         let base = st.range.start;

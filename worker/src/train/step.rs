@@ -234,17 +234,22 @@ impl Trainer {
         Ok(())
     }
 
-    fn head_compute(&mut self, head: &Held, embedding: Option<&Held>, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
+    fn head_compute(
+        &mut self,
+        head: &Held,
+        embedding: Option<&Held>,
+        grads: Option<(&mut Buf, Option<&mut Buf>)>,
+    ) {
         let scale = 1.0 / (self.global_batch() as f32 * self.batch.t as f32);
-        let (head_len, embedding_len) = (self.engine.shards[self.head_unit()].unit.len(), self.engine.shards[0].unit.len());
-        let (w, m, ops, batch, engine) = (&mut self.work, &self.model, self.ops.as_ref(), &self.batch, &self.engine);
-        let grads = grads.map(|(head, embedding)| {
-            HeadGrads {
-                dx: w.dx.view_mut(),
-                head: head.view_mut().slice(0..head_len),
-                embedding: embedding.map(|e| e.view_mut().slice(0..embedding_len)),
-                scale,
-            }
+        let (head_len, embedding_len) =
+            (self.engine.shards[self.head_unit()].unit.len(), self.engine.shards[0].unit.len());
+        let (w, m, ops, batch, engine) =
+            (&mut self.work, &self.model, self.ops.as_ref(), &self.batch, &self.engine);
+        let grads = grads.map(|(head, embedding)| HeadGrads {
+            dx: w.dx.view_mut(),
+            head: head.view_mut().slice(0..head_len),
+            embedding: embedding.map(|e| e.view_mut().slice(0..embedding_len)),
+            scale,
         });
         let x = w.x.last().expect("a workspace has the head's input").view();
         engine.with_params(head, |head| match embedding {
@@ -279,7 +284,9 @@ impl Trainer {
             };
             said = Word { flags: said.flags | flags, peak_rss: said.peak_rss.max(*peak_rss) };
             for [slot, sum, targets] in records.as_chunks::<3>().0 {
-                let to = all.get_mut(*slot as usize).ok_or_else(|| Error::failed("a rank reported an unknown slot"))?;
+                let to = all
+                    .get_mut(*slot as usize)
+                    .ok_or_else(|| Error::failed("a rank reported an unknown slot"))?;
                 *to = SlotLoss { sum: f64::from_bits(*sum), targets: *targets };
             }
         }
@@ -306,7 +313,8 @@ impl Trainer {
         let mean = self.mean_scale(outcome.targets);
         let outcome = Outcome { grad_norm: self.norm(&grads)? * mean, ..outcome };
         let finite = outcome.loss.is_finite() && outcome.grad_norm.is_finite();
-        let clip = self.clip_norm.map_or(1.0, |limit| (f64::from(limit) / (outcome.grad_norm + 1e-6)).min(1.0));
+        let clip =
+            self.clip_norm.map_or(1.0, |limit| (f64::from(limit) / (outcome.grad_norm + 1e-6)).min(1.0));
         let facts = StepFacts { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
         for (u, own) in grads.into_iter().enumerate() {
             if finite {
@@ -355,9 +363,11 @@ impl Trainer {
         for s in self.engine.shards.iter() {
             for (rank, reader) in readers.iter_mut().enumerate() {
                 let segments = s.unit.segments(s.part.range(rank));
-                let blocks: usize = segments.iter().map(|g| g.flat.len().div_ceil(device::ops::NORM_BLOCK)).sum();
+                let blocks: usize =
+                    segments.iter().map(|g| g.flat.len().div_ceil(device::ops::NORM_BLOCK)).sum();
                 for _ in 0..blocks {
-                    let word = reader.next().ok_or_else(|| Error::failed("a rank reported too few block sums"))?;
+                    let word =
+                        reader.next().ok_or_else(|| Error::failed("a rank reported too few block sums"))?;
                     all.push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
                 }
             }

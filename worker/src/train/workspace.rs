@@ -18,7 +18,13 @@ pub struct Workspace {
 }
 
 /// Lengths of all buffers of a [`Workspace`], for allocation and for the estimate.
-pub fn lengths(model: &dyn Model, layers: usize, b: usize, t: usize, recompute: Recompute) -> (usize, usize, Vec<usize>, Vec<usize>) {
+pub fn lengths(
+    model: &dyn Model,
+    layers: usize,
+    b: usize,
+    t: usize,
+    recompute: Recompute,
+) -> (usize, usize, Vec<usize>, Vec<usize>) {
     let saved_sets = match recompute {
         Recompute::None => layers,
         Recompute::Block => layers.min(1),
@@ -47,7 +53,8 @@ impl Workspace {
     /// Bytes of all buffers.
     pub fn bytes(model: &dyn Model, layers: usize, b: usize, t: usize, recompute: Recompute) -> u64 {
         let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute);
-        let floats = x * (layers + 2) + sets * saved.iter().sum::<usize>() + scratch.iter().sum::<usize>() + b * t;
+        let floats =
+            x * (layers + 2) + sets * saved.iter().sum::<usize>() + scratch.iter().sum::<usize>() + b * t;
         4 * floats as u64
     }
 }

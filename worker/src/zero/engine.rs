@@ -69,7 +69,14 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Engine {
     /// Allocates this rank's part of every unit, zeroed.
-    pub fn new(units: Vec<Unit>, policy: Policy, slots: usize, prefetch: usize, queue: Queue, ops: Arc<dyn Ops>) -> Self {
+    pub fn new(
+        units: Vec<Unit>,
+        policy: Policy,
+        slots: usize,
+        prefetch: usize,
+        queue: Queue,
+        ops: Arc<dyn Ops>,
+    ) -> Self {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);

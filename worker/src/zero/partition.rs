@@ -19,7 +19,13 @@ impl Partition {
     pub fn new(unit: &Unit, world: usize) -> Self {
         let len = unit.len();
         let cuts: Vec<usize> = (0..=world)
-            .map(|r| if r == world { len } else { nearest_cut(unit, (len as u128 * r as u128 / world as u128) as usize) })
+            .map(|r| {
+                if r == world {
+                    len
+                } else {
+                    nearest_cut(unit, (len as u128 * r as u128 / world as u128) as usize)
+                }
+            })
             .collect();
         let counts = cuts.windows(2).map(|w| w[1] - w[0]).collect();
         Partition { cuts, counts }
@@ -57,7 +63,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn unit(sizes: &[usize]) -> Unit {
-        let spec = |(i, &n): (usize, &usize)| ParamSpec { name: format!("p{i}"), shape: vec![n], init: Init::Zeros };
+        let spec =
+            |(i, &n): (usize, &usize)| ParamSpec { name: format!("p{i}"), shape: vec![n], init: Init::Zeros };
         Unit::new("u", sizes.iter().enumerate().map(spec).collect())
     }
 

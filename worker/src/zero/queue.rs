@@ -49,7 +49,10 @@ impl Queue {
     }
 
     /// Runs `f` after everything submitted before.
-    pub fn submit<T: Send + 'static>(&self, f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static) -> Ticket<T> {
+    pub fn submit<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
+    ) -> Ticket<T> {
         let (done, result) = mpsc::sync_channel(1);
         let job: Job = Box::new(move |comm| {
             // The caller may have dropped its ticket after an error elsewhere.
@@ -64,7 +67,10 @@ impl Queue {
     }
 
     /// Runs `f` after everything submitted before and waits for it.
-    pub fn run<T: Send + 'static>(&self, f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static) -> Result<T> {
+    pub fn run<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
         self.submit(f).wait()
     }
 }

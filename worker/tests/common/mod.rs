@@ -13,7 +13,7 @@ use worker::{
 };
 
 /// A tiny model whose sizes nothing divides.
-pub fn odd_model() -> ModelSpec {
+pub(crate) fn odd_model() -> ModelSpec {
     ModelSpec {
         family: "llama".into(),
         vocab_size: 131,
@@ -31,7 +31,7 @@ pub fn odd_model() -> ModelSpec {
     }
 }
 
-pub fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
+pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
     TrainSpec {
         model,
         data: DataSpec {
@@ -66,8 +66,8 @@ pub fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len:
 }
 
 /// Tokens and labels that depend on the sample's number alone; some labels are ignored, some samples hold two documents.
-pub struct MadeUp {
-    pub vocab: u32,
+pub(crate) struct MadeUp {
+    pub(crate) vocab: u32,
 }
 
 impl Source for MadeUp {
@@ -93,14 +93,14 @@ impl Source for MadeUp {
     }
 }
 
-pub fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ScheduleBound {
+pub(crate) fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ScheduleBound {
     let ops: Arc<dyn Ops> = Arc::new(Cpu::new(threads));
     let spec = Spec::new(spec, spec.model.vocab_size).unwrap();
     spec.parameters().unwrap().shard(comm, ops).unwrap().bind_optimizer().unwrap().bind_schedule()
 }
 
 /// Runs `f` as every rank of `world`; results by rank.
-pub fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
+pub(crate) fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     std::thread::scope(|s| {
         let ranks: Vec<_> = local::group(world)
             .into_iter()
@@ -114,7 +114,7 @@ pub fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) ->
 }
 
 /// Takes `steps` steps; losses and norms as bits.
-pub fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
+pub(crate) fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
     let source = MadeUp { vocab: running.train().model.vocab_size };
     (0..steps)
         .map(|_| {
@@ -125,7 +125,7 @@ pub fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
 }
 
 /// Losses and norms of a fresh run; all ranks must agree.
-pub fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) -> Vec<(u64, u64)> {
+pub(crate) fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) -> Vec<(u64, u64)> {
     let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).start(Cursor::default()), n));
     assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
     all.into_iter().next().unwrap()

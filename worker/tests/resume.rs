@@ -1,0 +1,163 @@
+//! Stop on N workers, resume on M, any stage to any stage: the losses go on with the same bits.
+mod common;
+use common::*;
+use contract::job::*;
+use std::path::Path;
+use worker::{
+    resume::resume,
+    save::{Identity, Saver},
+    stages::{Cursor, Running},
+    state::model_card,
+};
+
+const BEFORE: u64 = 3;
+const AFTER: u64 = 2;
+
+fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
+    JobSpec {
+        name: "test".into(),
+        cluster: ClusterSpec {
+            hosts: Hosts::Local,
+            workers_per_host: Count::Auto,
+            devices: Devices::Cpu,
+            master_port: MasterPort::Auto,
+        },
+        run: RunSpec {
+            command: None,
+            workdir: dir.into(),
+            env: Vec::new(),
+            grace_ms: 1000,
+            logs: LogsSpec { dir: "runs".into(), show: vec![0], prefix: true, max_size: 1 << 20 },
+        },
+        train: Some(train.clone()),
+        checkpoint: CheckpointSpec {
+            dir: "checkpoints".into(),
+            every: Every::Never,
+            keep: 2,
+            r#async: asynchronous,
+            gather_16bit_weights_on_model_save: false,
+        },
+        resume: ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile },
+    }
+}
+
+fn saver(running: &Running, job: &JobSpec, root: &Path) -> Saver {
+    let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let identity = Identity {
+        model: model_card(running.trainer.model.as_ref(), &units, &running.train().model, 0),
+        tokenizer: Vec::new(),
+        job: job.clone(),
+        data_digest: "made up".into(),
+        rng_generation: 0,
+    };
+    Saver::new(root.into(), job.checkpoint.clone(), identity, None)
+}
+
+/// Trains `BEFORE` steps and saves.
+fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
+    let job = job(spec, root, asynchronous);
+    on_ranks(world, |c| {
+        let mut running = build(spec, c, 1).start(Cursor::default());
+        steps(&mut running, BEFORE);
+        let mut saver = saver(&running, &job, root);
+        saver.begin(&running).unwrap();
+        if asynchronous {
+            // What is written is the state at `begin`, whatever happens meanwhile.
+            steps(&mut running, 1);
+        }
+        assert_eq!(saver.finish(&running).unwrap().unwrap().step, BEFORE);
+    });
+}
+
+/// Resumes and takes `AFTER` more steps; also the notices.
+fn resume_and_train(spec: &TrainSpec, world: usize, root: &Path) -> (Vec<(u64, u64)>, Vec<String>) {
+    let job = job(spec, root, false);
+    let all = on_ranks(world, |c| {
+        let mut bound = build(spec, c, 1);
+        let mut events = Vec::new();
+        let resumed = resume(&mut bound, &job, root, root, "made up", &mut |e| {
+            events.push(format!("{e:?}"));
+            Ok(())
+        });
+        let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
+        (steps(&mut bound.start(cursor), AFTER), events)
+    });
+    all.into_iter().next().unwrap()
+}
+
+fn spec(stage: u8) -> TrainSpec {
+    train_spec(odd_model(), stage, 8, 1, 11)
+}
+
+#[test]
+fn every_number_of_workers_to_every_other() {
+    let expected = fresh_run(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+    for (i, n) in [1, 2, 3, 4, 8].into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let from_stage = (i % 4) as u8;
+        train_and_save(&spec(from_stage), n, dir.path(), n % 2 == 0);
+        for (j, m) in [1, 2, 3, 4, 8].into_iter().enumerate() {
+            let to_stage = ((i + j + 3) % 4) as u8;
+            let (got, events) = resume_and_train(&spec(to_stage), m, dir.path());
+            assert_eq!(got, expected, "{n} workers at stage {from_stage} to {m} at stage {to_stage}");
+            assert_eq!(events.len(), 1, "nothing but the resume to tell: {events:?}");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_checkpoint_is_passed_over_and_said_so() {
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(&spec(3), 2, dir.path(), false);
+    let newer = dir.path().join("step-00000009");
+    std::fs::create_dir(&newer).unwrap();
+    for f in std::fs::read_dir(dir.path().join("step-00000003")).unwrap() {
+        let f = f.unwrap();
+        std::fs::copy(f.path(), newer.join(f.file_name())).unwrap();
+    }
+    let shard = newer.join("shard-00001-of-00002.safetensors");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let expected = fresh_run(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+    let (got, events) = resume_and_train(&spec(3), 3, dir.path());
+    assert_eq!(got, expected);
+    assert!(events.iter().any(|e| e.contains("passed over") && e.contains("step-00000009")), "{events:?}");
+}
+
+#[test]
+fn another_model_or_optimizer_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(&spec(2), 2, dir.path(), false);
+    let refused = |other: &TrainSpec| {
+        let job = job(other, dir.path(), false);
+        let errors = on_ranks(2, |c| {
+            let mut bound = build(other, c, 1);
+            resume(&mut bound, &job, dir.path(), dir.path(), "made up", &mut |_| Ok(())).err().unwrap()
+        });
+        assert_eq!(errors[0].exit, contract::exit::WorkerExit::Checkpoint);
+        errors[0].message.clone()
+    };
+    let mut wider = spec(2);
+    wider.model.intermediate_size = 58;
+    let message = refused(&wider);
+    assert!(message.contains("model.layers.0.mlp.gate_proj.weight"), "{message}");
+    let mut sgd = spec(2);
+    sgd.optimizer.name = OptimizerName::Sgd;
+    sgd.optimizer.momentum = 0.9;
+    let message = refused(&sgd);
+    assert!(message.contains("momentum"), "{message}");
+}
+
+#[test]
+fn changed_settings_are_told() {
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(&spec(1), 1, dir.path(), false);
+    let mut changed = spec(1);
+    changed.optimizer.weight_decay = 0.2;
+    changed.seed = 8;
+    let (_, events) = resume_and_train(&changed, 2, dir.path());
+    assert!(events.iter().any(|e| e.contains("weight_decay 0.2 (checkpoint: 0.1)")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("seed is 8 here and 7")), "{events:?}");
+}
