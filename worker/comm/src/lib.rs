@@ -2,7 +2,21 @@
 //!
 //! Every rank calls the same collectives in the same order. Sums have one fixed order, so results are bit-equal however
 //! the ranks are spread. No call waits for ever: when the job is aborted, every waiting call returns [`CommError`].
+//!
+//! Two transports: [`local`] (ranks are threads of one process, for tests of a whole engine) and [`shm`] (ranks are
+//! processes of one node). Every collective is also a barrier: it returns only after every rank has entered it.
 use device::{View, ViewMut};
+
+mod call;
+pub mod local;
+pub mod shm;
+mod sum;
+
+/// The most bytes that one rank gives to [`Comm::all_gather_bytes`].
+pub const MAX_GATHER_BYTES: usize = 16 << 20;
+
+/// The most ranks of one group.
+pub const MAX_WORLD: usize = 1024;
 
 /// Why a collective ended without a result.
 #[derive(Clone, Debug, PartialEq, Eq)]

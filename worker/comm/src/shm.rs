@@ -1,0 +1,521 @@
+//! Ranks that are processes of one node and meet in one shared memory segment.
+//!
+//! A collective is a series of *rounds*. In a round every rank fills its slot of the staging memory, enters the round, waits
+//! until all have entered it, and reads what it needs from the peers' slots. Slots alternate, so one wait a round is enough
+//! (why is written down in `wait.rs`). Rounds of streaming collectives move [`CHUNK`] bytes: small enough to stay in the
+//! processors' caches between the writer and the reader.
+//!
+//! Memory: the segment takes 2 × `staging` per rank when all of it is touched, which only
+//! [`reduce_scatter_fold`](Comm::reduce_scatter_fold) does. That one also keeps a private buffer when partials don't fit
+//! into staging: see `fold.rs`.
+use crate::{
+    Comm, CommError, Result, Sink,
+    call::{self, Call, Place},
+    sum::tree_sum,
+};
+use device::{Buf, View, ViewMut};
+use segment::{HeaderMap, Segment};
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Mutex, MutexGuard, atomic::Ordering},
+    time::Duration,
+};
+use wait::{Stopped, publish};
+
+mod fold;
+mod segment;
+#[cfg(test)]
+mod tests;
+mod wait;
+
+/// Bytes that a rank shows in one round of a streaming collective, unless staging is smaller.
+const CHUNK: usize = 512 << 10;
+
+/// Elements of a cache line.
+const LINE: usize = 16;
+
+/// Up to this many bytes every rank sums all of an all_reduce for itself: one round instead of two.
+const SMALL: usize = 16 << 10;
+
+/// What bounds a group's waits and memory. Every rank must give the same `staging`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// How long a rank waits for the others to join the group.
+    pub join: Duration,
+    /// How long a rank waits in a collective that a peer doesn't join.
+    pub wait: Duration,
+    /// Bytes of one of the two staging slots of a rank; rounded up to whole pages.
+    pub staging: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { join: Duration::from_secs(60), wait: Duration::from_secs(30 * 60), staging: 8 << 20 }
+    }
+}
+
+/// One rank of a group of processes. Dropping it leaves the group: peers that need it then get [`CommError::Aborted`].
+pub struct ShmComm {
+    at: Place,
+    limits: Limits,
+    /// May a wait begin with a short spin? Only when every rank can have a processor of its own.
+    spin: bool,
+    seg: Segment,
+    /// Serialises the collectives of one rank.
+    turn: Mutex<Turn>,
+}
+
+struct Turn {
+    /// Collectives called so far.
+    seq: u64,
+    /// Rounds entered so far.
+    round: u64,
+    /// Where pieces are put together that don't fit into staging; kept for the next time.
+    scratch: Buf,
+}
+
+impl Turn {
+    /// The slot of the round to come.
+    fn next_slot(&self) -> usize {
+        ((self.round + 1) % 2) as usize
+    }
+}
+
+/// Aborts the group of the segment `fd` without being a rank of it, for instance while ranks still join.
+pub fn abort(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
+    HeaderMap::open(fd)?.header().abort(reason);
+    Ok(())
+}
+
+impl ShmComm {
+    /// Joins a group as `rank` of `world`. `fd` is one memfd that every rank inherited, of size 0 at first. Returns when
+    /// all ranks have joined; fails when they don't within `limits.join`, and when ranks disagree about world or staging.
+    pub fn join(fd: OwnedFd, rank: usize, world: usize, limits: Limits) -> Result<ShmComm> {
+        let seg = Segment::open(fd.as_fd(), world, &limits)?;
+        if rank >= world {
+            return Err(CommError::Io(format!("rank {rank} in a group of {world} ranks")));
+        }
+        // The processor count of the machine, not of this process: ranks that are pinned have one each.
+        // SAFETY: asks for a number.
+        let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+        let turn = Mutex::new(Turn { seq: 0, round: 0, scratch: Buf::zeroed(0) });
+        let spin = usize::try_from(cpus).is_ok_and(|cpus| cpus >= world);
+        let pid = std::process::id();
+        let joined = &seg.line(rank).joined;
+        if let Err(other) = joined.compare_exchange(0, pid, Ordering::SeqCst, Ordering::SeqCst) {
+            let what = format!("rank {rank} has joined already, as process {other}; this is process {pid}");
+            seg.header().abort(&what);
+            return Err(CommError::Io(what));
+        }
+        let comm = ShmComm { at: Place { rank, world }, limits, spin, seg, turn };
+        comm.seg.header().ring();
+        match comm.seg.await_join(limits.join) {
+            Ok(()) => comm.healthy().map(|()| comm),
+            Err(stopped) => Err(comm.stopped(stopped, "join", limits.join)),
+        }
+    }
+
+    /// Fails when the group is aborted.
+    fn healthy(&self) -> Result<()> {
+        self.seg.header().aborted().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
+    }
+
+    /// Begins a collective; fails when the group is aborted or the arguments don't fit.
+    fn enter(&self, call: std::result::Result<Call, String>) -> Result<(MutexGuard<'_, Turn>, Call)> {
+        let mut turn = self.turn.lock().map_err(|_| {
+            let reason = format!("rank {} panicked inside a collective", self.at.rank);
+            self.abort(&reason);
+            CommError::Aborted(reason)
+        })?;
+        self.healthy()?;
+        let call = call.map_err(|e| self.disagree(format!("rank {}: {e}", self.at.rank)))?.numbered(turn.seq);
+        turn.seq += 1;
+        Ok((turn, call))
+    }
+
+    /// A mismatch ends the group: later calls would pair with the wrong ones.
+    fn disagree(&self, what: String) -> CommError {
+        let error = CommError::Mismatch(what);
+        self.abort(&error.to_string());
+        error
+    }
+
+    /// The error for a wait that ended early; a rank that gives up ends the group.
+    fn stopped(&self, why: Stopped, what: &str, limit: Duration) -> CommError {
+        let me = self.at.rank;
+        match why {
+            Stopped::Aborted(reason) => CommError::Aborted(reason),
+            Stopped::Left(rank) => {
+                let reason = format!("rank {rank} left the group before {what}");
+                self.abort(&reason);
+                CommError::Aborted(reason)
+            }
+            Stopped::Late(missing) => {
+                let missing = call::ranks(&missing, self.at.world);
+                let reason =
+                    format!("rank {me} waited {limit:?} in {what} for {missing}, which did not come");
+                self.abort(&reason);
+                CommError::Io(reason)
+            }
+        }
+    }
+
+    /// Enters the next round with what was written to its slot; other ranks may read it from now on.
+    fn post(&self, turn: &mut Turn, call: &Call) {
+        turn.round += 1;
+        self.seg.post(self.at.rank, turn.round, call.words());
+    }
+
+    /// Waits until all ranks have entered the round and checks that they did so for the same call.
+    fn meet(&self, turn: &Turn, call: &Call) -> Result<()> {
+        if let Err(stopped) = self.seg.await_round(turn.round, self.spin, self.limits.wait) {
+            let what = format!("{} (call {})", call.kind.name(), call.seq);
+            return Err(self.stopped(stopped, &what, self.limits.wait));
+        }
+        let slot = (turn.round % 2) as usize;
+        for peer in self.peers() {
+            let words = self.seg.line(peer).call[slot].each_ref().map(|w| w.load(Ordering::Relaxed));
+            call.agree(self.at.rank, peer, words).map_err(|what| self.disagree(what))?;
+        }
+        Ok(())
+    }
+
+    /// The other ranks, beginning with the next one: not all read from the same rank at a time.
+    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let Place { rank, world } = self.at;
+        (1..world).map(move |i| (rank + i) % world)
+    }
+
+    /// Elements that fit into a round of a streaming collective.
+    fn chunk(&self) -> usize {
+        CHUNK.min(self.seg.layout.staging) / size_of::<f32>()
+    }
+
+    /// As [`ShmComm::chunk`] for each peer, when every peer gets something else; whole cache lines.
+    fn chunk_each(&self) -> usize {
+        (self.chunk() / (self.at.world - 1)) & !(LINE - 1)
+    }
+
+    /// Where in `owner`'s slot the chunk for `dest` begins, when every peer gets `each` elements.
+    fn dest_at(&self, owner: usize, dest: usize, each: usize) -> usize {
+        (dest - usize::from(dest > owner)) * each
+    }
+
+    /// Sums all of `x` here: a single round.
+    fn all_reduce_small(&self, turn: &mut Turn, call: Call, x: &mut [f32]) -> Result<()> {
+        let slot = turn.next_slot();
+        // SAFETY: this rank's slot of the next round.
+        unsafe { self.seg.slot_f32_mut(self.at.rank, slot, 0, x.len()) }.copy_from_slice(x);
+        self.post(turn, &call);
+        self.meet(turn, &call)?;
+        // SAFETY: read within the round.
+        let parts: Vec<&[f32]> =
+            (0..self.at.world).map(|r| unsafe { self.seg.slot_f32(r, slot, 0, x.len()) }).collect();
+        tree_sum(x, &parts);
+        Ok(())
+    }
+
+    /// Every rank sums its share of `x` (at most a chunk long) and shows it to all: two rounds.
+    fn all_reduce_block(&self, turn: &mut Turn, call: Call, x: &mut [f32]) -> Result<()> {
+        let Place { rank, world } = self.at;
+        let share = |r: usize| call::share(x.len(), r, world);
+        let mine = share(rank);
+        let slot = turn.next_slot();
+        for peer in self.peers() {
+            let part = share(peer);
+            // SAFETY: this rank's slot of the next round.
+            unsafe { self.seg.slot_f32_mut(rank, slot, part.start, part.len()) }.copy_from_slice(&x[part]);
+        }
+        self.post(turn, &call);
+        self.meet(turn, &call)?;
+        // SAFETY: this rank's slot of the next round; the peers' slots are read within this round.
+        let sum = unsafe { self.seg.slot_f32_mut(rank, 1 - slot, mine.start, mine.len()) };
+        let part = |r: usize| match r == rank {
+            true => &x[mine.clone()],
+            // SAFETY: as above.
+            false => unsafe { self.seg.slot_f32(r, slot, mine.start, mine.len()) },
+        };
+        tree_sum(sum, &(0..world).map(part).collect::<Vec<_>>());
+        let (at, len) = (mine.start, x.len());
+        self.post(turn, &call);
+        x[at..at + sum.len()].copy_from_slice(sum);
+        self.meet(turn, &call)?;
+        for peer in self.peers() {
+            let part = call::share(len, peer, world);
+            // SAFETY: read within the round.
+            let sum = unsafe { self.seg.slot_f32(peer, 1 - slot, part.start, part.len()) };
+            x[part].copy_from_slice(sum);
+        }
+        Ok(())
+    }
+
+    /// Sends `send[i..]`'s chunks to everybody and hands every peer's chunk to `take(peer, chunk)`; `lens[r]` bytes come from
+    /// rank r. What the lengths are must be agreed.
+    fn gather(
+        &self,
+        turn: &mut Turn,
+        call: &Call,
+        send: &[u8],
+        lens: &[usize],
+        mut take: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()> {
+        let chunk = self.chunk() * size_of::<f32>();
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        let mut at = 0;
+        loop {
+            let slot = turn.next_slot();
+            let mine = piece(send.len(), at, chunk);
+            // SAFETY: this rank's slot of the next round.
+            unsafe { self.seg.slot_mut(self.at.rank, slot, 0, mine.len()) }
+                .copy_from_slice(&send[mine.clone()]);
+            self.post(turn, call);
+            take(self.at.rank, at, &send[mine]);
+            self.meet(turn, call)?;
+            for peer in self.peers() {
+                let len = piece(lens[peer], at, chunk).len();
+                // SAFETY: read within the round.
+                take(peer, at, unsafe { self.seg.slot(peer, slot, 0, len) });
+            }
+            at += chunk;
+            if at >= longest {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Every rank's number, from one round.
+    fn gather_number(&self, turn: &mut Turn, call: &Call, number: u64) -> Result<Vec<u64>> {
+        let slot = turn.next_slot();
+        publish(self.seg.table(self.at.rank, slot), [number]);
+        self.post(turn, call);
+        self.meet(turn, call)?;
+        Ok((0..self.at.world).map(|r| self.seg.table(r, slot)[0].load(Ordering::Relaxed)).collect())
+    }
+
+    /// Publishes what this rank sends and expects, and checks the peers' tables: the longest message between any two.
+    fn agree_all_to_all(
+        &self,
+        turn: &mut Turn,
+        call: &Call,
+        recv_counts: &[usize],
+        send_counts: &[usize],
+    ) -> Result<usize> {
+        let Place { rank, world } = self.at;
+        let slot = turn.next_slot();
+        let words = send_counts.iter().chain(recv_counts).map(|&n| n as u64);
+        publish(self.seg.table(rank, slot), words);
+        self.post(turn, call);
+        self.meet(turn, call)?;
+        let mut longest = 0;
+        for peer in 0..world {
+            let table: Vec<u64> =
+                self.seg.table(peer, slot).iter().map(|w| w.load(Ordering::Relaxed)).collect();
+            call::pair(peer, rank, table[rank], recv_counts[peer] as u64)
+                .and_then(|()| call::pair(rank, peer, send_counts[peer] as u64, table[world + rank]))
+                .map_err(|what| self.disagree(what))?;
+            let sent = (0..world).filter(|&to| to != peer).map(|to| table[to]).max();
+            longest = longest.max(sent.unwrap_or(0));
+        }
+        // A peer that publishes nonsense makes rounds, not memory.
+        Ok(usize::try_from(longest).unwrap_or(usize::MAX))
+    }
+}
+
+/// The part of `0..len` from `at`, at most `chunk` long; empty beyond the end.
+fn piece(len: usize, at: usize, chunk: usize) -> std::ops::Range<usize> {
+    at.min(len)..at.saturating_add(chunk).min(len)
+}
+
+impl Comm for ShmComm {
+    fn rank(&self) -> usize {
+        self.at.rank
+    }
+
+    fn world(&self) -> usize {
+        self.at.world
+    }
+
+    fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
+        let (mut turn, call) = self.enter(Call::all_gather(self.at, recv.len(), send.len(), counts))?;
+        let (recv, send) = (recv.host(), send.host());
+        if self.at.world == 1 {
+            recv.copy_from_slice(send);
+            return Ok(());
+        }
+        let lens: Vec<usize> = counts.iter().map(|n| n * size_of::<f32>()).collect();
+        let starts = call::starts(&lens);
+        let recv: &mut [u8] = bytemuck::cast_slice_mut(recv);
+        self.gather(&mut turn, &call, bytemuck::cast_slice(send), &lens, |from, at, chunk| {
+            let at = starts[from] + at.min(lens[from]);
+            recv[at..at + chunk.len()].copy_from_slice(chunk);
+        })
+    }
+
+    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()> {
+        let lens = partials.iter().map(View::len);
+        let (mut turn, call) = self.enter(Call::reduce_scatter_fold(self.at, lens, counts))?;
+        if self.at.world == 1 {
+            partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
+            return Ok(());
+        }
+        let partials: Vec<&[f32]> = partials.iter().map(|p| p.host()).collect();
+        self.fold(&mut turn, &call, &partials, counts, sink)
+    }
+
+    fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
+        let (mut turn, call) = self.enter(Call::reduce_scatter(self.at, recv.len(), send.len(), counts))?;
+        let (recv, send) = (recv.host(), send.host());
+        let Place { rank, world } = self.at;
+        if world == 1 {
+            recv.copy_from_slice(send);
+            return Ok(());
+        }
+        let (starts, each) = (call::starts(counts), self.chunk_each());
+        let longest = counts.iter().copied().max().unwrap_or(0);
+        let mut at = 0;
+        loop {
+            let slot = turn.next_slot();
+            for peer in self.peers() {
+                let part = piece(counts[peer], at, each);
+                let start = self.dest_at(rank, peer, each);
+                // SAFETY: this rank's slot of the next round.
+                unsafe { self.seg.slot_f32_mut(rank, slot, start, part.len()) }
+                    .copy_from_slice(&send[starts[peer]..][part]);
+            }
+            self.post(&mut turn, &call);
+            self.meet(&turn, &call)?;
+            let mine = piece(recv.len(), at, each);
+            let part = |r: usize| match r == rank {
+                true => &send[starts[rank]..][mine.clone()],
+                // SAFETY: read within the round.
+                false => unsafe { self.seg.slot_f32(r, slot, self.dest_at(r, rank, each), mine.len()) },
+            };
+            tree_sum(&mut recv[mine.clone()], &(0..world).map(part).collect::<Vec<_>>());
+            at += each;
+            if at >= longest {
+                return Ok(());
+            }
+        }
+    }
+
+    fn all_reduce(&self, x: ViewMut) -> Result<()> {
+        let (mut turn, call) = self.enter(Ok(Call::all_reduce(x.len())))?;
+        if self.at.world == 1 {
+            return Ok(());
+        }
+        let x = x.host();
+        if size_of_val(x) <= SMALL.min(self.seg.layout.staging) {
+            return self.all_reduce_small(&mut turn, call, x);
+        }
+        x.chunks_mut(self.chunk()).try_for_each(|block| self.all_reduce_block(&mut turn, call, block))
+    }
+
+    fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
+        let (mut turn, call) = self.enter(Call::broadcast(self.at, x.len(), root))?;
+        if self.at.world == 1 {
+            return Ok(());
+        }
+        let x = x.host();
+        let (len, chunk) = (x.len(), self.chunk());
+        let mut at = 0;
+        loop {
+            let slot = turn.next_slot();
+            let part = piece(len, at, chunk);
+            if self.at.rank == root {
+                // SAFETY: this rank's slot of the next round.
+                unsafe { self.seg.slot_f32_mut(root, slot, 0, part.len()) }.copy_from_slice(&x[part.clone()]);
+            }
+            self.post(&mut turn, &call);
+            self.meet(&turn, &call)?;
+            if self.at.rank != root {
+                // SAFETY: read within the round.
+                x[part.clone()].copy_from_slice(unsafe { self.seg.slot_f32(root, slot, 0, part.len()) });
+            }
+            at += chunk;
+            if at >= len {
+                return Ok(());
+            }
+        }
+    }
+
+    fn all_to_all(
+        &self,
+        recv: ViewMut,
+        recv_counts: &[usize],
+        send: View,
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let call = Call::all_to_all(self.at, recv.len(), recv_counts, send.len(), send_counts);
+        let (mut turn, call) = self.enter(call)?;
+        let (recv, send) = (recv.host(), send.host());
+        let Place { rank, world } = self.at;
+        if world == 1 {
+            recv.copy_from_slice(send);
+            return Ok(());
+        }
+        let (to, from, each) = (call::starts(send_counts), call::starts(recv_counts), self.chunk_each());
+        let longest = self.agree_all_to_all(&mut turn, &call, recv_counts, send_counts)?;
+        recv[from[rank]..][..recv_counts[rank]].copy_from_slice(&send[to[rank]..][..send_counts[rank]]);
+        let mut at = 0;
+        while at < longest {
+            let slot = turn.next_slot();
+            for peer in self.peers() {
+                let part = piece(send_counts[peer], at, each);
+                let start = self.dest_at(rank, peer, each);
+                // SAFETY: this rank's slot of the next round.
+                unsafe { self.seg.slot_f32_mut(rank, slot, start, part.len()) }
+                    .copy_from_slice(&send[to[peer]..][part]);
+            }
+            self.post(&mut turn, &call);
+            self.meet(&turn, &call)?;
+            for peer in self.peers() {
+                let part = piece(recv_counts[peer], at, each);
+                let start = self.dest_at(peer, rank, each);
+                // SAFETY: read within the round.
+                let chunk = unsafe { self.seg.slot_f32(peer, slot, start, part.len()) };
+                recv[from[peer]..][part].copy_from_slice(chunk);
+            }
+            at = at.saturating_add(each);
+        }
+        Ok(())
+    }
+
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let (mut turn, call) = self.enter(Call::all_gather_bytes(bytes.len()))?;
+        if self.at.world == 1 {
+            return Ok(vec![bytes.to_vec()]);
+        }
+        let lens = self.gather_number(&mut turn, &call, bytes.len() as u64)?;
+        let cap = crate::MAX_GATHER_BYTES as u64;
+        if let Some(rank) = lens.iter().position(|&n| n > cap) {
+            return Err(self.disagree(format!(
+                "rank {rank} gives {} bytes to all_gather_bytes; at most {cap} are allowed",
+                lens[rank]
+            )));
+        }
+        let lens: Vec<usize> = lens.into_iter().map(|n| n as usize).collect();
+        let mut all: Vec<Vec<u8>> = lens.iter().map(|&n| Vec::with_capacity(n)).collect();
+        self.gather(&mut turn, &call, bytes, &lens, |from, _, chunk| all[from].extend_from_slice(chunk))?;
+        Ok(all)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let (mut turn, call) = self.enter(Ok(Call::barrier()))?;
+        self.post(&mut turn, &call);
+        self.meet(&turn, &call)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.seg.header().abort(reason);
+    }
+}
+
+impl Drop for ShmComm {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.abort(&format!("rank {} panicked", self.at.rank));
+        }
+        self.seg.line(self.at.rank).left.store(1, Ordering::SeqCst);
+        self.seg.header().ring();
+    }
+}
