@@ -1,0 +1,273 @@
+//! The CPU backend.
+//!
+//! Instruction set and threads are chosen at run time; neither changes a bit of any result (an instruction set without
+//! fused multiply-add excepted).
+mod attention;
+mod attention_backward;
+mod classifier;
+mod embedding;
+mod flat;
+mod kernel;
+mod matmul;
+mod norm;
+mod pack;
+mod pool;
+mod rope;
+mod simd;
+mod swiglu;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use crate::mem::{View, ViewMut};
+use crate::ops::{AdamW, AttentionShape, ClassifierGrads, Ops, Sgd, Write};
+use matmul::{Product, product};
+use pack::Operand;
+use pool::{Parts, Pool, Scratch};
+use simd::Level;
+use std::ops::Range;
+
+/// Ops on host memory.
+pub struct Cpu {
+    level: Level,
+    pool: Pool,
+    scratch: Scratch,
+}
+
+impl Cpu {
+    /// A backend that computes on `threads` threads: the caller's and `threads − 1` of its own. With 1 everything runs
+    /// on the caller's.
+    ///
+    /// Calls from several threads at once are sound; one of them gets the helpers, the others run alone.
+    pub fn new(threads: usize) -> Self {
+        assert!(threads > 0, "a CPU backend needs a thread");
+        Cpu { level: Level::detect(), pool: Pool::new(threads), scratch: Scratch::default() }
+    }
+
+    /// A backend for each instruction set of this machine, best first; the first is what [`Cpu::new`] gives.
+    pub fn each_level(threads: usize) -> Vec<Self> {
+        let backend = |level| Cpu { level, ..Cpu::new(threads) };
+        Level::available().into_iter().map(backend).collect()
+    }
+
+    /// Instruction set and threads, for the log: `avx512, 2 threads`.
+    pub fn describe(&self) -> String {
+        let threads = self.pool.threads();
+        let s = if threads == 1 { "" } else { "s" };
+        format!("{}, {threads} thread{s}", self.level.name())
+    }
+
+    /// Threads that ops run on.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    /// Bytes of scratch memory held at the moment.
+    pub fn scratch_bytes(&self) -> usize {
+        self.scratch.bytes()
+    }
+
+    /// Runs `work` on ranges that cover `0..rows`; each range holds about 16 Ki elements when a row costs as much as
+    /// `width` elements.
+    fn by_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
+        let per_task = ((16 << 10) / width.max(1)).max(1);
+        self.pool.run(rows.div_ceil(per_task), &|task| {
+            work(task * per_task..((task + 1) * per_task).min(rows));
+        });
+    }
+
+    /// As [`Cpu::by_rows`] for flat vectors.
+    fn by_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
+        self.by_rows(len, 1, work);
+    }
+}
+
+/// Stops the program when an argument doesn't have the length that the shape demands.
+#[track_caller]
+fn expect_len(op: &str, name: &str, len: usize, want: usize) {
+    assert!(len == want, "{op}: {name} has {len} elements, the shape asks for {want}");
+}
+
+impl Ops for Cpu {
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: Write) {
+        expect_len("matmul_forward", "y", y.len(), m * n);
+        expect_len("matmul_forward", "x", x.len(), m * k);
+        expect_len("matmul_forward", "w", w.len(), n * k);
+        let a = Operand { data: x.host(), row: k, depth: 1 };
+        let b = Operand { data: w.host(), row: k, depth: 1 };
+        product(self, y.host(), a, b, Product { m, n, k, write });
+    }
+
+    fn matmul_backward_input(
+        &self,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    ) {
+        expect_len("matmul_backward_input", "dx", dx.len(), m * k);
+        expect_len("matmul_backward_input", "dy", dy.len(), m * n);
+        expect_len("matmul_backward_input", "w", w.len(), n * k);
+        let a = Operand { data: dy.host(), row: n, depth: 1 };
+        let b = Operand { data: w.host(), row: 1, depth: k };
+        product(self, dx.host(), a, b, Product { m, n: k, k: n, write });
+    }
+
+    fn matmul_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    ) {
+        expect_len("matmul_backward_weight", "dw", dw.len(), n * k);
+        expect_len("matmul_backward_weight", "dy", dy.len(), m * n);
+        expect_len("matmul_backward_weight", "x", x.len(), m * k);
+        let a = Operand { data: dy.host(), row: 1, depth: n };
+        let b = Operand { data: x.host(), row: 1, depth: k };
+        product(self, dw.host(), a, b, Product { m: n, n: k, k: m, write });
+    }
+
+    fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {
+        embedding::forward(self, x.host(), w.host(), tokens, d);
+    }
+
+    fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
+        embedding::backward(self, dw.host(), dx.host(), tokens, d);
+    }
+
+    fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
+        norm::forward(self, y.host(), rstd.host(), x.host(), w.host(), m, d, eps);
+    }
+
+    fn add_rmsnorm_forward(
+        &self,
+        y: ViewMut,
+        rstd: ViewMut,
+        x: ViewMut,
+        delta: View,
+        w: View,
+        m: usize,
+        d: usize,
+        eps: f32,
+    ) {
+        norm::add_forward(self, y.host(), rstd.host(), x.host(), delta.host(), w.host(), m, d, eps);
+    }
+
+    fn rmsnorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        rstd: View,
+        m: usize,
+        d: usize,
+        write: Write,
+    ) {
+        norm::backward(self, dx.host(), dw.host(), dy.host(), x.host(), w.host(), rstd.host(), m, d, write);
+    }
+
+    fn rope_forward(
+        &self,
+        x: ViewMut,
+        cos: View,
+        sin: View,
+        b: usize,
+        t: usize,
+        heads: usize,
+        head_dim: usize,
+        stride: usize,
+    ) {
+        let shape = rope::Shape { b, t, heads, head_dim, stride };
+        rope::rotate(self, x.host(), cos.host(), sin.host(), shape, 1.0);
+    }
+
+    fn rope_backward(
+        &self,
+        dx: ViewMut,
+        cos: View,
+        sin: View,
+        b: usize,
+        t: usize,
+        heads: usize,
+        head_dim: usize,
+        stride: usize,
+    ) {
+        let shape = rope::Shape { b, t, heads, head_dim, stride };
+        rope::rotate(self, dx.host(), cos.host(), sin.host(), shape, -1.0);
+    }
+
+    fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
+        attention::forward(self, o.host(), lse.host(), qkv.host(), starts, shape);
+    }
+
+    fn attention_backward(
+        &self,
+        dqkv: ViewMut,
+        d_o: View,
+        o: View,
+        lse: View,
+        qkv: View,
+        starts: &[u32],
+        shape: AttentionShape,
+    ) {
+        let given = attention_backward::Given {
+            d_o: d_o.host(),
+            o: o.host(),
+            lse: lse.host(),
+            qkv: qkv.host(),
+            starts,
+        };
+        attention_backward::backward(self, dqkv.host(), given, shape);
+    }
+
+    fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
+        swiglu::forward(self, y.host(), gate_up.host(), m, f);
+    }
+
+    fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
+        swiglu::backward(self, dgate_up.host(), dy.host(), gate_up.host(), m, f);
+    }
+
+    fn classifier(
+        &self,
+        loss: ViewMut,
+        x: View,
+        w: View,
+        labels: &[u32],
+        m: usize,
+        d: usize,
+        v: usize,
+        grads: Option<ClassifierGrads>,
+    ) {
+        let shape = classifier::Shape { m, d, v };
+        classifier::classifier(self, loss.host(), x.host(), w.host(), labels, shape, grads);
+    }
+
+    fn add(&self, y: ViewMut, x: View) {
+        flat::add(self, y.host(), x.host());
+    }
+
+    fn scale(&self, y: ViewMut, s: f32) {
+        flat::scale(self, y.host(), s);
+    }
+
+    fn norm_blocks(&self, out: &mut [f64], x: View) {
+        flat::norm_blocks(self, out, x.host());
+    }
+
+    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW) {
+        flat::adamw(self, p.host(), g.host(), exp_avg.host(), exp_avg_sq.host(), h);
+    }
+
+    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {
+        flat::sgd(self, p.host(), g.host(), momentum_buffer.host(), h);
+    }
+}

@@ -1,0 +1,74 @@
+//! SwiGLU: `silu(gate) · up`, silu(g) = g·σ(g).
+use super::simd::{LANES, Simd, exp, get, multiversion, put};
+use super::{Cpu, Parts, expect_len};
+
+/// Elements that an exponential costs as much as.
+const COST: usize = 4;
+
+pub(crate) fn forward(cpu: &Cpu, y: &mut [f32], gate_up: &[f32], m: usize, f: usize) {
+    expect_len("swiglu_forward", "y", y.len(), m * f);
+    expect_len("swiglu_forward", "gate_up", gate_up.len(), m * 2 * f);
+    let y = Parts::new(y);
+    cpu.by_rows(m, COST * f, |rows| {
+        // SAFETY: tasks have rows of their own.
+        let y = unsafe { y.part(rows.start * f..rows.end * f) };
+        activate(cpu.level, y, &gate_up[rows.start * 2 * f..rows.end * 2 * f], f);
+    });
+}
+
+pub(crate) fn backward(cpu: &Cpu, dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], m: usize, f: usize) {
+    expect_len("swiglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
+    expect_len("swiglu_backward", "dy", dy.len(), m * f);
+    expect_len("swiglu_backward", "gate_up", gate_up.len(), m * 2 * f);
+    let dgate_up = Parts::new(dgate_up);
+    cpu.by_rows(m, COST * f, |rows| {
+        let pairs = rows.start * 2 * f..rows.end * 2 * f;
+        // SAFETY: tasks have rows of their own.
+        let dgate_up = unsafe { dgate_up.part(pairs.clone()) };
+        differentiate(cpu.level, dgate_up, &dy[rows.start * f..rows.end * f], &gate_up[pairs], f);
+    });
+}
+
+multiversion! {
+    fn activate = activate_rows(y: &mut [f32], gate_up: &[f32], f: usize)
+}
+multiversion! {
+    fn differentiate = differentiate_rows(dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], f: usize)
+}
+
+/// σ(x)
+#[inline(always)]
+fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
+    let one = s.splat(1.0);
+    s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
+}
+
+#[inline(always)]
+fn activate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
+    for row in 0..y.len() / f.max(1) {
+        let y = &mut y[row * f..][..f];
+        let (gate, up) = gate_up[row * 2 * f..][..2 * f].split_at(f);
+        for i in (0..f).step_by(LANES) {
+            let g = get(s, gate, i);
+            put(s, y, i, s.mul(s.mul(g, sigmoid(s, g)), get(s, up, i)));
+        }
+    }
+}
+
+/// `dup = dy·silu(g)`, `dgate = dy·up·σ(g)·(1 + g·(1 − σ(g)))`
+#[inline(always)]
+fn differentiate_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], f: usize) {
+    let one = s.splat(1.0);
+    for row in 0..dy.len() / f.max(1) {
+        let dy = &dy[row * f..][..f];
+        let (gate, up) = gate_up[row * 2 * f..][..2 * f].split_at(f);
+        let (dgate, dup) = dgate_up[row * 2 * f..][..2 * f].split_at_mut(f);
+        for i in (0..f).step_by(LANES) {
+            let (g, dy) = (get(s, gate, i), get(s, dy, i));
+            let sigma = sigmoid(s, g);
+            let slope = s.mul(sigma, s.fma(g, s.sub(one, sigma), one));
+            put(s, dgate, i, s.mul(s.mul(dy, get(s, up, i)), slope));
+            put(s, dup, i, s.mul(dy, s.mul(g, sigma)));
+        }
+    }
+}

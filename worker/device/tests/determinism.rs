@@ -1,0 +1,312 @@
+//! Results don't depend on threads, on where the buffers lie, or (with fused multiply-add) on the instruction set.
+mod reference;
+
+use device::ops::{AdamW, AttentionShape, ClassifierGrads, IGNORE, Sgd, Write};
+use device::{Cpu, Ops, View, ViewMut};
+use proptest::prelude::*;
+use reference::Random;
+
+/// A vector that begins `shift` elements after a 64-byte boundary.
+struct Shifted {
+    data: device::Buf,
+    shift: usize,
+}
+
+impl Shifted {
+    fn new(x: &[f32], shift: usize) -> Self {
+        let mut data = device::Buf::zeroed(x.len() + shift);
+        data.host_mut()[shift..].copy_from_slice(x);
+        Shifted { data, shift }
+    }
+    fn view(&self) -> View<'_> {
+        self.data.view().slice(self.shift..self.data.len())
+    }
+    fn view_mut(&mut self) -> ViewMut<'_> {
+        let len = self.data.len();
+        self.data.view_mut().slice(self.shift..len)
+    }
+    fn bits(&self) -> Vec<u32> {
+        self.view().host().iter().map(|x| x.to_bits()).collect()
+    }
+}
+
+/// Inputs and outputs of an op; `run` gets every buffer in a fresh copy at its shift and returns the outputs' bits.
+#[track_caller]
+fn assert_same_bits(what: &str, run: impl Fn(&Cpu, &dyn Fn(&[f32]) -> Shifted) -> Vec<Vec<u32>>) {
+    let want = run(&Cpu::new(1), &|x| Shifted::new(x, 0));
+    assert!(want.iter().any(|w| !w.is_empty()), "{what} has an output");
+    for threads in 1..=4 {
+        let cpu = Cpu::new(threads);
+        for shifts in [[0, 0, 0], [1, 5, 9], [3, 0, 15]] {
+            let turn = std::cell::Cell::new(0);
+            let place = |x: &[f32]| {
+                turn.set(turn.get() + 1);
+                Shifted::new(x, shifts[turn.get() % 3])
+            };
+            assert!(run(&cpu, &place) == want, "{what}: {threads} threads, shifts {shifts:?}");
+        }
+    }
+    // All but the last have fused multiply-add on x86-64; elsewhere there is only one.
+    let levels = Cpu::each_level(2);
+    for cpu in &levels[..levels.len().max(2) - 1] {
+        assert!(run(cpu, &|x| Shifted::new(x, 2)) == want, "{what}: {}", cpu.describe());
+    }
+}
+
+fn matmul_case(seed: u64, m: usize, n: usize, k: usize) {
+    let mut r = Random::new(seed);
+    let (x, w, dy) = (r.vec(m * k), r.vec(n * k), r.vec(m * n));
+    assert_same_bits(&format!("matmul {m} {n} {k}"), |cpu, place| {
+        let (px, pw, pdy) = (place(&x), place(&w), place(&dy));
+        let mut out = Vec::new();
+        for write in [Write::Set, Write::Add] {
+            let (mut y, mut dx, mut dw) = (place(&dy), place(&x), place(&w));
+            cpu.matmul_forward(y.view_mut(), px.view(), pw.view(), m, n, k, write);
+            cpu.matmul_backward_input(dx.view_mut(), pdy.view(), pw.view(), m, n, k, write);
+            cpu.matmul_backward_weight(dw.view_mut(), pdy.view(), px.view(), m, n, k, write);
+            out.extend([y.bits(), dx.bits(), dw.bits()]);
+        }
+        out
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn matmul_of_any_shape(seed: u64, m in 1usize..150, n in 1usize..150, k in 1usize..150) {
+        matmul_case(seed, m, n, k);
+    }
+
+    #[test]
+    fn attention_of_any_shape(
+        seed: u64, b in 1usize..3, t in 1usize..150, kv_heads in 1usize..4, group in 1usize..4, head_dim in 1usize..40,
+    ) {
+        attention_case(seed, AttentionShape { b, t, heads: kv_heads * group, kv_heads, head_dim });
+    }
+
+    #[test]
+    fn rows_of_any_shape(seed: u64, m in 1usize..200, d in 1usize..200) {
+        rows_case(seed, m, d);
+    }
+}
+
+#[test]
+fn matmul_of_deep_and_wide_shapes() {
+    for (m, n, k) in [(33, 65, 1500), (1, 3000, 5), (700, 2, 600), (257, 385, 513)] {
+        matmul_case(9, m, n, k);
+    }
+}
+
+/// A row's result doesn't depend on the other rows: batches may be cut in any way.
+#[test]
+fn a_row_of_a_product_stands_alone() {
+    let (m, n, k) = (37, 83, 700);
+    let mut r = Random::new(10);
+    let (x, w) = (r.vec(m * k), r.vec(n * k));
+    let cpu = Cpu::new(2);
+    let mut whole = vec![0.0; m * n];
+    cpu.matmul_forward((&mut whole[..]).into(), (&x[..]).into(), (&w[..]).into(), m, n, k, Write::Set);
+    for i in 0..m {
+        let mut row = vec![0.0; n];
+        cpu.matmul_forward(
+            (&mut row[..]).into(),
+            (&x[i * k..(i + 1) * k]).into(),
+            (&w[..]).into(),
+            1,
+            n,
+            k,
+            Write::Set,
+        );
+        assert_eq!(row, whole[i * n..(i + 1) * n]);
+    }
+}
+
+fn attention_case(seed: u64, shape: AttentionShape) {
+    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let mut r = Random::new(seed);
+    let (qkv, d_o) = (r.vec(b * t * (heads + 2 * kv_heads) * head_dim), r.vec(b * t * heads * head_dim));
+    let mean = 1 + r.below(100);
+    let starts = r.starts(b, t, mean);
+    assert_same_bits(&format!("{shape:?}"), |cpu, place| {
+        let (pqkv, pd_o) = (place(&qkv), place(&d_o));
+        let (mut o, mut lse, mut dqkv) = (place(&d_o), place(&vec![0.0; b * heads * t]), place(&qkv));
+        cpu.attention_forward(o.view_mut(), lse.view_mut(), pqkv.view(), &starts, shape);
+        cpu.attention_backward(
+            dqkv.view_mut(),
+            pd_o.view(),
+            o.view(),
+            lse.view(),
+            pqkv.view(),
+            &starts,
+            shape,
+        );
+        vec![o.bits(), lse.bits(), dqkv.bits()]
+    });
+}
+
+/// Norms, embedding, SwiGLU, RoPE and the classifier over `m` rows of `d`.
+fn rows_case(seed: u64, m: usize, d: usize) {
+    let mut r = Random::new(seed);
+    let (x, dy, w, delta) = (r.vec(m * d), r.vec(m * d), r.vec(d), r.vec(m * d));
+    assert_same_bits(&format!("rmsnorm {m} {d}"), |cpu, place| {
+        let (mut sum, mut y, mut rstd, pw) = (place(&x), place(&dy), place(&vec![0.0; m]), place(&w));
+        let pdelta = place(&delta);
+        let (yv, rv) = (y.view_mut(), rstd.view_mut());
+        cpu.add_rmsnorm_forward(yv, rv, sum.view_mut(), pdelta.view(), pw.view(), m, d, 1e-5);
+        let (mut dx, mut dw, pdy) = (place(&x), place(&w), place(&dy));
+        let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
+        cpu.rmsnorm_backward(dxv, dwv, pdy.view(), sum.view(), pw.view(), rstd.view(), m, d, Write::Add);
+        let mut plain = place(&dy);
+        cpu.rmsnorm_forward(plain.view_mut(), rstd.view_mut(), pdelta.view(), pw.view(), m, d, 1e-5);
+        vec![sum.bits(), y.bits(), rstd.bits(), dx.bits(), dw.bits(), plain.bits()]
+    });
+    let tokens: Vec<u32> = (0..m).map(|_| r.below(9) as u32).collect();
+    let table = r.vec(9 * d);
+    assert_same_bits(&format!("embedding {m} {d}"), |cpu, place| {
+        let (mut px, mut table, pdy) = (place(&x), place(&table), place(&dy));
+        cpu.embedding_forward(px.view_mut(), table.view(), &tokens, d);
+        cpu.embedding_backward(table.view_mut(), pdy.view(), &tokens, d);
+        vec![px.bits(), table.bits()]
+    });
+    let gate_up = r.vec(m * 2 * d);
+    let (cos, sin) = (r.vec(m * d), r.vec(m * d));
+    assert_same_bits(&format!("swiglu and rope {m} {d}"), |cpu, place| {
+        let (pg, pdy, mut y, mut dg) = (place(&gate_up), place(&dy), place(&x), place(&gate_up));
+        cpu.swiglu_forward(y.view_mut(), pg.view(), m, d);
+        cpu.swiglu_backward(dg.view_mut(), pdy.view(), pg.view(), m, d);
+        let (mut turned, c, s) = (place(&gate_up), place(&cos), place(&sin));
+        cpu.rope_forward(turned.view_mut(), c.view(), s.view(), 1, m, 1, 2 * d, 2 * d);
+        let forward = turned.bits();
+        cpu.rope_backward(turned.view_mut(), s.view(), c.view(), 1, m, 1, 2 * d, 2 * d);
+        vec![y.bits(), dg.bits(), forward, turned.bits()]
+    });
+    let v = 1 + r.below(300);
+    let head = r.vec(v * d);
+    let labels: Vec<u32> = (0..m).map(|i| if i % 5 == 4 { IGNORE } else { r.below(v) as u32 }).collect();
+    assert_same_bits(&format!("classifier {m} {d} {v}"), |cpu, place| {
+        let (px, pw) = (place(&x), place(&head));
+        let (mut loss, mut dx, mut dw) = (place(&vec![0.0; m]), place(&x), place(&head));
+        let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
+        let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: Write::Add, scale: 0.1 };
+        cpu.classifier(loss.view_mut(), px.view(), pw.view(), &labels, m, d, v, Some(grads));
+        vec![loss.bits(), dx.bits(), dw.bits()]
+    });
+}
+
+const ADAMW: AdamW =
+    AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 7, grad_scale: 0.3 };
+const SGD: Sgd = Sgd { lr: 1e-2, momentum: 0.9, weight_decay: 0.05, grad_scale: 0.3 };
+
+#[test]
+fn flat_vectors() {
+    let len = 100_003;
+    let mut r = Random::new(11);
+    let (p, g, a) = (r.vec(len), r.vec(len), r.vec(len));
+    let b: Vec<f32> = r.vec(len).iter().map(|x| x * x).collect();
+    assert_same_bits("flat", |cpu, place| {
+        let (mut sum, x) = (place(&p), place(&g));
+        cpu.add(sum.view_mut(), x.view());
+        cpu.scale(sum.view_mut(), 0.7);
+        let mut norms = vec![0.0f64; len.div_ceil(device::ops::NORM_BLOCK)];
+        cpu.norm_blocks(&mut norms, sum.view());
+        let norms = norms.iter().flat_map(|n| [n.to_bits() as u32, (n.to_bits() >> 32) as u32]).collect();
+        let (mut pp, mut pa, mut pb) = (place(&p), place(&a), place(&b));
+        cpu.adamw(pp.view_mut(), x.view(), pa.view_mut(), pb.view_mut(), &ADAMW);
+        let (mut ps, mut pm) = (place(&p), place(&a));
+        cpu.sgd(ps.view_mut(), x.view(), pm.view_mut(), &SGD);
+        vec![sum.bits(), norms, pp.bits(), pa.bits(), pb.bits(), ps.bits(), pm.bits()]
+    });
+}
+
+/// An element's update is the same wherever a flat range is cut.
+#[test]
+fn updates_do_not_depend_on_the_position() {
+    let mut r = Random::new(12);
+    let cpu = Cpu::new(1);
+    let len = 203;
+    let (p, g, a) = (r.vec(len), r.vec(len), r.vec(len));
+    let b: Vec<f32> = r.vec(len).iter().map(|x| x * x).collect();
+    let run = |from: usize, to: usize| {
+        let (mut p1, mut a1, mut b1) = (p[from..to].to_vec(), a[from..to].to_vec(), b[from..to].to_vec());
+        let gv: View = (&g[from..to]).into();
+        cpu.adamw((&mut p1[..]).into(), gv, (&mut a1[..]).into(), (&mut b1[..]).into(), &ADAMW);
+        let (mut p2, mut m2) = (p[from..to].to_vec(), a[from..to].to_vec());
+        cpu.sgd((&mut p2[..]).into(), gv, (&mut m2[..]).into(), &SGD);
+        [p1, a1, b1, p2, m2]
+    };
+    let whole = run(0, len);
+    for from in 0..40 {
+        for to in [from + 1, from + 15, from + 16, from + 17, from + 100] {
+            for (part, whole) in run(from, to).iter().zip(&whole) {
+                assert_eq!(part[..], whole[from..to]);
+            }
+        }
+    }
+}
+
+/// Calls from several threads share the helpers without sharing results.
+#[test]
+fn calls_at_once() {
+    let cpu = Cpu::new(3);
+    std::thread::scope(|scope| {
+        for seed in 0..4 {
+            let cpu = &cpu;
+            scope.spawn(move || {
+                let (m, n, k) = (60 + seed as usize, 70, 80);
+                let mut r = Random::new(seed);
+                let (x, w) = (r.vec(m * k), r.vec(n * k));
+                let product = |cpu: &Cpu| {
+                    let mut y = vec![0.0; m * n];
+                    cpu.matmul_forward(
+                        (&mut y[..]).into(),
+                        (&x[..]).into(),
+                        (&w[..]).into(),
+                        m,
+                        n,
+                        k,
+                        Write::Set,
+                    );
+                    y
+                };
+                let want = product(&Cpu::new(1));
+                for _ in 0..50 {
+                    assert_eq!(product(cpu), want);
+                }
+            });
+        }
+    });
+}
+
+/// Once every size was seen, calls hold no more memory than before.
+#[test]
+fn scratch_is_kept() {
+    let cpu = Cpu::new(1);
+    let shape = AttentionShape { b: 2, t: 70, heads: 4, kv_heads: 2, head_dim: 16 };
+    let mut r = Random::new(13);
+    let qkv = r.vec(140 * 8 * 16);
+    let (mut o, mut lse, mut dqkv) = (vec![0.0; 140 * 64], vec![0.0; 8 * 70], qkv.clone());
+    let starts = [0; 140];
+    let mut step = || {
+        let q = (&qkv[..]).into();
+        cpu.attention_forward((&mut o[..]).into(), (&mut lse[..]).into(), q, &starts, shape);
+        let d_o = o.clone();
+        let (ov, lv) = ((&o[..]).into(), (&lse[..]).into());
+        cpu.attention_backward((&mut dqkv[..]).into(), (&d_o[..]).into(), ov, lv, q, &starts, shape);
+        cpu.matmul_forward(
+            (&mut o[..70 * 64]).into(),
+            (&qkv[..70 * 8]).into(),
+            (&qkv[..64 * 8]).into(),
+            70,
+            64,
+            8,
+            Write::Set,
+        );
+        cpu.scratch_bytes()
+    };
+    let first = step();
+    assert!(first > 0);
+    let warm = step();
+    for _ in 0..5 {
+        assert_eq!(step(), warm);
+    }
+}

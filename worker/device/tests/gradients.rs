@@ -1,0 +1,308 @@
+//! Each op's forward against its definition in f64, each backward against finite differences of that definition, on
+//! every instruction set of this machine.
+mod reference;
+
+use device::ops::{AttentionShape, ClassifierGrads, IGNORE, Write};
+use device::{Cpu, Ops};
+use reference::*;
+
+/// Every instruction set, with two threads.
+fn backends() -> Vec<Cpu> {
+    Cpu::each_level(2)
+}
+
+#[test]
+fn matmul() {
+    let mut r = Random::new(1);
+    for (m, n, k) in
+        [(1, 1, 1), (5, 7, 3), (17, 49, 33), (8, 48, 1), (3, 100, 130), (70, 31, 1100), (2, 5, 0)]
+    {
+        let (x, w, dy) = (r.vec(m * k), r.vec(n * k), r.vec(m * n));
+        let want = reference::matmul(&wide(&x), &wide(&w), m, n, k);
+        for cpu in backends() {
+            let what = format!("{} {m}x{n}x{k}", cpu.describe());
+            let start = r.vec(m * n);
+            let mut y = start.clone();
+            cpu.matmul_forward((&mut y[..]).into(), (&x[..]).into(), (&w[..]).into(), m, n, k, Write::Set);
+            assert_close(&what, &y, &want, 2e-6);
+            y.copy_from_slice(&start);
+            cpu.matmul_forward((&mut y[..]).into(), (&x[..]).into(), (&w[..]).into(), m, n, k, Write::Add);
+            let added: Vec<f64> = want.iter().zip(&start).map(|(w, s)| w + f64::from(*s)).collect();
+            assert_close(&what, &y, &added, 2e-6);
+
+            // The product is linear, so differences of any size are exact.
+            let objective = |x: &[f64], w: &[f64]| dot(&reference::matmul(x, w, m, n, k), &wide(&dy));
+            let step = 1 + m * k / 40;
+            let mut dx = r.vec(m * k);
+            cpu.matmul_backward_input(
+                (&mut dx[..]).into(),
+                (&dy[..]).into(),
+                (&w[..]).into(),
+                m,
+                n,
+                k,
+                Write::Set,
+            );
+            assert_gradient(&what, &dx, &wide(&x), step, 2e-6, |x| objective(x, &wide(&w)));
+            let step = 1 + n * k / 40;
+            let mut dw = vec![0.0; n * k];
+            for write in [Write::Set, Write::Add] {
+                cpu.matmul_backward_weight(
+                    (&mut dw[..]).into(),
+                    (&dy[..]).into(),
+                    (&x[..]).into(),
+                    m,
+                    n,
+                    k,
+                    write,
+                );
+            }
+            let half: Vec<f32> = dw.iter().map(|d| d / 2.0).collect();
+            assert_gradient(&what, &half, &wide(&w), step, 2e-6, |w| objective(&wide(&x), w));
+        }
+    }
+}
+
+#[test]
+fn embedding() {
+    let (rows, d, m) = (7, 131, 50);
+    let mut r = Random::new(2);
+    let w = r.vec(rows * d);
+    let tokens: Vec<u32> = (0..m).map(|_| r.below(rows) as u32).collect();
+    let dx = r.vec(m * d);
+    for cpu in backends() {
+        let mut x = r.vec(m * d);
+        cpu.embedding_forward((&mut x[..]).into(), (&w[..]).into(), &tokens, d);
+        assert_eq!(wide(&x), reference::embedding(&wide(&w), &tokens, d));
+        let mut dw = vec![0.0; rows * d];
+        cpu.embedding_backward((&mut dw[..]).into(), (&dx[..]).into(), &tokens, d);
+        assert_gradient("dw", &dw, &wide(&w), 13, 2e-6, |w| {
+            dot(&reference::embedding(w, &tokens, d), &wide(&dx))
+        });
+    }
+}
+
+#[test]
+fn rmsnorm() {
+    let mut r = Random::new(3);
+    for (m, d) in [(1, 3), (3, 5), (67, 16), (70, 37), (33, 100)] {
+        let (x, delta, w, dy) = (r.vec(m * d), r.vec(m * d), r.vec(d), r.vec(m * d));
+        let eps = 1e-5;
+        for cpu in backends() {
+            let what = format!("{} {m}x{d}", cpu.describe());
+            let (mut y, mut rstd) = (r.vec(m * d), r.vec(m));
+            let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
+            cpu.rmsnorm_forward((&mut y[..]).into(), (&mut rstd[..]).into(), xv, wv, m, d, eps);
+            assert_close(&what, &y, &reference::rmsnorm(&wide(&x), &wide(&w), f64::from(eps)), 1e-6);
+
+            let objective = |x: &[f64], w: &[f64]| dot(&reference::rmsnorm(x, w, f64::from(eps)), &wide(&dy));
+            let start = r.vec(m * d);
+            for write in [Write::Set, Write::Add] {
+                let (mut dx, mut dw) = (start.clone(), vec![0.5; d]);
+                cpu.rmsnorm_backward(
+                    (&mut dx[..]).into(),
+                    (&mut dw[..]).into(),
+                    (&dy[..]).into(),
+                    xv,
+                    wv,
+                    (&rstd[..]).into(),
+                    m,
+                    d,
+                    write,
+                );
+                if write == Write::Add {
+                    dx.iter_mut().zip(&start).for_each(|(x, s)| *x -= s);
+                }
+                dw.iter_mut().for_each(|w| *w -= 0.5);
+                assert_gradient(&what, &dx, &wide(&x), 1 + m * d / 300, 1e-5, |x| objective(x, &wide(&w)));
+                assert_gradient(&what, &dw, &wide(&w), 1, 2e-6, |w| objective(&wide(&x), w));
+            }
+
+            let mut sum = x.clone();
+            let s = (&mut sum[..]).into();
+            cpu.add_rmsnorm_forward(
+                (&mut y[..]).into(),
+                (&mut rstd[..]).into(),
+                s,
+                (&delta[..]).into(),
+                wv,
+                m,
+                d,
+                eps,
+            );
+            let want: Vec<f32> = x.iter().zip(&delta).map(|(a, b)| a + b).collect();
+            assert_eq!(sum, want);
+            assert_close(&what, &y, &reference::rmsnorm(&wide(&want), &wide(&w), f64::from(eps)), 1e-6);
+        }
+    }
+}
+
+#[test]
+fn rope() {
+    let mut r = Random::new(4);
+    for (b, t, heads, head_dim, stride) in [(1, 1, 1, 2, 2), (2, 5, 3, 10, 41), (2, 7, 2, 64, 200)] {
+        let half = head_dim / 2;
+        let angles: Vec<f32> = (0..t * half).map(|_| 4.0 * r.unit()).collect();
+        let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
+        let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
+        let (x, dy) = (r.vec(b * t * stride), r.vec(b * t * stride));
+        let rotate = |x: &[f64]| reference::rope(x, &wide(&cos), &wide(&sin), t, heads, head_dim, stride);
+        for cpu in backends() {
+            let mut y = x.clone();
+            let (c, s) = ((&cos[..]).into(), (&sin[..]).into());
+            cpu.rope_forward((&mut y[..]).into(), c, s, b, t, heads, head_dim, stride);
+            assert_close("rope", &y, &rotate(&wide(&x)), 5e-7);
+            let mut dx = dy.clone();
+            cpu.rope_backward((&mut dx[..]).into(), c, s, b, t, heads, head_dim, stride);
+            assert_gradient("rope", &dx, &wide(&x), 1 + x.len() / 100, 1e-6, |x| dot(&rotate(x), &wide(&dy)));
+        }
+    }
+}
+
+fn attention_case(r: &mut Random, shape: AttentionShape, starts: &[u32]) {
+    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let width = (heads + 2 * kv_heads) * head_dim;
+    let qkv: Vec<f32> = r.vec(b * t * width).iter().map(|x| 3.0 * x).collect();
+    let d_o = r.vec(b * t * heads * head_dim);
+    let (want, want_lse) = reference::attention(&wide(&qkv), starts, shape);
+    for cpu in backends() {
+        let what = format!("{} {shape:?}", cpu.describe());
+        let (mut o, mut lse) = (r.vec(want.len()), r.vec(want_lse.len()));
+        cpu.attention_forward((&mut o[..]).into(), (&mut lse[..]).into(), (&qkv[..]).into(), starts, shape);
+        assert_close(&what, &o, &want, 2e-6);
+        assert_close(&what, &lse, &want_lse, 1e-6);
+        let mut dqkv = r.vec(qkv.len());
+        cpu.attention_backward(
+            (&mut dqkv[..]).into(),
+            (&d_o[..]).into(),
+            (&o[..]).into(),
+            (&lse[..]).into(),
+            (&qkv[..]).into(),
+            starts,
+            shape,
+        );
+        assert_gradient(&what, &dqkv, &wide(&qkv), 1 + qkv.len() / 120, 5e-6, |qkv| {
+            dot(&reference::attention(qkv, starts, shape).0, &wide(&d_o))
+        });
+    }
+}
+
+#[test]
+fn attention_over_whole_sequences() {
+    let mut r = Random::new(5);
+    for (b, t, heads, kv_heads, head_dim) in
+        [(1, 1, 1, 1, 1), (2, 9, 4, 2, 5), (1, 130, 2, 1, 3), (1, 67, 3, 3, 18)]
+    {
+        let shape = AttentionShape { b, t, heads, kv_heads, head_dim };
+        attention_case(&mut r, shape, &vec![0; b * t]);
+    }
+}
+
+#[test]
+fn attention_within_documents() {
+    let mut r = Random::new(6);
+    // Documents longer and shorter than a tile, so that tiles are skipped, cut and whole.
+    for (t, mean) in [(140, 4), (140, 45), (200, 70)] {
+        let shape = AttentionShape { b: 2, t, heads: 2, kv_heads: 1, head_dim: 2 };
+        let starts = r.starts(2, t, mean);
+        attention_case(&mut r, shape, &starts);
+    }
+    // Any start up to the token itself is allowed, also ones that move back.
+    let shape = AttentionShape { b: 1, t: 150, heads: 1, kv_heads: 1, head_dim: 4 };
+    let starts: Vec<u32> = (0..150).map(|q| r.below(q + 1) as u32).collect();
+    attention_case(&mut r, shape, &starts);
+}
+
+#[test]
+fn swiglu() {
+    let mut r = Random::new(7);
+    for (m, f) in [(1, 1), (3, 17), (40, 33)] {
+        let gate_up: Vec<f32> = r.vec(m * 2 * f).iter().map(|x| 6.0 * x).collect();
+        let dy = r.vec(m * f);
+        for cpu in backends() {
+            let mut y = r.vec(m * f);
+            cpu.swiglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
+            assert_close("swiglu", &y, &reference::swiglu(&wide(&gate_up), f), 5e-7);
+            let mut grad = r.vec(gate_up.len());
+            cpu.swiglu_backward((&mut grad[..]).into(), (&dy[..]).into(), (&gate_up[..]).into(), m, f);
+            assert_gradient("swiglu", &grad, &wide(&gate_up), 1, 2e-6, |x| {
+                dot(&reference::swiglu(x, f), &wide(&dy))
+            });
+        }
+    }
+}
+
+#[test]
+fn classifier() {
+    let mut r = Random::new(8);
+    // 600 rows are more than a chunk.
+    for (m, d, v) in [(1, 1, 1), (9, 5, 21), (600, 3, 19), (4, 7, 1100)] {
+        let x: Vec<f32> = r.vec(m * d).iter().map(|x| 4.0 * x).collect();
+        let w = r.vec(v * d);
+        let label = |r: &mut Random| if r.below(4) == 0 { IGNORE } else { r.below(v) as u32 };
+        let labels: Vec<u32> = (0..m).map(|_| label(&mut r)).collect();
+        let scale = 0.37;
+        let total = |x: &[f64], w: &[f64]| {
+            f64::from(scale) * reference::cross_entropy(x, w, &labels, d, v).iter().sum::<f64>()
+        };
+        for cpu in backends() {
+            let what = format!("{} {m}x{d}x{v}", cpu.describe());
+            let want = reference::cross_entropy(&wide(&x), &wide(&w), &labels, d, v);
+            let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
+            let mut loss = r.vec(m);
+            cpu.classifier((&mut loss[..]).into(), xv, wv, &labels, m, d, v, None);
+            assert_close(&what, &loss, &want, 1e-6);
+            for dw_write in [Write::Set, Write::Add] {
+                let (mut dx, mut dw) = (r.vec(m * d), vec![0.25; v * d]);
+                let mut again = r.vec(m);
+                let grads =
+                    ClassifierGrads { dx: (&mut dx[..]).into(), dw: (&mut dw[..]).into(), dw_write, scale };
+                cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
+                assert_eq!(loss, again);
+                if dw_write == Write::Add {
+                    dw.iter_mut().for_each(|x| *x -= 0.25);
+                }
+                assert_gradient(&what, &dx, &wide(&x), 1 + m * d / 100, 3e-6, |x| total(x, &wide(&w)));
+                assert_gradient(&what, &dw, &wide(&w), 1 + v * d / 100, 5e-6, |w| total(&wide(&x), w));
+                for (row, _) in labels.iter().enumerate().filter(|(_, l)| **l == IGNORE) {
+                    assert_eq!(loss[row], 0.0);
+                    assert!(dx[row * d..(row + 1) * d].iter().all(|x| *x == 0.0));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn classifier_without_rows_clears_the_weights_gradient() {
+    let cpu = Cpu::new(1);
+    let (w, mut dw) = ([1.0; 6], [3.0; 6]);
+    for (dw_write, want) in [(Write::Add, 3.0), (Write::Set, 0.0)] {
+        let dx = (&mut [][..]).into();
+        let grads = ClassifierGrads { dx, dw: (&mut dw[..]).into(), dw_write, scale: 1.0 };
+        cpu.classifier((&mut [][..]).into(), (&[][..]).into(), (&w[..]).into(), &[], 0, 2, 3, Some(grads));
+        assert_eq!(dw, [want; 6]);
+    }
+}
+
+#[test]
+fn loss_of_extreme_and_broken_logits() {
+    for cpu in backends() {
+        let loss_of = |w: &[f32]| {
+            let mut loss = [0.0];
+            let (x, v) = ([1.0], w.len());
+            cpu.classifier((&mut loss[..]).into(), (&x[..]).into(), w.into(), &[0], 1, 1, v, None);
+            loss[0]
+        };
+        assert_eq!(loss_of(&[3e38, -3e38]), 0.0);
+        assert_eq!(loss_of(&[-1000.0, 1000.0, 0.0]), 2000.0);
+        // A broken number is seen wherever it stands.
+        for at in 0..40 {
+            for broken in [f32::NAN, f32::INFINITY] {
+                let mut w = vec![0.5; 40];
+                w[at] = broken;
+                assert!(loss_of(&w).is_nan() || loss_of(&w) == f32::INFINITY, "{at} {broken}");
+            }
+        }
+    }
+}

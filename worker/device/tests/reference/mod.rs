@@ -1,0 +1,196 @@
+//! Every op as its definition says, in f64, and helpers to compare with it.
+#![allow(dead_code)] // each test binary uses a part
+
+use device::ops::{AttentionShape, IGNORE};
+
+/// A small generator of reproducible numbers.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
+    }
+
+    /// In 0..n.
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    /// Uniform in (−1, 1).
+    pub(crate) fn unit(&mut self) -> f32 {
+        (self.next() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub(crate) fn vec(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.unit()).collect()
+    }
+
+    /// Starts of documents of random lengths, in each of `b` sequences of `t` tokens.
+    pub(crate) fn starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
+        let mut starts = Vec::new();
+        for _ in 0..b {
+            let mut start = 0;
+            for q in 0..t {
+                if q > 0 && self.below(mean) == 0 {
+                    start = q;
+                }
+                starts.push(start as u32);
+            }
+        }
+        starts
+    }
+}
+
+pub(crate) fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// Σ a·b
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// The largest difference must be below `tolerance` × the largest expected value (or 1e-3, if that is larger).
+#[track_caller]
+pub(crate) fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let size = want.iter().fold(1e-3f64, |m, w| m.max(w.abs()));
+    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
+        let error = (f64::from(g) - w).abs() / size;
+        assert!(error <= tolerance, "{what}[{i}]: got {g}, want {w} (relative to {size}: {error:e})");
+    }
+}
+
+/// Central differences of `f` at every `step`-th element of `x`, compared with the gradient `got`.
+#[track_caller]
+pub(crate) fn assert_gradient(
+    what: &str,
+    got: &[f32],
+    x: &[f64],
+    step: usize,
+    tolerance: f64,
+    mut f: impl FnMut(&[f64]) -> f64,
+) {
+    assert_eq!(got.len(), x.len(), "{what}");
+    const H: f64 = 1e-4;
+    let mut x = x.to_vec();
+    let mut checked = Vec::new();
+    for i in (0..x.len()).step_by(step) {
+        let old = x[i];
+        x[i] = old + H;
+        let above = f(&x);
+        x[i] = old - H;
+        let below = f(&x);
+        x[i] = old;
+        checked.push((i, (above - below) / (2.0 * H)));
+    }
+    let (at, want): (Vec<usize>, Vec<f64>) = checked.into_iter().unzip();
+    let got: Vec<f32> = at.iter().map(|&i| got[i]).collect();
+    assert_close(what, &got, &want, tolerance);
+}
+
+/// `y[m,n] = x[m,k]·w[n,k]ᵀ`
+pub(crate) fn matmul(x: &[f64], w: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
+    let mut y = vec![0.0; m * n];
+    for i in 0..m {
+        for j in 0..n {
+            y[i * n + j] = dot(&x[i * k..(i + 1) * k], &w[j * k..(j + 1) * k]);
+        }
+    }
+    y
+}
+
+pub(crate) fn embedding(w: &[f64], tokens: &[u32], d: usize) -> Vec<f64> {
+    tokens.iter().flat_map(|&t| w[t as usize * d..(t as usize + 1) * d].to_vec()).collect()
+}
+
+pub(crate) fn rmsnorm(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
+    let d = w.len();
+    let row = |x: &[f64]| {
+        let rstd = 1.0 / (dot(x, x) / d as f64 + eps).sqrt();
+        x.iter().zip(w).map(|(x, w)| x * rstd * w).collect::<Vec<_>>()
+    };
+    x.chunks(d).flat_map(row).collect()
+}
+
+/// Position p of head h: pairs (i, i + head_dim/2) turned by the angle whose cosine and sine are given.
+pub(crate) fn rope(
+    x: &[f64],
+    cos: &[f64],
+    sin: &[f64],
+    t: usize,
+    heads: usize,
+    head_dim: usize,
+    stride: usize,
+) -> Vec<f64> {
+    let half = head_dim / 2;
+    let mut y = x.to_vec();
+    for (r, row) in y.chunks_mut(stride).enumerate() {
+        for h in 0..heads {
+            for i in 0..half {
+                let (c, s) = (cos[r % t * half + i], sin[r % t * half + i]);
+                let (a, b) = (row[h * head_dim + i], row[h * head_dim + half + i]);
+                row[h * head_dim + i] = a * c - b * s;
+                row[h * head_dim + half + i] = b * c + a * s;
+            }
+        }
+    }
+    y
+}
+
+/// Outputs and log-sum-exps.
+pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (Vec<f64>, Vec<f64>) {
+    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let stride = (heads + 2 * kv_heads) * head_dim;
+    let mut o = vec![0.0; b * t * heads * head_dim];
+    let mut lse = vec![0.0; b * heads * t];
+    for seq in 0..b {
+        for h in 0..heads {
+            let kv = h / (heads / kv_heads);
+            for q in 0..t {
+                let at = |token: usize, head: usize| {
+                    let first = (seq * t + token) * stride + head * head_dim;
+                    &qkv[first..first + head_dim]
+                };
+                let keys: Vec<usize> = (starts[seq * t + q] as usize..=q).collect();
+                let score = |&k: &usize| dot(at(q, h), at(k, heads + kv)) / (head_dim as f64).sqrt();
+                let scores: Vec<f64> = keys.iter().map(score).collect();
+                let max = scores.iter().fold(f64::NEG_INFINITY, |m, &s| m.max(s));
+                let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+                lse[(seq * heads + h) * t + q] = max + total.ln();
+                for (k, s) in keys.iter().zip(&scores) {
+                    let p = (s - max).exp() / total;
+                    for (j, v) in at(*k, heads + kv_heads + kv).iter().enumerate() {
+                        o[((seq * t + q) * heads + h) * head_dim + j] += p * v;
+                    }
+                }
+            }
+        }
+    }
+    (o, lse)
+}
+
+pub(crate) fn swiglu(gate_up: &[f64], f: usize) -> Vec<f64> {
+    let row = |r: &[f64]| (0..f).map(|i| r[i] / (1.0 + (-r[i]).exp()) * r[f + i]).collect::<Vec<_>>();
+    gate_up.chunks(2 * f).flat_map(row).collect()
+}
+
+/// Each row's loss.
+pub(crate) fn cross_entropy(x: &[f64], w: &[f64], labels: &[u32], d: usize, v: usize) -> Vec<f64> {
+    let logits = matmul(x, w, labels.len(), v, d);
+    let row = |(logits, &label): (&[f64], &u32)| {
+        if label == IGNORE {
+            return 0.0;
+        }
+        let max = logits.iter().fold(f64::NEG_INFINITY, |m, &l| m.max(l));
+        max + logits.iter().map(|l| (l - max).exp()).sum::<f64>().ln() - logits[label as usize]
+    };
+    logits.chunks(v).zip(labels).map(row).collect()
+}
