@@ -22,3 +22,5 @@ pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 /// Testing: a file to which every worker appends the number of fault points it has passed.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
+/// Read: any value but an empty one turns colour off (https://no-color.org).
+pub const NO_COLOR: &str = "NO_COLOR";

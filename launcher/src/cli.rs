@@ -1,0 +1,174 @@
+//! The command line: arguments only.
+use crate::cmd::ckpt::CkptArgs;
+use clap::{Args, CommandFactory, Parser, Subcommand, error::ErrorKind};
+use std::{ffi::OsString, path::PathBuf};
+
+/// Runs a training job from its job.yaml to resumable, usable weights.
+#[derive(Debug, Parser)]
+#[command(
+    name = "launch",
+    version,
+    override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--json]\n       launch COMMAND …",
+    after_help = "`launch job.yaml` is short for `launch run job.yaml`. Exit codes: 0 done, 1 the job failed, 2 the command line or \
+                  the job is wrong, 3 the cluster can't be had, 4 the checkpoint can't be used, 130/143 stopped by a signal after a save.",
+    disable_help_subcommand = true
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// Data as JSON on stdout: events one a line, plans and tables as one object
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a job (the default)
+    Run(RunArgs),
+    /// Show what would run where: ranks, environment, memory; touches nothing
+    Plan(JobArgs),
+    /// Look at, verify and convert checkpoints
+    Ckpt(CkptArgs),
+    /// The agent's role; started by launch itself
+    #[command(hide = true)]
+    Agent,
+}
+
+/// A job and changes to it.
+#[derive(Debug, Args)]
+pub(crate) struct JobArgs {
+    /// The job file
+    #[arg(value_name = "JOB")]
+    pub(crate) job: PathBuf,
+    /// Change a key of the job, e.g. --set train.steps=50 (the value is YAML; may be given several times)
+    #[arg(long, value_name = "PATH=VALUE")]
+    pub(crate) set: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) job: JobArgs,
+    /// Show the plan and the whole job with its defaults, and run nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+/// What the arguments ask for.
+#[derive(Debug)]
+pub(crate) enum Asked {
+    Command(Cli),
+    /// Help or version: text for stdout.
+    Show(String),
+    /// What is wrong, on one line.
+    Wrong(String),
+}
+
+/// Reads the arguments, the program's name first.
+pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Asked {
+    match Cli::try_parse_from(with_command(args)) {
+        Ok(cli) => Asked::Command(cli),
+        Err(error) => match error.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Asked::Show(error.to_string()),
+            ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+                Asked::Wrong("what shall be launched? Name a job: launch job.yaml".to_owned())
+            }
+            _ => Asked::Wrong(one_line(&error.to_string())),
+        },
+    }
+}
+
+/// `launch job.yaml …` → `launch run job.yaml …`.
+fn with_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut args: Vec<OsString> = args.collect();
+    let cli = Cli::command();
+    let known = |arg: &OsString| cli.get_subcommands().any(|c| arg == c.get_name());
+    let general = |arg: &OsString| ["-h", "--help", "-V", "--version"].iter().any(|g| arg == g);
+    // Options may stand before the command: `launch --json plan job.yaml`.
+    let first = args.iter().skip(1).find(|arg| *arg != "--json");
+    if first.is_some_and(|arg| !known(arg) && !general(arg)) {
+        args.insert(1, OsString::from("run"));
+    }
+    args
+}
+
+/// clap's message without its usage, on one line.
+fn one_line(message: &str) -> String {
+    let told =
+        message.lines().map(str::trim).take_while(|l| !l.starts_with("Usage:") && !l.starts_with("For more"));
+    let words: Vec<&str> = told.filter(|l| !l.is_empty()).collect();
+    let line = words.join("; ").replace(":; ", ": ").replace("error: ", "").replace("tip: ", "");
+    format!("{line} (see launch --help)")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(args: &[&str]) -> Asked {
+        parse(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
+    }
+
+    fn wrong(args: &[&str]) -> String {
+        match asked(args) {
+            Asked::Wrong(line) => line,
+            other => panic!("accepted: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn run_is_the_default() {
+        for args in [
+            &["a.yaml", "--set", "x=1", "--dry-run"][..],
+            &["run", "a.yaml", "--set", "x=1", "--dry-run"],
+            &["--set", "x=1", "--dry-run", "a.yaml"],
+            &["--json", "--dry-run", "--set=x=1", "a.yaml"],
+        ] {
+            let Asked::Command(Cli { command: Command::Run(run), json }) = asked(args) else {
+                panic!("{args:?}")
+            };
+            assert_eq!(
+                (run.job.job.to_str(), run.job.set, run.dry_run),
+                (Some("a.yaml"), vec!["x=1".to_owned()], true)
+            );
+            assert_eq!(json, args[0] == "--json");
+        }
+    }
+
+    #[test]
+    fn other_commands() {
+        assert!(matches!(
+            asked(&["plan", "a.yaml", "--json"]),
+            Asked::Command(Cli { command: Command::Plan(_), json: true })
+        ));
+        assert!(matches!(
+            asked(&["--json", "plan", "a.yaml"]),
+            Asked::Command(Cli { command: Command::Plan(_), json: true })
+        ));
+        assert!(matches!(asked(&["agent"]), Asked::Command(Cli { command: Command::Agent, .. })));
+        let Asked::Show(version) = asked(&["--version"]) else { panic!("no version") };
+        assert!(version.starts_with("launch "));
+        let Asked::Show(help) = asked(&["--help"]) else { panic!("no help") };
+        assert!(help.contains("plan") && !help.contains("agent"), "{help}");
+    }
+
+    #[test]
+    fn what_is_wrong_is_one_line() {
+        assert_eq!(wrong(&[]), "what shall be launched? Name a job: launch job.yaml");
+        assert_eq!(wrong(&["--json"]), "what shall be launched? Name a job: launch job.yaml");
+        for (args, part) in [
+            (&["a.yaml", "--jsno"][..], "--json"),
+            (&["a.yaml", "b.yaml"], "b.yaml"),
+            (&["a.yaml", "--set"], "--set"),
+            (&["plan"], "JOB"),
+        ] {
+            let line = wrong(args);
+            assert!(line.contains(part) && !line.contains('\n'), "{args:?}: {line}");
+        }
+    }
+}

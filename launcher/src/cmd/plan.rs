@@ -1,0 +1,232 @@
+//! `launch plan`: what would run where; touches nothing. Also the text of `--dry-run`.
+use super::prepare::{Prepared, prepare};
+use crate::{cli::JobArgs, error::Failure, report::plain};
+use contract::{
+    control::WorkerPlan,
+    ids::RunId,
+    judge::{MemoryEstimate, TrainJudge},
+    problem::{Severity, render},
+};
+use serde_json::{Map, Value, json};
+use std::fmt::Write;
+
+/// Shows the plan; the exit code.
+pub(crate) fn run(args: &JobArgs, json: bool, judge: &dyn TrainJudge) -> u8 {
+    match prepare(args, &unnamed_run(), judge) {
+        Ok(prepared) => show(&prepared, json, false),
+        Err(failure) => super::fail(&failure),
+    }
+}
+
+/// Shows the plan and the whole job; the exit code.
+pub(crate) fn dry_run(args: &JobArgs, json: bool, judge: &dyn TrainJudge) -> Result<u8, Failure> {
+    prepare(args, &unnamed_run(), judge).map(|prepared| show(&prepared, json, true))
+}
+
+/// The run that isn't started has no name yet.
+fn unnamed_run() -> RunId {
+    RunId("{run}".to_owned())
+}
+
+fn show(prepared: &Prepared, json: bool, with_job: bool) -> u8 {
+    plain::say(&render(&prepared.warnings, Severity::Warning, plain::color()));
+    if json {
+        return super::show(&format!("{}\n", as_json(prepared)));
+    }
+    let mut text = as_text(prepared);
+    if with_job {
+        let job = serde_json::to_string_pretty(&prepared.job).unwrap_or_default();
+        _ = writeln!(text, "\nThe whole job:\n{job}");
+    }
+    super::show(&text)
+}
+
+/// The plan as one object.
+pub(crate) fn as_json(p: &Prepared) -> Value {
+    let memory = |rank: u32| p.verdict.iter().flat_map(|v| &v.memory).find(|m| m.rank == rank);
+    let ranks: Vec<Value> = workers(p)
+        .map(|w| {
+            json!({
+                "rank": w.rank,
+                "host": p.facts.host,
+                "local_rank": w.local_rank,
+                "device": "cpu",
+                "cpus": w.cpus,
+                "threads": w.threads,
+                "env": w.env.iter().map(|(n, v)| (n.clone(), Value::from(v.as_str()))).collect::<Map<_, _>>(),
+                "workdir": w.workdir,
+                "command": w.command,
+                "log": w.log,
+                "memory": memory(w.rank).map(|m| json!({
+                    "total": m.total,
+                    "parts": m.parts.iter().map(|(n, b)| (n.clone(), Value::from(*b))).collect::<Map<_, _>>(),
+                })),
+            })
+        })
+        .collect();
+    let warnings: Vec<Value> = p
+        .warnings
+        .iter()
+        .map(|w| json!({"path": w.path, "file": w.place.file(), "line": w.place.line(), "column": w.place.column(), "message": w.message, "hint": w.hint}))
+        .collect();
+    json!({
+        "name": p.job.name,
+        "world": p.plan.world,
+        "run_dir": p.plan.run_dir,
+        "checkpoint_dir": checkpoint_dir(p),
+        "host": {"name": p.facts.host, "cpus": p.facts.cpus, "quota": p.facts.quota, "memory": p.facts.memory},
+        "parameters": p.verdict.as_ref().map(|v| v.parameters),
+        "ranks": ranks,
+        "warnings": warnings,
+        "job": p.job,
+    })
+}
+
+/// The plan for a person.
+pub(crate) fn as_text(p: &Prepared) -> String {
+    let mut text = String::new();
+    // Writing to a String can't fail.
+    let world = p.plan.world;
+    let workers_word = if world == 1 { "worker" } else { "workers" };
+    _ = writeln!(text, "job {}: {world} {workers_word} on {}", p.job.name, p.facts.host);
+    match &p.job.run.command {
+        Some(command) => _ = writeln!(text, "command: {}", command.join(" ")),
+        None => _ = writeln!(text, "command: the built-in training"),
+    }
+    _ = writeln!(text, "workdir: {}", p.job.run.workdir.display());
+    _ = writeln!(text, "run directory: {}", p.plan.run_dir.display());
+    if let Some(dir) = checkpoint_dir(p) {
+        _ = writeln!(text, "checkpoints: {}", dir.display());
+    }
+    _ = write!(text, "\n{}", table(&rank_rows(p)));
+    _ = write!(text, "\n{}", environment(p));
+    if let (Some(verdict), Some(train)) = (&p.verdict, &p.job.train) {
+        let n = verdict.parameters;
+        _ = writeln!(text, "\nmodel: {}, {} parameters", train.model.family, grouped(n));
+        _ = writeln!(text, "ZeRO stage {}, {} samples a step", train.zero.stage, train.batch.global);
+        _ = write!(text, "{}", memory(&verdict.memory, p.facts.memory));
+    }
+    text
+}
+
+fn workers(p: &Prepared) -> impl Iterator<Item = &WorkerPlan> {
+    p.plan.nodes.iter().flat_map(|n| &n.workers)
+}
+
+/// Where checkpoints go; `None` when the job doesn't save by itself.
+fn checkpoint_dir(p: &Prepared) -> Option<std::path::PathBuf> {
+    p.job.train.as_ref().map(|_| p.job.run.workdir.join(&p.job.checkpoint.dir))
+}
+
+fn rank_rows(p: &Prepared) -> Vec<Vec<String>> {
+    let head = ["rank", "host", "local rank", "device", "cpus", "threads", "memory"];
+    let columns = if p.verdict.is_some() { head.len() } else { head.len() - 1 };
+    let mut rows = vec![head[..columns].iter().map(|h| (*h).to_owned()).collect::<Vec<_>>()];
+    for w in workers(p) {
+        let memory = p.verdict.iter().flat_map(|v| &v.memory).find(|m| m.rank == w.rank);
+        let mut row = vec![
+            w.rank.to_string(),
+            p.facts.host.clone(),
+            w.local_rank.to_string(),
+            "cpu".to_owned(),
+            if w.cpus.is_empty() { "any".to_owned() } else { ranges(&w.cpus) },
+            w.threads.to_string(),
+            memory.map_or_else(|| "-".to_owned(), |m| bytes(m.total)),
+        ];
+        row.truncate(columns);
+        rows.push(row);
+    }
+    rows
+}
+
+/// Columns padded to their widest cell.
+fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &w)| format!("{cell:<w$}")).collect();
+        _ = writeln!(text, "{}", cells.join("  ").trim_end());
+    }
+    text
+}
+
+/// The environment: what is the same for all, then what differs by rank.
+fn environment(p: &Prepared) -> String {
+    let mut text = "environment of each worker:\n".to_owned();
+    let all: Vec<&WorkerPlan> = workers(p).collect();
+    let Some(first) = all.first() else { return text };
+    for (name, value) in &first.env {
+        let differs = all.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
+        let shown = if differs { "(by rank)" } else { value };
+        _ = writeln!(text, "  {name}={shown}");
+    }
+    text
+}
+
+/// The largest rank's memory with its parts, and all ranks' beside the machine's.
+fn memory(estimates: &[MemoryEstimate], installed: u64) -> String {
+    let mut text = String::new();
+    let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
+    _ = writeln!(text, "memory of rank {} (the largest): {}", largest.rank, bytes(largest.total));
+    let rows: Vec<Vec<String>> =
+        largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), bytes(*n)]).collect();
+    text.push_str(&table(&rows));
+    let total = estimates.iter().map(|m| m.total).sum();
+    let of = if installed == 0 { String::new() } else { format!(" of {}", bytes(installed)) };
+    _ = writeln!(text, "memory of all ranks: {}{of}", bytes(total));
+    text
+}
+
+/// `0-3,8`.
+fn ranges(cpus: &[u32]) -> String {
+    let mut parts: Vec<(u32, u32)> = Vec::new();
+    for &cpu in cpus {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == cpu => *last = cpu,
+            _ => parts.push((cpu, cpu)),
+        }
+    }
+    let text = |(a, b): &(u32, u32)| if a == b { a.to_string() } else { format!("{a}-{b}") };
+    parts.iter().map(text).collect::<Vec<_>>().join(",")
+}
+
+/// `512 B`, `1.5 MiB`.
+pub(super) fn bytes(n: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let step = (n.max(1).ilog2() / 10) as usize;
+    match step {
+        0 => format!("{n} B"),
+        _ => format!("{:.1} {}", n as f64 / (1u64 << (10 * step)) as f64, units[step]),
+    }
+}
+
+/// `1,234,567`.
+fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let mut text = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_for_people() {
+        assert_eq!(ranges(&[0, 1, 2, 4, 8, 9]), "0-2,4,8-9");
+        assert_eq!((bytes(0), bytes(1023), bytes(1536)), ("0 B".into(), "1023 B".into(), "1.5 KiB".into()));
+        assert_eq!(bytes(u64::MAX), "16.0 EiB");
+        assert_eq!(
+            (grouped(7), grouped(1234), grouped(1_234_567)),
+            ("7".into(), "1,234".into(), "1,234,567".into())
+        );
+    }
+}

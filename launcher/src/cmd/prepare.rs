@@ -1,0 +1,101 @@
+//! What `plan` and `run` begin with: load the job, find out about the machine, plan, judge.
+use crate::{
+    cli::JobArgs,
+    discover::{self, Facts},
+    error::{Failure, Kind},
+    plan::{self, Plan},
+};
+use contract::{
+    JobSpec, Problem, Source, SourceMap,
+    ids::RunId,
+    judge::{TrainJudge, Verdict},
+};
+
+/// A job that may start.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    pub(crate) job: JobSpec,
+    pub(crate) facts: Facts,
+    pub(crate) plan: Plan,
+    /// What the built-in runtime says of `train`; `None` without one.
+    pub(crate) verdict: Option<Verdict>,
+    pub(crate) warnings: Vec<Problem>,
+}
+
+/// Reads everything, changes nothing.
+pub(crate) fn prepare(args: &JobArgs, run: &RunId, judge: &dyn TrainJudge) -> Result<Prepared, Failure> {
+    let file = args.job.display().to_string();
+    let loaded = contract::load(Source::File(args.job.clone()), &args.set);
+    let (job, map, mut warnings) = loaded.map_err(|problems| {
+        let failure = Failure::job(&file, problems);
+        match mistaken_command(args) {
+            Some(command) => failure.hint(format!("`launch {command} …` is a command")),
+            None => failure,
+        }
+    })?;
+    if !job.run.workdir.is_dir() {
+        let message = format!("the directory `{}` doesn't exist", job.run.workdir.display());
+        let place = map.locate("run.workdir");
+        let problem = Problem { path: "run.workdir".to_owned(), place, message, hint: None };
+        return Err(Failure::job(&file, vec![problem]));
+    }
+    let facts = discover::local::facts().map_err(|e| {
+        Failure::new(Kind::Cluster, "this machine's CPUs and memory can't be found out").cause(&e)
+    })?;
+    let plan = plan::plan(&job, &facts, run).map_err(|f| Failure::job(&file, located(&map, &f)))?;
+    warnings.extend(located(&map, &plan.warnings));
+    let verdict = match &job.train {
+        Some(_) => {
+            let threads = plan.nodes.iter().flat_map(|n| &n.workers).map(|w| w.threads).max().unwrap_or(1);
+            let verdict = judge.judge(&job, plan.world, threads);
+            if !verdict.problems.is_empty() {
+                return Err(Failure::job(&file, located(&map, &verdict.problems)));
+            }
+            warnings.extend(located(&map, &verdict.warnings));
+            warnings.extend(too_little_memory(&map, &facts, &verdict));
+            Some(verdict)
+        }
+        None => None,
+    };
+    Ok(Prepared { job, facts, plan, verdict, warnings })
+}
+
+fn located(map: &SourceMap, findings: &[contract::judge::Finding]) -> Vec<Problem> {
+    findings.iter().map(|f| map.problem(f)).collect()
+}
+
+/// A warning when the workers together need more memory than the machine has.
+fn too_little_memory(map: &SourceMap, facts: &Facts, verdict: &Verdict) -> Option<Problem> {
+    let needed: u64 = verdict.memory.iter().map(|m| m.total).sum();
+    if facts.memory == 0 || needed <= facts.memory {
+        return None;
+    }
+    let message = format!(
+        "the workers need about {} of memory, this machine has {}",
+        super::plan::bytes(needed),
+        super::plan::bytes(facts.memory)
+    );
+    Some(Problem {
+        path: "train".to_owned(),
+        place: map.locate("train"),
+        message,
+        hint: Some(
+            "a smaller `batch.micro`, `recompute: block` or a higher `zero.stage` needs less".to_owned(),
+        ),
+    })
+}
+
+/// `launch plna job.yaml` looks like a job that isn't there.
+fn mistaken_command(args: &JobArgs) -> Option<&'static str> {
+    let word = args.job.to_str().filter(|w| !w.contains(['/', '.']))?;
+    (!args.job.exists()).then(|| ["run", "plan", "ckpt"].into_iter().find(|c| near(word, c)))?
+}
+
+/// The same letters but one.
+fn near(word: &str, command: &str) -> bool {
+    let (mut a, mut b): (Vec<char>, Vec<char>) = (word.chars().collect(), command.chars().collect());
+    a.sort_unstable();
+    b.sort_unstable();
+    let common = command.chars().filter(|c| a.contains(c)).count();
+    a == b || (common + 1 >= command.len() && word.len().abs_diff(command.len()) <= 1 && common >= 2)
+}

@@ -1,0 +1,123 @@
+//! What the control groups of this process allow (version 2, and version 1's cpu and memory controllers).
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Limits, where there are any.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Limits {
+    /// CPUs' worth of time.
+    pub(super) cpus: Option<f64>,
+    /// Bytes.
+    pub(super) memory: Option<u64>,
+}
+
+/// The tightest limits of this process's groups and their parents; none where nothing can be read.
+pub(super) fn limits(root: &Path) -> Limits {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let mut limits = Limits::default();
+    for line in groups.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(group)) = (parts.next(), parts.next()) else { continue };
+        let has = |name: &str| controllers.split(',').any(|c| c == name);
+        let mount = root.join("sys/fs/cgroup");
+        if controllers.is_empty() {
+            for directory in group_and_parents(&mount, group) {
+                limits.tighten(quota_v2(&directory), number(&directory.join("memory.max")));
+            }
+        } else if has("cpu") {
+            // Inside a container the group's own path may not be visible: the mount's root is the group then.
+            for directory in group_and_parents(&mount.join("cpu"), group) {
+                limits.tighten(quota_v1(&directory), None);
+            }
+        } else if has("memory") {
+            for directory in group_and_parents(&mount.join("memory"), group) {
+                limits.tighten(None, number(&directory.join("memory.limit_in_bytes")));
+            }
+        }
+    }
+    limits
+}
+
+impl Limits {
+    fn tighten(&mut self, cpus: Option<f64>, memory: Option<u64>) {
+        self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
+        // Version 1 says "no limit" with a number near 2^63.
+        let memory = memory.filter(|&m| m < 1 << 60);
+        self.memory = [self.memory, memory].into_iter().flatten().min();
+    }
+}
+
+/// The directories of a group, from itself up to the mount.
+fn group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
+    let relative = Path::new(group.trim_start_matches('/'));
+    // `..` appears when the group lies outside this process's namespace.
+    let safe = relative.components().all(|c| matches!(c, std::path::Component::Normal(_)));
+    let whole = if safe { mount.join(relative) } else { mount.to_owned() };
+    whole.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
+}
+
+/// `cpu.max`: "quota period" or "max period", microseconds.
+fn quota_v2(directory: &Path) -> Option<f64> {
+    let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
+    let (quota, period) = text.trim().split_once(' ')?;
+    share(quota.parse().ok()?, period.parse().ok()?)
+}
+
+fn quota_v1(directory: &Path) -> Option<f64> {
+    let quota = number(&directory.join("cpu.cfs_quota_us"))?;
+    let period = number(&directory.join("cpu.cfs_period_us"))?;
+    share(quota as f64, period as f64)
+}
+
+fn share(quota: f64, period: f64) -> Option<f64> {
+    (quota > 0.0 && period > 0.0).then(|| quota / period)
+}
+
+/// The number in a file; `None` when there is none (`max`, `-1`).
+fn number(file: &Path) -> Option<u64> {
+    fs::read_to_string(file).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().expect("directory");
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().expect("parent")).expect("directory");
+            fs::write(path, text).expect("file");
+        }
+        root
+    }
+
+    #[test]
+    fn nothing_readable_is_no_limit() {
+        assert_eq!(limits(tree(&[]).path()), Limits::default());
+    }
+
+    #[test]
+    fn version_1() {
+        let root = tree(&[
+            ("proc/self/cgroup", "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n1:name=systemd:/\n"),
+            ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "150000"),
+            ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000"),
+            ("sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes", "1048576"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712"),
+        ]);
+        assert_eq!(limits(root.path()), Limits { cpus: Some(1.5), memory: Some(1 << 20) });
+    }
+
+    #[test]
+    fn a_path_outside_the_namespace_means_the_mount() {
+        let root = tree(&[
+            ("proc/self/cgroup", "0::/../../other\n"),
+            ("sys/fs/cgroup/cpu.max", "50000 100000"),
+            ("sys/other/cpu.max", "1 100000"),
+        ]);
+        assert_eq!(limits(root.path()).cpus, Some(0.5));
+    }
+}

@@ -1,0 +1,100 @@
+//! Facts of this machine.
+use super::{Facts, cgroup};
+use std::{fs, io, path::Path};
+
+/// Most CPUs a machine may report.
+const MOST_CPUS: u32 = 65_536;
+
+/// Finds out about this machine; an error says what couldn't be read.
+pub fn facts() -> io::Result<Facts> {
+    facts_below(Path::new("/"))
+}
+
+/// The same below another root directory.
+fn facts_below(root: &Path) -> io::Result<Facts> {
+    let host = read(root, "proc/sys/kernel/hostname")?.trim().to_owned();
+    let status = read(root, "proc/self/status")?;
+    let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
+    let cpus = cpu_list(list.trim()).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("/proc/self/status lists no CPUs (`{}`)", list.trim()),
+        )
+    })?;
+    let limits = cgroup::limits(root);
+    let installed = read(root, "proc/meminfo").ok().and_then(|text| total_memory(&text)).unwrap_or(0);
+    let memory = match limits.memory {
+        Some(limit) if installed == 0 || limit < installed => limit,
+        _ => installed,
+    };
+    Ok(Facts { host, cpus, quota: limits.cpus, memory })
+}
+
+fn read(root: &Path, path: &str) -> io::Result<String> {
+    fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
+}
+
+/// `0-3,8,10-11` → the CPUs, ascending; `None` when there are none or it can't be read.
+fn cpu_list(text: &str) -> Option<Vec<u32>> {
+    let mut cpus = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?);
+        if first > last || last >= MOST_CPUS {
+            return None;
+        }
+        cpus.extend(first..=last);
+    }
+    cpus.sort_unstable();
+    cpus.dedup();
+    (!cpus.is_empty()).then_some(cpus)
+}
+
+/// Bytes of `MemTotal`.
+fn total_memory(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cpus() {
+        assert_eq!(cpu_list("0-1"), Some(vec![0, 1]));
+        assert_eq!(cpu_list("8,0-2,10-11"), Some(vec![0, 1, 2, 8, 10, 11]));
+        for bad in ["", "a", "3-1", "0-99999999", "0,,1"] {
+            assert_eq!(cpu_list(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn this_machine() {
+        let facts = facts().expect("facts");
+        assert!(!facts.host.is_empty() && !facts.cpus.is_empty() && facts.memory > 0);
+        assert!((1..=facts.cpus.len() as u32).contains(&facts.cores()));
+    }
+
+    #[test]
+    fn limits_of_a_container() {
+        let root = tempfile::tempdir().expect("directory");
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().expect("parent")).expect("directory");
+            fs::write(path, text).expect("file");
+        };
+        write("proc/sys/kernel/hostname", "node-7\n");
+        write("proc/self/status", "Name:\tx\nCpus_allowed_list:\t2-5\n");
+        write("proc/meminfo", "MemTotal:       1000 kB\nMemFree: 1 kB\n");
+        write("proc/self/cgroup", "0::/a/b\n");
+        write("sys/fs/cgroup/a/cpu.max", "250000 100000\n");
+        write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
+        write("sys/fs/cgroup/a/memory.max", "512000\n");
+        let facts = facts_below(root.path()).expect("facts");
+        let expected =
+            Facts { host: "node-7".into(), cpus: vec![2, 3, 4, 5], quota: Some(2.5), memory: 512_000 };
+        assert_eq!(facts, expected);
+        assert_eq!(facts.cores(), 2);
+    }
+}

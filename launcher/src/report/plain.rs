@@ -1,0 +1,22 @@
+//! Output of the commands that run nothing: written at once, in full.
+use std::io::{self, IsTerminal, Write};
+
+/// Data, to stdout. A reader that has enough (a closed pipe) is no error.
+pub(crate) fn data(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
+}
+
+/// Talk, to stderr. Nobody is left to be told when that fails.
+pub(crate) fn say(text: &str) {
+    _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// May talk have colour?
+pub(crate) fn color() -> bool {
+    let wanted = std::env::var_os(contract::env::NO_COLOR).is_none_or(|v| v.is_empty());
+    wanted && io::stderr().is_terminal()
+}
