@@ -1,0 +1,50 @@
+//! Where the time of a step goes, without launcher and data: tokens/s of docs/benchmarks' model in one process.
+//!
+//!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
+#[path = "../tests/common/mod.rs"]
+mod common;
+use common::*;
+use contract::job::{ModelSpec, Recompute};
+use std::{sync::Arc, time::Instant};
+use worker::stages::Cursor;
+
+fn main() {
+    let args: Vec<String> = std::env::args().collect();
+    let number = |i: usize, default: u32| args.get(i).and_then(|a| a.parse().ok()).unwrap_or(default);
+    let (threads, micro, stage) = (number(1, 1), number(2, 8), number(3, 3));
+    let model = ModelSpec {
+        vocab_size: 8192,
+        hidden_size: 384,
+        intermediate_size: 1024,
+        num_hidden_layers: 6,
+        num_attention_heads: 6,
+        num_key_value_heads: 6,
+        head_dim: 64,
+        max_position_embeddings: 256,
+        ..odd_model()
+    };
+    let mut spec = train_spec(model, stage as u8, 8, micro, 256);
+    if number(4, 0) == 1 {
+        spec.recompute = Recompute::Block;
+    }
+    let comm = Arc::new(comm::local::group(1).remove(0));
+    let mut running = build(&spec, comm, threads as usize).start(Cursor::default());
+    steps(&mut running, 2);
+    let flops = running.trainer.model.flops_per_token(256);
+    let mut rates: Vec<f64> = (0..8)
+        .map(|_| {
+            let began = Instant::now();
+            steps(&mut running, 1);
+            2048.0 / began.elapsed().as_secs_f64()
+        })
+        .collect();
+    rates.sort_by(f64::total_cmp);
+    let median = rates[rates.len() / 2];
+    println!(
+        "{threads} threads, micro {micro}: {median:.0} tokens/s (min {:.0}, max {:.0}), {:.0} GFLOP/s, peak {} MiB",
+        rates[0],
+        rates[rates.len() - 1],
+        median * flops / 1e9,
+        worker::train::run::peak_rss() >> 20
+    );
+}
