@@ -5,7 +5,7 @@
 //! last rename wins and all are equal. A cache that is damaged is built again and the user told.
 use super::{
     cache::{self, OpenError, TokenCache, Writer},
-    contents::Digest,
+    contents::{self, Digest},
     documents::{self, Choice, Kind, Part, Split},
     error::DataError,
     files::DataFile,
@@ -22,7 +22,7 @@ use std::{
 };
 
 /// Text that is tokenized together, bytes: what building needs in memory, about ten times.
-const BATCH: usize = 8 << 20;
+const BATCH: usize = 4 << 20;
 /// Longest wait for another process that builds the same cache; afterwards this one builds too.
 const LOCK_WAIT: Duration = Duration::from_secs(15 * 60);
 /// Time between two looks at the lock.
@@ -86,7 +86,12 @@ pub(crate) fn open_or_build(
         Lock::Held(lock) => lock,
     };
     tidy(dir, &stem, lock.is_some());
-    build_file(inputs, key, dir, &stem, &path)?;
+    build_file(inputs, key, dir, &stem, &path).inspect_err(|e| {
+        if let DataError::Changed { .. } = e {
+            // should a remembered digest be the wrong one, the next start must not believe it again
+            contents::forget(dir);
+        }
+    })?;
     drop(lock);
     match TokenCache::open(&path, &key) {
         Ok(cache) => Ok(cache),
@@ -412,5 +417,23 @@ mod tests {
         assert!(matches!(&error, DataError::Changed { path } if path.ends_with("a.txt")), "{error}");
         assert!(listed(dir.path(), "tmp").is_empty());
         assert!(listed(dir.path(), "tokens").is_empty());
+    }
+
+    #[test]
+    fn a_wrong_remembered_digest_is_believed_once_at_most() {
+        let dir = folder();
+        let files = files::expand(&["*.txt".into()], dir.path()).unwrap();
+        let cache = dir.path().join("cache");
+        let later = SystemTime::now() + Duration::from_secs(60);
+        contents::tests::remember_wrongly(&files[0], &cache);
+        let tokenizer = TextTokenizer::Bytes;
+        let open = || {
+            let digests = contents::digests(&files, &cache, later).unwrap();
+            let (files, digests) = (&files[..], &digests[..]);
+            let inputs = Inputs { files, digests, field: "text", tokenizer: &tokenizer, choice: Choice::All };
+            open_or_build(&inputs, &cache, &mut Vec::new()).map(|c| c.header.tokens)
+        };
+        assert!(matches!(open(), Err(DataError::Changed { .. })));
+        assert_eq!(open().unwrap(), 13);
     }
 }

@@ -7,7 +7,7 @@
 //! ```
 //! All little-endian. Each document is at least one token and the end-of-document token after it. A file is complete or absent (written aside, synced,
 //! renamed), and checked whole when opened: sizes, both digests, every token below vocab_size, offsets rising.
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 use rayon::prelude::*;
 use std::{
     fs::File,
@@ -21,7 +21,9 @@ const MAGIC: [u8; 8] = *b"LNCHTOKS";
 pub(crate) const VERSION: u32 = 1;
 const HEADER: usize = 256;
 /// The body is hashed in blocks of this many bytes, so that many threads can check it; its digest is that of the blocks' digests.
-const BLOCK: usize = 4 << 20;
+const BLOCK: usize = 1 << 20;
+/// A touch maps this many aligned bytes at once (Linux's fault-around), bytes.
+const FAULT_AROUND: usize = 64 << 10;
 
 /// What the header says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -147,7 +149,18 @@ impl TokenCache {
         let map = unsafe { Mmap::map(&file)? };
         let cache = TokenCache { header, map, offsets_at: HEADER + offsets as usize };
         cache.check_offsets().map_err(damaged)?;
+        cache.release(0, cache.map.len());
         Ok(cache)
+    }
+
+    /// Takes pages out of this process's memory again; the system keeps them as it sees fit. Without it a rank's memory would grow by all
+    /// that it has read, up to the whole cache.
+    fn release(&self, at: usize, len: usize) {
+        let from = at / FAULT_AROUND * FAULT_AROUND;
+        let to = (at + len).next_multiple_of(FAULT_AROUND).min(self.map.len());
+        // SAFETY: the mapping is shared, read-only and of a file, so a page that goes comes back with the same content at the next touch.
+        // Where it fails, the pages stay.
+        let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, from, to - from) };
     }
 
     fn check_offsets(&self) -> Result<(), String> {
@@ -217,6 +230,7 @@ impl TokenStream for TokenCache {
             }
             _ => bytes.as_chunks::<4>().0.iter().zip(out).for_each(|(b, t)| *t = u32::from_le_bytes(*b)),
         }
+        self.release(at, bytes.len());
     }
 }
 
@@ -248,17 +262,27 @@ impl Writer {
 
     /// Appends tokens to the current document; each must be below vocab_size.
     pub(crate) fn push(&mut self, tokens: &[u32]) -> io::Result<()> {
-        let width = width(self.vocab_size);
-        for &t in tokens {
-            if t >= self.vocab_size {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("token {t} is beyond the vocabulary"),
-                ));
-            }
-            self.bytes(&t.to_le_bytes()[..width])?;
+        if let Some(t) = tokens.iter().find(|&&t| t >= self.vocab_size) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("token {t} is beyond the vocabulary"),
+            ));
         }
         self.tokens += tokens.len() as u64;
+        let width = width(self.vocab_size);
+        let mut rest = tokens;
+        while !rest.is_empty() {
+            let room = (BLOCK - self.block.len()) / width;
+            let (now, later) = rest.split_at(room.min(rest.len()));
+            match width {
+                2 => now.iter().for_each(|&t| self.block.extend_from_slice(&(t as u16).to_le_bytes())),
+                _ => now.iter().for_each(|&t| self.block.extend_from_slice(&t.to_le_bytes())),
+            }
+            if self.block.len() == BLOCK {
+                self.end_block()?;
+            }
+            rest = later;
+        }
         Ok(())
     }
 
@@ -272,12 +296,6 @@ impl Writer {
         Ok(())
     }
 
-    /// `bytes.len()` divides [`BLOCK`].
-    fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.block.extend_from_slice(bytes);
-        if self.block.len() == BLOCK { self.end_block() } else { Ok(()) }
-    }
-
     fn end_block(&mut self) -> io::Result<()> {
         self.digests.push(*blake3::hash(&self.block).as_bytes());
         self.out.write_all(&self.block)?;
@@ -287,12 +305,13 @@ impl Writer {
 
     /// Writes offsets and header and syncs.
     pub(crate) fn finish(mut self, key: [u8; 32]) -> io::Result<()> {
-        while !self.block.len().is_multiple_of(8) {
-            self.bytes(&[0])?;
-        }
+        self.block.resize(self.block.len().next_multiple_of(8), 0);
         let offsets = std::mem::take(&mut self.offsets);
         for offset in &offsets {
-            self.bytes(&offset.to_le_bytes())?;
+            if self.block.len() == BLOCK {
+                self.end_block()?;
+            }
+            self.block.extend_from_slice(&offset.to_le_bytes());
         }
         if !self.block.is_empty() {
             self.end_block()?;

@@ -64,6 +64,11 @@ pub(crate) fn digests(files: &[DataFile], cache: &Path, now: SystemTime) -> Resu
     Ok(found.into_iter().map(|(_, digest)| digest).collect())
 }
 
+/// Makes the next start hash everything again.
+pub(crate) fn forget(cache: &Path) {
+    let _ = fs::remove_file(cache.join(MEMORY));
+}
+
 fn digest(path: &Path, known: &HashMap<Identity, Digest>) -> Result<(Identity, Digest), DataError> {
     let error = |source| DataError::Read { path: path.to_path_buf(), source };
     let mut file = File::open(path).map_err(error)?;
@@ -129,8 +134,14 @@ fn remember(cache: &Path, known: HashMap<Identity, Digest>, new: &[(Identity, Di
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// Remembers a digest that the file doesn't have.
+    pub(crate) fn remember_wrongly(file: &DataFile, cache: &Path) {
+        let id = Identity::of(&fs::metadata(&file.path).unwrap());
+        remember(cache, HashMap::new(), &[(id, [7; 32])]).unwrap();
+    }
 
     fn later() -> SystemTime {
         SystemTime::now() + Duration::from_secs(60)
@@ -162,8 +173,7 @@ mod tests {
     fn memory_is_used_and_changed_files_are_hashed_again() {
         let dir = tempfile::tempdir().unwrap();
         let files = files(dir.path(), &["a"]);
-        let id = Identity::of(&fs::metadata(&files[0].path).unwrap());
-        remember(dir.path(), HashMap::new(), &[(id, [7; 32])]).unwrap();
+        remember_wrongly(&files[0], dir.path());
         assert_eq!(digests(&files, dir.path(), later()).unwrap(), [[7; 32]]);
         fs::write(&files[0].path, "bb").unwrap();
         let want = *blake3::hash(b"bb").as_bytes();

@@ -19,7 +19,7 @@ use std::{
 /// Longest piece of a text file that is held out or not as a whole, bytes.
 pub(crate) const PIECE: usize = 16 << 10;
 /// Longest text that is tokenized at once, bytes (one JSON line may be longer). Longer documents are cut after a newline, else between characters.
-const SEGMENT: usize = 1 << 20;
+const SEGMENT: usize = 256 << 10;
 /// Longest line of a JSON lines file, bytes.
 pub(crate) const MAX_LINE: usize = 16 << 20;
 
@@ -148,7 +148,7 @@ impl Joiner<'_, '_> {
 
 fn read_text(input: &mut impl Read, path: &Path, choice: Choice, sink: &mut Sink) -> Result<(), DataError> {
     let mut joiner = Joiner { pending: String::new(), open: false, sink };
-    let (mut buffer, mut filled) = (vec![0u8; 64 * PIECE], 0);
+    let (mut buffer, mut filled) = (vec![0u8; 16 * PIECE], 0);
     let (mut offset, mut line) = (0u64, 1u64);
     loop {
         let n = fill_up(input, &mut buffer[filled..])
@@ -419,6 +419,24 @@ mod tests {
     }
 
     proptest! {
+        /// Whatever the bytes: documents or one clear error.
+        #[test]
+        fn any_bytes(
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+            padding in prop_oneof![Just(0), PIECE - 150..PIECE + 50, 16 * PIECE - 150..16 * PIECE + 50],
+            share in 0.0f64..1.0,
+        ) {
+            let content = [vec![b'x'; padding], bytes].concat();
+            for name in ["a.txt", "a.jsonl"] {
+                for choice in [Choice::All, Choice::Side(Split::Train, share)] {
+                    let result = documents(name, &content, choice);
+                    if name == "a.txt" {
+                        prop_assert_eq!(result.is_ok(), std::str::from_utf8(&content).is_ok());
+                    }
+                }
+            }
+        }
+
         #[test]
         fn shares_at_the_ends(text in ".{1,50}") {
             prop_assert!(!is_held_out(&text, 0.0));

@@ -225,6 +225,7 @@ fn names(dir: &Path) -> Result<Vec<OsString>, DataError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
     use std::os::unix::fs::symlink;
 
     fn tree(files: &[&str]) -> tempfile::TempDir {
@@ -320,6 +321,20 @@ mod tests {
         assert_eq!(matched(&dir, &["a[1].md"]).unwrap(), ["a[1].md"]);
         assert_eq!(matched(&dir, &["{x}.md"]).unwrap(), ["{x}.md"]);
         assert_eq!(matched(&dir, &[r"a\[1\].md"]).unwrap(), ["a[1].md"]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_pattern_is_read_or_refused(pattern in "[a-b*?\\[\\]{},\\\\/!^.-]{0,24}") {
+            if let Ok(alternatives) = braces(&pattern) {
+                prop_assert!(!alternatives.is_empty());
+                for a in alternatives {
+                    let braced = a.contains(['{', '}']);
+                    prop_assert!(!braced);
+                    let _ = parse(&a);
+                }
+            }
+        }
     }
 
     #[test]

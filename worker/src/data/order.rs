@@ -135,6 +135,17 @@ mod tests {
         }
     }
 
+    /// A run's order is a promise: a resumed run must go on in the order of the version that began it.
+    #[test]
+    fn order_is_pinned() {
+        assert_eq!(epoch(&Order::new(1234, 10, true), 0), PINNED_SMALL);
+        let large = Order::new(1234, 1_000_000_007, true);
+        assert_eq!([0, 1, 2, 5_000_000_000].map(|i| large.sample(i)), PINNED_LARGE);
+    }
+    const PINNED_SMALL: [u64; 10] = [1, 9, 5, 7, 6, 3, 2, 4, 0, 8];
+    const PINNED_LARGE: [(u64, u64); 4] =
+        [(0, 602_122_595), (0, 929_023_327), (0, 305_412_091), (4, 859_251_739)];
+
     #[test]
     fn extremes() {
         assert_eq!(Order::new(0, 1, true).sample(17), (17, 0));
