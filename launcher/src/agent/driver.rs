@@ -1,0 +1,359 @@
+//! The agent's hands: carries out what the core decides, and tells it what happened.
+use super::{
+    core::{Command, Core, Input, must_arrive},
+    descendants::kill_descendants,
+    output::{Log, Pump, PumpEvent, PumpPlan},
+    process,
+};
+use crate::link::{Clock, LinkError, Outbox, Priority, read_into, write_from};
+use contract::{
+    control::{FromAgent, FromWorker, NodePlan, ToAgent, ToWorker},
+    event::Event,
+    ids::Rank,
+};
+use nix::sys::signal::{SigHandler, Signal, signal};
+use std::{
+    collections::{HashMap, VecDeque},
+    fs::OpenOptions,
+    io::{self, Write},
+    os::fd::{AsFd, OwnedFd},
+    rc::Rc,
+    time::Duration,
+};
+use tokio::{
+    net::{UnixStream, unix::pipe},
+    signal::unix::{Signal as SignalStream, SignalKind, signal as signal_stream},
+    sync::mpsc,
+    time::{Instant, sleep, timeout},
+};
+
+/// How long processes may take to die of SIGKILL before they are reported as stuck.
+const SWEEP_LIMIT: Duration = Duration::from_secs(5);
+/// Between two looks for processes that are still there.
+const SWEEP_PAUSE: Duration = Duration::from_millis(5);
+/// For the last messages to reach the controller before the agent exits.
+const LAST_MESSAGES: Duration = Duration::from_secs(2);
+/// Messages waiting to be read in the agent, of each kind.
+const INBOX: usize = 256;
+
+/// Runs the agent role on stdin and stdout; its exit code.
+pub fn main() -> u8 {
+    match prepare().and_then(|(input, output)| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(serve(input, output))
+    }) {
+        Ok(code) => code,
+        Err(error) => {
+            let text = "launch agent: cannot work here (it is started by `launch` itself, not by hand)";
+            _ = writeln!(io::stderr(), "{text}: {error}");
+            1
+        }
+    }
+}
+
+/// Takes stdin and stdout for the control stream, so that nothing else writes there, and shields the agent from the
+/// signals that are the controller's to handle: a terminal, a batch system or an operator may send them to everyone.
+fn prepare() -> io::Result<(OwnedFd, OwnedFd)> {
+    let input = io::stdin().as_fd().try_clone_to_owned()?;
+    let output = io::stdout().as_fd().try_clone_to_owned()?;
+    let null = OpenOptions::new().read(true).open("/dev/null")?;
+    nix::unistd::dup2_stdin(&null)?;
+    nix::unistd::dup2_stdout(io::stderr())?;
+    process::close_on_exec_everything();
+    process::become_subreaper()?;
+    for number in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGPIPE] {
+        // SAFETY: ignoring a signal installs no handler; workers get the defaults back.
+        unsafe { signal(number, SigHandler::SigIgn)? };
+    }
+    _ = nix::sys::prctl::set_name(c"launch-agent");
+    Ok((input, output))
+}
+
+async fn serve(input: OwnedFd, output: OwnedFd) -> io::Result<u8> {
+    for fd in [&input, &output] {
+        nonblocking(fd)?;
+    }
+    let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
+    let output = pipe::Sender::from_owned_fd_unchecked(output)?;
+    let (outbox, outgoing) = Outbox::new();
+    let (inbox, controller) = mpsc::channel(INBOX);
+    tokio::spawn(read_into((), input, inbox));
+    let writer = tokio::spawn(write_from(output, outgoing));
+    let mut driver = Driver::new(outbox, controller)?;
+    let code = driver.run().await;
+    drop(driver); // the pumps end, and with them the last outboxes
+    _ = timeout(LAST_MESSAGES, writer).await;
+    Ok(code)
+}
+
+fn nonblocking(fd: &OwnedFd) -> io::Result<()> {
+    use nix::fcntl::{FcntlArg, OFlag, fcntl};
+    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
+    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+    Ok(())
+}
+
+/// The worker a message belongs to: its rank, and its pid against confusion with an earlier epoch.
+type Who = (Rank, u32);
+
+struct Running {
+    pid: u32,
+    outbox: Option<Outbox<ToWorker>>,
+    pump: Option<Pump>,
+}
+
+type FromController = mpsc::Receiver<((), Result<Option<ToAgent>, LinkError>)>;
+type WorkerMessage = (Who, Result<Option<FromWorker>, LinkError>);
+
+struct Driver {
+    core: Core,
+    clock: Clock,
+    outbox: Outbox<FromAgent>,
+    controller: FromController,
+    controller_open: bool,
+    children: SignalStream,
+    pump_events: (mpsc::Sender<(Rank, u32, PumpEvent)>, mpsc::Receiver<(Rank, u32, PumpEvent)>),
+    worker_messages: (mpsc::Sender<WorkerMessage>, mpsc::Receiver<WorkerMessage>),
+    plan: Option<Rc<NodePlan>>,
+    shm: Option<OwnedFd>,
+    running: HashMap<Rank, Running>,
+    /// Pids of workers that have not been reaped.
+    leaders: HashMap<u32, Rank>,
+    sweeping: Option<Duration>,
+    /// Events the controller did not read in time.
+    lost_events: u64,
+    exit: Option<u8>,
+}
+
+impl Driver {
+    fn new(outbox: Outbox<FromAgent>, controller: FromController) -> io::Result<Self> {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned();
+        let mut clock = Clock::start();
+        clock.now();
+        Ok(Driver {
+            core: Core::new(host, std::process::id(), process::own_cpus()),
+            clock,
+            outbox,
+            controller,
+            controller_open: true,
+            children: signal_stream(SignalKind::child())?,
+            pump_events: mpsc::channel(INBOX),
+            worker_messages: mpsc::channel(INBOX),
+            plan: None,
+            shm: None,
+            running: HashMap::new(),
+            leaders: HashMap::new(),
+            sweeping: None,
+            lost_events: 0,
+            exit: None,
+        })
+    }
+
+    /// Until the core says that it is over.
+    async fn run(&mut self) -> u8 {
+        loop {
+            if let Some(code) = self.exit {
+                return code;
+            }
+            let now = self.clock.now();
+            let pause = self.core.deadline().saturating_sub(now).min(Duration::from_secs(1));
+            let pause = if self.sweeping.is_some() { pause.min(SWEEP_PAUSE) } else { pause };
+            let wake = Instant::now() + pause;
+            let input = tokio::select! {
+                message = self.controller.recv(), if self.controller_open => self.from_controller(message),
+                _ = self.children.recv() => Input::Tick,
+                Some((rank, pid, event)) = self.pump_events.1.recv() => self.from_pump(rank, pid, event),
+                Some(message) = self.worker_messages.1.recv() => self.from_worker(message),
+                () = sleep(wake.saturating_duration_since(Instant::now())) => Input::Tick,
+            };
+            self.handle(input);
+            self.reap();
+            self.sweep();
+            self.outbox.flush();
+        }
+    }
+
+    // ---- what happened, as the core understands it ----
+
+    fn from_controller(&mut self, message: Option<((), Result<Option<ToAgent>, LinkError>)>) -> Input {
+        match message {
+            Some(((), Ok(Some(message)))) => Input::Controller(message),
+            Some(((), Err(error))) => {
+                _ = writeln!(io::stderr(), "launch agent: {error}");
+                self.controller_open = false;
+                Input::ControllerGone
+            }
+            _ => {
+                self.controller_open = false;
+                Input::ControllerGone
+            }
+        }
+    }
+
+    fn from_pump(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> Input {
+        match event {
+            _ if self.running.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
+            PumpEvent::Drained(tail) => Input::Drained { rank, tail },
+            PumpEvent::Trouble(message) => Input::Trouble { rank, message },
+        }
+    }
+
+    fn from_worker(&mut self, ((rank, pid), message): WorkerMessage) -> Input {
+        match message {
+            _ if self.running.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
+            Ok(Some(message)) => Input::Worker { rank, message },
+            Ok(None) => Input::WorkerLink { rank, error: None },
+            // A killed worker's socket may reset instead of ending.
+            Err(LinkError::Io(_)) => Input::WorkerLink { rank, error: None },
+            Err(error) => Input::WorkerLink { rank, error: Some(error.to_string()) },
+        }
+    }
+
+    fn handle(&mut self, input: Input) {
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            let now = self.clock.now();
+            for command in self.core.handle(now, input) {
+                inputs.extend(self.execute(command));
+            }
+        }
+    }
+
+    fn reap(&mut self) {
+        let mut ended = Vec::new();
+        let leaders = &self.leaders;
+        process::reap(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
+        for (pid, status) in ended {
+            if let Some(rank) = self.leaders.remove(&pid) {
+                self.handle(Input::Ended { rank, status });
+            }
+        }
+    }
+
+    fn sweep(&mut self) {
+        let Some(since) = self.sweeping else { return };
+        let children_left = process::reap(|_| false, |_, _| ());
+        let left = if children_left { kill_descendants(&[]) } else { Vec::new() };
+        if !children_left || self.clock.now() > since + SWEEP_LIMIT {
+            self.sweeping = None;
+            self.handle(Input::Swept { left });
+        }
+    }
+
+    // ---- what the core wants ----
+
+    fn execute(&mut self, command: Command) -> Option<Input> {
+        match command {
+            Command::Send(message) => self.send(message),
+            Command::Begin(plan) => return self.begin(plan),
+            Command::Spawn(index) => return self.spawn(index),
+            Command::Tell(rank, message) => {
+                if let Some(outbox) = self.running.get_mut(&rank).and_then(|r| r.outbox.as_mut()) {
+                    outbox.send(Priority::Must, message);
+                }
+            }
+            Command::Signal(rank, ending) => {
+                let pid = self.running.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid));
+                if let Some(pid) = pid {
+                    process::signal_group(pid, ending);
+                }
+            }
+            Command::Drain(rank) => match self.running.get(&rank).and_then(|r| r.pump.as_ref()) {
+                Some(pump) => pump.drain(),
+                None => return Some(Input::Drained { rank, tail: Vec::new() }),
+            },
+            Command::Sweep => {
+                self.sweeping = Some(self.clock.now());
+            }
+            Command::Exit(code) => self.exit = Some(code),
+        }
+        None
+    }
+
+    fn send(&mut self, message: FromAgent) {
+        let priority = match &message {
+            FromAgent::Event { .. } => Priority::News,
+            message if must_arrive(message) => Priority::Must,
+            _ => Priority::Chatter,
+        };
+        let lost = self.lost_events;
+        if lost > 0 && priority != Priority::Chatter {
+            let message = format!("{lost} events were lost while the controller did not read");
+            let event = Event::Notice { rank: None, message };
+            if self.outbox.send(Priority::News, FromAgent::Event { rank: 0, event }) {
+                self.lost_events = 0;
+            }
+        }
+        if !self.outbox.send(priority, message) && priority == Priority::News {
+            self.lost_events += 1;
+        }
+    }
+
+    fn begin(&mut self, plan: Rc<NodePlan>) -> Option<Input> {
+        self.running.clear();
+        self.shm = None;
+        self.plan = Some(plan.clone());
+        let builtin = plan.workers.iter().find(|w| w.command.is_none())?;
+        match process::shared_memory() {
+            Ok(shm) => self.shm = Some(shm),
+            Err(error) => {
+                let message = format!("cannot make the node's shared memory (memfd): {error}");
+                return Some(Input::SpawnFailed { rank: builtin.rank, message });
+            }
+        }
+        None
+    }
+
+    fn spawn(&mut self, index: usize) -> Option<Input> {
+        let plan = self.plan.clone()?;
+        let worker = plan.workers.get(index)?;
+        let rank = worker.rank;
+        match self.try_spawn(&plan, index) {
+            Ok(pid) => Some(Input::Spawned { rank, pid }),
+            Err(message) => Some(Input::SpawnFailed { rank, message }),
+        }
+    }
+
+    fn try_spawn(&mut self, plan: &NodePlan, index: usize) -> Result<u32, String> {
+        let worker = &plan.workers[index];
+        let logs = &plan.job.run.logs;
+        let log = Log::open(&worker.log, logs.max_size)
+            .map_err(|e| format!("cannot write the log {}: {e}", worker.log.display()))?;
+        let spawned = process::spawn(worker, self.shm.as_ref().map(AsFd::as_fd))?;
+        let pid = spawned.pid;
+        self.leaders.insert(pid, worker.rank);
+        let mut running = Running { pid, outbox: None, pump: None };
+        let console = self.outbox.clone();
+        let (events, show) = (self.pump_events.0.clone(), logs.show.contains(&worker.rank));
+        let pump = PumpPlan { rank: worker.rank, show };
+        let pump = Pump::start(pump, pid, log, spawned.stdout, spawned.stderr, console, events);
+        let link = spawned.control.map(|stream| connect((worker.rank, pid), stream, &self.worker_messages.0));
+        let result = match (pump, link.transpose()) {
+            (Ok(pump), Ok(outbox)) => {
+                running.pump = Some(pump);
+                running.outbox = outbox;
+                Ok(pid)
+            }
+            (Err(error), _) | (_, Err(error)) => {
+                process::signal_group(pid, super::core::Ending::Kill);
+                Err(format!("cannot watch rank {}: {error}", worker.rank))
+            }
+        };
+        self.running.insert(worker.rank, running);
+        result
+    }
+}
+
+/// The two tasks of a worker's control stream.
+fn connect(
+    who: Who,
+    stream: std::os::unix::net::UnixStream,
+    inbox: &mpsc::Sender<WorkerMessage>,
+) -> io::Result<Outbox<ToWorker>> {
+    stream.set_nonblocking(true)?;
+    let (reader, writer) = UnixStream::from_std(stream)?.into_split();
+    let (outbox, outgoing) = Outbox::new();
+    tokio::spawn(read_into(who, reader, inbox.clone()));
+    tokio::spawn(write_from(writer, outgoing));
+    Ok(outbox)
+}

@@ -1,0 +1,186 @@
+//! One frame: length, then body.
+use contract::control::MAX_FRAME;
+use serde::{Serialize, de::DeserializeOwned};
+use std::{fmt, io};
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// Bytes of the length before each body.
+pub(crate) const HEADER: usize = 4;
+
+/// Why a control connection can't go on.
+#[derive(Debug)]
+pub(crate) enum LinkError {
+    Io(io::Error),
+    /// The announced or needed length is over [`MAX_FRAME`].
+    TooLong(u64),
+    /// The stream ended inside a frame.
+    Truncated,
+    /// The body is not a message of this connection.
+    Malformed(String),
+}
+
+impl fmt::Display for LinkError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LinkError::Io(error) => write!(f, "the control connection failed: {error}"),
+            LinkError::TooLong(n) => write!(
+                f,
+                "a control message of {n} bytes is over the limit of {MAX_FRAME} bytes (is the other side `launch`?)"
+            ),
+            LinkError::Truncated => write!(f, "the control connection ended in the middle of a message"),
+            LinkError::Malformed(why) => write!(f, "a control message could not be read: {why}"),
+        }
+    }
+}
+
+impl std::error::Error for LinkError {}
+
+/// The whole frame of `message`.
+pub(crate) fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, LinkError> {
+    let body = rmp_serde::to_vec_named(message).map_err(|e| LinkError::Malformed(e.to_string()))?;
+    let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME);
+    let Some(length) = length else { return Err(LinkError::TooLong(body.len() as u64)) };
+    let mut frame = Vec::with_capacity(HEADER + body.len());
+    frame.extend_from_slice(&length.to_le_bytes());
+    frame.extend_from_slice(&body);
+    Ok(frame)
+}
+
+/// The message in a frame's body; the body must hold it and nothing else.
+pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, LinkError> {
+    let mut rest = body;
+    let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(|e| LinkError::Malformed(e.to_string()))?;
+    match rest.len() {
+        0 => Ok(message),
+        n => Err(LinkError::Malformed(format!("{n} bytes follow the message"))),
+    }
+}
+
+/// Reads one frame; `None` where the stream ends between two frames. Not cancel-safe: belongs in a task of its own.
+pub(crate) async fn read<R, T>(stream: &mut R) -> Result<Option<T>, LinkError>
+where
+    R: AsyncRead + Unpin,
+    T: DeserializeOwned,
+{
+    let mut header = [0; HEADER];
+    let mut have = 0;
+    while have < HEADER {
+        match stream.read(&mut header[have..]).await.map_err(LinkError::Io)? {
+            0 if have == 0 => return Ok(None),
+            0 => return Err(LinkError::Truncated),
+            n => have += n,
+        }
+    }
+    let length = u32::from_le_bytes(header);
+    if length > MAX_FRAME {
+        return Err(LinkError::TooLong(u64::from(length)));
+    }
+    // The buffer grows with what really arrives: a lying length costs the liar, not us.
+    let mut body = Vec::new();
+    stream.take(u64::from(length)).read_to_end(&mut body).await.map_err(LinkError::Io)?;
+    if body.len() < length as usize {
+        return Err(LinkError::Truncated);
+    }
+    decode(&body).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::control::{FromAgent, FromWorker, ToAgent, ToWorker};
+    use proptest::prelude::*;
+
+    fn block<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+    }
+
+    #[test]
+    fn frames_follow_one_another_and_the_end_is_clean() {
+        let messages = vec![
+            FromAgent::Beat,
+            FromAgent::Started { rank: 3, pid: 77 },
+            FromAgent::Line { rank: 0, stderr: true, text: "π — not ASCII".into() },
+        ];
+        let bytes: Vec<u8> = messages.iter().flat_map(|m| encode(m).unwrap()).collect();
+        block(async {
+            let mut stream = &bytes[..];
+            for message in &messages {
+                assert_eq!(read::<_, FromAgent>(&mut stream).await.unwrap().as_ref(), Some(message));
+            }
+            assert!(read::<_, FromAgent>(&mut stream).await.unwrap().is_none());
+        });
+    }
+
+    #[test]
+    fn a_cut_stream_is_an_error_at_every_byte() {
+        let bytes = encode(&ToAgent::Kill { reason: "a peer failed".into(), grace_ms: 5 }).unwrap();
+        for cut in 1..bytes.len() {
+            let got = block(read::<_, ToAgent>(&mut &bytes[..cut]));
+            assert!(matches!(got, Err(LinkError::Truncated)), "cut at {cut}: {got:?}");
+        }
+    }
+
+    #[test]
+    fn a_long_frame_is_refused_before_it_is_read() {
+        let mut bytes = (MAX_FRAME + 1).to_le_bytes().to_vec();
+        bytes.extend_from_slice(&[0; 64]);
+        let mut stream = &bytes[..];
+        let got = block(read::<_, ToAgent>(&mut stream));
+        assert!(matches!(got, Err(LinkError::TooLong(n)) if n == u64::from(MAX_FRAME) + 1), "{got:?}");
+        assert_eq!(stream.len(), 64, "the body must be left unread");
+    }
+
+    #[test]
+    fn what_can_not_be_sent_is_not_sent() {
+        let text = "x".repeat(MAX_FRAME as usize);
+        assert!(matches!(
+            encode(&FromAgent::Line { rank: 0, stderr: false, text }),
+            Err(LinkError::TooLong(_))
+        ));
+    }
+
+    #[test]
+    fn trailing_bytes_and_other_messages_are_refused() {
+        let mut body = encode(&ToAgent::Save).unwrap()[HEADER..].to_vec();
+        body.push(0);
+        assert!(matches!(decode::<ToAgent>(&body), Err(LinkError::Malformed(_))));
+        let body = encode(&FromAgent::AllGone).unwrap()[HEADER..].to_vec();
+        assert!(matches!(decode::<ToAgent>(&body), Err(LinkError::Malformed(_))));
+        // an array that claims four billion strings
+        let body = [0x81, 0xa4, b'L', b'i', b'n', b'e', 0xdd, 0xff, 0xff, 0xff, 0xff];
+        assert!(matches!(decode::<FromAgent>(&body), Err(LinkError::Malformed(_))));
+        // depth without end
+        assert!(matches!(decode::<FromAgent>(&[0x91; 100_000]), Err(LinkError::Malformed(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn hostile_bodies_never_panic(body in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = decode::<ToAgent>(&body);
+            let _ = decode::<FromAgent>(&body);
+            let _ = decode::<ToWorker>(&body);
+            let _ = decode::<FromWorker>(&body);
+        }
+
+        #[test]
+        fn hostile_streams_end_in_a_message_an_error_or_the_end(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            block(async {
+                let mut stream = &bytes[..];
+                while let Ok(Some(_)) = read::<_, FromAgent>(&mut stream).await {}
+            });
+        }
+
+        #[test]
+        fn damaged_messages_never_panic(flip in 0usize..4000, value in any::<u8>()) {
+            let tail = (0..20).map(|i| format!("line {i}")).collect();
+            let status = contract::control::ExitStatus::Signal(11, true);
+            let mut frame = encode(&FromAgent::Exited { rank: 1, pid: 2, status, tail }).unwrap();
+            let at = flip % frame.len();
+            frame[at] ^= value;
+            block(async {
+                let mut stream = &frame[..];
+                while let Ok(Some(_)) = read::<_, FromAgent>(&mut stream).await {}
+            });
+        }
+    }
+}
