@@ -11,7 +11,7 @@ use crate::root::{
 use crate::save::{ShardReport, Staging};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -27,6 +27,15 @@ pub struct Committed {
 /// exactly once; writes the manifest; gives the folder its name; then moves `latest`. A checkpoint of the same step is
 /// replaced, and stays complete until the new one is.
 pub fn commit(staging: Staging, facts: Facts, reports: Vec<ShardReport>) -> Result<Committed> {
+    commit_with(staging, facts, reports, Swap::Atomic)
+}
+
+pub(crate) fn commit_with(
+    staging: Staging,
+    facts: Facts,
+    reports: Vec<ShardReport>,
+    swap: Swap,
+) -> Result<Committed> {
     if facts.step != staging.step {
         return Err(CkptError::invalid(format!(
             "begun at step {}, committed at step {}",
@@ -48,7 +57,7 @@ pub fn commit(staging: Staging, facts: Facts, reports: Vec<ShardReport>) -> Resu
     let bytes = manifest.bytes() + disk::write_file(staging.dir.join(MANIFEST), &manifest.encode()?)?;
     disk::sync_dir(&staging.dir)?;
     let path = staging.root.join(step_name(staging.step));
-    publish(&staging.dir, &path, Swap::Atomic)?;
+    publish(&staging.dir, &path, swap)?;
     point_latest(&staging.root, staging.step)?;
     // a replaced checkpoint now has the hidden name; removed when `staging` drops, or by the next `begin`
     drop(staging);
@@ -77,10 +86,21 @@ fn assemble(facts: Facts, mut reports: Vec<ShardReport>) -> Result<Manifest> {
         }
         files.push(FileEntry { name: report.file, bytes: report.bytes, blocks: report.blocks });
     }
+    let frozen: HashSet<&str> = facts.model.frozen.iter().map(String::as_str).collect();
     let mut tensors = Vec::new();
     for role in Role::ALL {
         let listed = if role == Role::Buffer { &facts.model.buffers } else { &facts.model.weights };
-        tensors.extend(listed.iter().filter_map(|t| entry(role, t, &mut pieces)));
+        let present = !role.is_optimizer_state() || pieces.keys().any(|(r, _)| *r == role);
+        for t in listed {
+            // no shard has a piece of a tensor without elements, yet it belongs to the checkpoint
+            let empty = t.shape.contains(&0) && present;
+            let empty = empty && !(role.is_optimizer_state() && frozen.contains(t.name.as_str()));
+            match pieces.remove(&(role, t.name.clone())) {
+                Some(held) => tensors.push(entry(role, t, held)),
+                None if empty => tensors.push(entry(role, t, Vec::new())),
+                None => {}
+            }
+        }
     }
     if let Some((role, name)) = pieces.keys().next() {
         return Err(CkptError::invalid(format!("{role}/{name} is no tensor of the model")));
@@ -90,24 +110,10 @@ fn assemble(facts: Facts, mut reports: Vec<ShardReport>) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// One tensor of the model; `None` when nobody holds any of it though it has elements.
-fn entry(
-    role: Role,
-    t: &WeightShape,
-    pieces: &mut HashMap<(Role, String), Vec<Extent>>,
-) -> Option<TensorEntry> {
-    let held = pieces.remove(&(role, t.name.clone()));
-    // optimizer state of a tensor without elements can't be told from none: it is left out
-    let wanted = held.is_some() || (t.shape.contains(&0) && !role.is_optimizer_state());
-    let mut held = held.unwrap_or_default();
-    held.sort_by_key(|e| e.start);
-    wanted.then(|| TensorEntry {
-        name: t.name.clone(),
-        role,
-        dtype: Dtype::F32,
-        shape: t.shape.clone(),
-        pieces: held,
-    })
+/// One tensor with all its pieces.
+fn entry(role: Role, t: &WeightShape, mut pieces: Vec<Extent>) -> TensorEntry {
+    pieces.sort_by_key(|e| e.start);
+    TensorEntry { name: t.name.clone(), role, dtype: Dtype::F32, shape: t.shape.clone(), pieces }
 }
 
 /// How a folder takes the place of another.

@@ -78,6 +78,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
+    #[allow(clippy::single_range_in_vec_init, clippy::reversed_empty_ranges)]
     fn flaws_are_named() {
         assert_eq!(flaw(10, [0..4, 4..10]), None);
         assert_eq!(flaw(0, []), None);
@@ -85,7 +86,6 @@ mod tests {
         assert_eq!(flaw(10, [0..4, 3..10]), Some(Flaw::Overlap(3..4)));
         assert_eq!(flaw(10, [0..4]), Some(Flaw::Gap(4..10)));
         assert_eq!(flaw(10, [0..11]), Some(Flaw::Outside(10..11)));
-        #[allow(clippy::reversed_empty_ranges)]
         let reversed = flaw(10, [5..3]);
         assert!(matches!(reversed, Some(Flaw::Outside(_))));
     }

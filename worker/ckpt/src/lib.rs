@@ -28,7 +28,7 @@ mod manifest;
 mod root;
 mod save;
 #[cfg(test)]
-mod testing;
+mod tests;
 mod verify;
 
 pub use catalog::{Facts, ModelCard, Role, TensorInfo, TextFile, Tie, WeightShape};

@@ -150,7 +150,7 @@ impl FileWriter {
             self.window[self.filled..self.filled + n].copy_from_slice(&bytes[..n]);
             self.filled += n;
             bytes = &bytes[n..];
-            if self.filled % BLOCK == 0 {
+            if self.filled.is_multiple_of(BLOCK) {
                 self.hash(BLOCK);
             }
         }
@@ -203,7 +203,7 @@ impl FileWriter {
 
     /// Writes the rest and makes the file durable: its size and, when wanted, the hash of every block.
     pub(crate) fn finish(mut self) -> Result<(u64, Vec<Hash>)> {
-        if self.filled % BLOCK != 0 {
+        if !self.filled.is_multiple_of(BLOCK) {
             self.hash(self.filled % BLOCK);
         }
         let done = self.join().and_then(|mut target| {

@@ -1,0 +1,275 @@
+//! Gathered weights against brute force, and what gathering refuses.
+use super::*;
+use crate::checkpoint::Checkpoint;
+use crate::commit::commit;
+use crate::dtype::Dtype;
+use crate::error::CkptError;
+use crate::formats::safetensors::{Entry, read_header};
+use crate::{GatherOptions, gather};
+use serde_json::Value;
+use std::fs;
+
+fn options(dtype: Option<Dtype>, max_shard_size: u64) -> GatherOptions {
+    GatherOptions { dtype, max_shard_size, force: false }
+}
+
+/// Every tensor of a gathered folder: its entry, file and bytes.
+fn read_all(dir: &Path) -> Vec<(Entry, String, Vec<u8>)> {
+    let mut all = Vec::new();
+    for name in names(dir).into_iter().filter(|n| n.ends_with(".safetensors")) {
+        let file = fs::read(dir.join(&name)).expect("read");
+        let read = |at: u64, out: &mut [u8]| {
+            out.copy_from_slice(&file[at as usize..at as usize + out.len()]);
+            Ok(())
+        };
+        let header = read_header(file.len() as u64, read).expect("sound");
+        assert_eq!(header.metadata["format"], "pt");
+        for e in header.entries {
+            let bytes = file[e.bytes.start as usize..e.bytes.end as usize].to_vec();
+            all.push((e, name.clone(), bytes));
+        }
+    }
+    all
+}
+
+/// The nearest of all 16-bit patterns that `decode` knows, ties to the even pattern: slow, and sure.
+fn nearest(x: f32, decode: impl Fn(u16) -> f64) -> u16 {
+    let sign = if x.is_sign_negative() { 0x8000 } else { 0 };
+    let x = f64::from(x.abs());
+    // finite patterns of one sign are sorted by value
+    let (mut low, mut high) = (0u16, 0x7fffu16);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        match decode(middle) <= x {
+            true => low = middle,
+            false => high = middle - 1,
+        }
+    }
+    let (below, above) = (decode(low), decode(low + 1));
+    let up = x - below > above - x || (x - below == above - x && low % 2 == 1);
+    sign | (low + u16::from(up))
+}
+
+fn decode_bf16(bits: u16) -> f64 {
+    let x = f32::from_bits(u32::from(bits) << 16);
+    if x.is_nan() { f64::INFINITY } else { f64::from(x) }
+}
+
+fn decode_f16(bits: u16) -> f64 {
+    let (exponent, mantissa) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023));
+    match exponent {
+        0 => mantissa * 2f64.powi(-24),
+        31 => f64::INFINITY,
+        _ => (1.0 + mantissa / 1024.0) * 2f64.powi(exponent - 15),
+    }
+}
+
+fn expected(dtype: Dtype, values: &[f32]) -> Vec<u8> {
+    let narrow =
+        |decode: fn(u16) -> f64| values.iter().flat_map(|&x| nearest(x, decode).to_le_bytes()).collect();
+    match dtype {
+        Dtype::BF16 => narrow(decode_bf16),
+        Dtype::F16 => narrow(decode_f16),
+        _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    }
+}
+
+const WEIGHTS: &[(&str, &[u64])] =
+    &[("model.embed", &[50, 8]), ("model.empty", &[0, 3]), ("model.norm", &[8]), ("model.proj", &[8, 30])];
+
+#[test]
+fn weights_are_rounded_as_brute_force_says() {
+    let dir = fast_dir();
+    let mut facts = facts(4, 3, WEIGHTS);
+    facts.model.ties = vec![crate::Tie { alias: "lm_head.weight".into(), target: "model.embed".into() }];
+    facts.model.hf_config = json!({"model_type": "llama", "dtype": "float64", "tie_word_embeddings": true});
+    let checkpoint = Checkpoint::open(&save(dir.path(), &facts).expect("saved").path).expect("complete");
+    for (dtype, given) in
+        [(Dtype::F32, None), (Dtype::BF16, Some(Dtype::BF16)), (Dtype::F16, Some(Dtype::F16))]
+    {
+        let out = dir.path().join(dtype.to_string());
+        let mut last = (0, 0);
+        let report =
+            gather(&checkpoint, &out, &options(given, 5_000_000_000), |done, total| last = (done, total));
+        let report = report.expect("gathered");
+        assert_eq!(
+            names(&out),
+            ["config.json", "gathered.json", "model.safetensors", "tokenizer_config.json"]
+        );
+        let all = read_all(&out);
+        let order: Vec<&str> = all.iter().map(|(e, ..)| e.name.as_str()).collect();
+        assert_eq!(order.len(), 4, "every weight once and no alias: {order:?}");
+        for (e, _, bytes) in &all {
+            let w = facts.model.weights.iter().find(|w| w.name == e.name).expect("a weight");
+            assert_eq!((e.dtype, &e.shape), (dtype, &w.shape));
+            let values = values(Role::Weight, &w.name, &facts, elements(w));
+            assert_eq!(*bytes, expected(dtype, &values), "{} as {dtype}", e.name);
+        }
+        let total = 648 * dtype.size();
+        assert_eq!((report.bytes, report.tensors, last), (total, 4, (total, total)));
+        let config: Value =
+            serde_json::from_slice(&fs::read(out.join("config.json")).expect("read")).expect("JSON");
+        assert_eq!(config["torch_dtype"], dtype.torch_name());
+        assert_eq!(config["dtype"], dtype.torch_name());
+        assert_eq!(config["tie_word_embeddings"], true);
+        assert_eq!(fs::read_to_string(out.join("tokenizer_config.json")).expect("read"), "{}");
+    }
+}
+
+/// One rank, one tensor `w`.
+fn save_values(root: &Path, data: &[f32]) -> Checkpoint {
+    let facts = facts(1, 1, &[("before", &[2]), ("w", &[data.len() as u64])]);
+    let staging = Staging::begin(root, 1, data.len() as u64 * 4).expect("begun");
+    let pieces = [
+        Piece { name: "before", role: Role::Weight, start_element: 0, data: &[0.5, 0.25] },
+        Piece { name: "w", role: Role::Weight, start_element: 0, data },
+    ];
+    let report = write_shard(staging.path(), 0, 1, &pieces).expect("written");
+    Checkpoint::open(&commit(staging, facts, vec![report]).expect("complete").path).expect("complete")
+}
+
+#[test]
+fn ties_extremes_and_specials_round_to_the_nearest_even() {
+    let mut data =
+        vec![0.0, -0.0, 65504.0, -65504.0, 65519.9, 6.1e-5, 5.96e-8, 2.9802322e-8, 2.9802326e-8, 1e-30];
+    for bits in
+        [0x3f80_8000u32, 0x3f81_8000, 0x3f80_8001, 0x3f80_7fff, 0x3f7f_ffff, 0x3f80_1000, 0x3f80_3000, 1]
+    {
+        data.extend([f32::from_bits(bits), -f32::from_bits(bits)]);
+    }
+    let dir = fast_dir();
+    let checkpoint = save_values(&dir.path().join("root"), &data);
+    for dtype in [Dtype::BF16, Dtype::F16] {
+        let out = dir.path().join(dtype.to_string());
+        gather(&checkpoint, &out, &options(Some(dtype), 1 << 30), |_, _| ()).expect("gathered");
+        assert_eq!(read_all(&out)[1].2, expected(dtype, &data), "{dtype}");
+    }
+    // what was not finite before stays so
+    let specials = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+    let checkpoint = save_values(&dir.path().join("specials"), &specials);
+    let out = dir.path().join("out");
+    gather(&checkpoint, &out, &options(Some(Dtype::F16), 1 << 30), |_, _| ()).expect("gathered");
+    let bits: Vec<u16> = read_all(&out)[1].2.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect();
+    assert_eq!(bits[..2], [0x7c00, 0xfc00]);
+    assert!(bits[2] & 0x7c00 == 0x7c00 && bits[2] & 0x3ff != 0, "{:#x} is a NaN", bits[2]);
+}
+
+#[test]
+fn a_value_beyond_the_range_is_refused_by_name() {
+    let dir = fast_dir();
+    for (dtype, value) in [(Dtype::F16, 65520.0), (Dtype::F16, -1e9), (Dtype::BF16, f32::MAX)] {
+        let checkpoint = save_values(&dir.path().join("root"), &[1.0, 2.0, value, value]);
+        let out = dir.path().join("out");
+        let error =
+            gather(&checkpoint, &out, &options(Some(dtype), 1 << 30), |_, _| ()).expect_err("refused");
+        assert!(
+            matches!(&error, CkptError::Overflow { tensor, element: 2, .. } if tensor == "w"),
+            "{error:?}"
+        );
+        assert_eq!(names(dir.path()), ["root"], "nothing is left of it");
+    }
+}
+
+#[test]
+fn large_models_are_split_with_an_index() {
+    let dir = fast_dir();
+    let facts = facts(1, 2, WEIGHTS);
+    let checkpoint =
+        Checkpoint::open(&save(&dir.path().join("root"), &facts).expect("saved").path).expect("complete");
+    let out = dir.path().join("new/hf");
+    let report = gather(&checkpoint, &out, &options(None, 1000), |_, _| ()).expect("gathered");
+    let names: Vec<&str> = report.files.iter().map(|f| f.name.as_str()).collect();
+    assert_eq!(names, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]);
+    let index = fs::read_to_string(out.join("model.safetensors.index.json")).expect("read");
+    let index: Value = serde_json::from_str(&index).expect("JSON");
+    assert_eq!(index["metadata"]["total_size"], 648 * 4);
+    assert_eq!(index["metadata"]["total_parameters"], 648);
+    let map = index["weight_map"].as_object().expect("an object");
+    let all = read_all(&out);
+    assert_eq!((map.len(), all.len()), (4, 4));
+    for (e, file, bytes) in all {
+        assert_eq!(map[&e.name], file.as_str());
+        let w = facts.model.weights.iter().find(|w| w.name == e.name).expect("a weight");
+        assert_eq!(bytes, expected(Dtype::F32, &values(Role::Weight, &w.name, &facts, elements(w))));
+    }
+    let generation: Value =
+        serde_json::from_slice(&fs::read(out.join("generation_config.json")).expect("read")).expect("JSON");
+    assert_eq!(generation["eos_token_id"], 2);
+}
+
+#[test]
+fn other_peoples_folders_are_not_overwritten() {
+    let dir = fast_dir();
+    let root = dir.path().join("root");
+    let checkpoint =
+        Checkpoint::open(&save(&root, &facts(1, 1, WEIGHTS)).expect("saved").path).expect("complete");
+    let out = dir.path().join("out");
+    let go = |out: &Path, force: bool| {
+        gather(&checkpoint, out, &GatherOptions { force, ..GatherOptions::default() }, |_, _| ())
+            .map(drop)
+            .map_err(|e| e.to_string())
+    };
+    fs::create_dir(&out).expect("made");
+    go(&out, false).expect("an empty folder may be filled");
+    assert!(go(&out, false).expect_err("refused").contains("--force"));
+    go(&out, true).expect("ours may be replaced");
+    fs::write(out.join("notes.txt"), "mine").expect("written");
+    assert!(go(&out, true).expect_err("refused").contains("notes.txt"));
+    assert_eq!(fs::read_to_string(out.join("notes.txt")).expect("still there"), "mine");
+    assert!(go(checkpoint.path(), true).expect_err("refused").contains("not made by gathering"));
+    assert!(go(&checkpoint.path().join("hf"), true).expect_err("refused").contains("inside the checkpoint"));
+    assert!(go(&root.join("latest"), true).expect_err("refused").contains("not a folder"));
+    assert!(go(Path::new("/"), true).is_err());
+    assert_eq!(names(dir.path()), ["out", "root"], "no temporary folders are left");
+    assert!(crate::verify(&root).expect("there").is_sound());
+}
+
+#[test]
+fn damage_is_not_gathered() {
+    let dir = fast_dir();
+    let path = save(&dir.path().join("root"), &facts(1, 1, WEIGHTS)).expect("saved").path;
+    let shard = path.join("shard-00000-of-00001.safetensors");
+    let mut bytes = fs::read(&shard).expect("read");
+    let at = bytes.len() - 3000;
+    bytes[at] ^= 1;
+    fs::write(&shard, bytes).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("sizes are right");
+    let error =
+        gather(&checkpoint, &dir.path().join("out"), &options(None, 1000), |_, _| ()).expect_err("damaged");
+    assert!(error.is_checkpoint_at_fault(), "{error}");
+    assert_eq!(names(dir.path()), ["root"]);
+}
+
+/// Not a test by itself: gathers a large checkpoint and says how much memory that took.
+#[test]
+fn child() {
+    let Some(dir) = child_argument() else { return };
+    let dir = Path::new(&dir);
+    let kilobytes = |key: &str| -> u64 {
+        let status = fs::read_to_string("/proc/self/status").expect("read");
+        let line = status.lines().find(|l| l.starts_with(key)).expect("a line");
+        line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number")
+    };
+    let before = kilobytes("VmRSS");
+    let checkpoint = Checkpoint::open(&dir.join("step-00000001")).expect("complete");
+    gather(&checkpoint, &dir.join("out"), &options(Some(Dtype::BF16), 1 << 30), |_, _| ()).expect("gathered");
+    fs::write(dir.join("extra"), (kilobytes("VmHWM") - before).to_string()).expect("written");
+}
+
+/// 300 MB of weights in one tensor: whoever holds it, or its bf16 copy and half of it, is found out.
+#[test]
+fn extra_memory_is_bounded() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let data: Vec<f32> = (0..75_000_000u32).map(|i| (i % 65_536) as f32).collect();
+    drop(save_values(dir.path(), &data));
+    let output = run_child("tests::gather::child", &dir.path().display().to_string());
+    assert!(output.status.success(), "{output:?}");
+    let extra: u64 =
+        fs::read_to_string(dir.path().join("extra")).expect("written").parse().expect("a number");
+    println!("gathering 300 MB took {extra} KiB");
+    assert!(extra * 1024 <= 160_000_000, "gathering took {extra} KiB, more than its fixed windows");
+    let file = fs::read(dir.path().join("out/model.safetensors")).expect("read");
+    let tail: Vec<u8> =
+        data[74_990_000..].iter().flat_map(|&x| nearest(x, decode_bf16).to_le_bytes()).collect();
+    assert_eq!(file[file.len() - tail.len()..], tail);
+}
