@@ -1,2 +1,12 @@
 //! The one executable: dispatches on the role.
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let role = std::env::args_os().nth(1);
+    // The worker's role is another crate's: the launcher's never knows it.
+    let code = match role {
+        Some(role) if role == "worker" => worker::main(),
+        _ => launcher::main(std::env::args_os(), &worker::Judge),
+    };
+    ExitCode::from(code)
+}
