@@ -77,12 +77,16 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
     let job = &welcome.job;
     let train = job.train.as_ref().ok_or_else(|| Error::job("this job has no `train` section"))?;
     let leader = welcome.rank == 0;
+    // Whatever else works in parallel here (initialisation, tokenizing) keeps to the same number of threads.
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(welcome.threads as usize).build_global();
+    pool.map_err(|e| Error::cluster(format!("threads: {e}")))?;
     let cpu = Cpu::new(welcome.threads as usize);
     println!("rank {} of {}: pid {}, {}", welcome.rank, welcome.world, std::process::id(), cpu.describe());
     let ops: Arc<dyn Ops> = Arc::new(cpu);
 
     let tokenizer = TextTokenizer::open(&train.data.tokenizer, &welcome.workdir).map_err(data_error)?;
     let samples = Samples::open(train, welcome, comm.as_ref())?;
+    samples.tell(session, leader)?;
     let spec = Spec::new(train, tokenizer.vocab_size())?;
     let parameters = spec.parameters()?;
     let count = parameters.count();
@@ -181,7 +185,24 @@ impl Samples {
                 return Err(Error { exit: WorkerExit::Aborted, message });
             }
         }
-        mine.unwrap_or_else(|| Err(Error::failed("no turn to open the data")))
+        let samples = mine.unwrap_or_else(|| Err(Error::failed("no turn to open the data")))?;
+        let digests = comm.all_gather_bytes(samples.digest.as_bytes())?;
+        match digests.iter().position(|d| *d != digests[0]) {
+            None => Ok(samples),
+            Some(rank) => Err(Error::job(format!(
+                "train.data.files: rank {rank} found other data than rank 0; the files changed while the job started, \
+                 or a pattern also matches files that the run writes"
+            ))),
+        }
+    }
+
+    /// What a person should know of the opening.
+    fn tell(&self, session: &Session, leader: bool) -> Result<()> {
+        let sides = [Some(&self.train), self.eval.as_ref()];
+        for message in sides.into_iter().flatten().flat_map(|s| s.data.notices()).filter(|_| leader) {
+            session.event(Event::Notice { rank: Some(0), message: message.clone() })?;
+        }
+        Ok(())
     }
 
     fn held_out(&self, train: &TrainSpec) -> Option<HeldOut<'_>> {
