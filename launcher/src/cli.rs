@@ -1,6 +1,6 @@
 //! The command line: arguments only.
 use crate::cmd::ckpt::CkptArgs;
-use clap::{Args, CommandFactory, Parser, Subcommand, error::ErrorKind};
+use clap::{Args, Parser, Subcommand, error::ErrorKind};
 use std::{ffi::OsString, path::PathBuf};
 
 /// Runs a training job from its job.yaml to resumable, usable weights.
@@ -78,15 +78,15 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Asked {
     }
 }
 
-/// `launch job.yaml …` → `launch run job.yaml …`.
+/// `launch job.yaml …` → `launch run job.yaml …`. A word of letters alone is a command; a job file with such a name is
+/// written `./name`.
 fn with_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<OsString> = args.collect();
-    let cli = Cli::command();
-    let known = |arg: &OsString| cli.get_subcommands().any(|c| arg == c.get_name());
+    let command = |arg: &OsString| arg.to_str().is_some_and(|a| a.bytes().all(|b| b.is_ascii_alphabetic()));
     let general = |arg: &OsString| ["-h", "--help", "-V", "--version"].iter().any(|g| arg == g);
     // Options may stand before the command: `launch --json plan job.yaml`.
     let first = args.iter().skip(1).find(|arg| *arg != "--json");
-    if first.is_some_and(|arg| !known(arg) && !general(arg)) {
+    if first.is_some_and(|arg| !command(arg) && !general(arg)) {
         args.insert(1, OsString::from("run"));
     }
     args
@@ -97,13 +97,15 @@ fn one_line(message: &str) -> String {
     let told =
         message.lines().map(str::trim).take_while(|l| !l.starts_with("Usage:") && !l.starts_with("For more"));
     let words: Vec<&str> = told.filter(|l| !l.is_empty()).collect();
-    let line = words.join("; ").replace(":; ", ": ").replace("error: ", "").replace("tip: ", "");
+    let line =
+        words.join("; ").replace(":; ", ": ").replace("error: ", "").replace("tip: ", "").replace('\'', "`");
     format!("{line} (see launch --help)")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::CommandFactory;
 
     fn asked(args: &[&str]) -> Asked {
         parse(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
@@ -166,6 +168,9 @@ mod tests {
             (&["a.yaml", "b.yaml"], "b.yaml"),
             (&["a.yaml", "--set"], "--set"),
             (&["plan"], "JOB"),
+            (&["plna", "a.yaml"], "`plan`"),
+            (&["job"], "job"),
+            (&["a.yaml", "--set", "x=1", "--json=3"], "--json"),
         ] {
             let line = wrong(args);
             assert!(line.contains(part) && !line.contains('\n'), "{args:?}: {line}");

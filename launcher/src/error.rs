@@ -49,10 +49,7 @@ impl Failure {
 
     /// A wrong job; `file` is the name of its file.
     pub(crate) fn job(file: &str, problems: Vec<Problem>) -> Self {
-        let message = match problems.len() {
-            1 => format!("{file} has a problem; nothing was started"),
-            n => format!("{file} has {n} problems; nothing was started"),
-        };
+        let message = format!("{file} has {} problems; nothing was started", problems.len());
         Failure { problems, ..Failure::new(Kind::Job, message) }
     }
 
@@ -75,12 +72,13 @@ impl Failure {
     /// All of it for a person; ends with a line break.
     pub(crate) fn text(&self, color: bool) -> String {
         let mut text = render(&self.problems, Severity::Error, color);
-        if !self.problems.is_empty() {
-            text.push('\n');
+        // One problem says it all itself.
+        if self.problems.len() != 1 {
+            let gap = if self.problems.is_empty() { "" } else { "\n" };
+            let (bold_red, reset) = if color { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
+            // Writing to a String can't fail.
+            _ = writeln!(text, "{gap}{bold_red}error{reset}: {}", self.message);
         }
-        let (bold_red, reset) = if color { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
-        // Writing to a String can't fail.
-        _ = writeln!(text, "{bold_red}error{reset}: {}", self.message);
         for cause in &self.causes {
             _ = writeln!(text, "  caused by: {cause}");
         }

@@ -8,6 +8,7 @@ mod decode;
 mod keys;
 mod load;
 mod overrides;
+mod print;
 mod read;
 pub mod run;
 mod scalar;

@@ -35,8 +35,7 @@ fn show(prepared: &Prepared, json: bool, with_job: bool) -> u8 {
     }
     let mut text = as_text(prepared);
     if with_job {
-        let job = serde_json::to_string_pretty(&prepared.job).unwrap_or_default();
-        _ = writeln!(text, "\nThe whole job:\n{job}");
+        _ = write!(text, "\n# the whole job\n{}", prepared.job.to_yaml());
     }
     super::show(&text)
 }
@@ -90,7 +89,7 @@ pub(crate) fn as_text(p: &Prepared) -> String {
     let workers_word = if world == 1 { "worker" } else { "workers" };
     _ = writeln!(text, "job {}: {world} {workers_word} on {}", p.job.name, p.facts.host);
     match &p.job.run.command {
-        Some(command) => _ = writeln!(text, "command: {}", command.join(" ")),
+        Some(command) => _ = writeln!(text, "command: {}", shell_words(command)),
         None => _ = writeln!(text, "command: the built-in training"),
     }
     _ = writeln!(text, "workdir: {}", p.job.run.workdir.display());
@@ -159,7 +158,8 @@ fn environment(p: &Prepared) -> String {
     let Some(first) = all.first() else { return text };
     for (name, value) in &first.env {
         let differs = all.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
-        let shown = if differs { "(by rank)" } else { value };
+        let shown =
+            if differs { "(by rank)".to_owned() } else { value.replace(char::is_control, "\u{fffd}") };
         _ = writeln!(text, "  {name}={shown}");
     }
     text
@@ -177,6 +177,17 @@ fn memory(estimates: &[MemoryEstimate], installed: u64) -> String {
     let of = if installed == 0 { String::new() } else { format!(" of {}", bytes(installed)) };
     _ = writeln!(text, "memory of all ranks: {}{of}", bytes(total));
     text
+}
+
+/// A command as a shell would be told it.
+fn shell_words(words: &[String]) -> String {
+    let simple =
+        |w: &str| !w.is_empty() && w.chars().all(|c| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c));
+    let quoted = |w: &String| match simple(w) {
+        true => w.clone(),
+        false => format!("'{}'", w.replace('\'', "'\\''").replace(char::is_control, "\u{fffd}")),
+    };
+    words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
 /// `0-3,8`.
@@ -218,6 +229,87 @@ fn grouped(n: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn prepared(text: &str, verdict: Option<contract::judge::Verdict>) -> Prepared {
+        let source = contract::Source::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
+        let (job, _, warnings) = contract::load(source, &[]).expect("a job");
+        let facts = crate::discover::Facts {
+            host: "node".to_owned(),
+            cpus: (0..8).collect(),
+            quota: None,
+            memory: 8 << 30,
+        };
+        let plan = crate::plan::plan(&job, &facts, &unnamed_run()).expect("a plan");
+        Prepared { job, facts, plan, verdict, warnings }
+    }
+
+    fn verdict() -> contract::judge::Verdict {
+        let estimate = |rank, total| MemoryEstimate {
+            rank,
+            parts: vec![("activations".to_owned(), total - 1024), ("process".to_owned(), 1024)],
+            total,
+        };
+        contract::judge::Verdict {
+            parameters: 1_234_567,
+            memory: vec![estimate(0, 3 << 20), estimate(1, 2 << 20)],
+            ..Default::default()
+        }
+    }
+
+    const TRAIN: &str =
+        "cluster: {workers_per_host: 2}\nrun: {workdir: /w, env: {A: b}}\ntrain: {data: {files: [a]}}";
+
+    #[test]
+    fn a_plan_as_text() {
+        let expected = "\
+job demo: 2 workers on node
+command: the built-in training
+workdir: /w
+run directory: /w/runs/demo/{run}
+checkpoints: /w/runs/demo/checkpoints
+
+rank  host  local rank  device  cpus  threads  memory
+0     node  0           cpu     0-3   4        3.0 MiB
+1     node  1           cpu     4-7   4        2.0 MiB
+
+environment of each worker:
+  RANK=(by rank)
+  LOCAL_RANK=(by rank)
+  WORLD_SIZE=2
+  LOCAL_WORLD_SIZE=2
+  MASTER_ADDR=127.0.0.1
+  MASTER_PORT=auto
+  OMP_NUM_THREADS=4
+  A=b
+
+model: llama, 1,234,567 parameters
+ZeRO stage 3, 64 samples a step
+memory of rank 0 (the largest): 3.0 MiB
+  activations  3.0 MiB
+  process      1.0 KiB
+memory of all ranks: 5.0 MiB of 8.0 GiB
+";
+        assert_eq!(as_text(&prepared(TRAIN, Some(verdict()))), expected);
+    }
+
+    #[test]
+    fn a_plan_as_json_has_the_same() {
+        let plan = as_json(&prepared(TRAIN, Some(verdict())));
+        assert_eq!(plan["parameters"], 1_234_567);
+        assert_eq!(plan["checkpoint_dir"], "/w/runs/demo/checkpoints");
+        assert_eq!(plan["ranks"][1]["env"]["RANK"], "1");
+        assert_eq!(plan["ranks"][1]["cpus"], json!([4, 5, 6, 7]));
+        assert_eq!(plan["ranks"][0]["memory"]["parts"]["process"], 1024);
+        let plan = as_json(&prepared("run: {command: [a]}", None));
+        assert!(plan["checkpoint_dir"].is_null() && plan["ranks"][0]["memory"].is_null());
+        assert_eq!(plan["ranks"][0]["command"], json!(["a"]));
+    }
+
+    #[test]
+    fn commands_are_quoted() {
+        let words = ["sh", "-c", "echo it's", "", "--lr=3e-4"].map(str::to_owned);
+        assert_eq!(shell_words(&words), r"sh -c 'echo it'\''s' '' --lr=3e-4");
+    }
 
     #[test]
     fn numbers_for_people() {

@@ -26,13 +26,7 @@ pub(crate) struct Prepared {
 pub(crate) fn prepare(args: &JobArgs, run: &RunId, judge: &dyn TrainJudge) -> Result<Prepared, Failure> {
     let file = args.job.display().to_string();
     let loaded = contract::load(Source::File(args.job.clone()), &args.set);
-    let (job, map, mut warnings) = loaded.map_err(|problems| {
-        let failure = Failure::job(&file, problems);
-        match mistaken_command(args) {
-            Some(command) => failure.hint(format!("`launch {command} …` is a command")),
-            None => failure,
-        }
-    })?;
+    let (job, map, mut warnings) = loaded.map_err(|problems| Failure::job(&file, problems))?;
     if !job.run.workdir.is_dir() {
         let message = format!("the directory `{}` doesn't exist", job.run.workdir.display());
         let place = map.locate("run.workdir");
@@ -40,7 +34,9 @@ pub(crate) fn prepare(args: &JobArgs, run: &RunId, judge: &dyn TrainJudge) -> Re
         return Err(Failure::job(&file, vec![problem]));
     }
     let facts = discover::local::facts().map_err(|e| {
-        Failure::new(Kind::Cluster, "this machine's CPUs and memory can't be found out").cause(&e)
+        Failure::new(Kind::Cluster, "this machine's CPUs and memory can't be found out")
+            .cause(&e)
+            .hint("launch reads them from /proc: is it mounted?")
     })?;
     let plan = plan::plan(&job, &facts, run).map_err(|f| Failure::job(&file, located(&map, &f)))?;
     warnings.extend(located(&map, &plan.warnings));
@@ -83,19 +79,4 @@ fn too_little_memory(map: &SourceMap, facts: &Facts, verdict: &Verdict) -> Optio
             "a smaller `batch.micro`, `recompute: block` or a higher `zero.stage` needs less".to_owned(),
         ),
     })
-}
-
-/// `launch plna job.yaml` looks like a job that isn't there.
-fn mistaken_command(args: &JobArgs) -> Option<&'static str> {
-    let word = args.job.to_str().filter(|w| !w.contains(['/', '.']))?;
-    (!args.job.exists()).then(|| ["run", "plan", "ckpt"].into_iter().find(|c| near(word, c)))?
-}
-
-/// The same letters but one.
-fn near(word: &str, command: &str) -> bool {
-    let (mut a, mut b): (Vec<char>, Vec<char>) = (word.chars().collect(), command.chars().collect());
-    a.sort_unstable();
-    b.sort_unstable();
-    let common = command.chars().filter(|c| a.contains(c)).count();
-    a == b || (common + 1 >= command.len() && word.len().abs_diff(command.len()) <= 1 && common >= 2)
 }

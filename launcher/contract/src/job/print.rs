@@ -1,0 +1,269 @@
+//! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
+use super::{
+    CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, MasterPort, ModelSpec, OptimizerName,
+    OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName,
+    ScheduleSpec, Tokenizer, TrainSpec, scalar, tree::Value,
+};
+use std::fmt::Write;
+
+impl JobSpec {
+    /// The whole job as YAML. Keys without effect on it (a momentum with AdamW, say) are left out.
+    pub fn to_yaml(&self) -> String {
+        let mut y = Yaml::default();
+        y.key("name", text(&self.name));
+        y.section("cluster", |y| cluster(y, &self.cluster));
+        y.section("run", |y| run(y, &self.run));
+        if let Some(train) = &self.train {
+            y.section("train", |y| self::train(y, train));
+            y.section("checkpoint", |y| checkpoint(y, &self.checkpoint));
+            y.section("resume", |y| resume(y, &self.resume));
+        }
+        y.out
+    }
+}
+
+/// Lines of `key: value`, indented by section.
+#[derive(Default)]
+struct Yaml {
+    out: String,
+    depth: usize,
+}
+
+impl Yaml {
+    fn key(&mut self, key: &str, value: impl std::fmt::Display) {
+        // Writing to a String can't fail.
+        _ = writeln!(self.out, "{:indent$}{key}: {value}", "", indent = 2 * self.depth);
+    }
+
+    fn section(&mut self, key: &str, body: impl FnOnce(&mut Self)) {
+        _ = writeln!(self.out, "{:indent$}{key}:", "", indent = 2 * self.depth);
+        self.depth += 1;
+        body(self);
+        self.depth -= 1;
+    }
+}
+
+fn cluster(y: &mut Yaml, c: &ClusterSpec) {
+    y.key(
+        "hosts",
+        match c.hosts {
+            Hosts::Local => "local",
+        },
+    );
+    match c.workers_per_host {
+        Count::Auto => y.key("workers_per_host", "auto"),
+        Count::Exactly(n) => y.key("workers_per_host", n),
+    }
+    y.key(
+        "devices",
+        match c.devices {
+            Devices::Auto => "auto",
+            Devices::Cpu => "cpu",
+        },
+    );
+    match c.master_port {
+        MasterPort::Auto => y.key("master_port", "auto"),
+        MasterPort::Fixed(port) => y.key("master_port", port),
+    }
+}
+
+fn run(y: &mut Yaml, r: &RunSpec) {
+    if let Some(command) = &r.command {
+        y.key("command", texts(command));
+    }
+    y.key("workdir", text(&r.workdir.to_string_lossy()));
+    if r.env.is_empty() {
+        y.key("env", "{}");
+    } else {
+        y.section("env", |y| r.env.iter().for_each(|(name, value)| y.key(name, text(value))));
+    }
+    y.key("grace", duration(r.grace_ms));
+    y.section("logs", |y| {
+        y.key("dir", text(&r.logs.dir));
+        y.key("show", list(r.logs.show.iter().map(u32::to_string)));
+        y.key("prefix", r.logs.prefix);
+        y.key("max_size", format!("{}B", r.logs.max_size));
+    });
+}
+
+fn train(y: &mut Yaml, t: &TrainSpec) {
+    y.section("model", |y| model(y, &t.model));
+    y.section("data", |y| {
+        y.key("files", texts(&t.data.files));
+        y.key("field", text(&t.data.field));
+        match &t.data.tokenizer {
+            Tokenizer::Bytes => y.key("tokenizer", "bytes"),
+            Tokenizer::File(path) => y.key("tokenizer", text(&path.to_string_lossy())),
+        }
+        y.key("seq_len", t.data.seq_len);
+        y.key("pack", t.data.pack);
+        y.key("shuffle", t.data.shuffle);
+        y.key("held_out", number(t.data.held_out));
+        y.key("cache", text(&t.data.cache.to_string_lossy()));
+    });
+    y.section("zero", |y| {
+        y.key("stage", t.zero.stage);
+        y.key("prefetch", t.zero.prefetch);
+    });
+    y.key(
+        "precision",
+        match t.precision {
+            Precision::Fp32 => "fp32",
+        },
+    );
+    y.section("batch", |y| {
+        y.key("global", t.batch.global);
+        y.key("micro", t.batch.micro);
+    });
+    y.section("optimizer", |y| optimizer(y, &t.optimizer));
+    y.section("schedule", |y| schedule(y, &t.schedule));
+    y.key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), number32));
+    y.key("steps", t.steps);
+    y.key("seed", t.seed);
+    y.key(
+        "recompute",
+        match t.recompute {
+            Recompute::None => "none",
+            Recompute::Block => "block",
+        },
+    );
+    if let Some(eval) = &t.eval {
+        y.section("eval", |y| {
+            y.key("every", eval.every);
+            y.key("files", texts(&eval.files));
+            y.key("samples", eval.samples);
+        });
+    }
+}
+
+fn model(y: &mut Yaml, m: &ModelSpec) {
+    let or_auto = |n: u32| if n == 0 { "auto".to_owned() } else { n.to_string() };
+    y.key("family", text(&m.family));
+    y.key("vocab_size", or_auto(m.vocab_size));
+    y.key("hidden_size", m.hidden_size);
+    y.key("intermediate_size", m.intermediate_size);
+    y.key("num_hidden_layers", m.num_hidden_layers);
+    y.key("num_attention_heads", m.num_attention_heads);
+    y.key("num_key_value_heads", m.num_key_value_heads);
+    y.key("head_dim", m.head_dim);
+    y.key("max_position_embeddings", or_auto(m.max_position_embeddings));
+    y.key("rms_norm_eps", number32(m.rms_norm_eps));
+    y.key("rope_theta", number(m.rope_theta));
+    y.key("tie_word_embeddings", m.tie_word_embeddings);
+    y.key("initializer_range", number32(m.initializer_range));
+}
+
+fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {
+    match o.name {
+        OptimizerName::Adamw => {
+            y.key("name", "adamw");
+            y.key("betas", list([number32(o.betas.0), number32(o.betas.1)].into_iter()));
+            y.key("eps", number32(o.eps));
+        }
+        OptimizerName::Sgd => {
+            y.key("name", "sgd");
+            y.key("momentum", number32(o.momentum));
+        }
+    }
+    y.key("lr", number(o.lr));
+    y.key("weight_decay", number32(o.weight_decay));
+    y.key("no_decay", texts(&o.no_decay));
+}
+
+fn schedule(y: &mut Yaml, s: &ScheduleSpec) {
+    y.key(
+        "name",
+        match s.name {
+            ScheduleName::Cosine => "cosine",
+            ScheduleName::Linear => "linear",
+            ScheduleName::Constant => "constant",
+            ScheduleName::Wsd => "wsd",
+        },
+    );
+    y.key("warmup_steps", s.warmup_steps);
+    if s.name != ScheduleName::Constant {
+        y.key("min_lr", number(s.min_lr));
+    }
+    if s.name == ScheduleName::Wsd {
+        y.key("decay_steps", s.decay_steps);
+    }
+}
+
+fn checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
+    y.key("dir", text(&c.dir.to_string_lossy()));
+    match c.every {
+        Every::Never => y.key("every", "never"),
+        Every::Steps(n) => y.key("every", n),
+        Every::Duration(ms) => y.key("every", duration(ms)),
+    }
+    y.key("keep", c.keep);
+    y.key("async", c.r#async);
+    y.key("gather_16bit_weights_on_model_save", c.gather_16bit_weights_on_model_save);
+}
+
+fn resume(y: &mut Yaml, r: &ResumeSpec) {
+    match &r.from {
+        ResumeFrom::Auto => y.key("from", "auto"),
+        ResumeFrom::Never => y.key("from", "never"),
+        ResumeFrom::Path(path) => y.key("from", text(&path.to_string_lossy())),
+    }
+    y.key(
+        "rng",
+        match r.rng {
+            RngPolicy::Reconcile => "reconcile",
+            RngPolicy::Strict => "strict",
+            RngPolicy::Reseed => "reseed",
+        },
+    );
+}
+
+/// Plain where nothing else could be meant, else in double quotes.
+fn text(text: &str) -> String {
+    let simple = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/' | '-');
+    let plain = text.starts_with(|c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/'))
+        && text.chars().all(simple)
+        && text != "..."
+        && matches!(scalar::resolve(text), Value::Text);
+    if plain {
+        return text.to_owned();
+    }
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            '\n' => quoted.push_str("\\n"),
+            '\t' => quoted.push_str("\\t"),
+            // What may be taken for a line break or isn't allowed in YAML.
+            _ if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}') => {
+                _ = write!(quoted, "\\u{:04x}", c as u32);
+            }
+            _ => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
+}
+
+fn texts(texts: &[String]) -> String {
+    list(texts.iter().map(|t| text(t)))
+}
+
+fn list(items: impl Iterator<Item = String>) -> String {
+    format!("[{}]", items.collect::<Vec<_>>().join(", "))
+}
+
+fn duration(ms: u64) -> String {
+    if ms.is_multiple_of(1000) { format!("{}s", ms / 1000) } else { format!("{ms}ms") }
+}
+
+/// The shortest digits that are read as the same number.
+fn number(x: f64) -> String {
+    format!("{x:?}")
+}
+
+/// The same for a number that is read as f64 and narrowed.
+fn number32(x: f32) -> String {
+    let short = format!("{x:?}");
+    let read = short.parse::<f64>().ok().map(|wide| wide as f32);
+    if read == Some(x) { short } else { number(f64::from(x)) }
+}

@@ -1,0 +1,61 @@
+//! A job printed as YAML is the same job, with every key that this version has.
+use contract::{
+    JobSpec, Source, SourceMap,
+    job::{Default, KEYS, Support},
+    load,
+    problem::{Severity, render},
+};
+use proptest::prelude::*;
+
+fn job(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
+    match load(Source::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, set) {
+        Ok((job, map, _)) => (job, map),
+        Err(problems) => panic!("{text}\n{}", render(&problems, Severity::Error, false)),
+    }
+}
+
+const JOBS: &[&str] = &[
+    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\"}, grace: 1500ms}",
+    "train: {data: {files: [a.txt]}}",
+    "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
+     train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b]}, clip_norm: off}\n\
+     checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
+    "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
+];
+
+#[test]
+fn printed_jobs_load_to_the_same() {
+    for text in JOBS {
+        let (spec, _) = job(text, &[]);
+        assert_eq!(job(&spec.to_yaml(), &[]).0, spec, "{}", spec.to_yaml());
+    }
+}
+
+#[test]
+fn every_key_is_printed() {
+    let maps: Vec<SourceMap> = JOBS.iter().map(|text| job(&job(text, &[]).0.to_yaml(), &[]).1).collect();
+    for key in KEYS.iter().filter(|k| k.support == Support::Yes && k.default != Default::Section) {
+        assert!(maps.iter().any(|m| m.is_given(key.path)), "{} is never printed", key.path);
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_text_and_number_survives(
+        word in "\\PC{0,20}|[\\x00-\\x7f&&[^\\x00]]{0,8}",
+        lr in 1e-300f64..1e300,
+        decay in 0f32..1e30,
+        eps in proptest::num::f32::POSITIVE,
+        seed in any::<u64>(),
+    ) {
+        let (mut spec, _) = job(JOBS[0], &[]);
+        spec.run.command = Some(vec!["p".to_owned(), word.clone()]);
+        spec.run.env = vec![("A".to_owned(), word)];
+        prop_assert_eq!(&job(&spec.to_yaml(), &[]).0, &spec);
+        let (mut spec, _) = job(JOBS[1], &[]);
+        let train = spec.train.as_mut().expect("train");
+        (train.optimizer.lr, train.optimizer.weight_decay, train.optimizer.eps, train.seed) = (lr, decay, eps, seed);
+        train.schedule.min_lr = lr / 3.0;
+        prop_assert_eq!(&job(&spec.to_yaml(), &[]).0, &spec);
+    }
+}

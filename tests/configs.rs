@@ -1,0 +1,106 @@
+//! Every example job in configs/ can be planned, and planning touches nothing.
+use serde_json::Value;
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Output},
+};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn launch(args: &[&str], directory: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_launch"))
+        .args(args)
+        .current_dir(directory)
+        .output()
+        .expect("launch starts")
+}
+
+fn configs() -> Vec<String> {
+    let entries = fs::read_dir(root().join("configs")).expect("configs/");
+    let names = entries.map(|e| e.expect("entry").file_name().into_string().expect("UTF-8"));
+    let mut names: Vec<String> = names.filter(|n| n.ends_with(".yaml")).collect();
+    names.sort();
+    assert!(names.len() >= 4, "{names:?}");
+    names
+}
+
+#[test]
+fn each_example_is_planned() {
+    for name in configs() {
+        let file = format!("configs/{name}");
+        let output = launch(&["plan", &file, "--json"], root());
+        let talk = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{file}: {talk}");
+        let plan: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+        let stem = name.trim_end_matches(".yaml");
+        assert_eq!(plan["name"], stem);
+        let ranks = plan["ranks"].as_array().expect("ranks");
+        assert_eq!(plan["world"], ranks.len());
+        for (rank, planned) in ranks.iter().enumerate() {
+            assert_eq!(planned["env"]["RANK"], rank.to_string());
+            let trains = planned["command"].is_null();
+            assert_eq!(trains, planned["memory"]["total"].as_u64().is_some_and(|m| m > 1 << 20), "{file}");
+        }
+        let run_dir = root().join("runs").join(stem).join("{run}");
+        assert_eq!(plan["run_dir"].as_str(), run_dir.to_str());
+        assert!(!run_dir.exists(), "planning makes no directory");
+    }
+}
+
+#[test]
+fn the_text_of_a_dry_run_is_a_job_with_the_same_plan() {
+    let directory = tempfile::tempdir().expect("directory");
+    fs::write(directory.path().join("README.md"), "text to train on. ".repeat(500)).expect("data");
+    let tiny = root().join("configs/tiny.yaml");
+    let tiny = tiny.to_str().expect("UTF-8");
+    let shown = launch(&[tiny, "--dry-run", "--set", "cluster.workers_per_host=2"], directory.path());
+    assert_eq!(shown.status.code(), Some(0), "{}", String::from_utf8_lossy(&shown.stderr));
+    let text = String::from_utf8(shown.stdout).expect("UTF-8");
+    let (plan, job) = text.split_once("# the whole job\n").expect("both parts");
+    assert!(plan.starts_with("job tiny: 2 workers on "), "{plan}");
+    fs::write(directory.path().join("whole.yaml"), job).expect("written");
+    let again = launch(&["whole.yaml", "--dry-run"], directory.path());
+    assert_eq!(String::from_utf8(again.stdout).expect("UTF-8"), text);
+    let left: Vec<_> =
+        fs::read_dir(directory.path()).expect("directory").map(|e| e.expect("entry").file_name()).collect();
+    assert_eq!(left.len(), 2, "a dry run leaves nothing: {left:?}");
+}
+
+#[test]
+fn what_is_wrong_is_said_on_stderr_with_exit_code_2() {
+    let directory = tempfile::tempdir().expect("directory");
+    fs::write(directory.path().join("job.yaml"), "train:\n  data: {files: [nothing-*.txt]}\n")
+        .expect("written");
+    for (args, said) in [
+        (&["plan", "job.yaml"][..], "job.yaml:2:"),
+        (&["job.yaml"], "nothing-*.txt"),
+        (&["job.yaml", "--set", "train.stepz=3"], "did you mean `steps`?"),
+        (&["absent.yaml"], "no such job file"),
+        (&["job.yaml", "--set", "run.workdir=/nonexistent"], "run.workdir=/nonexistent"),
+        (&["plna", "job.yaml"], "`plan`"),
+        (&["job.yaml", "--wrong"], "--wrong"),
+        (&[], "launch job.yaml"),
+    ] {
+        let output = launch(args, directory.path());
+        let talk = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{args:?}: {talk}");
+        assert!(talk.contains(said), "{args:?}: {talk}");
+    }
+    assert!(!directory.path().join("runs").exists());
+}
+
+#[test]
+fn a_refused_job_has_events_too() {
+    let output = launch(&["absent.yaml", "--json"], root());
+    let lines: Vec<Value> = String::from_utf8(output.stdout)
+        .expect("UTF-8")
+        .lines()
+        .map(|l| serde_json::from_str(l).expect("an event"))
+        .collect();
+    assert_eq!(lines.len(), 2);
+    assert_eq!((&lines[0]["event"], &lines[1]["event"]), (&"failure".into(), &"done".into()));
+    assert_eq!(lines[1]["exit_code"], 2);
+}
