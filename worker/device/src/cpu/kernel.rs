@@ -42,6 +42,12 @@ pub(crate) unsafe fn tile<S: Simd, const MR: usize, const NV: usize>(s: S, t: &T
 
 #[inline(always)]
 unsafe fn tile_with<S: Simd, const MR: usize, const NV: usize>(s: S, t: &Tile, rs: usize, ks: usize) {
+    // The results are wanted when the depth is through; a hint needs no valid address.
+    for i in 0..MR {
+        for j in 0..NV {
+            s.prefetch(t.c.wrapping_add(i * t.ldc + j * LANES));
+        }
+    }
     let mut acc = [[s.splat(0.0); NV]; MR];
     for p in 0..t.k {
         let mut b = [s.splat(0.0); NV];

@@ -1,21 +1,23 @@
 //! Matrix products: `y = x·wᵀ` and its two backward products, all as `c[m,n] (=|+=) a·b`.
 //!
 //! The depth is cut into equal blocks by its length alone; each element is the sum of its blocks' chains in rising
-//! order. Everything else about the cutting is free (see [`super::kernel`]) and follows caches and threads.
+//! order. Everything else about the cutting is free (see [`super::kernel`]) and follows caches and threads: of each
+//! block of the depth the smaller operand is packed once for all tasks, the larger by the task that uses it, just before.
 use super::Cpu;
 use super::kernel::Tile;
 use super::pack::{Block, Operand, pack};
 use super::pool::Parts;
 use super::simd::{LANES, Level, MAX_TILE, Simd, multiversion};
 use crate::ops::Write;
+use std::ops::Range;
 
 /// Longest block of the depth: a strip of the left operand then takes 16 KB of the first-level cache.
 const DEPTH: usize = 512;
-/// Elements of the packed right operand that are held at once.
-const PACKED: usize = 1 << 20;
-/// Strips of the left operand that are packed at once by one task.
-const STRIPS: usize = 16;
-/// Elements of the right operand's panels that stay in the second-level cache while the strips go by.
+/// Elements of the operand that is packed for all tasks at once.
+const SHARED: usize = 1 << 20;
+/// Elements of the operand that a task packs for itself: half of a second-level cache.
+const OWN: usize = 96 << 10;
+/// Elements of the right operand's panels that stay in the second-level cache while the left one's strips go by.
 const RESIDENT: usize = 96 << 10;
 
 /// Shape of one product and how its result is written.
@@ -52,106 +54,99 @@ pub(crate) fn product(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: P
     if m == 0 || n == 0 || k == 0 {
         return;
     }
-    let (_, nr) = micro_shape(cpu.level);
-    // Columns whose packed operand is held at once.
-    let held = (PACKED / k / nr).max(8) * nr;
+    let (mr, nr) = micro_shape(cpu.level);
+    let (a, b) = (Side { operand: a, count: m, width: mr }, Side { operand: b, count: n, width: nr });
+    let a_shared = m < n;
+    let (shared, own) = if a_shared { (a, b) } else { (b, a) };
+    let kc = depth_block(k);
+    let held = (SHARED / kc / shared.width).max(1) * shared.width;
+    let mut packed = cpu.scratch.take(held.min(shared.count.next_multiple_of(shared.width)) * kc + 8);
     let c = Parts::new(c);
-    let mut packed = cpu.scratch.take(n.min(held).next_multiple_of(nr) * k);
-    for j0 in (0..n).step_by(held) {
-        let columns = Columns { j0, count: held.min(n - j0) };
-        pack_right(cpu, &mut packed, b, columns, k);
-        multiply(cpu, &c, a, &packed, columns, shape);
+    for p0 in (0..k).step_by(kc) {
+        let depth = p0..(p0 + kc).min(k);
+        for i0 in (0..shared.count).step_by(held) {
+            let range = i0..(i0 + held).min(shared.count);
+            pack_shared(cpu, &mut packed, shared, range.clone(), depth.clone());
+            let add = p0 > 0 || write == Write::Add;
+            let pass =
+                Pass { c: &c, ldc: n, add, packed: &packed, a_shared, range, own, depth: depth.clone() };
+            pass.run(cpu, shared.width);
+        }
     }
 }
 
-/// A range of columns of the result.
+/// An operand, its number of rows (left) or columns (right), and how many of them a panel holds.
 #[derive(Clone, Copy)]
-struct Columns {
-    j0: usize,
+struct Side<'a> {
+    operand: Operand<'a>,
     count: usize,
+    width: usize,
 }
 
-/// Packs the right operand of `columns`: depth block after depth block, each its panels one after the other.
-fn pack_right(cpu: &Cpu, packed: &mut [f32], b: Operand, columns: Columns, k: usize) {
-    let (_, nr) = micro_shape(cpu.level);
-    let kc = depth_block(k);
-    let panels = columns.count.div_ceil(nr);
-    // A task takes neighbouring panels: where the source is contiguous along the columns it reads longer runs.
-    let group = (panels.div_ceil(cpu.pool.threads() * 4)).max(4);
-    let groups = panels.div_ceil(group);
+/// Packs a range of rows or columns, panel after panel.
+fn pack_shared(cpu: &Cpu, packed: &mut [f32], side: Side, range: Range<usize>, depth: Range<usize>) {
+    let panels = range.len().div_ceil(side.width);
+    // A task takes neighbouring panels: it then reads longer runs of a source that is contiguous along them. Tasks write
+    // apart from each other only where the panels' width leaves no surplus.
+    let tasks = if side.width.is_multiple_of(8) { (cpu.pool.threads() * 2).min(panels) } else { 1 };
+    let group = panels.div_ceil(tasks) * side.width;
+    let len = range.len();
     let parts = Parts::new(packed);
-    cpu.pool.run(k.div_ceil(kc) * groups, &|task| {
-        let (p0, first) = (task / groups * kc, task % groups * group);
-        let rows = (group * nr).min(columns.count - first * nr);
-        let block = Block { i0: columns.j0 + first * nr, rows, p0, k: kc.min(k - p0), width: nr };
-        let start = p0 * panels * nr + first * nr * block.k;
-        // SAFETY: each (depth block, panel) is packed by one task.
+    cpu.pool.run(len.div_ceil(group), &|task| {
+        let rows = group.min(len - task * group);
+        let block = Block { i0: range.start + task * group, rows, depth: depth.clone(), width: side.width };
+        let start = task * group * depth.len();
+        // SAFETY: each panel is packed by one task.
         let dst = unsafe { parts.part(start..start + block.packed_len()) };
-        pack(cpu.level, dst, b, block);
+        pack(cpu.level, dst, side.operand, block);
     });
 }
 
-/// Multiplies with a packed right operand; tasks are blocks of rows × groups of panels.
-fn multiply(cpu: &Cpu, c: &Parts<f32>, a: Operand, packed: &[f32], columns: Columns, shape: Product) {
-    let (mr, nr) = micro_shape(cpu.level);
-    let strips = shape.m.div_ceil(mr);
-    let wanted = if cpu.pool.threads() == 1 { 1 } else { cpu.pool.threads() * 3 };
-    let per_task = strips.div_ceil(wanted).clamp(1, STRIPS);
-    let row_blocks = strips.div_ceil(per_task);
-    // Few rows: split the columns too.
-    let panels = columns.count.div_ceil(nr);
-    let groups = (wanted / row_blocks).clamp(1, panels);
-    let per_group = panels.div_ceil(groups);
-    let groups = panels.div_ceil(per_group);
-    cpu.pool.run(row_blocks * groups, &|task| {
-        let (rows, group) = (task / groups, task % groups);
-        let first = rows * per_task * mr;
-        let mut strip = cpu.scratch.take((per_task * mr) * depth_block(shape.k) + 8);
-        let work = Work {
-            level: cpu.level,
-            i0: first,
-            rows: (per_task * mr).min(shape.m - first),
-            columns,
-            panels: (group * per_group, ((group + 1) * per_group).min(panels)),
-            shape,
-        };
-        work.run(c, a, packed, &mut strip);
-    });
+/// One block of the depth × a range of the shared operand × all of the other.
+struct Pass<'a> {
+    c: &'a Parts<'a, f32>,
+    ldc: usize,
+    add: bool,
+    packed: &'a [f32],
+    /// The shared operand is the left one.
+    a_shared: bool,
+    /// Rows or columns of the shared operand.
+    range: Range<usize>,
+    own: Side<'a>,
+    depth: Range<usize>,
 }
 
-/// One task of [`multiply`].
-struct Work {
-    level: Level,
-    i0: usize,
-    rows: usize,
-    columns: Columns,
-    panels: (usize, usize),
-    shape: Product,
-}
-
-impl Work {
-    fn run(&self, c: &Parts<f32>, a: Operand, packed: &[f32], strip: &mut [f32]) {
-        let (mr, nr) = micro_shape(self.level);
-        let k = self.shape.k;
-        let kc = depth_block(k);
-        let panels = self.columns.count.div_ceil(nr);
-        for p0 in (0..k).step_by(kc) {
-            let block = Block { i0: self.i0, rows: self.rows, p0, k: kc.min(k - p0), width: mr };
-            pack(self.level, strip, a, block);
-            let right = &packed[p0 * panels * nr..][..panels * nr * block.k];
-            let add = p0 > 0 || self.shape.write == Write::Add;
-            let tiles = Tiles {
-                // SAFETY: row i0 and column j0 lie in c[m,n].
-                c: unsafe { c.as_mut_ptr().add(self.i0 * self.shape.n + self.columns.j0) },
-                ldc: self.shape.n,
-                rows: self.rows,
-                columns: self.columns.count,
-                panels: self.panels,
-                k: block.k,
-                add,
+impl Pass<'_> {
+    /// Tasks are blocks of the other operand, and groups of shared panels when the blocks are too few.
+    fn run(&self, cpu: &Cpu, shared_width: usize) {
+        let (width, k) = (self.own.width, self.depth.len());
+        let panels = self.own.count.div_ceil(width);
+        let wanted = if cpu.pool.threads() == 1 { 1 } else { cpu.pool.threads() * 3 };
+        let per_block = panels.div_ceil(wanted).clamp(1, (OWN / (k * width)).max(1));
+        let blocks = panels.div_ceil(per_block);
+        let shared_panels = self.range.len().div_ceil(shared_width);
+        let per_group = shared_panels.div_ceil((wanted / blocks).clamp(1, shared_panels));
+        let groups = shared_panels.div_ceil(per_group);
+        cpu.pool.run(blocks * groups, &|task| {
+            let first = task / groups * per_block * width;
+            let rows = (per_block * width).min(self.own.count - first);
+            let block = Block { i0: first, rows, depth: self.depth.clone(), width };
+            let mut own = cpu.scratch.take(block.packed_len());
+            pack(cpu.level, &mut own, self.own.operand, block);
+            let from = task % groups * per_group * shared_width;
+            let to = (from + per_group * shared_width).min(self.range.len());
+            let shared = &self.packed[from * k..];
+            let of_shared = (self.range.start + from, to - from);
+            let ((i0, rows), (j0, columns), a, b) = if self.a_shared {
+                (of_shared, (first, rows), shared, &own[..])
+            } else {
+                ((first, rows), of_shared, &own[..], shared)
             };
-            multiply_packed(self.level, tiles, strip, right);
-        }
+            // SAFETY: row i0, column j0 lie in c.
+            let c = unsafe { self.c.as_mut_ptr().add(i0 * self.ldc + j0) };
+            let tiles = Tiles { c, ldc: self.ldc, rows, columns, k, add: self.add };
+            multiply_packed(cpu.level, tiles, a, b);
+        });
     }
 }
 
@@ -162,7 +157,6 @@ struct Tiles {
     ldc: usize,
     rows: usize,
     columns: usize,
-    panels: (usize, usize),
     k: usize,
     add: bool,
 }
@@ -174,9 +168,9 @@ multiversion! {
 #[inline(always)]
 fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: &[f32], b: &[f32]) {
     let resident = (RESIDENT / (t.k * S::NR)).max(1);
-    let (mut first, end) = t.panels;
-    while first < end {
-        let last = (first + resident).min(end);
+    let panels = t.columns.div_ceil(S::NR);
+    for first in (0..panels).step_by(resident) {
+        let last = (first + resident).min(panels);
         for i in (0..t.rows).step_by(S::MR) {
             for panel in first..last {
                 let j = panel * S::NR;
@@ -197,7 +191,6 @@ fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: &[f32], b: &[f32]) {
                 unsafe { write_tile(s, &tile, S::MR.min(t.rows - i), columns) };
             }
         }
-        first = last;
     }
 }
 

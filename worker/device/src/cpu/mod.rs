@@ -11,6 +11,7 @@ mod kernel;
 mod matmul;
 mod norm;
 mod pack;
+mod peak;
 mod pool;
 mod rope;
 mod simd;

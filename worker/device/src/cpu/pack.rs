@@ -2,6 +2,7 @@
 //!
 //! A packed panel holds `width` rows (of the left operand) or columns (of the right one): `panel[p·width + i]`.
 use super::simd::{Simd, multiversion};
+use std::ops::Range;
 
 /// An operand of a product, element (i, p) at `data[i·row + p·depth]`; i counts rows of the left or columns of the right
 /// operand, p the summation. One of the strides is 1.
@@ -12,13 +13,12 @@ pub(crate) struct Operand<'a> {
     pub(crate) depth: usize,
 }
 
-/// What one packing call copies: rows `i0..i0+rows`, depth `p0..p0+k`, into panels of `width`.
-#[derive(Clone, Copy)]
+/// What one packing call copies: rows `i0..i0+rows` over a part of the depth, into panels of `width`.
+#[derive(Clone)]
 pub(crate) struct Block {
     pub(crate) i0: usize,
     pub(crate) rows: usize,
-    pub(crate) p0: usize,
-    pub(crate) k: usize,
+    pub(crate) depth: Range<usize>,
     pub(crate) width: usize,
 }
 
@@ -26,7 +26,7 @@ impl Block {
     /// Elements of the packed panels, with the surplus that a strip of 8 may write beyond a narrower panel.
     pub(crate) fn packed_len(&self) -> usize {
         let surplus = if self.width.is_multiple_of(8) { 0 } else { 8 };
-        self.rows.next_multiple_of(self.width) * self.k + surplus
+        self.rows.next_multiple_of(self.width) * self.depth.len() + surplus
     }
 }
 
@@ -40,52 +40,62 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: Block) {
     assert!(dst.len() >= block.packed_len(), "packed panels don't fit");
     let panels = block.rows.div_ceil(block.width);
     if src.row == 1 {
-        // Depth outermost: the source is then read row after row.
-        for p in 0..block.k {
-            for panel in 0..panels {
-                copy_lanes(dst, src, block, panel, p);
-            }
+        let group = (LINES / block.width).max(1);
+        for first in (0..panels).step_by(group) {
+            copy_panels(dst, src, &block, first..(first + group).min(panels));
         }
     } else {
         for panel in 0..panels {
-            transpose_panel(s, dst, src, block, panel);
+            transpose_panel(s, dst, src, &block, panel);
         }
     }
 }
 
-/// Depth `p` of a panel whose source is contiguous along the rows.
+/// Lanes of neighbouring panels that are copied together: whole cache lines of the source, few streams to write.
+const LINES: usize = 32;
+
+/// Panels whose source is contiguous along the rows.
 #[inline(always)]
-fn copy_lanes(dst: &mut [f32], src: Operand, block: Block, panel: usize, p: usize) {
-    let first = panel * block.width;
-    let rows = block.width.min(block.rows - first);
-    let to = (first * block.k) + p * block.width;
-    let from = &src.data[block.i0 + first + (block.p0 + p) * src.depth..];
-    let dst = &mut dst[to..to + block.width];
-    if rows == block.width {
-        // Chunks of a fixed size become vector moves.
-        if block.width.is_multiple_of(8) {
-            dst.chunks_exact_mut(8).zip(from.chunks_exact(8)).for_each(|(d, f)| d.copy_from_slice(f));
-        } else {
-            dst.chunks_exact_mut(2).zip(from.chunks_exact(2)).for_each(|(d, f)| d.copy_from_slice(f));
+fn copy_panels(dst: &mut [f32], src: Operand, block: &Block, panels: Range<usize>) {
+    let (width, k) = (block.width, block.depth.len());
+    let first = panels.start * width;
+    let rows = (panels.len() * width).min(block.rows - first);
+    let whole = rows / width;
+    let dst = &mut dst[first * k..];
+    for p in 0..k {
+        let from = &src.data[block.i0 + first + (block.depth.start + p) * src.depth..][..rows];
+        for panel in 0..whole {
+            let from = &from[panel * width..][..width];
+            let to = &mut dst[(panel * k + p) * width..][..width];
+            // Chunks of a fixed size become vector moves.
+            if width.is_multiple_of(8) {
+                to.chunks_exact_mut(8).zip(from.chunks_exact(8)).for_each(|(d, f)| d.copy_from_slice(f));
+            } else {
+                to.chunks_exact_mut(2).zip(from.chunks_exact(2)).for_each(|(d, f)| d.copy_from_slice(f));
+            }
         }
-    } else {
-        dst[..rows].copy_from_slice(&from[..rows]);
-        dst[rows..].fill(0.0);
+        if whole < panels.len() {
+            let to = &mut dst[(whole * k + p) * width..][..width];
+            let rest = &from[whole * width..];
+            to[..rest.len()].copy_from_slice(rest);
+            to[rest.len()..].fill(0.0);
+        }
     }
 }
 
 /// A panel whose source is contiguous along the depth: blocks of 8×8, and the rest one by one.
 #[inline(always)]
-fn transpose_panel<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: Block, panel: usize) {
+fn transpose_panel<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: &Block, panel: usize) {
     let first = panel * block.width;
     let rows = block.width.min(block.rows - first);
-    let dst = &mut dst[first * block.k..];
-    let from = &src.data[(block.i0 + first) * src.row + block.p0..];
+    let k = block.depth.len();
+    let dst = &mut dst[first * k..];
+    let from = &src.data[(block.i0 + first) * src.row + block.depth.start..];
     let whole = if rows == block.width { block.width.div_ceil(8) } else { rows / 8 };
     // With a width below 8 the strip's surplus rows belong to the next panel; they must exist to be read.
-    let readable = |strip: usize| (strip * 8 + 7) * src.row + block.k <= from.len();
+    let readable = |strip: usize| (strip * 8 + 7) * src.row + k <= from.len();
     let strips = (0..whole).take_while(|&i| readable(i)).count();
-    let deep = block.k / 8 * 8;
+    let deep = k / 8 * 8;
     for strip in 0..strips {
         for p in (0..deep).step_by(8) {
             // SAFETY: 8 rows × 8 of the depth are readable (`readable`); `packed_len` leaves room for 8 lanes.
@@ -97,7 +107,7 @@ fn transpose_panel<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: Block, p
         }
     }
     let done = (strips * 8).min(block.width);
-    for p in 0..block.k {
+    for p in 0..k {
         let lanes = &mut dst[p * block.width..(p + 1) * block.width];
         let start = if p < deep { done } else { 0 };
         for (i, lane) in lanes.iter_mut().enumerate().skip(start) {

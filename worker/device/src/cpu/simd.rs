@@ -56,6 +56,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Largest lane (any of them when one is NaN).
     fn largest(self, v: Self::V) -> f32;
 
+    /// Asks for the cache line at `p` to come nearer.
+    fn prefetch(self, p: *const f32);
     /// Runs the micro tile of `MR` rows and `nv ≤ NV` vectors.
     /// # Safety
     /// As [`kernel::tile`].
@@ -210,6 +212,8 @@ impl Simd for Portable {
     fn largest(self, v: Self::V) -> f32 {
         fold(v, |a, b| if a > b { a } else { b })
     }
+    #[inline(always)]
+    fn prefetch(self, _: *const f32) {}
     unsafe fn micro(self, nv: usize, t: &Tile) {
         debug_assert_eq!(nv, 1);
         // SAFETY: as the caller promises.

@@ -129,6 +129,10 @@ impl Simd for Avx512 {
     fn largest(self, v: __m512) -> f32 {
         has!(largest8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
     }
+    #[inline(always)]
+    fn prefetch(self, p: *const f32) {
+        has!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
+    }
     unsafe fn micro(self, nv: usize, t: &Tile) {
         has!(micro_avx512(self, nv, t))
     }
@@ -243,6 +247,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn largest(self, v: Self::V) -> f32 {
         has!(largest8(_mm256_max_ps(v[0], v[1])))
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const f32) {
+        has!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
     }
     unsafe fn micro(self, nv: usize, t: &Tile) {
         debug_assert_eq!(nv, 1);
