@@ -1,7 +1,10 @@
 //! Save and load speed beside plain O_DIRECT writes and reads of the same size in the same minute.
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
-use ckpt::{Checkpoint, Facts, ModelCard, Piece, Request, Role, Staging, WeightShape, commit, write_shard};
+use ckpt::{
+    Checkpoint, Dtype, Facts, GatherOptions, ModelCard, Piece, Request, Role, Staging, WeightShape, commit,
+    gather, write_shard,
+};
 use memmap2::MmapMut;
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -37,12 +40,12 @@ fn main() -> Result<(), Error> {
     result
 }
 
-/// Rounds of (plain write, save, plain read, load) with this many threads at once, each with its part.
+/// Rounds of (plain write, save, plain read, load, verify, gather) with this many threads at once, each with its part.
 fn measure(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), Error> {
     let gb = data.len() as f64 * 4e-9;
     let parts: Vec<&[f32]> =
         (0..ranks).map(|r| &data[data.len() * r / ranks..data.len() * (r + 1) / ranks]).collect();
-    let mut rates = [const { Vec::new() }; 4];
+    let mut rates = [const { Vec::new() }; 6];
     for round in 0..rounds {
         let t = Instant::now();
         on_each(&parts, |r, part| plain_write(&dir.join(format!("plain-{r}")), bytemuck::cast_slice(part)))?;
@@ -60,28 +63,40 @@ fn measure(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), 
         if loaded.iter().zip(&parts).any(|(l, p)| l != p) {
             return Err("what was loaded is not what was saved".into());
         }
+        drop(loaded);
+        let t = Instant::now();
+        if !ckpt::verify(&path)?.is_sound() {
+            return Err("what was saved is damaged".into());
+        }
+        rates[4].push(gb / t.elapsed().as_secs_f64());
+        let t = Instant::now();
+        let options = GatherOptions { dtype: Some(Dtype::BF16), force: true, ..GatherOptions::default() };
+        gather(&Checkpoint::open(&path)?, &dir.join("gathered"), &options, |_, _| ())?;
+        rates[5].push(gb / t.elapsed().as_secs_f64());
         std::fs::remove_dir_all(path)?;
     }
     report(ranks, &rates);
     Ok(())
 }
 
-fn report(ranks: usize, rates: &[Vec<f64>; 4]) {
+fn report(ranks: usize, rates: &[Vec<f64>; 6]) {
     let best = |v: &[f64]| v.iter().copied().fold(0.0, f64::max);
     let median_share = |ours: &[f64], plain: &[f64]| {
         let mut shares: Vec<f64> = ours.iter().zip(plain).map(|(a, b)| a / b).collect();
         shares.sort_by(f64::total_cmp);
         shares[shares.len() / 2] * 100.0
     };
-    let [plain_write, save, plain_read, load] = rates;
+    let [plain_write, save, plain_read, load, verify, gather] = rates;
     println!(
-        "{ranks} rank(s): write {:.2}  save {:.2} ({:.0} %)   read {:.2}  load {:.2} ({:.0} %)",
+        "{ranks} rank(s): write {:.2}  save {:.2} ({:.0} %)   read {:.2}  load {:.2} ({:.0} %)   verify {:.2}  gather to bf16 {:.2} (of fp32 read)",
         best(plain_write),
         best(save),
         median_share(save, plain_write),
         best(plain_read),
         best(load),
-        median_share(load, plain_read)
+        median_share(load, plain_read),
+        best(verify),
+        best(gather)
     );
 }
 

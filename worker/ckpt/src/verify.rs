@@ -78,7 +78,9 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
     verify_latest(path, &steps, &mut report);
     for name in Folder::open(path)?.names()? {
         if [SAVING, DELETING, REPLACED, LATEST_NEW].iter().any(|p| name.starts_with(p)) {
-            report.notes.push(format!("{name} is left of an interrupted save; the next save removes it"));
+            report.notes.push(format!(
+                "{name} is a save in progress or what an interrupted one has left; the next save removes it"
+            ));
         }
     }
     Ok(report)
@@ -174,7 +176,7 @@ fn verify_file(
         let why = format!("{} bytes more than the {} that were written", size - entry.bytes, entry.bytes);
         report.problems.push(problem(None, Vec::new(), why));
     }
-    let mut first_block = Vec::new();
+    let mut first_is_sound = false;
     // blocks that are only partly there are counted as lost above
     let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
     let jobs = [Job { file, size: entry.bytes, blocks: 0..readable }];
@@ -196,12 +198,12 @@ fn verify_file(
                 let why = "its bytes do not fit their BLAKE3".into();
                 report.problems.push(problem(Some(block), manifest.tensors_in(file, block), why));
             } else if block == 0 {
-                first_block = bytes.to_vec();
+                first_is_sound = true;
             }
         }
         Ok(())
     })?;
-    if size == entry.bytes && !first_block.is_empty() {
+    if size == entry.bytes && first_is_sound {
         let why = header_problem(folder, manifest, file);
         report.problems.extend(why.map(|why| problem(Some(0), Vec::new(), why)));
     }

@@ -237,3 +237,65 @@ pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
     file.write(content)?;
     Ok(file.finish()?.0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Writes `len` bytes in uneven parts and compares content and hashes.
+    fn check(dir: &std::path::Path, how: Path, len: usize) {
+        let bytes: Vec<u8> =
+            (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();
+        let path = dir.join(format!("{how:?}-{len}"));
+        let mut writer = FileWriter::create(path.clone(), how, true).expect("made");
+        let (mut rest, mut n) = (bytes.as_slice(), 1);
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(n.min(rest.len()));
+            writer.write(now).expect("written");
+            (rest, n) = (later, n * 3 + 1);
+        }
+        let (written, hashes) = writer.finish().expect("finished");
+        assert_eq!(written, len as u64);
+        assert!(std::fs::read(path).expect("read") == bytes, "{how:?}, {len} bytes");
+        assert_eq!(hashes, bytes.chunks(BLOCK).map(Hash::of).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_length_arrives_past_and_through_the_page_cache() {
+        // where the machine's disk is, and where its memory is: not every file system takes O_DIRECT
+        let dirs = [tempfile::tempdir(), tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())];
+        for dir in dirs {
+            let dir = dir.expect("a directory");
+            for how in [Path::Direct, Path::Buffered] {
+                for len in [0, 1, 4095, 4096, BLOCK - 1, BLOCK, WINDOW, WINDOW + 1, 4 * WINDOW + BLOCK + 5] {
+                    check(dir.path(), how, len);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn writing_goes_on_when_a_file_system_refuses_direct_writes() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("file");
+        let mut target = Target::create(&path, Path::Direct).expect("made");
+        let mut window = MmapMut::map_anon(WINDOW).expect("memory");
+        window.fill(7);
+        target.append(&mut window, WINDOW).expect("written");
+        target.leave_direct().expect("left");
+        target.append(&mut window, 4099).expect("written");
+        target.finish(WINDOW as u64 + 4099).expect("durable");
+        assert!(std::fs::read(&path).expect("read") == vec![7u8; WINDOW + 4099]);
+    }
+
+    #[test]
+    fn an_existing_file_is_not_touched() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("file");
+        std::fs::write(&path, "mine").expect("written");
+        for how in [Path::Direct, Path::Buffered] {
+            assert!(FileWriter::create(path.clone(), how, false).is_err());
+        }
+        assert_eq!(std::fs::read(&path).expect("read"), b"mine");
+    }
+}
