@@ -39,6 +39,7 @@ pub fn plan(job: &JobSpec, facts: &Facts, run: &RunId) -> Result<Plan, Vec<Findi
         let message = format!("{world} workers can't be planned on one machine");
         return Err(vec![finding("cluster.workers_per_host", message, "use 1 to 1024")]);
     }
+    let asked_threads = env::threads(job).map_err(|finding| vec![finding])?;
     let run_dir = run_dir(job, run);
     let slots = place::cpu_slots(facts, world);
     let workers = (0..world)
@@ -50,7 +51,7 @@ pub fn plan(job: &JobSpec, facts: &Facts, run: &RunId) -> Result<Plan, Vec<Findi
                 local_rank: rank,
                 local_world: world,
                 command: job.run.command.clone(),
-                threads: env::threads(job).unwrap_or(slot.threads),
+                threads: asked_threads.unwrap_or(slot.threads),
                 env,
                 workdir: job.run.workdir.clone(),
                 cpus: slot.cpus.clone(),

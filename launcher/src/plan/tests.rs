@@ -72,6 +72,16 @@ fn the_job_may_set_the_threads() {
 }
 
 #[test]
+fn threads_that_are_no_number_are_refused_where_they_would_be_ignored() {
+    let facts = machine(&[0, 1], None);
+    let program = job("run: {command: [true], env: {OMP_NUM_THREADS: '4,2'}}");
+    assert_eq!(planned(&program, &facts).nodes[0].workers[0].threads, 2);
+    let trained = job("run: {env: {OMP_NUM_THREADS: '4,2'}}\ntrain: {data: {files: [a]}}");
+    let problems = plan(&trained, &facts, &RunId("R".to_owned())).expect_err("refused");
+    assert_eq!(problems[0].path, "run.env.OMP_NUM_THREADS");
+}
+
+#[test]
 fn an_absent_rank_is_warned_about() {
     let plan = planned(&job("run: {command: [true], logs: {show: [0, 2]}}"), &machine(&[0, 1], None));
     let paths: Vec<&str> = plan.warnings.iter().map(|w| w.path.as_str()).collect();
