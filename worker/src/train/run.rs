@@ -49,7 +49,11 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
         let began = Instant::now();
         let word = word(run, saver, last_save);
         let (outcome, lr) = running.step(run.source, word)?;
-        finite(&outcome, running.at.step + 1, saver)?;
+        if !is_finite(&outcome) {
+            // What was saved before is complete before the run ends.
+            finish(running, run, saver)?;
+            return Err(not_finite(&outcome, running.at.step + 1, saver));
+        }
         run.session.at_step(running.at.step);
         if run.leader {
             run.session.event(step_event(running, &outcome, lr, began.elapsed()))?;
@@ -89,21 +93,22 @@ fn due(run: &Run, step: u64) -> bool {
     matches!(run.job.checkpoint.every, Every::Steps(n) if n > 0 && step % n == 0)
 }
 
+fn is_finite(outcome: &Outcome) -> bool {
+    outcome.loss.is_finite() && outcome.grad_norm.is_finite()
+}
+
 /// A loss that is not a number ends the run before it spoils a checkpoint.
-fn finite(outcome: &Outcome, step: u64, saver: &Saver) -> Result<()> {
-    if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
-        return Ok(());
-    }
+fn not_finite(outcome: &Outcome, step: u64, saver: &Saver) -> Error {
     let what = if outcome.loss.is_finite() { "gradient norm" } else { "loss" };
     let value = if outcome.loss.is_finite() { outcome.grad_norm } else { outcome.loss };
     let kept = match saver.last() {
         Some(path) => format!("the last complete checkpoint is {}", path.display()),
         None => "no checkpoint was written yet".into(),
     };
-    Err(Error::failed(format!(
+    Error::failed(format!(
         "the {what} became {value} at step {step}; nothing of that step was applied; {kept}. \
          Lower optimizer.lr, set clip_norm, or look at the samples of that step"
-    )))
+    ))
 }
 
 fn step_event(running: &Running, outcome: &Outcome, lr: f64, took: Duration) -> Event {

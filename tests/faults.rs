@@ -1,0 +1,87 @@
+//! kill -9 at every write, fsync and rename of a save: the next start goes on bit-equal from a complete checkpoint.
+mod support;
+use std::fs;
+use support::{Place, files_below};
+
+/// Fault points passed by each rank of a run with these settings.
+fn points(place: &Place, set: &[&str], world: u32) -> Vec<u64> {
+    let counts = place.path("counts");
+    let mut passed = vec![0; world as usize];
+    for rank in 0..world {
+        _ = fs::remove_file(&counts);
+        place.forget_checkpoints();
+        let counted = place
+            .command(
+                &[&["job.yaml", "--json"], &set.iter().flat_map(|s| ["--set", s]).collect::<Vec<_>>()[..]]
+                    .concat(),
+            )
+            .env("LAUNCH_FAULT", format!("{rank}:0"))
+            .env("LAUNCH_FAULT_COUNT", &counts)
+            .output()
+            .unwrap();
+        assert!(counted.status.success(), "{}", String::from_utf8_lossy(&counted.stderr));
+        let lines = fs::read_to_string(&counts).unwrap();
+        let mine = lines.lines().find_map(|l| l.strip_prefix(&format!("{rank} "))?.parse::<u64>().ok());
+        passed[rank as usize] = mine.unwrap_or_else(|| panic!("rank {rank} in {lines:?}"));
+    }
+    passed
+}
+
+fn every_point(world: u32, set: &[&str], ranks: &[u32]) {
+    let place = Place::new();
+    let w = format!("cluster.workers_per_host={world}");
+    let set: Vec<&str> =
+        [&w, "train.steps=4", "train.batch.global=4", "checkpoint.every=2", "checkpoint.keep=1"]
+            .into_iter()
+            .map(|s| s as &str)
+            .chain(set.iter().copied())
+            .collect();
+    let whole = place.run(&set).succeeded().losses();
+    let passed = points(&place, &set, world);
+    for &rank in ranks {
+        assert!(passed[rank as usize] > 8, "rank {rank} passed only {} fault points", passed[rank as usize]);
+        for n in 1..=passed[rank as usize] {
+            place.forget_checkpoints();
+            let killed = place.run_with(&set, "LAUNCH_FAULT", &format!("{rank}:{n}"));
+            assert_eq!(killed.code, 1, "world {world}, rank {rank}, point {n}: {}", killed.stderr);
+            assert!(killed.cause().contains("SIGKILL"), "{}", killed.cause());
+            let next = place.run(&set).succeeded();
+            let done = next.kind("resume").first().map_or(0, |r| r["step"].as_u64().unwrap() as usize);
+            assert_eq!(
+                next.losses(),
+                whole[done..],
+                "world {world}, rank {rank}, point {n}: resumed at {done}"
+            );
+            // What was saved before the kill is not lost.
+            let saved = killed.kind("checkpoint").last().map_or(0, |c| c["step"].as_u64().unwrap() as usize);
+            assert!(done >= saved, "checkpoint {saved} was announced, resumed at {done}");
+            let left = files_below(&place.checkpoints());
+            // Killed between the commit of the last checkpoint and the removal of the one before: both are complete.
+            let known = |f: &String| {
+                let older = done == 4 && f.starts_with("step-00000002/");
+                f == "latest" || f.starts_with("step-00000004/") || f.starts_with("weights/") || older
+            };
+            assert!(left.iter().all(known), "point {n} left {left:?}");
+        }
+    }
+}
+
+#[test]
+fn one_worker() {
+    every_point(1, &[], &[0]);
+}
+
+#[test]
+fn two_workers_in_the_background() {
+    every_point(2, &["checkpoint.async=true"], &[0, 1]);
+}
+
+#[test]
+fn three_workers() {
+    every_point(3, &["train.zero.stage=2"], &[2]);
+}
+
+#[test]
+fn four_workers() {
+    every_point(4, &["train.zero.stage=1"], &[0, 3]);
+}
