@@ -44,7 +44,8 @@ impl std::error::Error for CommError {}
 /// Result of a collective.
 pub type Result<T> = std::result::Result<T, CommError>;
 
-/// Receives the pieces of [`Comm::reduce_scatter_fold`]: `(source rank, index of the partial there, piece)`.
+/// Receives the pieces of [`Comm::reduce_scatter_fold`]: `(source rank, index of the partial there, piece)`. It may call
+/// [`Comm::abort`] but no collective. Pieces are aligned as `f32`s, no further.
 pub type Sink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
 
 /// Collectives of one rank. `counts[r]` is the number of elements of rank r's part; parts may be empty and unequal.

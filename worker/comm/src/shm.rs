@@ -24,6 +24,7 @@ use wait::{Stopped, publish};
 
 mod fold;
 mod segment;
+mod stream;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -215,36 +216,39 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Every rank sums its share of `x` (at most a chunk long) and shows it to all: two rounds.
-    fn all_reduce_block(&self, turn: &mut Turn, call: Call, x: &mut [f32]) -> Result<()> {
-        let Place { rank, world } = self.at;
-        let share = |r: usize| call::share(x.len(), r, world);
-        let mine = share(rank);
-        let slot = turn.next_slot();
-        for peer in self.peers() {
-            let part = share(peer);
-            // SAFETY: this rank's slot of the next round.
-            unsafe { self.seg.slot_f32_mut(rank, slot, part.start, part.len()) }.copy_from_slice(&x[part]);
-        }
-        self.post(turn, &call);
-        self.meet(turn, &call)?;
-        // SAFETY: this rank's slot of the next round; the peers' slots are read within this round.
-        let sum = unsafe { self.seg.slot_f32_mut(rank, 1 - slot, mine.start, mine.len()) };
-        let part = |r: usize| match r == rank {
-            true => &x[mine.clone()],
-            // SAFETY: as above.
-            false => unsafe { self.seg.slot_f32(r, slot, mine.start, mine.len()) },
-        };
-        tree_sum(sum, &(0..world).map(part).collect::<Vec<_>>());
-        let (at, len) = (mine.start, x.len());
-        self.post(turn, &call);
-        x[at..at + sum.len()].copy_from_slice(sum);
-        self.meet(turn, &call)?;
-        for peer in self.peers() {
-            let part = call::share(len, peer, world);
-            // SAFETY: read within the round.
-            let sum = unsafe { self.seg.slot_f32(peer, 1 - slot, part.start, part.len()) };
-            x[part].copy_from_slice(sum);
+    /// Block by block, one round each and one more. A round shows what the peers need to sum their shares of a block (first
+    /// half of the slot) and this rank's sum of its share of the block before (second half).
+    fn all_reduce_large(&self, turn: &mut Turn, call: &Call, x: &mut [f32]) -> Result<()> {
+        let (rank, world) = (self.at.rank, self.at.world);
+        let block = CHUNK.min(self.seg.layout.staging / 2) / size_of::<f32>();
+        let mut before: &mut [f32] = &mut [];
+        for now in x.chunks_mut(block).chain([&mut [][..]]) {
+            let slot = turn.next_slot();
+            for peer in self.peers() {
+                let part = call::share(now.len(), peer, world);
+                // SAFETY: this rank's slot of the next round.
+                let to = unsafe { self.seg.slot_f32_mut(rank, slot, part.start, part.len()) };
+                to.copy_from_slice(&now[part]);
+            }
+            self.post(turn, call);
+            self.meet(turn, call)?;
+            for peer in self.peers() {
+                let part = call::share(before.len(), peer, world);
+                // SAFETY: read within the round.
+                let sum = unsafe { self.seg.slot_f32(peer, slot, block + part.start, part.len()) };
+                before[part].copy_from_slice(sum);
+            }
+            let mine = call::share(now.len(), rank, world);
+            // SAFETY: this rank's slot of the next round: all have entered this one, so nobody reads it any more.
+            let sum = unsafe { self.seg.slot_f32_mut(rank, 1 - slot, block + mine.start, mine.len()) };
+            let part = |r: usize| match r == rank {
+                true => &now[mine.clone()],
+                // SAFETY: read within the round.
+                false => unsafe { self.seg.slot_f32(r, slot, mine.start, mine.len()) },
+            };
+            tree_sum(sum, &(0..world).map(part).collect::<Vec<_>>());
+            now[mine].copy_from_slice(sum);
+            before = now;
         }
         Ok(())
     }
@@ -345,9 +349,10 @@ impl Comm for ShmComm {
         let lens: Vec<usize> = counts.iter().map(|n| n * size_of::<f32>()).collect();
         let starts = call::starts(&lens);
         let recv: &mut [u8] = bytemuck::cast_slice_mut(recv);
+        let large = recv.len() >= stream::LARGE;
         self.gather(&mut turn, &call, bytemuck::cast_slice(send), &lens, |from, at, chunk| {
             let at = starts[from] + at.min(lens[from]);
-            recv[at..at + chunk.len()].copy_from_slice(chunk);
+            stream::copy(&mut recv[at..at + chunk.len()], chunk, large);
         })
     }
 
@@ -407,7 +412,7 @@ impl Comm for ShmComm {
         if size_of_val(x) <= SMALL.min(self.seg.layout.staging) {
             return self.all_reduce_small(&mut turn, call, x);
         }
-        x.chunks_mut(self.chunk()).try_for_each(|block| self.all_reduce_block(&mut turn, call, block))
+        self.all_reduce_large(&mut turn, &call, x)
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {

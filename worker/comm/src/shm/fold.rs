@@ -8,7 +8,7 @@
 //! the same time, chunk by chunk, and each receiver puts its pieces together in a private buffer before the sink sees them.
 //! A window is as long as any rank's buffer then stays within 8 × staging or twice the largest piece, whichever is
 //! more; a larger window means more ranks that send at the same time.
-use super::{LINE, ShmComm, Turn, piece};
+use super::{LINE, ShmComm, Turn, piece, stream};
 use crate::{Comm, Result, Sink, call::Call};
 use device::Buf;
 use std::ops::Range;
@@ -187,6 +187,7 @@ impl ShmComm {
         let ours = &partials[window[me].clone()];
         let most = window.iter().map(Range::len).max().unwrap_or(0);
         let longest = most.saturating_mul(counts.iter().copied().max().unwrap_or(0));
+        let large = size_of_val(scratch) >= stream::LARGE;
         let mut at = 0;
         while at < longest {
             let slot = turn.next_slot();
@@ -204,7 +205,8 @@ impl ShmComm {
                 let start = self.dest_at(peer, me, each);
                 // SAFETY: read within the round.
                 let chunk = unsafe { self.seg.slot_f32(peer, slot, start, part.len()) };
-                scratch[room[peer]..][part].copy_from_slice(chunk);
+                let to = &mut scratch[room[peer]..][part];
+                stream::copy(bytemuck::cast_slice_mut(to), bytemuck::cast_slice(chunk), large);
             }
             at = at.saturating_add(each);
         }
@@ -270,27 +272,32 @@ mod tests {
         windows.iter().flat_map(one).collect()
     }
 
-    #[test]
-    fn windows_keep_the_order_and_the_bound() {
-        for most in [0, 3, 7, 20, 1000] {
-            for numbers in [vec![1, 1, 1], vec![0, 5, 2], vec![3, 0, 0], vec![0, 0, 0]] {
-                let counts = [2, 3, 0];
-                let cut = windows(&numbers, &counts, most);
-                let want: Vec<_> =
-                    numbers.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| (r, i))).collect();
-                assert_eq!(order(&cut), want);
-                for w in &cut {
-                    let items: usize = w.iter().map(Range::len).sum();
-                    assert!(items > 0);
-                    for r in 0..3 {
-                        let assembled = (items - w[r].len()) * counts[r];
-                        assert!(items == 1 || assembled <= most, "{assembled} > {most}");
-                    }
+    proptest::proptest! {
+        #[test]
+        fn windows_keep_the_order_and_the_bound(
+            ranks in proptest::collection::vec((0usize..6, 0usize..9), 1..7),
+            most in 0usize..60,
+        ) {
+            let (numbers, counts): (Vec<usize>, Vec<usize>) = ranks.into_iter().unzip();
+            let cut = windows(&numbers, &counts, most);
+            let want: Vec<_> =
+                numbers.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| (r, i))).collect();
+            assert_eq!(order(&cut), want);
+            for w in &cut {
+                let items: usize = w.iter().map(Range::len).sum();
+                assert!(items > 0);
+                for r in 0..w.len() {
+                    let assembled = (items - w[r].len()) * counts[r];
+                    assert!(items == 1 || assembled <= most, "{assembled} > {most}");
                 }
             }
         }
-        // everything at once where it fits: all ranks send together
+    }
+
+    #[test]
+    fn all_ranks_send_together_where_it_fits() {
         assert_eq!(windows(&[1, 1], &[8, 8], 8).len(), 1);
+        assert_eq!(windows(&[1, 1], &[8, 8], 7).len(), 2);
     }
 
     #[test]
