@@ -2,17 +2,20 @@
 //!
 //! Extra memory is the same for every model size: three windows of 16 MiB, one converted window, and the buffers of
 //! one read and one write (24 MiB each).
+mod output;
+
+use self::output::Output;
 use crate::catalog::{Role, TensorInfo};
 use crate::checkpoint::{Checkpoint, Request};
 use crate::commit::{Swap, publish};
-use crate::disk::{self, DirLock, FileWriter, Folder, WritePath};
+use crate::disk::{self, FileWriter, Folder, WritePath};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors::{self, Planned};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{channel, sync_channel};
@@ -21,8 +24,6 @@ use std::sync::mpsc::{channel, sync_channel};
 const WINDOW_ELEMENTS: usize = 4 << 20;
 /// Windows between the reading and the writing thread.
 const WINDOWS: usize = 3;
-/// Space beside the tensors: headers and rounding up.
-const OVERHEAD_BYTES: u64 = 4 << 20;
 /// Says that a folder is ours and which files in it are.
 const GATHERED: &str = "gathered.json";
 const GATHERED_FORMAT: &str = "launch gathered weights";
@@ -397,103 +398,6 @@ impl Narrow {
 /// The first finite value that became infinite.
 fn overflow<T>(wide: &[f32], narrow: &[T], is_infinite: impl Fn(&T) -> bool) -> Option<usize> {
     wide.iter().zip(narrow).position(|(w, n)| is_infinite(n) && w.is_finite())
-}
-
-/// The folder being made, beside the one it will be.
-struct Output {
-    dir: PathBuf,
-    path: PathBuf,
-    _lock: DirLock,
-}
-
-impl Output {
-    fn begin(checkpoint: &Checkpoint, out: &Path, force: bool, bytes: u64) -> Result<Output> {
-        let refused = |why: &str| CkptError::Refused { path: out.to_owned(), why: why.into() };
-        let (parent, name) = match disk::exists(out) {
-            true => {
-                let real = out.canonicalize().map_err(CkptError::io("look at", out))?;
-                check_replaceable(&real, force)?;
-                (disk::parent_of(&real), real.file_name().map(|n| n.to_owned()))
-            }
-            false => {
-                disk::make_dirs(&disk::parent_of(out))?;
-                let parent = disk::parent_of(out);
-                (
-                    parent.canonicalize().map_err(CkptError::io("look at", &parent))?,
-                    out.file_name().map(|n| n.to_owned()),
-                )
-            }
-        };
-        let name = name.ok_or_else(|| refused("it has no name of its own"))?.to_string_lossy().into_owned();
-        let source = checkpoint.path();
-        if parent.starts_with(source.canonicalize().map_err(CkptError::io("look at", source))?) {
-            return Err(refused("it lies inside the checkpoint"));
-        }
-        let hidden = format!(".{name}.gathering-");
-        clean(&parent, &hidden)?;
-        let free = disk::free_bytes(&parent)?;
-        let needed = bytes.saturating_add(OVERHEAD_BYTES);
-        if needed > free {
-            return Err(CkptError::NoSpace { path: parent, needed, free });
-        }
-        let dir = parent.join(format!("{hidden}{}", std::process::id()));
-        disk::make_dir(&dir)?;
-        let lock = disk::lock_dir(&dir)?;
-        Ok(Output { path: parent.join(name), dir, _lock: lock })
-    }
-}
-
-impl Drop for Output {
-    fn drop(&mut self) {
-        // after success this holds what was replaced; what can't be removed now is removed by the next gather
-        let _ = disk::remove_tree(&self.dir);
-    }
-}
-
-/// Removes what interrupted gathers have left; one that is still running holds a lock.
-fn clean(parent: &Path, hidden: &str) -> Result<()> {
-    for name in Folder::open(parent)?.names()? {
-        let path = parent.join(&name);
-        if name.starts_with(hidden) && path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
-            match disk::lock_dir(&path) {
-                Ok(_lock) => disk::remove_tree(&path)?,
-                Err(CkptError::Busy { .. }) => {
-                    return Err(CkptError::Busy { path: parent.to_owned() });
-                }
-                Err(e) => return Err(e),
-            }
-        }
-    }
-    Ok(())
-}
-
-/// An existing folder is replaced when it is empty or, with `force`, when all its files are from gathering.
-fn check_replaceable(out: &Path, force: bool) -> Result<()> {
-    let refused = |why: String| Err(CkptError::Refused { path: out.to_owned(), why });
-    if !out.is_dir() {
-        return refused("it exists and is not a folder".into());
-    }
-    let folder = Folder::open(out)?;
-    let names = folder.names()?;
-    if names.is_empty() {
-        return Ok(());
-    }
-    let gathered: Option<Value> =
-        folder.read(GATHERED, 16 << 20).ok().and_then(|text| serde_json::from_slice(&text).ok());
-    let Some(gathered) = gathered.filter(|g| g["format"] == GATHERED_FORMAT) else {
-        return refused(
-            "it exists, is not empty and was not made by gathering; choose another folder".into(),
-        );
-    };
-    let ours: HashSet<&str> =
-        gathered["files"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    if let Some(other) = names.iter().find(|n| *n != GATHERED && !ours.contains(n.as_str())) {
-        return refused(format!("it holds {other}, which is not from gathering; choose another folder"));
-    }
-    match force {
-        true => Ok(()),
-        false => refused("it holds gathered weights; add --force to replace them".into()),
-    }
 }
 
 #[cfg(test)]
