@@ -112,6 +112,7 @@ impl Bench<'_> {
             ("o", HIDDEN, HIDDEN),
             ("gate_up", 2 * INTERMEDIATE, HIDDEN),
             ("down", HIDDEN, INTERMEDIATE),
+            ("head", VOCABULARY, HIDDEN),
         ];
         for (name, n, k) in shapes {
             let (x, w, dy) = (random(m * k), random(n * k), random(m * n));

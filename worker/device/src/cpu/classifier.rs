@@ -1,15 +1,22 @@
 //! The head: logits, cross-entropy and their gradients, a chunk of rows at a time.
+//!
+//! A chunk's logits are worked on in blocks of the vocabulary, so that each block is read where it was just written:
+//! the forward makes a block and folds it into each row's running maximum and sum; the backward turns it into gradients
+//! and uses them in both products.
 use super::matmul::{Product, product};
 use super::pack::Operand;
 use super::simd::{LANES, Simd, exp, get, multiversion, put};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::{ClassifierGrads, IGNORE, Write};
+use std::ops::Range;
 
 /// Logits that are held at once; the chunks of rows follow from the vocabulary alone.
 const LOGITS: usize = 4 << 20;
 /// Most rows in a chunk, and fewest (below which packing `w` again for each chunk would cost too much).
-const MOST_ROWS: usize = 512;
+const MOST_ROWS: usize = 256;
 const FEWEST_ROWS: usize = 128;
+/// Columns in a block of the vocabulary.
+const BLOCK: usize = 512;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
@@ -28,13 +35,7 @@ pub(crate) fn classifier(
     grads: Option<ClassifierGrads>,
 ) {
     let Shape { m, d, v } = shape;
-    assert!(v > 0 && d > 0, "classifier: an empty vocabulary or model");
-    expect_len("classifier", "loss", loss.len(), m);
-    expect_len("classifier", "x", x.len(), m * d);
-    expect_len("classifier", "w", w.len(), v * d);
-    expect_len("classifier", "labels", labels.len(), m);
-    let outside = labels.iter().find(|&&l| l != IGNORE && l as usize >= v);
-    assert!(outside.is_none(), "classifier: label {outside:?} is not below the vocabulary of {v}");
+    check(loss.len(), x.len(), w.len(), labels, shape);
     let mut grads = grads.map(|g| {
         expect_len("classifier", "dx", g.dx.len(), m * d);
         expect_len("classifier", "dw", g.dw.len(), v * d);
@@ -45,27 +46,39 @@ pub(crate) fn classifier(
     {
         g.dw.fill(0.0);
     }
-    let rows = (LOGITS / v).clamp(FEWEST_ROWS, MOST_ROWS);
-    let mut logits = cpu.scratch.take(rows.min(m) * v);
-    for start in (0..m).step_by(rows) {
-        let chunk = start..(start + rows).min(m);
-        let x = Operand { data: &x[chunk.start * d..chunk.end * d], row: d, depth: 1 };
-        let shape = Shape { m: chunk.len(), ..shape };
-        let logits = &mut logits[..shape.m * v];
-        let w_forward = Operand { data: w, row: d, depth: 1 };
-        product(cpu, logits, x, w_forward, Product { m: shape.m, n: v, k: d, write: Write::Set });
-        cross_entropy(
+    let rows = (LOGITS / v).clamp(FEWEST_ROWS, MOST_ROWS).min(m);
+    let mut logits = cpu.scratch.take(rows * v);
+    let mut sums = cpu.scratch.take(rows * RowSums::FLOATS);
+    for start in (0..m).step_by(rows.max(1)) {
+        let rows = start..(start + rows).min(m);
+        let chunk = Chunk {
             cpu,
-            &mut loss[chunk.clone()],
-            logits,
-            &labels[chunk.clone()],
-            v,
-            grads.as_ref().map(|g| g.scale),
-        );
+            x: &x[rows.start * d..rows.end * d],
+            w,
+            labels: &labels[rows.clone()],
+            shape: Shape { m: rows.len(), ..shape },
+        };
+        let logits = &mut logits[..rows.len() * v];
+        let sums: &mut [RowSums] = bytemuck::cast_slice_mut(&mut sums[..rows.len() * RowSums::FLOATS]);
+        chunk.forward(logits, sums);
+        for ((loss, sums), &label) in loss[rows.clone()].iter_mut().zip(&*sums).zip(chunk.labels) {
+            *loss = if label == IGNORE { 0.0 } else { sums.loss() };
+        }
         if let Some(g) = &mut grads {
-            g.add_chunk(cpu, logits, x.data, w, start, shape);
+            chunk.backward(logits, sums, g, rows.start);
         }
     }
+}
+
+fn check(loss: usize, x: usize, w: usize, labels: &[u32], shape: Shape) {
+    let Shape { m, d, v } = shape;
+    assert!(v > 0 && d > 0, "classifier: an empty vocabulary or model");
+    expect_len("classifier", "loss", loss, m);
+    expect_len("classifier", "x", x, m * d);
+    expect_len("classifier", "w", w, v * d);
+    expect_len("classifier", "labels", labels.len(), m);
+    let outside = labels.iter().find(|&&l| l != IGNORE && l as usize >= v);
+    assert!(outside.is_none(), "classifier: label {outside:?} is not below the vocabulary of {v}");
 }
 
 /// The backward's outputs, on the host.
@@ -76,91 +89,150 @@ struct Grads<'a> {
     scale: f32,
 }
 
-impl Grads<'_> {
-    /// `dx = dlogits·w` and `dw (=|+=) dlogitsᵀ·x` of the rows from `start`.
-    fn add_chunk(&mut self, cpu: &Cpu, dlogits: &[f32], x: &[f32], w: &[f32], start: usize, shape: Shape) {
-        let Shape { m, d, v } = shape;
-        let dx = &mut self.dx[start * d..(start + m) * d];
-        let a = Operand { data: dlogits, row: v, depth: 1 };
-        let b = Operand { data: w, row: 1, depth: d };
-        product(cpu, dx, a, b, Product { m, n: d, k: v, write: Write::Set });
-        let a = Operand { data: dlogits, row: 1, depth: v };
-        let b = Operand { data: x, row: 1, depth: d };
-        let write = if start == 0 { self.dw_write } else { Write::Add };
-        product(cpu, self.dw, a, b, Product { m: v, n: d, k: m, write });
+/// What is known of a row's logits so far.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct RowSums {
+    max: f64,
+    /// Σ e^(logit − max)
+    total: f64,
+    at_label: f64,
+}
+
+impl RowSums {
+    const FLOATS: usize = size_of::<Self>() / size_of::<f32>();
+    const EMPTY: Self = RowSums { max: f64::NEG_INFINITY, total: 0.0, at_label: 0.0 };
+
+    fn loss(&self) -> f32 {
+        (self.total.ln() + self.max - self.at_label) as f32
     }
 }
 
-/// Losses of some rows; with `scale`, `logits` becomes `(softmax − one-hot)·scale`.
-fn cross_entropy(
-    cpu: &Cpu,
-    loss: &mut [f32],
-    logits: &mut [f32],
-    labels: &[u32],
-    v: usize,
-    scale: Option<f32>,
-) {
-    let (loss, logits) = (Parts::new(loss), Parts::new(logits));
-    cpu.by_rows(labels.len(), 4 * v, |rows| {
-        for row in rows {
-            // SAFETY: tasks have rows of their own.
-            let (loss, logits) =
-                unsafe { (&mut loss.part(row..row + 1)[0], logits.part(row * v..(row + 1) * v)) };
-            if labels[row] != IGNORE {
-                *loss = row_loss(cpu.level, logits, labels[row] as usize, scale);
-                continue;
-            }
-            *loss = 0.0;
-            if scale.is_some() {
-                logits.fill(0.0);
-            }
+/// Some rows.
+struct Chunk<'a> {
+    cpu: &'a Cpu,
+    x: &'a [f32],
+    w: &'a [f32],
+    labels: &'a [u32],
+    shape: Shape,
+}
+
+impl Chunk<'_> {
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
+        let v = self.shape.v;
+        (0..v).step_by(BLOCK).map(move |start| start..(start + BLOCK).min(v))
+    }
+
+    /// The part of `w` (or `dw`) that belongs to a block.
+    fn of_weights(&self, block: &Range<usize>) -> Range<usize> {
+        block.start * self.shape.d..block.end * self.shape.d
+    }
+
+    /// Fills `logits` and `sums`.
+    fn forward(&self, logits: &mut [f32], sums: &mut [RowSums]) {
+        let Shape { m, d, v } = self.shape;
+        sums.fill(RowSums::EMPTY);
+        for block in self.blocks() {
+            let a = Operand { data: self.x, row: d, depth: 1 };
+            let b = Operand { data: &self.w[self.of_weights(&block)], row: d, depth: 1 };
+            let shape = Product { m, n: block.len(), k: d, ldc: v, write: Write::Set };
+            product(self.cpu, &mut logits[block.start..], a, b, shape);
+            let sums = Parts::new(sums);
+            self.cpu.by_rows(m, 4 * block.len(), |rows| {
+                // SAFETY: tasks have rows of their own.
+                let sums = unsafe { sums.part(rows.clone()) };
+                for (sums, row) in sums.iter_mut().zip(rows) {
+                    let label = self.labels[row] as usize;
+                    if block.contains(&label) {
+                        sums.at_label = f64::from(logits[row * v + label]);
+                    }
+                    fold_row(self.cpu.level, sums, &logits[row * v..][block.clone()]);
+                }
+            });
         }
-    });
+    }
+
+    /// `dx = dlogits·w` of these rows, `dw (=|+=) dlogitsᵀ·x`; `logits` becomes dlogits. `first`: the chunk's first row.
+    fn backward(&self, logits: &mut [f32], sums: &[RowSums], g: &mut Grads, first: usize) {
+        let Shape { m, d, v } = self.shape;
+        let dx = &mut g.dx[first * d..(first + m) * d];
+        let dw_write = if first == 0 { g.dw_write } else { Write::Add };
+        for block in self.blocks() {
+            self.differentiate(logits, sums, &block, g.scale);
+            let dlogits = &logits[block.start..];
+            let a = Operand { data: dlogits, row: v, depth: 1 };
+            let b = Operand { data: &self.w[self.of_weights(&block)], row: 1, depth: d };
+            let write = if block.start == 0 { Write::Set } else { Write::Add };
+            product(self.cpu, dx, a, b, Product { m, n: d, k: block.len(), ldc: d, write });
+            let a = Operand { data: dlogits, row: 1, depth: v };
+            let b = Operand { data: self.x, row: 1, depth: d };
+            let shape = Product { m: block.len(), n: d, k: m, ldc: d, write: dw_write };
+            product(self.cpu, &mut g.dw[self.of_weights(&block)], a, b, shape);
+        }
+    }
+
+    /// A block of logits becomes `(softmax − one-hot)·scale`, 0 in the rows without a loss.
+    fn differentiate(&self, logits: &mut [f32], sums: &[RowSums], block: &Range<usize>, scale: f32) {
+        let v = self.shape.v;
+        let logits = Parts::new(logits);
+        self.cpu.by_rows(self.shape.m, 4 * block.len(), |rows| {
+            for row in rows {
+                // SAFETY: tasks have rows of their own.
+                let part = unsafe { logits.part(row * v + block.start..row * v + block.end) };
+                let label = self.labels[row] as usize;
+                if self.labels[row] == IGNORE {
+                    part.fill(0.0);
+                    continue;
+                }
+                let factor = (f64::from(scale) / sums[row].total) as f32;
+                exponentiate(self.cpu.level, part, sums[row].max as f32, factor);
+                if block.contains(&label) {
+                    part[label - block.start] -= scale;
+                }
+            }
+        });
+    }
 }
 
 multiversion! {
-    fn row_loss = row_cross_entropy(logits: &mut [f32], label: usize, scale: Option<f32>) -> f32
+    fn fold_row = fold_logits(sums: &mut RowSums, logits: &[f32])
+}
+multiversion! {
+    fn exponentiate = exponentiate_logits(x: &mut [f32], shift: f32, factor: f32)
 }
 
-/// Elements whose exponentials are summed in f32 before the sum is added in f64.
-const BLOCK: usize = 32 * LANES;
-
+/// Takes some logits of a row into account. A number that is none makes the sum none.
 #[inline(always)]
-fn row_cross_entropy<S: Simd>(s: S, logits: &mut [f32], label: usize, scale: Option<f32>) -> f32 {
-    let v = logits.len();
-    let at_label = f64::from(logits[label]);
-    let max = row_max(s, logits);
-    let shift = s.splat(max);
-    let mut total = 0.0f64;
-    for start in (0..v).step_by(BLOCK) {
-        let block = &mut logits[start..(start + BLOCK).min(v)];
-        let mut sum = s.splat(0.0);
-        for i in (0..block.len()).step_by(LANES) {
-            let e = exp(s, s.sub(get(s, block, i), shift));
-            put(s, block, i, e);
-            let inside = block.len() - i;
-            // Lanes past the end hold e^(0 − max).
-            sum = s.add(sum, if inside < LANES { get(s, block, i) } else { e });
-        }
-        total += f64::from(s.sum(sum));
-    }
-    if let Some(scale) = scale {
-        let factor = s.splat((f64::from(scale) / total) as f32);
-        for i in (0..v).step_by(LANES) {
-            put(s, logits, i, s.mul(get(s, logits, i), factor));
-        }
-        logits[label] -= scale;
-    }
-    (total.ln() + f64::from(max) - at_label) as f32
-}
-
-/// The largest element.
-#[inline(always)]
-fn row_max<S: Simd>(s: S, x: &[f32]) -> f32 {
-    let whole = x.len() / LANES * LANES;
-    let mut max = s.splat(f32::NEG_INFINITY);
+fn fold_logits<S: Simd>(s: S, sums: &mut RowSums, logits: &[f32]) {
+    let whole = logits.len() / LANES * LANES;
+    let mut max = s.splat(sums.max as f32);
     for i in (0..whole).step_by(LANES) {
-        max = s.max(max, get(s, x, i));
+        max = s.max(max, get(s, logits, i));
     }
-    x[whole..].iter().fold(s.largest(max), |a, &b| if a > b { a } else { b })
+    let max = logits[whole..].iter().fold(s.largest(max), |a, &b| if a > b { a } else { b });
+    let shift = s.splat(max);
+    let mut total = s.splat(0.0);
+    for i in (0..whole).step_by(LANES) {
+        total = s.add(total, exp(s, s.sub(get(s, logits, i), shift)));
+    }
+    if whole < logits.len() {
+        let mut rest = [f32::NEG_INFINITY; LANES];
+        rest[..logits.len() - whole].copy_from_slice(&logits[whole..]);
+        total = s.add(total, exp(s, s.sub(get(s, &rest, 0), shift)));
+    }
+    let grown = f64::from(max) - sums.max;
+    if grown != 0.0 {
+        sums.total *= (-grown).exp();
+        sums.max = f64::from(max);
+    }
+    sums.total += f64::from(s.sum(total));
+}
+
+/// `x = e^(x − shift)·factor`
+#[inline(always)]
+fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
+    let (shift, factor) = (s.splat(shift), s.splat(factor));
+    for i in (0..x.len()).step_by(LANES) {
+        put(s, x, i, s.mul(exp(s, s.sub(get(s, x, i), shift)), factor));
+    }
 }

@@ -26,6 +26,8 @@ pub(crate) struct Product {
     pub(crate) m: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
+    /// Elements between the rows of the result; `n` when it stands alone.
+    pub(crate) ldc: usize,
     pub(crate) write: Write,
 }
 
@@ -47,11 +49,15 @@ fn depth_block(k: usize) -> usize {
 
 /// `c[m,n] (=|+=) Σ_p a(i,p)·b(j,p)`.
 pub(crate) fn product(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: Product) {
-    let Product { m, n, k, write } = shape;
-    if k == 0 && write == Write::Set {
-        c.fill(0.0);
+    let Product { m, n, k, ldc, write } = shape;
+    if m == 0 || n == 0 {
+        return;
     }
-    if m == 0 || n == 0 || k == 0 {
+    assert!(ldc >= n && c.len() >= (m - 1) * ldc + n, "the result doesn't fit");
+    if k == 0 && write == Write::Set {
+        c.chunks_mut(ldc).take(m).for_each(|row| row[..n].fill(0.0));
+    }
+    if k == 0 {
         return;
     }
     let (mr, nr) = micro_shape(cpu.level);
@@ -68,8 +74,7 @@ pub(crate) fn product(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: P
             let range = i0..(i0 + held).min(shared.count);
             pack_shared(cpu, &mut packed, shared, range.clone(), depth.clone());
             let add = p0 > 0 || write == Write::Add;
-            let pass =
-                Pass { c: &c, ldc: n, add, packed: &packed, a_shared, range, own, depth: depth.clone() };
+            let pass = Pass { c: &c, ldc, add, packed: &packed, a_shared, range, own, depth: depth.clone() };
             pass.run(cpu, shared.width);
         }
     }

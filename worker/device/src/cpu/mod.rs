@@ -95,7 +95,7 @@ impl Ops for Cpu {
         expect_len("matmul_forward", "w", w.len(), n * k);
         let a = Operand { data: x.host(), row: k, depth: 1 };
         let b = Operand { data: w.host(), row: k, depth: 1 };
-        product(self, y.host(), a, b, Product { m, n, k, write });
+        product(self, y.host(), a, b, Product { m, n, k, ldc: n, write });
     }
 
     fn matmul_backward_input(
@@ -113,7 +113,7 @@ impl Ops for Cpu {
         expect_len("matmul_backward_input", "w", w.len(), n * k);
         let a = Operand { data: dy.host(), row: n, depth: 1 };
         let b = Operand { data: w.host(), row: 1, depth: k };
-        product(self, dx.host(), a, b, Product { m, n: k, k: n, write });
+        product(self, dx.host(), a, b, Product { m, n: k, k: n, ldc: k, write });
     }
 
     fn matmul_backward_weight(
@@ -131,7 +131,7 @@ impl Ops for Cpu {
         expect_len("matmul_backward_weight", "x", x.len(), m * k);
         let a = Operand { data: dy.host(), row: 1, depth: n };
         let b = Operand { data: x.host(), row: 1, depth: k };
-        product(self, dw.host(), a, b, Product { m: n, n: k, k: m, write });
+        product(self, dw.host(), a, b, Product { m: n, n: k, k: m, ldc: k, write });
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {

@@ -1,7 +1,7 @@
 //! Copies of matrix operands in the order in which the micro tile reads them.
 //!
 //! A packed panel holds `width` rows (of the left operand) or columns (of the right one): `panel[p·width + i]`.
-use super::simd::{Simd, multiversion};
+use super::simd::{LANES, Simd, multiversion};
 use std::ops::Range;
 
 /// An operand of a product, element (i, p) at `data[i·row + p·depth]`; i counts rows of the left or columns of the right
@@ -42,7 +42,7 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: Block) {
     if src.row == 1 {
         let group = (LINES / block.width).max(1);
         for first in (0..panels).step_by(group) {
-            copy_panels(dst, src, &block, first..(first + group).min(panels));
+            copy_panels(s, dst, src, &block, first..(first + group).min(panels));
         }
     } else {
         for panel in 0..panels {
@@ -54,16 +54,24 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: Block) {
 /// Lanes of neighbouring panels that are copied together: whole cache lines of the source, few streams to write.
 const LINES: usize = 32;
 
+/// Rows of the source that are asked for in advance.
+const AHEAD: usize = 12;
+
 /// Panels whose source is contiguous along the rows.
 #[inline(always)]
-fn copy_panels(dst: &mut [f32], src: Operand, block: &Block, panels: Range<usize>) {
+fn copy_panels<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: &Block, panels: Range<usize>) {
     let (width, k) = (block.width, block.depth.len());
     let first = panels.start * width;
     let rows = (panels.len() * width).min(block.rows - first);
     let whole = rows / width;
     let dst = &mut dst[first * k..];
     for p in 0..k {
-        let from = &src.data[block.i0 + first + (block.depth.start + p) * src.depth..][..rows];
+        let at = block.i0 + first + (block.depth.start + p) * src.depth;
+        let from = &src.data[at..][..rows];
+        // The rows lie too far apart for the machine to guess the next; a hint needs no valid address.
+        for line in (0..rows).step_by(LANES) {
+            s.prefetch(src.data.as_ptr().wrapping_add(at + AHEAD * src.depth + line));
+        }
         for panel in 0..whole {
             let from = &from[panel * width..][..width];
             let to = &mut dst[(panel * k + p) * width..][..width];
