@@ -5,13 +5,13 @@
 //! (why is written down in `wait.rs`). Rounds of streaming collectives move [`CHUNK`] bytes: small enough to stay in the
 //! processors' caches between the writer and the reader.
 //!
-//! Memory: the segment takes 2 × `staging` per rank when all of it is touched, which only
-//! [`reduce_scatter_fold`](Comm::reduce_scatter_fold) does. That one also keeps a private buffer when partials don't fit
-//! into staging: see `fold.rs`.
+//! Memory: a rank touches 2 × min([`CHUNK`], staging) of the segment in streaming collectives and up to 2 × staging in
+//! [`reduce_scatter_fold`](Comm::reduce_scatter_fold). Where partials don't fit into staging, that one also keeps a private
+//! buffer of at most 8 × staging or two of the largest pieces, whichever is more: see `fold.rs`. Pages of the segment are
+//! taken when they are first touched; a machine that has none left then ends the rank with SIGBUS.
 use crate::{
     Comm, CommError, Result, Sink,
     call::{self, Call, Place},
-    sum::tree_sum,
 };
 use device::{Buf, View, ViewMut};
 use segment::{HeaderMap, Segment};
@@ -23,6 +23,7 @@ use std::{
 use wait::{Stopped, publish};
 
 mod fold;
+mod reduce;
 mod segment;
 mod stream;
 #[cfg(test)]
@@ -34,9 +35,6 @@ const CHUNK: usize = 512 << 10;
 
 /// Elements of a cache line.
 const LINE: usize = 16;
-
-/// Up to this many bytes every rank sums all of an all_reduce for itself: one round instead of two.
-const SMALL: usize = 16 << 10;
 
 /// What bounds a group's waits and memory. Every rank must give the same `staging`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -202,57 +200,6 @@ impl ShmComm {
         (dest - usize::from(dest > owner)) * each
     }
 
-    /// Sums all of `x` here: a single round.
-    fn all_reduce_small(&self, turn: &mut Turn, call: Call, x: &mut [f32]) -> Result<()> {
-        let slot = turn.next_slot();
-        // SAFETY: this rank's slot of the next round.
-        unsafe { self.seg.slot_f32_mut(self.at.rank, slot, 0, x.len()) }.copy_from_slice(x);
-        self.post(turn, &call);
-        self.meet(turn, &call)?;
-        // SAFETY: read within the round.
-        let parts: Vec<&[f32]> =
-            (0..self.at.world).map(|r| unsafe { self.seg.slot_f32(r, slot, 0, x.len()) }).collect();
-        tree_sum(x, &parts);
-        Ok(())
-    }
-
-    /// Block by block, one round each and one more. A round shows what the peers need to sum their shares of a block (first
-    /// half of the slot) and this rank's sum of its share of the block before (second half).
-    fn all_reduce_large(&self, turn: &mut Turn, call: &Call, x: &mut [f32]) -> Result<()> {
-        let (rank, world) = (self.at.rank, self.at.world);
-        let block = CHUNK.min(self.seg.layout.staging / 2) / size_of::<f32>();
-        let mut before: &mut [f32] = &mut [];
-        for now in x.chunks_mut(block).chain([&mut [][..]]) {
-            let slot = turn.next_slot();
-            for peer in self.peers() {
-                let part = call::share(now.len(), peer, world);
-                // SAFETY: this rank's slot of the next round.
-                let to = unsafe { self.seg.slot_f32_mut(rank, slot, part.start, part.len()) };
-                to.copy_from_slice(&now[part]);
-            }
-            self.post(turn, call);
-            self.meet(turn, call)?;
-            for peer in self.peers() {
-                let part = call::share(before.len(), peer, world);
-                // SAFETY: read within the round.
-                let sum = unsafe { self.seg.slot_f32(peer, slot, block + part.start, part.len()) };
-                before[part].copy_from_slice(sum);
-            }
-            let mine = call::share(now.len(), rank, world);
-            // SAFETY: this rank's slot of the next round: all have entered this one, so nobody reads it any more.
-            let sum = unsafe { self.seg.slot_f32_mut(rank, 1 - slot, block + mine.start, mine.len()) };
-            let part = |r: usize| match r == rank {
-                true => &now[mine.clone()],
-                // SAFETY: read within the round.
-                false => unsafe { self.seg.slot_f32(r, slot, mine.start, mine.len()) },
-            };
-            tree_sum(sum, &(0..world).map(part).collect::<Vec<_>>());
-            now[mine].copy_from_slice(sum);
-            before = now;
-        }
-        Ok(())
-    }
-
     /// Sends `send[i..]`'s chunks to everybody and hands every peer's chunk to `take(peer, chunk)`; `lens[r]` bytes come from
     /// rank r. What the lengths are must be agreed.
     fn gather(
@@ -370,37 +317,11 @@ impl Comm for ShmComm {
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let (mut turn, call) = self.enter(Call::reduce_scatter(self.at, recv.len(), send.len(), counts))?;
         let (recv, send) = (recv.host(), send.host());
-        let Place { rank, world } = self.at;
-        if world == 1 {
+        if self.at.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let (starts, each) = (call::starts(counts), self.chunk_each());
-        let longest = counts.iter().copied().max().unwrap_or(0);
-        let mut at = 0;
-        loop {
-            let slot = turn.next_slot();
-            for peer in self.peers() {
-                let part = piece(counts[peer], at, each);
-                let start = self.dest_at(rank, peer, each);
-                // SAFETY: this rank's slot of the next round.
-                unsafe { self.seg.slot_f32_mut(rank, slot, start, part.len()) }
-                    .copy_from_slice(&send[starts[peer]..][part]);
-            }
-            self.post(&mut turn, &call);
-            self.meet(&turn, &call)?;
-            let mine = piece(recv.len(), at, each);
-            let part = |r: usize| match r == rank {
-                true => &send[starts[rank]..][mine.clone()],
-                // SAFETY: read within the round.
-                false => unsafe { self.seg.slot_f32(r, slot, self.dest_at(r, rank, each), mine.len()) },
-            };
-            tree_sum(&mut recv[mine.clone()], &(0..world).map(part).collect::<Vec<_>>());
-            at += each;
-            if at >= longest {
-                return Ok(());
-            }
-        }
+        self.reduce_scatter_chunks(&mut turn, &call, recv, send, counts)
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
@@ -409,10 +330,7 @@ impl Comm for ShmComm {
             return Ok(());
         }
         let x = x.host();
-        if size_of_val(x) <= SMALL.min(self.seg.layout.staging) {
-            return self.all_reduce_small(&mut turn, call, x);
-        }
-        self.all_reduce_large(&mut turn, &call, x)
+        self.all_reduce_any(&mut turn, &call, x)
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {

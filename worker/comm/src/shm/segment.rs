@@ -58,6 +58,8 @@ pub(super) struct Line {
     pub(super) joined: AtomicU32,
     /// Not 0: the rank has left the group in good order.
     pub(super) left: AtomicU32,
+    /// The processor on which this rank entered its last round.
+    pub(super) cpu: AtomicU32,
 }
 
 const _: () = assert!(size_of::<Line>() == LINE);

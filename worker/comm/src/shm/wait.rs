@@ -96,6 +96,7 @@ impl Segment {
         for (word, value) in line.call[(round % 2) as usize].iter().zip(call) {
             word.store(value, Relaxed);
         }
+        line.cpu.store(cpu(), Relaxed);
         line.posted.store(round, SeqCst);
         let all = (0..self.layout.world).all(|r| self.line(r).posted.load(SeqCst) >= round);
         if all && self.header().sleepers.load(SeqCst) != 0 {
@@ -105,7 +106,13 @@ impl Segment {
 
     /// Waits until every rank has entered `round`.
     pub(super) fn await_round(&self, round: u64, spin: bool, limit: Duration) -> Result<(), Stopped> {
-        self.await_ranks(|r| self.line(r).posted.load(SeqCst) >= round, spin, limit, true)
+        let here = |r: usize| self.line(r).posted.load(SeqCst) >= round;
+        // Spinning would keep a peer on the same processor from coming.
+        let crowded = |own| (0..self.layout.world).any(|r| !here(r) && self.line(r).cpu.load(Relaxed) == own);
+        if (0..self.layout.world).all(here) {
+            return Ok(());
+        }
+        self.await_ranks(here, spin && !crowded(cpu()), limit, true)
     }
 
     /// Waits until every rank has joined.
@@ -158,6 +165,12 @@ impl Segment {
             }
         }
     }
+}
+
+/// The processor that this thread runs on.
+fn cpu() -> u32 {
+    // SAFETY: asks for a number; -1 where the kernel doesn't tell.
+    unsafe { libc::sched_getcpu() as u32 }
 }
 
 fn spin_until(ready: &mut impl FnMut() -> bool) -> bool {
