@@ -117,4 +117,6 @@ def spread(values, digits=0):
 def machine():
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), "unknown CPU")
-    return f"{model}, {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f} at the start"
+    load = os.getloadavg()[0]
+    busy = "; NOT IDLE: only ratios within a round mean anything" if load > 0.3 else ""
+    return f"{model}, {len(os.sched_getaffinity(0))} CPUs, load {load:.1f} at the start{busy}"
