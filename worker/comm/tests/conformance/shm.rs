@@ -222,12 +222,13 @@ fn mismatch(comm: &ShmComm, rank: usize) -> Result<(), String> {
 }
 
 fn leaves(comm: &ShmComm, rank: usize) -> Result<(), String> {
+    comm.barrier().map_err(|e| e.to_string())?; // all have joined
     if rank == 1 {
         return Ok(()); // dropped by the caller, in order
     }
     expect(
         comm.barrier().err().unwrap_or(CommError::Io("passed".into())),
-        "rank 1 left the group before barrier (call 0)",
+        "rank 1 left the group before barrier (call 1)",
     )
 }
 
