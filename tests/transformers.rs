@@ -1,4 +1,5 @@
 //! What a run leaves is what the rest of the world reads: real `transformers` loads the gathered folder and finds the loss that we report.
+mod support;
 use serde_json::Value;
 use std::{
     env, fs,
@@ -6,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
 };
+use support::Place;
 
 const SEQ_LEN: usize = 64;
 const EVAL_SAMPLES: usize = 12;
@@ -13,7 +15,8 @@ const STEPS: u64 = 30;
 
 #[test]
 fn gathered_weights_load_in_transformers_with_the_same_loss() {
-    // tied and untied heads, grouped heads, a hidden size that 2 and 3 workers can't divide evenly
+    let Some(python) = oracle("gathered_weights_load_in_transformers_with_the_same_loss") else { return };
+    // untied and tied heads, grouped heads, sizes that the workers can't divide evenly
     for (workers, model) in [
         (
             2,
@@ -24,21 +27,12 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
             "{hidden_size: 42, num_hidden_layers: 1, num_attention_heads: 3, num_key_value_heads: 1, intermediate_size: 57, tie_word_embeddings: true}",
         ),
     ] {
-        let Some(python) = oracle("gathered_weights_load_in_transformers_with_the_same_loss") else { return };
-        let scratch = tempfile::tempdir().expect("temporary directory");
-        let root = scratch.path();
-        write_corpus(root);
-        fs::write(root.join("job.yaml"), job(workers, model)).expect("job.yaml");
-        let ours = train(root);
-        run(launch().args(["ckpt", "gather", "checkpoints", "weights", "--dtype", "fp32"]).current_dir(root));
-        let theirs = load(&python, root);
+        let place = Place::new();
+        fs::write(place.path("job.yaml"), job(workers, model)).expect("job");
+        fs::write(place.path("held.txt"), held_out_text(&place)).expect("text");
+        let ours = train(&place);
 
-        assert_eq!(theirs["class"], "LlamaForCausalLM");
-        for problem in ["missing", "unexpected", "mismatched", "warnings"] {
-            assert_eq!(theirs[problem], Value::Array(vec![]), "{problem}: {theirs}");
-        }
-        assert_eq!(theirs["round_trip"], true, "the tokenizer changes the text");
-        assert_eq!(theirs["windows"], EVAL_SAMPLES);
+        let theirs = load(&python, &place, &["--dtype", "fp32"]);
         assert_eq!(theirs["parameters"], ours.parameters);
         let (a, b) = (ours.eval_loss, theirs["loss"].as_f64().expect("a number"));
         assert!((a - b).abs() <= 1e-5 * b.abs(), "loss: ours {a}, transformers' {b}");
@@ -47,6 +41,12 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
             !text.is_empty() && text.is_ascii(),
             "after {STEPS} steps on plain English it writes {text:?}"
         );
+
+        // in several files with an index, and rounded
+        let theirs = load(&python, &place, &["--dtype", "bf16", "--max-shard-size", "30KB", "--force"]);
+        assert!(place.path("weights/model.safetensors.index.json").exists(), "one file only");
+        let b = theirs["loss"].as_f64().expect("a number");
+        assert!((a - b).abs() <= 1e-2 * b.abs(), "loss: ours {a}, transformers' of rounded weights {b}");
     }
 }
 
@@ -57,39 +57,40 @@ struct Ours {
 }
 
 /// Runs the job and reads its events.
-fn train(root: &Path) -> Ours {
-    let events: Vec<Value> = run(launch().args(["--json", "job.yaml"]).current_dir(root))
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
-        .collect();
-    let of = |kind: &str| events.iter().filter(|e| e["event"] == kind).collect::<Vec<_>>();
-    let steps = of("step");
-    assert_eq!(steps.len() as u64, STEPS);
-    let loss = |i: usize| steps[i]["loss"].as_f64().expect("a number");
-    assert!(
-        loss(STEPS as usize - 1) < loss(0) - 1.0,
-        "the loss doesn't fall: {} to {}",
-        loss(0),
-        loss(STEPS as usize - 1)
-    );
-    let evals = of("eval");
-    let last = evals
-        .iter()
-        .find(|e| e["step"] == STEPS)
-        .unwrap_or_else(|| panic!("no evaluation at the end: {evals:?}"));
+fn train(place: &Place) -> Ours {
+    let ran = place.run(&[]).succeeded();
+    let number = |event: &Value, name: &str| event[name].as_f64().expect("a number");
+    let steps = ran.kind("step");
+    let (first, last) = (number(steps[0], "loss"), number(steps[steps.len() - 1], "loss"));
+    assert!(steps.len() as u64 == STEPS && last < first - 1.0, "the loss doesn't fall: {first} to {last}");
+    let evaluations = ran.kind("eval");
+    let at_end = evaluations.iter().find(|e| e["step"] == STEPS);
     Ours {
-        parameters: of("ready")[0]["parameters"].as_u64().expect("a number"),
-        eval_loss: last["loss"].as_f64().expect("a number"),
+        parameters: ran.kind("ready")[0]["parameters"].as_u64().expect("a number"),
+        eval_loss: number(at_end.expect("an evaluation at the end"), "loss"),
     }
 }
 
-/// What transformers makes of the gathered folder.
-fn load(python: &Path, root: &Path) -> Value {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle/gathered.py");
+/// Gathers with these options; what transformers makes of it, which is a whole model and the same text.
+fn load(python: &Path, place: &Place, options: &[&str]) -> Value {
+    let gather = [&["ckpt", "gather", "checkpoints", "weights"], options].concat();
+    let gathered = place.launch(&gather);
+    assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
     let mut command = Command::new(python);
-    command.arg(script).args(["weights", "held.txt", &SEQ_LEN.to_string()]).current_dir(root);
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/gathered.py"));
+    command.arg(place.path("weights")).arg(place.path("held.txt")).arg(SEQ_LEN.to_string());
     command.env("HF_HUB_OFFLINE", "1").env("TRANSFORMERS_VERBOSITY", "warning");
-    serde_json::from_str(run(&mut command).trim()).expect("one JSON line")
+    let output = command.output().expect("python starts");
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{}: {err}", output.status);
+    let theirs: Value = serde_json::from_str(out.trim()).unwrap_or_else(|e| panic!("{e}: {out}"));
+    assert_eq!(theirs["class"], "LlamaForCausalLM");
+    for problem in ["missing", "unexpected", "mismatched", "warnings"] {
+        assert_eq!(theirs[problem], Value::Array(vec![]), "{problem}: {theirs}");
+    }
+    assert_eq!(theirs["round_trip"], true, "the tokenizer changes the text");
+    assert_eq!(theirs["windows"], EVAL_SAMPLES);
+    theirs
 }
 
 fn job(workers: u32, model: &str) -> String {
@@ -98,7 +99,7 @@ fn job(workers: u32, model: &str) -> String {
 cluster: {{workers_per_host: {workers}}}
 train:
   model: {model}
-  data: {{files: ['text/*.txt'], tokenizer: bytes, seq_len: {SEQ_LEN}}}
+  data: {{files: [corpus.txt], seq_len: {SEQ_LEN}}}
   zero: {{stage: 3}}
   batch: {{global: 8, micro: 2}}
   optimizer: {{name: adamw, lr: 5e-3}}
@@ -110,47 +111,10 @@ checkpoint: {{dir: checkpoints, every: never, gather_16bit_weights_on_model_save
     )
 }
 
-/// Text to train on, and a held-out text that is exactly the evaluated samples: one document whose last target is its end.
-fn write_corpus(root: &Path) {
-    fs::create_dir(root.join("text")).expect("directory");
-    for part in 0..3 {
-        fs::write(root.join(format!("text/{part}.txt")), sentences(part, 20_000)).expect("text");
-    }
-    fs::write(root.join("held.txt"), sentences(99, SEQ_LEN * EVAL_SAMPLES)).expect("text");
-}
-
-/// `bytes` bytes of plain sentences, the same for the same seed.
-fn sentences(seed: u64, bytes: usize) -> String {
-    let words = [
-        "the", "model", "reads", "a", "line", "of", "text", "and", "then", "it", "writes", "another", "one",
-        "slowly",
-    ];
-    let (mut text, mut state) = (String::new(), seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) + 1);
-    while text.len() < bytes {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        text.push_str(words[(state >> 33) as usize % words.len()]);
-        text.push_str(if (state >> 60) == 0 { ".\n" } else { " " });
-    }
-    text.truncate(bytes);
-    text
-}
-
-fn launch() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_launch"))
-}
-
-/// Runs a command to its end and returns its stdout; both outputs are shown when it fails.
-fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "{command:?}: {}\n{}\n{}",
-        output.status,
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    text(&output.stdout)
+/// Exactly the evaluated samples: one document, whose end is the last target.
+fn held_out_text(place: &Place) -> String {
+    let corpus = fs::read_to_string(place.path("corpus.txt")).expect("corpus");
+    corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..].to_owned()
 }
 
 /// The Python that scripts/setup-tests made. Without one the test is skipped by name, or fails where LAUNCH_TEST_REQUIRE is `all`.
