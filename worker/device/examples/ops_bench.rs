@@ -1,6 +1,6 @@
 //! Speed of every op at the shapes of a small Llama, beside what the machine can do at most.
 //!
-//! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]]`
+//! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT] [--level NAME]]`
 use device::ops::{AdamW, AttentionShape, ClassifierGrads, NORM_BLOCK, Write};
 use device::{Buf, Cpu, Ops};
 use std::time::{Duration, Instant};
@@ -15,12 +15,13 @@ const SEQUENCE: usize = 256;
 fn main() {
     let mut threads = Vec::new();
     let mut rows = vec![SEQUENCE, 8 * SEQUENCE];
-    let mut only = String::new();
+    let (mut only, mut level) = (String::new(), String::new());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--rows" => rows = vec![args.next().and_then(|n| n.parse().ok()).expect("--rows N")],
             "--only" => only = args.next().expect("--only TEXT"),
+            "--level" => level = args.next().expect("--level NAME"),
             n => threads.push(n.parse().expect("a number of threads")),
         }
     }
@@ -28,7 +29,8 @@ fn main() {
         threads = vec![1, 2];
     }
     for n in threads {
-        let cpu = Cpu::new(n);
+        let fits = |cpu: &Cpu| cpu.describe().starts_with(&level);
+        let cpu = Cpu::each_level(n).into_iter().find(fits).expect("an instruction set of this machine");
         let peak = cpu.measure_peak(Duration::from_millis(300));
         println!(
             "\n{}: FMA peak {:.0} GFLOP/s, memcpy {:.1} GB/s",
@@ -43,6 +45,9 @@ fn main() {
             bench.attention();
             bench.classifier();
             bench.elementwise();
+            if "step".contains(&only) {
+                Step::new(&cpu, m).report(peak);
+            }
         }
         println!("scratch {:.1} MiB", cpu.scratch_bytes() as f64 / f64::from(1 << 20));
     }
@@ -53,6 +58,230 @@ fn memcpy() -> f64 {
     let (a, mut b) = (random(8 << 20), Buf::zeroed(8 << 20));
     let seconds = best(|| b.host_mut().copy_from_slice(a.host()));
     (a.len() * 4) as f64 / seconds
+}
+
+/// Forward and backward of a whole model, as a training step runs them, and the update.
+struct Step<'a> {
+    cpu: &'a Cpu,
+    shape: AttentionShape,
+    starts: Vec<u32>,
+    tokens: Vec<u32>,
+    cos: Buf,
+    sin: Buf,
+    layers: Vec<Layer>,
+    head: Weight,
+    /// Residual stream, a branch of it, and the gradients of both.
+    x: Buf,
+    branch: Buf,
+    dx: Buf,
+    dbranch: Buf,
+    dqkv: Buf,
+    dgate_up: Buf,
+    loss: Buf,
+}
+
+/// A parameter, its gradient and the optimizer's averages.
+struct Weight {
+    w: Buf,
+    dw: Buf,
+    avg: Buf,
+    avg_sq: Buf,
+}
+
+impl Weight {
+    fn new(len: usize) -> Self {
+        let (avg, avg_sq) = (Buf::zeroed(len), Buf::zeroed(len));
+        Weight { w: random(len), dw: Buf::zeroed(len), avg, avg_sq }
+    }
+}
+
+/// Parameters of a layer and what its backward needs.
+struct Layer {
+    norms: [Weight; 2],
+    matrices: [Weight; 4],
+    inputs: [Buf; 2],
+    normed: [Buf; 2],
+    rstd: [Buf; 2],
+    qkv: Buf,
+    o: Buf,
+    lse: Buf,
+    gate_up: Buf,
+    activated: Buf,
+}
+
+/// Outputs and inputs of a layer's matrices: qkv, o, gate_up, down.
+const MATRICES: [(usize, usize); 4] =
+    [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
+const LAYERS: usize = 6;
+
+impl<'a> Step<'a> {
+    fn new(cpu: &'a Cpu, m: usize) -> Self {
+        let layer = |_| Layer {
+            norms: [(); 2].map(|()| Weight::new(HIDDEN)),
+            matrices: MATRICES.map(|(n, k)| Weight::new(n * k)),
+            inputs: [(); 2].map(|()| random(m * HIDDEN)),
+            normed: [(); 2].map(|()| Buf::zeroed(m * HIDDEN)),
+            rstd: [(); 2].map(|()| Buf::zeroed(m)),
+            qkv: Buf::zeroed(m * 3 * HIDDEN),
+            o: Buf::zeroed(m * HIDDEN),
+            lse: Buf::zeroed(m * HEADS),
+            gate_up: Buf::zeroed(m * 2 * INTERMEDIATE),
+            activated: Buf::zeroed(m * INTERMEDIATE),
+        };
+        let [x, branch, dx, dbranch] = [(); 4].map(|()| Buf::zeroed(m * HIDDEN));
+        Step {
+            cpu,
+            shape: AttentionShape {
+                b: m / SEQUENCE,
+                t: SEQUENCE,
+                heads: HEADS,
+                kv_heads: HEADS,
+                head_dim: HEAD_DIM,
+            },
+            starts: vec![0; m],
+            tokens: (0..m).map(|i| (i * 977 % VOCABULARY) as u32).collect(),
+            cos: random(SEQUENCE * HEAD_DIM / 2),
+            sin: random(SEQUENCE * HEAD_DIM / 2),
+            layers: (0..LAYERS).map(layer).collect(),
+            head: Weight::new(VOCABULARY * HIDDEN),
+            x,
+            branch,
+            dx,
+            dbranch,
+            dqkv: Buf::zeroed(m * 3 * HIDDEN),
+            dgate_up: Buf::zeroed(m * 2 * INTERMEDIATE),
+            loss: Buf::zeroed(m),
+        }
+    }
+
+    fn report(&mut self, peak: f64) {
+        let m = self.tokens.len();
+        let matrices: usize =
+            LAYERS * MATRICES.iter().map(|(n, k)| n * k).sum::<usize>() + VOCABULARY * HIDDEN;
+        let attention = LAYERS * self.shape.b * HEADS * SEQUENCE * (SEQUENCE + 1) * HEAD_DIM;
+        let flops = (6 * m * matrices + 7 * attention) as f64;
+        let seconds = best(|| {
+            self.forward();
+            self.backward();
+        });
+        let update = best(|| self.update());
+        let rate = flops / seconds;
+        println!(
+            "  step: forward + backward {:.1} ms, {:.1} GFLOP/s, {:.1} % of peak, {:.0} tokens/s; update {:.1} ms",
+            1e3 * seconds,
+            rate / 1e9,
+            100.0 * rate / peak,
+            m as f64 / seconds,
+            1e3 * update
+        );
+    }
+
+    fn forward(&mut self) {
+        let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
+        cpu.embedding_forward(self.x.view_mut(), self.head.w.view(), &self.tokens, d);
+        self.branch.host_mut().fill(0.0);
+        for l in &mut self.layers {
+            let [qkv, o, gate_up, down] = &l.matrices;
+            for half in 0..2 {
+                let (normed, rstd) = (l.normed[half].view_mut(), l.rstd[half].view_mut());
+                let norm = l.norms[half].w.view();
+                cpu.add_rmsnorm_forward(
+                    normed,
+                    rstd,
+                    self.x.view_mut(),
+                    self.branch.view(),
+                    norm,
+                    m,
+                    d,
+                    1e-5,
+                );
+                l.inputs[half].host_mut().copy_from_slice(self.x.host());
+                let normed = l.normed[half].view();
+                if half == 0 {
+                    cpu.matmul_forward(l.qkv.view_mut(), normed, qkv.w.view(), m, 3 * d, d, Write::Set);
+                    let (cos, sin) = (self.cos.view(), self.sin.view());
+                    let AttentionShape { b, t, .. } = self.shape;
+                    cpu.rope_forward(l.qkv.view_mut(), cos, sin, b, t, 2 * HEADS, HEAD_DIM, 3 * d);
+                    let (out, lse) = (l.o.view_mut(), l.lse.view_mut());
+                    cpu.attention_forward(out, lse, l.qkv.view(), &self.starts, self.shape);
+                    cpu.matmul_forward(self.branch.view_mut(), l.o.view(), o.w.view(), m, d, d, Write::Set);
+                } else {
+                    cpu.matmul_forward(
+                        l.gate_up.view_mut(),
+                        normed,
+                        gate_up.w.view(),
+                        m,
+                        2 * f,
+                        d,
+                        Write::Set,
+                    );
+                    cpu.swiglu_forward(l.activated.view_mut(), l.gate_up.view(), m, f);
+                    let (y, x) = (self.branch.view_mut(), l.activated.view());
+                    cpu.matmul_forward(y, x, down.w.view(), m, d, f, Write::Set);
+                }
+            }
+        }
+        cpu.add(self.x.view_mut(), self.branch.view());
+        let (dx, dw) = (self.dx.view_mut(), self.head.dw.view_mut());
+        let grads = ClassifierGrads { dx, dw, dw_write: Write::Set, scale: 1.0 / m as f32 };
+        let (x, w) = (self.x.view(), self.head.w.view());
+        cpu.classifier(self.loss.view_mut(), x, w, &self.tokens, m, d, VOCABULARY, Some(grads));
+    }
+
+    fn backward(&mut self) {
+        let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
+        for l in self.layers.iter_mut().rev() {
+            for half in [1, 0] {
+                let [qkv, o, gate_up, down] = &mut l.matrices;
+                let dy = self.dx.view();
+                let (first, n) = if half == 1 {
+                    let hidden = l.activated.view();
+                    cpu.matmul_backward_weight(down.dw.view_mut(), dy, hidden, m, d, f, Write::Set);
+                    // The activations themselves are not needed any more.
+                    cpu.matmul_backward_input(l.activated.view_mut(), dy, down.w.view(), m, d, f, Write::Set);
+                    let dhidden = l.activated.view();
+                    cpu.swiglu_backward(self.dgate_up.view_mut(), dhidden, l.gate_up.view(), m, f);
+                    (gate_up, 2 * f)
+                } else {
+                    cpu.matmul_backward_weight(o.dw.view_mut(), dy, l.o.view(), m, d, d, Write::Set);
+                    cpu.matmul_backward_input(self.branch.view_mut(), dy, o.w.view(), m, d, d, Write::Set);
+                    let (d_o, out, lse) = (self.branch.view(), l.o.view(), l.lse.view());
+                    let dqkv = self.dqkv.view_mut();
+                    cpu.attention_backward(dqkv, d_o, out, lse, l.qkv.view(), &self.starts, self.shape);
+                    let (cos, sin) = (self.cos.view(), self.sin.view());
+                    let AttentionShape { b, t, .. } = self.shape;
+                    cpu.rope_backward(self.dqkv.view_mut(), cos, sin, b, t, 2 * HEADS, HEAD_DIM, 3 * d);
+                    (qkv, 3 * d)
+                };
+                let dy = if half == 1 { self.dgate_up.view() } else { self.dqkv.view() };
+                let normed = l.normed[half].view();
+                cpu.matmul_backward_weight(first.dw.view_mut(), dy, normed, m, n, d, Write::Set);
+                cpu.matmul_backward_input(self.dbranch.view_mut(), dy, first.w.view(), m, n, d, Write::Set);
+                let (norm, x, rstd) = (&mut l.norms[half], l.inputs[half].view(), l.rstd[half].view());
+                let (dx, dw) = (self.dx.view_mut(), norm.dw.view_mut());
+                let dy = self.dbranch.view();
+                cpu.rmsnorm_backward(dx, dw, dy, x, norm.w.view(), rstd, m, d, Write::Add);
+            }
+        }
+        cpu.embedding_backward(self.head.dw.view_mut(), self.dx.view(), &self.tokens, d);
+    }
+
+    fn update(&mut self) {
+        let h = AdamW {
+            lr: 1e-4,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step: 9,
+            grad_scale: 1.0,
+        };
+        let layers = self.layers.iter_mut().flat_map(|l| l.norms.iter_mut().chain(&mut l.matrices));
+        for p in layers.chain([&mut self.head]) {
+            let (avg, avg_sq) = (p.avg.view_mut(), p.avg_sq.view_mut());
+            self.cpu.adamw(p.w.view_mut(), p.dw.view(), avg, avg_sq, &h);
+        }
+    }
 }
 
 fn random(len: usize) -> Buf {

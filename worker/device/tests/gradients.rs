@@ -306,3 +306,45 @@ fn loss_of_extreme_and_broken_logits() {
         }
     }
 }
+
+/// A world may own nothing: no op minds.
+#[test]
+fn empty_inputs() {
+    for cpu in backends() {
+        let shape = AttentionShape { b: 0, t: 5, heads: 2, kv_heads: 1, head_dim: 4 };
+        for shape in [shape, AttentionShape { b: 3, t: 0, ..shape }] {
+            let none = || (&mut [][..]).into();
+            let nothing = || (&[][..]).into();
+            cpu.attention_forward(none(), none(), nothing(), &[], shape);
+            cpu.attention_backward(none(), nothing(), nothing(), nothing(), nothing(), &[], shape);
+            cpu.rope_forward(none(), nothing(), nothing(), 3, 0, 2, 4, 16);
+            cpu.swiglu_forward(none(), nothing(), 0, 5);
+            cpu.embedding_forward(none(), (&[1.0; 4][..]).into(), &[], 2);
+            cpu.rmsnorm_forward(none(), none(), nothing(), (&[1.0; 4][..]).into(), 0, 4, 1e-5);
+            let mut dw = [2.0; 4];
+            let dwv = (&mut dw[..]).into();
+            let w = (&[1.0; 4][..]).into();
+            cpu.rmsnorm_backward(none(), dwv, nothing(), nothing(), w, nothing(), 0, 4, Write::Set);
+            assert_eq!(dw, [2.0; 4]);
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "attention_forward: token 1 starts at 2, after itself")]
+fn a_document_starts_before_its_tokens() {
+    let shape = AttentionShape { b: 1, t: 3, heads: 1, kv_heads: 1, head_dim: 1 };
+    let (mut o, mut lse) = ([0.0; 3], [0.0; 3]);
+    let qkv = [0.0; 9];
+    let (o, lse) = ((&mut o[..]).into(), (&mut lse[..]).into());
+    Cpu::new(1).attention_forward(o, lse, (&qkv[..]).into(), &[0, 2, 2], shape);
+}
+
+#[test]
+#[should_panic(expected = "classifier: label Some(3) is not below the vocabulary of 3")]
+fn labels_are_checked() {
+    let mut loss = [0.0];
+    let (x, w) = ([0.0; 2], [0.0; 6]);
+    let loss = (&mut loss[..]).into();
+    Cpu::new(1).classifier(loss, (&x[..]).into(), (&w[..]).into(), &[3], 1, 2, 3, None);
+}

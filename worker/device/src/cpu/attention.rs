@@ -3,7 +3,7 @@
 //! Keys and values of a sequence are laid out once, tile by tile, for all heads; the scores exist only as one strip of a
 //! few queries × one tile of keys. A query's result depends on the tiles of keys, not on which queries share its tile.
 use super::kernel::{Tile, small_product};
-use super::simd::{LANES, Simd, exp, get, multiversion, put};
+use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::AttentionShape;
 use std::ops::Range;
@@ -290,7 +290,7 @@ fn attend_tile<S: Simd>(
             let at = (seq * heads + h) * t + rows.start + i;
             (o.part(first..first + head_dim), lse.part(at..at + 1))
         };
-        lse[0] = max[i] + total.ln();
+        lse[0] = (f64::from(max[i]) + libm::log(f64::from(total))) as f32;
         let factor = s.splat(1.0 / total);
         for j in (0..head_dim).step_by(LANES) {
             put(s, o, j, s.mul(get(s, &out[i * g.padded..], j), factor));
@@ -368,14 +368,15 @@ fn softmax_strip<S: Simd>(
     for (i, &start) in seen.starts.iter().enumerate() {
         let row = &mut scores[i * KEYS..][..width];
         let sees = visible(seen.q0 + i, start, seen.k0);
-        row[..sees.start.min(width)].fill(f32::NEG_INFINITY);
-        row[sees.end..].fill(f32::NEG_INFINITY);
         if sees.is_empty() {
             row.fill(f32::NEG_INFINITY);
+        } else if sees.len() < width {
+            row[..sees.start].fill(f32::NEG_INFINITY);
+            row[sees.end..].fill(f32::NEG_INFINITY);
         }
         let mut largest = s.splat(max[i]);
-        for j in (0..width).step_by(LANES) {
-            largest = s.max(largest, get(s, row, j));
+        for v in row.as_chunks().0 {
+            largest = s.max(largest, load(s, v));
         }
         let largest = s.largest(largest);
         // While a query has seen no key its maximum is −∞, and −∞ − −∞ would be no number.
@@ -389,16 +390,15 @@ fn softmax_strip<S: Simd>(
         let row = &mut scores[i * KEYS..][..width];
         let (shift, factor) = (s.splat(shifts[i]), s.splat(changes[i]));
         let mut sum = s.mul(get(s, sums, i * LANES), factor);
-        for j in (0..width).step_by(LANES) {
-            let e = exp(s, s.sub(get(s, row, j), shift));
-            put(s, row, j, e);
+        for v in row.as_chunks_mut().0 {
+            let e = exp(s, s.sub(load(s, v), shift));
+            store(s, v, e);
             sum = s.add(sum, e);
         }
         put(s, sums, i * LANES, sum);
         if changes[i] != 1.0 {
-            let out = &mut out[i * padded..][..padded];
-            for j in (0..padded).step_by(LANES) {
-                put(s, out, j, s.mul(get(s, out, j), factor));
+            for v in out[i * padded..][..padded].as_chunks_mut().0 {
+                store(s, v, s.mul(load(s, v), factor));
             }
         }
     }

@@ -5,7 +5,7 @@
 //! scores and `lse`; no more than one tile of them exists.
 use super::attention::{Geometry, KEYS, MAX_MR, QUERIES, Rows, SLACK, copy_rows, transpose_rows, visible};
 use super::kernel::{Tile, small_product};
-use super::simd::{LANES, Simd, exp, get, multiversion, put};
+use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::AttentionShape;
 
@@ -261,15 +261,17 @@ impl Task<'_> {
                 let (p, ds) = (&mut tiles.p[i * KEYS..][..KEYS], &mut tiles.ds[i * KEYS..][..KEYS]);
                 let delta = tiles.delta[member * t + pair.q0 + i];
                 let (lse, delta) = (s.splat(lse[i]), s.splat(delta));
-                for j in (0..nvecs * LANES).step_by(LANES) {
-                    let e = exp(s, s.sub(get(s, p, j), lse));
-                    put(s, p, j, e);
-                    put(s, ds, j, s.mul(e, s.sub(get(s, ds, j), delta)));
+                for (p, ds) in p.as_chunks_mut().0.iter_mut().zip(ds.as_chunks_mut().0).take(nvecs) {
+                    let e = exp(s, s.sub(load(s, p), lse));
+                    store(s, p, e);
+                    store(s, ds, s.mul(e, s.sub(load(s, ds), delta)));
                 }
                 let sees = visible(pair.q0 + i, pair.starts[i], pair.k0);
-                for x in [p, ds] {
-                    x[..sees.start].fill(0.0);
-                    x[sees.end..].fill(0.0);
+                if sees.len() < KEYS {
+                    for x in [p, ds] {
+                        x[..sees.start].fill(0.0);
+                        x[sees.end..].fill(0.0);
+                    }
                 }
             }
         }

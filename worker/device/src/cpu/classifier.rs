@@ -104,7 +104,7 @@ impl RowSums {
     const EMPTY: Self = RowSums { max: f64::NEG_INFINITY, total: 0.0, at_label: 0.0 };
 
     fn loss(&self) -> f32 {
-        (self.total.ln() + self.max - self.at_label) as f32
+        (libm::log(self.total) + self.max - self.at_label) as f32
     }
 }
 
@@ -222,7 +222,7 @@ fn fold_logits<S: Simd>(s: S, sums: &mut RowSums, logits: &[f32]) {
     }
     let grown = f64::from(max) - sums.max;
     if grown != 0.0 {
-        sums.total *= (-grown).exp();
+        sums.total *= libm::exp(-grown);
         sums.max = f64::from(max);
     }
     sums.total += f64::from(s.sum(total));

@@ -153,9 +153,9 @@ impl AdamScalars {
             lerp: if weight < 0.5 { Lerp::FromStart(weight) } else { Lerp::FromEnd(weight - 1.0) },
             beta2: h.beta2 as f32,
             rest2: (1.0 - h.beta2) as f32,
-            correction2: (1.0 - h.beta2.powf(t)).sqrt() as f32,
+            correction2: (1.0 - libm::pow(h.beta2, t)).sqrt() as f32,
             eps: h.eps as f32,
-            step: -(h.lr / (1.0 - h.beta1.powf(t))) as f32,
+            step: -(h.lr / (1.0 - libm::pow(h.beta1, t))) as f32,
         }
     }
 }

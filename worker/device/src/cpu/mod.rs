@@ -1,7 +1,7 @@
 //! The CPU backend.
 //!
 //! Instruction set and threads are chosen at run time; neither changes a bit of any result (an instruction set without
-//! fused multiply-add excepted).
+//! fused multiply-add excepted), and neither does the machine's C library: logarithms and powers are our own build's.
 mod attention;
 mod attention_backward;
 mod classifier;

@@ -94,6 +94,20 @@ pub(crate) fn put<S: Simd>(s: S, x: &mut [f32], i: usize, v: S::V) {
     }
 }
 
+/// A whole vector.
+#[inline(always)]
+pub(crate) fn load<S: Simd>(s: S, x: &[f32; LANES]) -> S::V {
+    // SAFETY: 16 elements are there.
+    unsafe { s.load(x.as_ptr()) }
+}
+
+/// A whole vector.
+#[inline(always)]
+pub(crate) fn store<S: Simd>(s: S, x: &mut [f32; LANES], v: S::V) {
+    // SAFETY: 16 elements are there.
+    unsafe { s.store(x.as_mut_ptr(), v) }
+}
+
 /// eˣ within 2 ulp, subnormals included; +∞ above 88.72, 0 below −103.97, NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
