@@ -3,6 +3,8 @@
 //! Every process of a job inherits a marker in its environment, by which it is found in `/proc` whatever became of its
 //! parents, group and session.
 use nix::{
+    fcntl::OFlag,
+    pty::{grantpt, posix_openpt, ptsname_r, unlockpt},
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -11,7 +13,13 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{BufRead, BufReader, Read, Write},
-    os::unix::process::ExitStatusExt,
+    os::{
+        fd::{FromRawFd, IntoRawFd},
+        unix::{
+            fs::OpenOptionsExt,
+            process::{CommandExt, ExitStatusExt},
+        },
+    },
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, ExitStatus, Stdio},
     sync::atomic::{AtomicU32, Ordering},
@@ -228,20 +236,15 @@ fn every_rank_has_its_environment() {
 
 #[test]
 fn a_worker_inherits_three_descriptors_and_default_signals() {
-    let script =
-        "ls /proc/$$/fd | tr '\\n' ' '; readlink /proc/$$/fd/0; grep -e SigIgn -e SigBlk /proc/$$/status";
-    let job = Job::shell(1, script, &["logs: {prefix: false}"]);
     let (reader, writer) = nix::unistd::pipe().unwrap(); // without close-on-exec: a leak to inherit
-    let ended = job.run(&[]);
+    let job = Job::new("name: test\nrun: {command: [ls, /proc/self/fd], logs: {prefix: false}}\n");
+    assert_eq!(job.run(&[]).stdout, "0\n1\n2\n3\n", "3 is the directory that ls reads");
     drop((reader, writer));
+    let script = "readlink /proc/self/fd/0; exec grep -e SigIgn -e SigBlk /proc/self/status";
+    let ended = Job::shell(1, script, &["logs: {prefix: false}"]).run(&[]);
     let words: Vec<&str> = ended.stdout.split_whitespace().collect();
     let nothing = "0000000000000000";
-    assert_eq!(
-        words,
-        ["0", "1", "2", "/dev/null", "SigBlk:", nothing, "SigIgn:", nothing],
-        "{}",
-        ended.stdout
-    );
+    assert_eq!(words, ["/dev/null", "SigBlk:", nothing, "SigIgn:", nothing], "{}", ended.stdout);
 }
 
 // ---- how a job ends ----
@@ -271,6 +274,7 @@ fn the_first_failure_ends_the_job_and_is_told_once() {
     for part in ["exit code 3", "| no disk", "logs/rank-1.log", "rank 0, 2: killed by SIGTERM"] {
         assert!(ended.stderr.contains(part), "no {part:?} in {}", ended.stderr);
     }
+    let job = Job::shell(3, script, &[]);
     let ended = job.run(&["--json"]);
     let failure = ended.event("failure");
     assert_eq!((&failure["rank"], &failure["cause"]), (&1.into(), &"exit code 3".into()));
@@ -479,10 +483,14 @@ fn an_ignored_hangup_stays_ignored() {
 
 /// A controller on a terminal of its own.
 fn on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
-    use std::os::unix::process::CommandExt;
-    let pty = nix::pty::openpty(None, None).unwrap();
+    let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
+    let terminal = posix_openpt(flags).unwrap();
+    grantpt(&terminal).unwrap();
+    unlockpt(&terminal).unwrap();
+    let name = ptsname_r(&terminal).unwrap();
     let mut command = job.command(args);
-    let end = || Stdio::from(pty.slave.try_clone().unwrap());
+    let open = || fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&name);
+    let end = || Stdio::from(open().unwrap());
     command.stdin(end()).stdout(end()).stderr(end());
     // SAFETY: two system calls that are allowed between fork and exec.
     unsafe {
@@ -494,7 +502,9 @@ fn on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
             Ok(())
         });
     }
-    (command.spawn().unwrap(), pty.master.into())
+    let child = command.spawn().unwrap();
+    // SAFETY: the descriptor is taken out of its only owner.
+    (child, unsafe { fs::File::from_raw_fd(terminal.into_raw_fd()) })
 }
 
 /// All that a terminal shows until its programs are gone.
@@ -561,7 +571,7 @@ fn a_flood_of_output_blocks_nobody_and_takes_no_memory() {
 
 #[test]
 fn a_log_keeps_its_size() {
-    let job = Job::shell(1, "yes 123456789 | head -n 1000", &["logs: {max_size: 5000}"]);
+    let job = Job::shell(1, "yes 123456789 | head -n 1000", &["logs: {max_size: 5000B}"]);
     assert_eq!(job.run(&[]).code(), 0);
     let log = job.log(0);
     assert!(log.starts_with(&"123456789\n".repeat(500)) && log.lines().count() == 501, "{}", log.len());

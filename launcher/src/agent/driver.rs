@@ -336,7 +336,7 @@ impl Driver {
             }
             (Err(error), _) | (_, Err(error)) => {
                 process::signal_group(pid, super::core::Ending::Kill);
-                Err(format!("cannot watch rank {}: {error}", worker.rank))
+                Err(format!("cannot watch it: {error}"))
             }
         };
         self.running.insert(worker.rank, running);

@@ -107,7 +107,7 @@ pub(super) fn spawn(plan: &WorkerPlan, shm: Option<BorrowedFd<'_>>) -> Result<Sp
     }
     let mut child = command.spawn().map_err(|e| cannot_start(plan, &e))?;
     let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
-        return Err(format!("rank {} has no output pipes", plan.rank));
+        return Err("it has no output pipes".into());
     };
     // Dropping `child` neither waits for the process nor kills it: `reap` is the only one that waits.
     Ok(Spawned { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
@@ -143,9 +143,7 @@ fn affinity(plan: &WorkerPlan) -> Result<Option<nix::sched::CpuSet>, String> {
     for cpu in &plan.cpus {
         if !allowed.contains(cpu) || set.set(*cpu as usize).is_err() {
             return Err(format!(
-                "rank {} shall be bound to CPU {cpu}, but this node allows only CPUs {allowed:?} (taskset, container or \
-                 cgroup limit)",
-                plan.rank
+                "it shall be bound to CPU {cpu}, but this node allows only CPUs {allowed:?} (taskset, container or cgroup limit)"
             ));
         }
     }
@@ -165,14 +163,19 @@ fn cannot_start(plan: &WorkerPlan, error: &io::Error) -> String {
         Some(Errno::EMFILE | Errno::ENFILE) => format!("{error}: too many open files (ulimit -n)"),
         _ => error.to_string(),
     };
-    format!("cannot start `{program}` for rank {}: {why}", plan.rank)
+    format!("cannot start `{program}`: {why}")
 }
 
 /// Default handlers and an empty mask, whatever the agent and those before it ignored. Async-signal-safe.
 fn reset_signals() {
+    // The kernel's own structure, all zero: the default action. glibc's signal(2) leaves out the two signals that it
+    // keeps for itself, and those arrive ignored too.
+    let default = [0u64; 4];
     for signal in 1..=64 {
-        // SAFETY: sigaction by way of signal(2); numbers that can't be changed give an error and stay as they are.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
+        // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay as they are.
+        unsafe {
+            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null_mut::<u64>(), 8)
+        };
     }
     // SAFETY: an initialised empty set, no old set wanted.
     unsafe {

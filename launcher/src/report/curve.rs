@@ -37,15 +37,23 @@ impl Curve {
         let high = self.points.iter().map(|p| p.1).fold(f64::NEG_INFINITY, f64::max);
         let span = if high > low { high - low } else { 1.0 };
         let (width, height) = (2 * COLUMNS - 1, 4 * ROWS - 1);
+        let steps = last.0.saturating_sub(first.0).max(1) as f64;
+        let place = |(step, loss): (u64, f64)| {
+            let x = step.saturating_sub(first.0) as f64 / steps * width as f64;
+            (x.clamp(0.0, width as f64), (high - loss) / span * height as f64)
+        };
         let mut cells = vec![[0u8; COLUMNS]; ROWS];
-        for (step, loss) in &self.points {
-            let share =
-                (step.saturating_sub(first.0)) as f64 / (last.0.saturating_sub(first.0)).max(1) as f64;
-            let x = (share.clamp(0.0, 1.0) * width as f64).round() as usize;
-            let y = ((high - loss) / span * height as f64).round() as usize;
-            // Dots 1-3 and 4-6 run down the two columns; 7 and 8 were added below.
-            let bit = [[0, 1, 2, 6], [3, 4, 5, 7]][x % 2][y % 4];
-            cells[y / 4][x / 2] |= 1 << bit;
+        for pair in self.points.windows(2) {
+            let ((x0, y0), (x1, y1)) = (place(pair[0]), place(pair[1]));
+            let dots = (x1 - x0).abs().max(1.0).round() as usize;
+            for i in 0..=dots {
+                let share = i as f64 / dots as f64;
+                let x = (x0 + share * (x1 - x0)).round() as usize;
+                let y = (y0 + share * (y1 - y0)).round() as usize;
+                // Dots 1-3 and 4-6 run down the two columns; 7 and 8 were added below.
+                let bit = [[0, 1, 2, 6], [3, 4, 5, 7]][x % 2][y % 4];
+                cells[y / 4][x / 2] |= 1 << bit;
+            }
         }
         let braille = |bits: &u8| char::from_u32(0x2800 + u32::from(*bits)).unwrap_or(' ');
         let label = |row: usize| match row {

@@ -27,6 +27,11 @@ pub(super) fn bytes(n: u64) -> String {
     }
 }
 
+/// `0.4 s`, `12:34`, `1:02:03`.
+pub(super) fn took(seconds: f64) -> String {
+    if seconds < 10.0 { format!("{seconds:.1} s") } else { clock(seconds) }
+}
+
 /// `0:07`, `12:34`, `1:02:03`.
 pub(super) fn clock(seconds: f64) -> String {
     let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
@@ -132,6 +137,7 @@ mod tests {
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(1536), "1.5 KiB");
         assert_eq!(bytes(u64::MAX), "16.0 EiB");
+        assert_eq!((took(0.04), took(75.0)), ("0.0 s".into(), "1:15".into()));
         assert_eq!(
             (clock(7.4), clock(3723.0), clock(f64::NAN)),
             ("0:07".into(), "1:02:03".into(), "0:00".into())

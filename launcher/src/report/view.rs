@@ -3,7 +3,7 @@ use super::{
     Item, Setup, Summary,
     curve::Curve,
     live::Console,
-    text::{activity, by_rank, bytes, clock, harmless, short},
+    text::{activity, by_rank, bytes, clock, harmless, short, took},
 };
 use crate::controller::advice;
 use contract::{
@@ -85,7 +85,8 @@ impl View {
     fn line(&mut self, rank: Rank, stderr: bool, text: &str) {
         let prefix = if self.setup.prefix { format!("[rank {rank}] ") } else { String::new() };
         // On a pipe or in a file the worker's bytes are the reader's business; a terminal is protected.
-        if stderr || self.setup.json {
+        // What the built-in runtime prints is talk.
+        if stderr || self.setup.json || self.setup.builtin {
             let text = if io::stderr().is_terminal() { harmless(text) } else { text.to_owned() };
             self.console.talk(&format!("{prefix}{text}"));
         } else {
@@ -205,7 +206,7 @@ impl View {
         for line in tail {
             self.console.talk(&format!("  | {}", harmless(line)));
         }
-        if let Some(log) = log {
+        if let Some(log) = log.as_ref().filter(|_| *pid != 0) {
             self.console.talk(&format!("  all of it: {}", log.display()));
         }
         if let Some(advice) = advice(cause) {
@@ -221,7 +222,7 @@ impl View {
         if self.setup.builtin && !self.setup.json {
             self.curve.draw().iter().for_each(|line| self.console.talk(line));
         }
-        let time = clock(summary.seconds);
+        let time = took(summary.seconds);
         match summary {
             _ if self.failed => {}
             Summary { killed: true, .. } => {
