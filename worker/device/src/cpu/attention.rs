@@ -283,18 +283,24 @@ fn attend_tile<S: Simd>(
     }
     for i in 0..rows.len() {
         let total = s.sum(get(s, sums, i * LANES));
-        let row = seq * t + rows.start + i;
+        let at = rows.start + i;
         // SAFETY: this task's queries are its own.
         let (o, lse) = unsafe {
-            let first = (row * heads + h) * head_dim;
-            let at = (seq * heads + h) * t + rows.start + i;
-            (o.part(first..first + head_dim), lse.part(at..at + 1))
+            let first = ((seq * t + at) * heads + h) * head_dim;
+            let row = (seq * heads + h) * t + at;
+            (o.part(first..first + head_dim), lse.part(row..row + 1))
         };
         lse[0] = (f64::from(max[i]) + libm::log(f64::from(total))) as f32;
-        let factor = s.splat(1.0 / total);
-        for j in (0..head_dim).step_by(LANES) {
-            put(s, o, j, s.mul(get(s, &out[i * g.padded..], j), factor));
-        }
+        normalise(s, o, &out[i * g.padded..], total);
+    }
+}
+
+/// `o = out / total`
+#[inline(always)]
+fn normalise<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
+    let factor = s.splat(1.0 / total);
+    for j in (0..o.len()).step_by(LANES) {
+        put(s, o, j, s.mul(get(s, out, j), factor));
     }
 }
 
