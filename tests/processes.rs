@@ -240,11 +240,18 @@ fn a_worker_inherits_three_descriptors_and_default_signals() {
     let job = Job::new("name: test\nrun: {command: [ls, /proc/self/fd], logs: {prefix: false}}\n");
     assert_eq!(job.run(&[]).stdout, "0\n1\n2\n3\n", "3 is the directory that ls reads");
     drop((reader, writer));
-    let script = "readlink /proc/self/fd/0; exec grep -e SigIgn -e SigBlk /proc/self/status";
+    let script = "readlink /proc/self/fd/0; ulimit -Sn; exec grep -e SigIgn -e SigBlk /proc/self/status";
     let ended = Job::shell(1, script, &["logs: {prefix: false}"]).run(&[]);
     let words: Vec<&str> = ended.stdout.split_whitespace().collect();
     let nothing = "0000000000000000";
-    assert_eq!(words, ["/dev/null", "SigBlk:", nothing, "SigIgn:", nothing], "{}", ended.stdout);
+    let (files, _) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap();
+    let files = files.to_string();
+    assert_eq!(
+        words,
+        ["/dev/null", files.as_str(), "SigBlk:", nothing, "SigIgn:", nothing],
+        "{}",
+        ended.stdout
+    );
 }
 
 // ---- how a job ends ----
@@ -419,6 +426,17 @@ fn a_stopped_agent_whose_controller_dies_leaves_nothing() {
     // Once it runs again (the kernel continues orphaned groups, or a person does) it finds that it is alone.
     _ = kill(agent, Signal::SIGCONT);
     job.gone();
+}
+
+#[test]
+fn children_that_were_there_before_are_left_alone() {
+    let job = Job::shell(1, "true", &[]);
+    let mut command = Command::new("sh");
+    let script = format!("sleep 1006 & echo $! > other; exec {LAUNCH} job.yaml");
+    command.args(["-c", &script]).current_dir(&job.dir).stdout(Stdio::null()).stderr(Stdio::null());
+    assert_eq!(command.status().unwrap().code(), Some(0));
+    let other = fs::read_to_string(job.path("other")).unwrap().trim().parse().unwrap();
+    kill(Pid::from_raw(other), Signal::SIGKILL).expect("it still runs");
 }
 
 // ---- signals ----

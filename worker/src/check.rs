@@ -1,12 +1,13 @@
 //! Judges a `train:` section without running it: does it hold together, and how much memory will each rank need?
 use crate::{
     data::{self, DataError},
+    life::STAGING,
     model::{self, Model},
     optim::{no_decay_set, state_vectors},
     params::Unit,
     stages::resolve,
     train::workspace::Workspace,
-    zero::{Policy, Slots, fold::depth, partition::Partition, pool::PoolPlan},
+    zero::{Policy, Slots, fold::buffers, partition::Partition, pool::PoolPlan},
 };
 use contract::{
     job::{JobSpec, TrainSpec},
@@ -138,7 +139,7 @@ impl Memory<'_> {
             let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
             let finished = if self.world == 1 { 0 } else { own * 2 };
-            return (0, (whole * depth(mine) + finished) as u64);
+            return (0, (whole * buffers(mine, true) + finished) as u64);
         }
         // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
         let mut pool = PoolPlan::default();
@@ -149,7 +150,7 @@ impl Memory<'_> {
                 pool.give(in_flight.pop_front().unwrap_or(0));
             }
         }
-        let gradients = pool.allocated + own * depth(slots);
+        let gradients = pool.allocated + own * buffers(slots, false);
         (self.gathered(policy), gradients as u64)
     }
 
@@ -184,9 +185,12 @@ impl Memory<'_> {
         if self.world == 1 {
             return 0;
         }
-        let largest = self.units.iter().map(Unit::len).max().unwrap_or(0);
-        let slot = (comm::shm::Limits::default().staging as u64).min(4 * largest as u64);
-        2 * slot * self.world as u64
+        // Every rank's two slots are mapped and touched; what exceeds a slot is put together in private memory.
+        let shared = 2 * STAGING as u64 * self.world as u64;
+        let piece = self.units.iter().map(|u| Partition::new(u, self.world).largest()).max().unwrap_or(0);
+        let message = self.units.iter().map(Unit::len).max().unwrap_or(0);
+        let private = if 4 * message > STAGING { (8 * STAGING).max(2 * 4 * piece) } else { 0 };
+        shared + private as u64
     }
 
     /// What the backend keeps for tiles, packed panels and chunks of logits.

@@ -138,7 +138,8 @@ fn spread_states(engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result
     let st = optimizer.states_mut(u);
     for buf in [&mut st.first, &mut st.second].into_iter().filter(|b| !b.is_empty()) {
         let mine = Buf::from_slice(&buf.host()[own.clone()]);
-        *buf = engine.gather_whole(u, mine)?;
+        let whole = std::mem::replace(buf, Buf::zeroed(0));
+        *buf = engine.gather_whole(u, mine, whole)?;
     }
     Ok(())
 }

@@ -48,7 +48,7 @@ fn load(name: &str) -> Case {
         num_key_value_heads: n("num_key_value_heads"),
         head_dim: n("head_dim"),
         max_position_embeddings: n("max_position_embeddings"),
-        rms_norm_eps: config["rms_norm_eps"].as_f64().unwrap() as f32,
+        rms_norm_eps: config["rms_norm_eps"].as_f64().unwrap(),
         rope_theta: config["rope_parameters"]["rope_theta"].as_f64().unwrap(),
         tie_word_embeddings: config["tie_word_embeddings"].as_bool().unwrap(),
         initializer_range: 0.02,
@@ -57,8 +57,8 @@ fn load(name: &str) -> Case {
     let mut spec = train_spec(model, 3, b, b, t);
     let opt = &case["optimizer"];
     spec.optimizer.lr = opt["lr"].as_f64().unwrap();
-    spec.optimizer.weight_decay = opt["weight_decay"].as_f64().unwrap() as f32;
-    spec.clip_norm = opt["clip_norm"].as_f64().map(|c| c as f32);
+    spec.optimizer.weight_decay = opt["weight_decay"].as_f64().unwrap();
+    spec.clip_norm = opt["clip_norm"].as_f64();
     spec.schedule.name = ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;
     let list =

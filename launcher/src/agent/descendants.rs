@@ -35,6 +35,12 @@ pub(crate) fn kill_descendants(spare: &[u32]) -> Vec<i32> {
     hit
 }
 
+/// The children of this process.
+pub(crate) fn children() -> Vec<u32> {
+    let own = Pid::this().as_raw();
+    processes().iter().filter(|p| p.parent == own).map(|p| p.pid.unsigned_abs()).collect()
+}
+
 /// Every process that is alive (not a zombie) and visible to us.
 fn processes() -> Vec<Process> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };

@@ -116,6 +116,7 @@ struct Driver {
     worker_messages: (mpsc::Sender<WorkerMessage>, mpsc::Receiver<WorkerMessage>),
     plan: Option<Rc<NodePlan>>,
     shm: Option<OwnedFd>,
+    file_limit: process::FileLimit,
     running: HashMap<Rank, Running>,
     /// Pids of workers that have not been reaped.
     leaders: HashMap<u32, Rank>,
@@ -141,6 +142,7 @@ impl Driver {
             worker_messages: mpsc::channel(INBOX),
             plan: None,
             shm: None,
+            file_limit: process::raise_file_limit()?,
             running: HashMap::new(),
             leaders: HashMap::new(),
             sweeping: None,
@@ -319,7 +321,7 @@ impl Driver {
         let logs = &plan.job.run.logs;
         let log = Log::open(&worker.log, logs.max_size)
             .map_err(|e| format!("cannot write the log {}: {e}", worker.log.display()))?;
-        let spawned = process::spawn(worker, self.shm.as_ref().map(AsFd::as_fd))?;
+        let spawned = process::spawn(worker, self.shm.as_ref().map(AsFd::as_fd), self.file_limit)?;
         let pid = spawned.pid;
         self.leaders.insert(pid, worker.rank);
         let mut running = Running { pid, outbox: None, pump: None };

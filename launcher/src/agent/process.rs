@@ -12,6 +12,7 @@ use nix::{
     sys::{
         memfd::{MFdFlags, memfd_create},
         prctl,
+        resource::{Resource, getrlimit, setrlimit},
         signal::{Signal, killpg},
     },
     unistd::Pid,
@@ -70,8 +71,22 @@ pub(super) fn close_on_exec_everything() {
     }
 }
 
+/// The agent's own limit of open files, as it was.
+pub(super) type FileLimit = (u64, u64);
+
+/// Lets the agent open as many files as it may (four for each worker); returns the limits that workers shall have.
+pub(super) fn raise_file_limit() -> io::Result<FileLimit> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+    Ok((soft, hard))
+}
+
 /// Starts a worker; `shm` is what a built-in one inherits as shared memory. The error says what to do.
-pub(super) fn spawn(plan: &WorkerPlan, shm: Option<BorrowedFd<'_>>) -> Result<Spawned, String> {
+pub(super) fn spawn(
+    plan: &WorkerPlan,
+    shm: Option<BorrowedFd<'_>>,
+    (soft, hard): FileLimit,
+) -> Result<Spawned, String> {
     let affinity = affinity(plan)?;
     let (control, theirs) = match plan.command {
         Some(_) => (None, None),
@@ -96,6 +111,7 @@ pub(super) fn spawn(plan: &WorkerPlan, shm: Option<BorrowedFd<'_>>) -> Result<Sp
             if let Some(set) = &affinity {
                 nix::sched::sched_setaffinity(Pid::from_raw(0), set)?;
             }
+            setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
             reset_signals();
             for fd in &inherited {
                 if libc::fcntl(*fd, libc::F_SETFD, 0) == -1 {

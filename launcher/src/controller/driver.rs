@@ -6,7 +6,10 @@ use super::{
     port::Port,
 };
 use crate::{
-    agent::{self, descendants::kill_descendants},
+    agent::{
+        self,
+        descendants::{children, kill_descendants},
+    },
     link::{Clock, LinkError, Outbox, Priority, read_into, write_from},
     plan::Plan,
     report::{self, Report},
@@ -53,15 +56,17 @@ pub(super) fn run(plan: Plan, options: Options) -> u8 {
         builtin,
         world: plan.world,
     };
-    let Ok(report) = Report::start(setup) else { return exit::CLUSTER };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let driver = runtime.map(|runtime| (Driver::new(plan, options, report), runtime));
-    match driver {
-        Ok((mut driver, runtime)) => {
+    match runtime.and_then(|runtime| Ok((Report::start(setup)?, runtime))) {
+        Ok((report, runtime)) => {
+            let mut driver = Driver::new(plan, options, report);
             let outcome = runtime.block_on(driver.run());
             driver.finish(outcome)
         }
-        Err(_) => exit::CLUSTER,
+        Err(error) => {
+            report::plain::say(&format!("launch: no threads or descriptors to work with: {error}\n"));
+            exit::CLUSTER
+        }
     }
 }
 
@@ -86,6 +91,8 @@ struct Driver {
     messages: (mpsc::Sender<Message>, mpsc::Receiver<Message>),
     talk: (mpsc::Sender<String>, mpsc::Receiver<String>),
     port: Option<Port>,
+    /// Children that were here before us (`sh -c 'other & exec launch …'`): not ours to end.
+    foreign: Vec<u32>,
     outcome: Option<Outcome>,
 }
 
@@ -102,6 +109,7 @@ impl Driver {
             messages: mpsc::channel(INBOX),
             talk: mpsc::channel(INBOX),
             port: None,
+            foreign: Vec::new(),
             outcome: None,
         }
     }
@@ -140,6 +148,7 @@ impl Driver {
         if let Some(node) = self.plan.nodes.first() {
             self.port = Some(Port::reserve(node.job.cluster.master_port)?);
         }
+        self.foreign = children();
         agent::become_subreaper().map_err(|e| format!("cannot become a subreaper: {e}"))?;
         Signals::catch().map_err(|e| format!("cannot catch signals: {e}"))
     }

@@ -72,7 +72,7 @@ pub(super) fn build(spec: &ModelSpec) -> Result<Box<dyn Model>, String> {
         kv_heads: spec.num_key_value_heads as usize,
         head_dim: spec.head_dim as usize,
         vocab: spec.vocab_size as usize,
-        eps: spec.rms_norm_eps,
+        eps: spec.rms_norm_eps as f32,
         cos,
         sin,
         layer: layer_unit(spec, 0),
@@ -102,7 +102,7 @@ fn layer_unit(spec: &ModelSpec, layer: u32) -> Unit {
     let matrix = |name: &str, out: usize, inp: usize| ParamSpec {
         name: format!("model.layers.{layer}.{name}.weight"),
         shape: vec![out, inp],
-        init: Init::Normal(spec.initializer_range),
+        init: Init::Normal(spec.initializer_range as f32),
     };
     let norm = |name: &str| ParamSpec {
         name: format!("model.layers.{layer}.{name}.weight"),
@@ -162,7 +162,7 @@ impl Llama {
 
 impl Model for Llama {
     fn units(&self) -> Vec<Unit> {
-        let std = self.spec.initializer_range;
+        let std = self.spec.initializer_range as f32;
         let matrix = |name: &str| ParamSpec {
             name: name.into(),
             shape: vec![self.vocab, self.d],

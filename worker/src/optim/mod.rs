@@ -18,13 +18,13 @@ pub struct Group {
     /// Base learning rate, before the schedule.
     pub lr: f64,
     /// AdamW.
-    pub betas: (f32, f32),
+    pub betas: (f64, f64),
     /// AdamW.
-    pub eps: f32,
+    pub eps: f64,
     /// SGD.
-    pub momentum: f32,
+    pub momentum: f64,
     /// Decoupled (AdamW) or added to the gradient (SGD).
-    pub weight_decay: f32,
+    pub weight_decay: f64,
     /// Names of its parameters.
     pub params: Vec<String>,
 }
@@ -145,15 +145,15 @@ impl Optimizer {
         let base = st.range.start;
         for seg in unit.segments(st.range.clone()) {
             let r = seg.flat.start - base..seg.flat.end - base;
-            let weight_decay = if self.decay[u][seg.param] { f64::from(self.spec.weight_decay) } else { 0.0 };
+            let weight_decay = if self.decay[u][seg.param] { self.spec.weight_decay } else { 0.0 };
             let (p, g) = ((&mut params[r.clone()]).into(), grad.slice(r.clone()));
             match self.spec.name {
                 OptimizerName::Adamw => {
                     let h = AdamW {
                         lr: step.lr,
-                        beta1: f64::from(self.spec.betas.0),
-                        beta2: f64::from(self.spec.betas.1),
-                        eps: f64::from(self.spec.eps),
+                        beta1: self.spec.betas.0,
+                        beta2: self.spec.betas.1,
+                        eps: self.spec.eps,
                         weight_decay,
                         step: step.step,
                         grad_scale: step.grad_scale,
@@ -161,7 +161,7 @@ impl Optimizer {
                     ops.adamw(p, g, st.first.view_mut().slice(r.clone()), st.second.view_mut().slice(r), &h);
                 }
                 OptimizerName::Sgd => {
-                    let momentum = f64::from(self.spec.momentum);
+                    let momentum = self.spec.momentum;
                     let h = Sgd { lr: step.lr, momentum, weight_decay, grad_scale: step.grad_scale };
                     let buffer = if st.first.is_empty() { 0..0 } else { r };
                     ops.sgd(p, g, st.first.view_mut().slice(buffer), &h);

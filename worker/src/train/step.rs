@@ -39,7 +39,7 @@ pub struct Trainer {
     /// Recomputation.
     pub recompute: Recompute,
     /// Limit of the gradient's norm.
-    pub clip_norm: Option<f32>,
+    pub clip_norm: Option<f64>,
 }
 
 /// What a rank tells all others once a step, beside its losses.
@@ -313,8 +313,7 @@ impl Trainer {
         let mean = self.mean_scale(outcome.targets);
         let outcome = Outcome { grad_norm: self.norm(&grads)? * mean, ..outcome };
         let finite = outcome.loss.is_finite() && outcome.grad_norm.is_finite();
-        let clip =
-            self.clip_norm.map_or(1.0, |limit| (f64::from(limit) / (outcome.grad_norm + 1e-6)).min(1.0));
+        let clip = self.clip_norm.map_or(1.0, |limit| (limit / (outcome.grad_norm + 1e-6)).min(1.0));
         let facts = StepFacts { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
         for (u, own) in grads.into_iter().enumerate() {
             if finite {
@@ -328,7 +327,7 @@ impl Trainer {
 
     fn update_unit(&mut self, u: usize, own: Buf, facts: StepFacts) -> Result<()> {
         let replicated = !self.engine.policy.shard_optimizer;
-        let grad = if replicated { self.engine.gather_whole(u, own)? } else { own };
+        let grad = if replicated { self.engine.gather_gradient(u, own)? } else { own };
         let base = self.engine.resident(u).start;
         let range = self.optimizer.states(u).range.clone();
         let (unit, ops, optimizer) = (&self.engine.shards[u].unit, self.ops.as_ref(), &mut self.optimizer);

@@ -272,16 +272,21 @@ impl Engine {
         lock(&self.shards[u].grads).recycle(gradient);
     }
 
-    /// Every rank's own part of a vector of unit `u`, put together.
-    pub fn gather_whole(&self, u: usize, own: Buf) -> Result<Buf> {
+    /// A finished gradient of the own part, to every rank's whole gradient.
+    pub fn gather_gradient(&self, u: usize, own: Buf) -> Result<Buf> {
         if self.world == 1 {
             return Ok(own);
         }
+        // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
+        let whole = lock(&self.shards[u].grads).take();
+        self.gather_whole(u, own, whole)
+    }
+
+    /// Every rank's own part of a vector of unit `u`, put together in `whole`.
+    pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
         let shards = self.shards.clone();
         self.queue.run(move |comm: &dyn Comm| {
-            let s = &shards[u];
-            let mut whole = Buf::zeroed(s.unit.len());
-            comm.all_gather(whole.view_mut(), own.view(), s.part.counts())?;
+            comm.all_gather(whole.view_mut(), own.view(), shards[u].part.counts())?;
             Ok(whole)
         })
     }

@@ -138,7 +138,83 @@ pub fn fold_f64(slots: &[f64]) -> f64 {
     sum
 }
 
-/// Most partials that a stack holds at once while `slots` slots are pushed, including the one being merged.
-pub fn depth(slots: usize) -> usize {
-    (0..slots).map(|n| maximal_runs(0..n).len() + 1).max().unwrap_or(0).min(slots.max(1))
+/// Most buffers in use while `slots` slots are summed one after the other: the partials kept, and the slot that comes.
+///
+/// With [`FoldStack::push_owned`] every slot has a buffer; with [`FoldStack::push`] every second one is added straight
+/// into its left sibling.
+pub fn buffers(slots: usize, owned: bool) -> usize {
+    (0..slots).filter(|n| owned || n % 2 == 0).map(|n| maximal_runs(0..n).len() + 1).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Cpu;
+    use proptest::prelude::*;
+
+    /// The definition, by recursion: the largest power of two below `n` goes left.
+    fn twin(x: &[f64]) -> f64 {
+        match x.len() {
+            0 => 0.0,
+            1 => x[0],
+            n => {
+                let left = n.next_power_of_two() / 2;
+                twin(&x[..left]) + twin(&x[left..])
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_sum_is_the_tree_however_partials_arrive(x in prop::collection::vec(-1e6f32..1e6, 1..40), cuts in prop::collection::vec(0usize..40, 0..6)) {
+            let ops = Cpu::new(1);
+            let one = |v: f32| Buf::from_slice(&[v]);
+            let mut whole = FoldStack::new(1);
+            for (s, &v) in x.iter().enumerate() {
+                whole.push(&ops, Run::slot(s), one(v).view());
+            }
+            let expected = whole.finish(&ops).unwrap().host()[0];
+            // Each rank folds a contiguous run by itself and sends what is left.
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c % x.len()).chain([0, x.len()]).collect();
+            cuts.sort_unstable();
+            let mut owner = FoldStack::new(1);
+            for w in cuts.windows(2) {
+                let mut rank = FoldStack::new(1);
+                for s in w[0]..w[1] {
+                    rank.push_owned(&ops, Run::slot(s), one(x[s]));
+                }
+                let runs: Vec<Run> = rank.partials().map(|(r, _)| r).collect();
+                prop_assert_eq!(runs, maximal_runs(w[0]..w[1]));
+                for (run, v) in rank.partials() {
+                    owner.push(&ops, run, v);
+                }
+            }
+            prop_assert_eq!(owner.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+        }
+
+        #[test]
+        fn numbers_are_summed_by_the_same_tree(x in prop::collection::vec(-1e6f64..1e6, 0..40)) {
+            prop_assert_eq!(fold_f64(&x).to_bits(), twin(&x).to_bits());
+        }
+    }
+
+    #[test]
+    fn no_more_buffers_than_announced_and_none_is_lost() {
+        let ops = Cpu::new(1);
+        for slots in 1..40 {
+            let (mut pushed, mut owned) = (FoldStack::new(1), FoldStack::new(1));
+            for _ in 0..3 {
+                for s in 0..slots {
+                    pushed.push(&ops, Run::slot(s), Buf::zeroed(1).view());
+                    let leaf = owned.take();
+                    owned.push_owned(&ops, Run::slot(s), leaf);
+                }
+                for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
+                    let sum = stack.finish(&ops).unwrap();
+                    stack.recycle(sum);
+                    assert_eq!(stack.free.len(), buffers(slots, direct), "{slots} slots, owned: {direct}");
+                }
+            }
+        }
+    }
 }

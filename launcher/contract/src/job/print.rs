@@ -117,7 +117,7 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
     });
     y.section("optimizer", |y| optimizer(y, &t.optimizer));
     y.section("schedule", |y| schedule(y, &t.schedule));
-    y.key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), number32));
+    y.key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), number));
     y.key("steps", t.steps);
     y.key("seed", t.seed);
     y.key(
@@ -147,26 +147,26 @@ fn model(y: &mut Yaml, m: &ModelSpec) {
     y.key("num_key_value_heads", m.num_key_value_heads);
     y.key("head_dim", m.head_dim);
     y.key("max_position_embeddings", or_auto(m.max_position_embeddings));
-    y.key("rms_norm_eps", number32(m.rms_norm_eps));
+    y.key("rms_norm_eps", number(m.rms_norm_eps));
     y.key("rope_theta", number(m.rope_theta));
     y.key("tie_word_embeddings", m.tie_word_embeddings);
-    y.key("initializer_range", number32(m.initializer_range));
+    y.key("initializer_range", number(m.initializer_range));
 }
 
 fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
             y.key("name", "adamw");
-            y.key("betas", list([number32(o.betas.0), number32(o.betas.1)].into_iter()));
-            y.key("eps", number32(o.eps));
+            y.key("betas", list([number(o.betas.0), number(o.betas.1)].into_iter()));
+            y.key("eps", number(o.eps));
         }
         OptimizerName::Sgd => {
             y.key("name", "sgd");
-            y.key("momentum", number32(o.momentum));
+            y.key("momentum", number(o.momentum));
         }
     }
     y.key("lr", number(o.lr));
-    y.key("weight_decay", number32(o.weight_decay));
+    y.key("weight_decay", number(o.weight_decay));
     y.key("no_decay", texts(&o.no_decay));
 }
 
@@ -259,11 +259,4 @@ fn duration(ms: u64) -> String {
 /// The shortest digits that are read as the same number.
 fn number(x: f64) -> String {
     format!("{x:?}")
-}
-
-/// The same for a number that is read as f64 and narrowed.
-fn number32(x: f32) -> String {
-    let short = format!("{x:?}");
-    let read = short.parse::<f64>().ok().map(|wide| wide as f32);
-    if read == Some(x) { short } else { number(f64::from(x)) }
 }

@@ -72,16 +72,6 @@ pub(crate) fn number(what: &'static str, fits: fn(f64) -> bool) -> impl Fn(&Node
     }
 }
 
-/// A number that must also fit as f32 (neither overflow nor vanish).
-pub(crate) fn number32(what: &'static str, fits: fn(f64) -> bool) -> impl Fn(&Node) -> Read<f32> {
-    let read = number(what, fits);
-    move |node| {
-        let x = read(node)?;
-        let narrow = x as f32;
-        if narrow.is_finite() && fits(f64::from(narrow)) { Ok(narrow) } else { Err(expected(what, node)) }
-    }
-}
-
 /// `true` or `false`.
 pub(crate) fn boolean(node: &Node) -> Read<bool> {
     match node.value {

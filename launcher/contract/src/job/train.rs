@@ -1,7 +1,7 @@
 //! `train:` — what the built-in runtime trains.
 use super::{
     decode::{Decoder, Table},
-    read::{Read, boolean, choice, expected, int, int32, list, number, number32, text, word_or},
+    read::{Read, boolean, choice, expected, int, int32, list, number, text, word_or},
     sections::path,
     tree::Node,
 };
@@ -19,7 +19,7 @@ pub struct TrainSpec {
     pub optimizer: OptimizerSpec,
     pub schedule: ScheduleSpec,
     /// Global L2 norm limit; `None`: no clipping.
-    pub clip_norm: Option<f32>,
+    pub clip_norm: Option<f64>,
     /// Optimizer steps in all, counted from step 0 of the first run.
     pub steps: u64,
     pub seed: u64,
@@ -43,10 +43,10 @@ pub struct ModelSpec {
     pub head_dim: u32,
     /// 0: `data.seq_len`.
     pub max_position_embeddings: u32,
-    pub rms_norm_eps: f32,
+    pub rms_norm_eps: f64,
     pub rope_theta: f64,
     pub tie_word_embeddings: bool,
-    pub initializer_range: f32,
+    pub initializer_range: f64,
 }
 
 /// `data:` — text to samples.
@@ -106,11 +106,11 @@ pub struct BatchSpec {
 pub struct OptimizerSpec {
     pub name: OptimizerName,
     pub lr: f64,
-    pub betas: (f32, f32),
-    pub eps: f32,
+    pub betas: (f64, f64),
+    pub eps: f64,
     /// SGD only.
-    pub momentum: f32,
-    pub weight_decay: f32,
+    pub momentum: f64,
+    pub weight_decay: f64,
     /// Patterns (`*`, `?`) of parameter names without weight decay.
     pub no_decay: Vec<String>,
 }
@@ -172,7 +172,7 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
         batch: batch(d, t),
         schedule: schedule(d, t, optimizer.lr, steps),
         optimizer,
-        clip_norm: d.get(t, "train.clip_norm", word_or("off", None, |n| positive32(n).map(Some))),
+        clip_norm: d.get(t, "train.clip_norm", word_or("off", None, |n| positive(n).map(Some))),
         steps,
         seed: d.get(t, "train.seed", int(0..=u64::MAX)),
         recompute: d.get(
@@ -184,8 +184,8 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
     }
 }
 
-fn positive32(node: &Node) -> Read<f32> {
-    number32("a number above 0", |x| x > 0.0)(node)
+fn positive(node: &Node) -> Read<f64> {
+    number("a number above 0", |x| x > 0.0)(node)
 }
 
 fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
@@ -207,10 +207,10 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
             .unwrap_or(heads),
         head_dim: d.opt(&t, "train.model.head_dim", int32(1..=1 << 16)).unwrap_or(hidden_size / heads),
         max_position_embeddings: d.get(&t, "train.model.max_position_embeddings", auto(1..=1 << 24)),
-        rms_norm_eps: d.get(&t, "train.model.rms_norm_eps", positive32),
+        rms_norm_eps: d.get(&t, "train.model.rms_norm_eps", positive),
         rope_theta: d.get(&t, "train.model.rope_theta", number("a number above 0", |x| x > 0.0)),
         tie_word_embeddings: d.get(&t, "train.model.tie_word_embeddings", boolean),
-        initializer_range: d.get(&t, "train.model.initializer_range", positive32),
+        initializer_range: d.get(&t, "train.model.initializer_range", positive),
     }
 }
 
@@ -275,7 +275,7 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
         "train.optimizer.name",
         choice(&[("adamw", OptimizerName::Adamw), ("sgd", OptimizerName::Sgd)], &[]),
     );
-    let share = number32("a number from 0 to below 1", |x| (0.0..1.0).contains(&x));
+    let share = number("a number from 0 to below 1", |x| (0.0..1.0).contains(&x));
     let momentum = d.opt(&t, "train.optimizer.momentum", &share);
     OptimizerSpec {
         name,
@@ -287,12 +287,12 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
                 _ => Err(expected(what, node)),
             }
         }),
-        eps: d.get(&t, "train.optimizer.eps", positive32),
+        eps: d.get(&t, "train.optimizer.eps", positive),
         momentum: momentum.unwrap_or(if name == OptimizerName::Sgd { 0.9 } else { 0.0 }),
         weight_decay: d.get(
             &t,
             "train.optimizer.weight_decay",
-            number32("a number of 0 or more", |x| x >= 0.0),
+            number("a number of 0 or more", |x| x >= 0.0),
         ),
         no_decay: d.get(&t, "train.optimizer.no_decay", list("a list of patterns", text)),
     }

@@ -1,0 +1,56 @@
+//! `launch plan` says what each rank will need; a run measures it; both fall with the world as ZeRO promises.
+mod support;
+use std::fs;
+use support::Place;
+
+const JOB: &str = "\
+name: tiny
+train:
+  model: {family: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8, num_attention_heads: 4, vocab_size: 2048}
+  data: {files: [corpus.txt], seq_len: 64}
+  batch: {global: 8, micro: 1}
+  steps: 6
+checkpoint: {every: 3, async: false, gather_16bit_weights_on_model_save: false}
+";
+
+/// Planned and measured peak of the largest rank, bytes.
+fn planned_and_measured(place: &Place, set: &[&str]) -> (f64, f64) {
+    let args: Vec<&str> = ["plan", "job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect();
+    let plan: serde_json::Value = serde_json::from_slice(&place.launch(&args).stdout).expect("a plan");
+    let totals = plan["ranks"].as_array().expect("ranks").iter().map(|r| r["memory"]["total"].as_f64().expect("bytes"));
+    let planned = totals.fold(0.0, f64::max);
+    place.forget_checkpoints();
+    let ran = place.run(set).succeeded();
+    let peaks = ran.kind("step").into_iter().map(|e| e["peak_rss"].as_f64().expect("bytes"));
+    (planned, peaks.fold(0.0, f64::max))
+}
+
+#[test]
+fn the_plan_is_within_ten_per_cent_of_the_run() {
+    let place = Place::new();
+    fs::write(place.path("job.yaml"), JOB).unwrap();
+    let mut measured_by_world = Vec::new();
+    for (world, stage) in [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3), (8, 3)] {
+        let (w, s) = (format!("cluster.workers_per_host={world}"), format!("train.zero.stage={stage}"));
+        let (planned, measured) = planned_and_measured(&place, &[&w, &s]);
+        let ratio = planned / measured;
+        assert!((0.9..=1.1).contains(&ratio), "world {world}, stage {stage}: planned {planned}, measured {measured}, ratio {ratio:.3}");
+        if stage == 3 {
+            measured_by_world.push(measured);
+        }
+    }
+    assert!(measured_by_world.is_sorted_by(|a, b| a > b), "stage 3 needs less with every doubling: {measured_by_world:?}");
+    // States, parameters and gradients of a sharded run are an eighth; activations and buffers stay.
+    assert!(measured_by_world[3] < 0.45 * measured_by_world[0], "{measured_by_world:?}");
+}
+
+#[test]
+fn the_plan_counts_the_background_copy_and_recomputation() {
+    let place = Place::new();
+    fs::write(place.path("job.yaml"), JOB).unwrap();
+    for set in [&["checkpoint.async=true"][..], &["train.recompute=block", "train.batch.micro=4"], &["train.batch.micro=4"], &["train.optimizer.name=sgd"]] {
+        let (planned, measured) = planned_and_measured(&place, set);
+        let ratio = planned / measured;
+        assert!((0.9..=1.1).contains(&ratio), "{set:?}: planned {planned}, measured {measured}, ratio {ratio:.3}");
+    }
+}
