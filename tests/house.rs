@@ -298,7 +298,7 @@ fn code_of(text: &str) -> Vec<(usize, String)> {
 /// A line up to its `//`, unless that stands in a string (an odd number of quotes before it).
 fn without_comment(line: &str) -> &str {
     for (at, _) in line.match_indices("//") {
-        if line[..at].matches('"').count() % 2 == 0 {
+        if line[..at].matches('"').count().is_multiple_of(2) {
             return &line[..at];
         }
     }
