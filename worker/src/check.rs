@@ -18,7 +18,9 @@ use contract::{
 pub struct Judge;
 
 /// Executable, allocator, thread stacks, tokenizer: measured on an idle worker, bytes.
-const PROCESS: u64 = 14 << 20;
+const PROCESS: u64 = 6 << 20;
+/// Aligned windows between a shard and its file, while a checkpoint is written or read, bytes (`ckpt::write_shard`).
+const CHECKPOINT_WINDOWS: u64 = 24 << 20;
 
 impl TrainJudge for Judge {
     fn judge(&self, job: &JobSpec, world: u32, threads: u32) -> Verdict {
@@ -118,6 +120,7 @@ impl Memory<'_> {
             ("operator scratch".into(), self.scratch()),
             ("collectives' staging".into(), self.staging()),
             ("checkpoint copy (async)".into(), copies),
+            ("checkpoint windows".into(), CHECKPOINT_WINDOWS),
             ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
             ("process".into(), PROCESS),
         ];
@@ -138,7 +141,12 @@ impl Memory<'_> {
         if !policy.shard_gradients || self.world == 1 {
             let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
-            let finished = if self.world == 1 { 0 } else { own * 2 };
+            // The finished part of every unit waits for the update; what stage 1 frees in between stays with the allocator.
+            let finished = match (self.world, policy.shard_optimizer) {
+                (1, _) => 0,
+                (_, false) => own,
+                (_, true) => 2 * own,
+            };
             return (0, (whole * buffers(mine, true) + finished) as u64);
         }
         // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
@@ -189,7 +197,8 @@ impl Memory<'_> {
         let shared = 2 * STAGING as u64 * self.world as u64;
         let piece = self.units.iter().map(|u| Partition::new(u, self.world).largest()).max().unwrap_or(0);
         let message = self.units.iter().map(Unit::len).max().unwrap_or(0);
-        let private = if 4 * message > STAGING { (8 * STAGING).max(2 * 4 * piece) } else { 0 };
+        let together = 4 * piece * (self.world - 1);
+        let private = if 4 * message > STAGING { together.min((8 * STAGING).max(2 * 4 * piece)) } else { 0 };
         shared + private as u64
     }
 
