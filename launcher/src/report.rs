@@ -28,8 +28,9 @@ use std::{
 const QUEUE: usize = 1 << 16;
 /// Of them, lines of workers.
 const LINES: usize = 2048;
-/// At the end: how long stdout and stderr may take nothing before what is left is given up.
-const STUCK: Duration = Duration::from_secs(5);
+/// At the end, when no process of the job is left: how long stdout and stderr may take nothing (a pager, a paused
+/// terminal) before what is left is given up.
+const STUCK: Duration = Duration::from_secs(60);
 
 /// How to show a run.
 #[derive(Clone, Debug)]

@@ -84,9 +84,9 @@ impl Rig {
     }
 }
 
-fn sent(commands: &[Command]) -> Vec<&FromAgent> {
-    let send = |c| match c {
-        &Command::Send(ref message) if *message != FromAgent::Beat => Some(message),
+fn sent<'a>(commands: &'a [Command]) -> Vec<&'a FromAgent> {
+    let send = |c: &'a Command| match c {
+        Command::Send(message) if *message != FromAgent::Beat => Some(message),
         _ => None,
     };
     commands.iter().filter_map(send).collect()

@@ -103,6 +103,8 @@ struct Running {
 }
 
 type FromController = mpsc::Receiver<((), Result<Option<ToAgent>, LinkError>)>;
+/// Both ends.
+type Channel<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 type WorkerMessage = (Who, Result<Option<FromWorker>, LinkError>);
 
 struct Driver {
@@ -112,8 +114,8 @@ struct Driver {
     controller: FromController,
     controller_open: bool,
     children: SignalStream,
-    pump_events: (mpsc::Sender<(Rank, u32, PumpEvent)>, mpsc::Receiver<(Rank, u32, PumpEvent)>),
-    worker_messages: (mpsc::Sender<WorkerMessage>, mpsc::Receiver<WorkerMessage>),
+    pump_events: Channel<(Rank, u32, PumpEvent)>,
+    worker_messages: Channel<WorkerMessage>,
     plan: Option<Rc<NodePlan>>,
     shm: Option<OwnedFd>,
     file_limit: process::FileLimit,
@@ -162,10 +164,10 @@ impl Driver {
             let pause = if self.sweeping.is_some() { pause.min(SWEEP_PAUSE) } else { pause };
             let wake = Instant::now() + pause;
             let input = tokio::select! {
-                message = self.controller.recv(), if self.controller_open => self.from_controller(message),
+                message = self.controller.recv(), if self.controller_open => self.on_controller(message),
                 _ = self.children.recv() => Input::Tick,
-                Some((rank, pid, event)) = self.pump_events.1.recv() => self.from_pump(rank, pid, event),
-                Some(message) = self.worker_messages.1.recv() => self.from_worker(message),
+                Some((rank, pid, event)) = self.pump_events.1.recv() => self.on_pump(rank, pid, event),
+                Some(message) = self.worker_messages.1.recv() => self.on_worker(message),
                 () = sleep(wake.saturating_duration_since(Instant::now())) => Input::Tick,
             };
             self.handle(input);
@@ -177,7 +179,7 @@ impl Driver {
 
     // ---- what happened, as the core understands it ----
 
-    fn from_controller(&mut self, message: Option<((), Result<Option<ToAgent>, LinkError>)>) -> Input {
+    fn on_controller(&mut self, message: Option<((), Result<Option<ToAgent>, LinkError>)>) -> Input {
         match message {
             Some(((), Ok(Some(message)))) => Input::Controller(message),
             Some(((), Err(error))) => {
@@ -192,7 +194,7 @@ impl Driver {
         }
     }
 
-    fn from_pump(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> Input {
+    fn on_pump(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> Input {
         match event {
             _ if self.running.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
             PumpEvent::Drained(tail) => Input::Drained { rank, tail },
@@ -200,7 +202,7 @@ impl Driver {
         }
     }
 
-    fn from_worker(&mut self, ((rank, pid), message): WorkerMessage) -> Input {
+    fn on_worker(&mut self, ((rank, pid), message): WorkerMessage) -> Input {
         match message {
             _ if self.running.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
             Ok(Some(message)) => Input::Worker { rank, message },

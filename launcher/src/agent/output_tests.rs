@@ -26,11 +26,9 @@ fn rig(max_size: u64, show: bool) -> Rig {
 impl Rig {
     fn drained(&mut self) -> Vec<String> {
         self.pump.drain();
-        loop {
-            match self.events.blocking_recv() {
-                Some((0, 1, PumpEvent::Drained(tail))) => return tail,
-                other => panic!("{other:?}"),
-            }
+        match self.events.blocking_recv() {
+            Some((0, 1, PumpEvent::Drained(tail))) => tail,
+            other => panic!("{other:?}"),
         }
     }
 

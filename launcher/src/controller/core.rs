@@ -60,6 +60,7 @@ pub(crate) enum Input {
 
 /// What to do.
 #[derive(Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "made and taken apart one at a time, hardly stored")]
 pub(crate) enum Output {
     Tell(NodeId, ToAgent),
     /// Start the workers: every agent has introduced itself.

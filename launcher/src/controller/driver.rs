@@ -21,7 +21,7 @@ use contract::{
     exit,
 };
 use nix::{
-    sys::signal::{Signal, kill},
+    sys::signal::{SigHandler, Signal, kill},
     unistd::Pid,
 };
 use std::{collections::HashMap, io, time::Duration};
@@ -171,7 +171,7 @@ impl Driver {
             let now = self.clock.now();
             let pause = self.core.deadline().map_or(TICK, |at| at.saturating_sub(now).min(TICK));
             tokio::select! {
-                Some((node, message)) = self.messages.1.recv() => self.from_agent(node, message).await,
+                Some((node, message)) = self.messages.1.recv() => self.on_agent(node, message).await,
                 Some(text) = self.talk.1.recv() => self.report.talk(text),
                 input = signals.next() => match input {
                     Some(input) => self.handle(input),
@@ -193,7 +193,7 @@ impl Driver {
         Ok(())
     }
 
-    async fn from_agent(&mut self, node: NodeId, message: Result<Option<FromAgent>, LinkError>) {
+    async fn on_agent(&mut self, node: NodeId, message: Result<Option<FromAgent>, LinkError>) {
         match message {
             Ok(Some(message)) => self.handle(Input::Agent(node, message)),
             Ok(None) => self.bury(node, None).await,
@@ -243,9 +243,9 @@ impl Driver {
         // One look may miss a process that is born while it is taken.
         let mut empty_looks = 0;
         while self.reap() && empty_looks < 2 {
-            let living: Vec<u32> =
-                self.agents.values().filter(|a| a.ended.is_none()).map(|a| a.pid).collect();
-            empty_looks = if kill_descendants(&living).is_empty() { empty_looks + 1 } else { 0 };
+            let living = self.agents.values().filter(|a| a.ended.is_none()).map(|a| a.pid);
+            let spare: Vec<u32> = living.chain(self.foreign.iter().copied()).collect();
+            empty_looks = if kill_descendants(&spare).is_empty() { empty_looks + 1 } else { 0 };
             if self.clock.now() > limit {
                 self.report
                     .talk("launch: some processes do not die of SIGKILL: they hang in the kernel".into());
@@ -327,6 +327,11 @@ impl Driver {
         let seconds = self.clock.now().as_secs_f64();
         let exit_code = outcome.exit_code;
         self.event(Event::Done { exit_code, step: outcome.step, seconds });
+        // Nothing is left to protect: whoever has enough of waiting for a pager may end this process as any other.
+        for caught in [Signal::SIGINT, Signal::SIGTERM] {
+            // SAFETY: the default action runs no code of ours.
+            _ = unsafe { nix::sys::signal::signal(caught, SigHandler::SigDfl) };
+        }
         self.report.finish(report::Summary {
             exit_code,
             stopped: outcome.stopped,

@@ -79,3 +79,67 @@ fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     fs::rename(&temporary, directory.join(name))?;
     File::open(directory)?.sync_all()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use contract::{control::NodePlan, ids::RunId};
+
+    fn plan(run_dir: &Path) -> Plan {
+        let node = NodePlan {
+            job: testing::job(),
+            run: "r1".into(),
+            run_dir: run_dir.into(),
+            epoch: 0,
+            world: 1,
+            workers: Vec::new(),
+            grace_ms: 0,
+        };
+        Plan {
+            run: RunId("r1".into()),
+            run_dir: run_dir.into(),
+            world: 1,
+            nodes: vec![node],
+            warnings: Vec::new(),
+        }
+    }
+
+    fn step(step: u64) -> Event {
+        let (loss, grad_norm, lr) = (0.1 + 0.2, 1.0 / 3.0, 3e-4);
+        Event::Step { step, loss, grad_norm, lr, tokens: 1, tokens_per_s: 2.0, peak_rss: 3 }
+    }
+
+    #[test]
+    fn what_happened_can_be_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = dir.path().join("a/b");
+        let mut journal = Journal::create(&plan(&run_dir), &["launch".into(), "job.yaml".into()]).unwrap();
+        let done = Event::Done { exit_code: 0, step: Some(2), seconds: 1.5 };
+        let events = [step(1), Event::Notice { rank: None, message: "line\nbreak".into() }, step(2), done];
+        events.iter().for_each(|event| journal.event(event).unwrap());
+        let read = |name: &str| -> Vec<Event> {
+            let text = fs::read_to_string(run_dir.join(name)).unwrap();
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        };
+        assert_eq!(read("events.jsonl"), events, "floats too come back with all their bits");
+        assert_eq!(read("metrics.jsonl"), [step(1), step(2)]);
+        let job: serde_json::Value =
+            serde_json::from_slice(&fs::read(run_dir.join("job.json")).unwrap()).unwrap();
+        assert_eq!((&job["run"], &job["command"][1]), (&"r1".into(), &"job.yaml".into()));
+        assert_eq!(serde_json::from_value::<JobSpec>(job["job"].clone()).unwrap(), testing::job());
+        let names: Vec<_> = fs::read_dir(&run_dir).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(names.len(), 3, "no temporary file is left: {names:?}");
+    }
+
+    #[test]
+    fn a_full_disk_is_told_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::create(&plan(dir.path()), &[]).unwrap();
+        journal.events = OpenOptions::new().append(true).open("/dev/full").unwrap();
+        assert!(journal.event(&step(1)).is_err());
+        assert!(journal.event(&step(2)).is_ok());
+        let nowhere = Journal::create(&plan(Path::new("/proc/nowhere")), &[]);
+        assert!(nowhere.is_err());
+    }
+}

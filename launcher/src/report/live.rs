@@ -29,7 +29,7 @@ impl Console {
 
     fn style(template: &str) -> ProgressStyle {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        style.progress_chars("━━ ")
+        style.progress_chars("━╸─")
     }
 
     pub(super) fn is_live(&self) -> bool {

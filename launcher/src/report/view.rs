@@ -21,8 +21,8 @@ use std::{
 const STEP_LINE_EVERY: Duration = Duration::from_secs(10);
 /// Without a terminal: about this many step lines in a run.
 const STEP_LINES: u64 = 20;
-/// Weight of the newest step in the average time of a step.
-const NEWEST: f64 = 0.1;
+/// The time of a step is averaged over about this many seconds.
+const PACE_SECONDS: f64 = 10.0;
 
 /// What is known of the run so far, and where it is shown.
 pub(super) struct View {
@@ -149,8 +149,10 @@ impl View {
         self.curve.push(*step, *loss);
         let now = Instant::now();
         if let Some((before, at)) = self.last_step {
-            let each = (now - at).as_secs_f64() / step.saturating_sub(before).max(1) as f64;
-            self.pace = if self.pace == 0.0 { each } else { self.pace + NEWEST * (each - self.pace) };
+            let took = (now - at).as_secs_f64();
+            let each = took / step.saturating_sub(before).max(1) as f64;
+            let weight = if self.pace == 0.0 { 1.0 } else { 1.0 - (-took / PACE_SECONDS).exp() };
+            self.pace += weight * (each - self.pace);
         }
         self.last_step = Some((*step, now));
         self.numbers = format!("loss {loss:.4}  {} tokens/s", short(*tokens_per_s));
