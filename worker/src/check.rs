@@ -19,6 +19,8 @@ pub struct Judge;
 
 /// Executable, allocator, thread stacks, tokenizer: measured on an idle worker, bytes.
 const PROCESS: u64 = 6 << 20;
+/// Chunks of a peer's slots that streaming collectives read, bytes.
+const PEER_CHUNKS: usize = 1 << 20;
 /// Aligned windows between a shard and its file, while a checkpoint is written or read, bytes (`ckpt::write_shard`).
 const CHECKPOINT_WINDOWS: u64 = 24 << 20;
 
@@ -120,7 +122,7 @@ impl Memory<'_> {
             ("operator scratch".into(), self.scratch()),
             ("collectives' staging".into(), self.staging()),
             ("checkpoint copy (async)".into(), copies),
-            ("checkpoint windows".into(), CHECKPOINT_WINDOWS),
+            ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(4 * own * (1 + states))),
             ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
             ("process".into(), PROCESS),
         ];
@@ -193,8 +195,9 @@ impl Memory<'_> {
         if self.world == 1 {
             return 0;
         }
-        // Every rank's two slots are mapped and touched; what exceeds a slot is put together in private memory.
-        let shared = 2 * STAGING as u64 * self.world as u64;
+        // This rank's two slots, and of each peer's the chunks that are read; what exceeds a slot is put together in
+        // private memory.
+        let shared = (2 * STAGING + (self.world - 1) * PEER_CHUNKS) as u64;
         let piece = self.units.iter().map(|u| Partition::new(u, self.world).largest()).max().unwrap_or(0);
         let message = self.units.iter().map(Unit::len).max().unwrap_or(0);
         let together = 4 * piece * (self.world - 1);
