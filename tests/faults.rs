@@ -1,4 +1,5 @@
 //! kill -9 at every write, fsync and rename of a save: the next start goes on bit-equal from a complete checkpoint.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;
 use support::{Place, files_below};

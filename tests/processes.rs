@@ -2,6 +2,7 @@
 //!
 //! Every process of a job inherits a marker in its environment, by which it is found in `/proc` whatever became of its
 //! parents, group and session.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
 use nix::{
     fcntl::OFlag,
     pty::{grantpt, posix_openpt, ptsname_r, unlockpt},

@@ -1,4 +1,5 @@
 //! What a run leaves is what the rest of the world reads: real `transformers` loads the gathered folder and finds the loss that we report.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;
 use std::{

@@ -7,5 +7,5 @@ mod frame;
 mod tasks;
 
 pub(crate) use clock::Clock;
-pub(crate) use frame::LinkError;
+pub(crate) use frame::{LinkError, encode};
 pub(crate) use tasks::{Outbox, Priority, read_into, write_from};

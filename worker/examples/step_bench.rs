@@ -6,7 +6,6 @@ mod common;
 use common::*;
 use contract::job::{ModelSpec, Recompute};
 use std::{sync::Arc, time::Instant};
-use worker::stages::Cursor;
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
@@ -28,7 +27,7 @@ fn main() {
         spec.recompute = Recompute::Block;
     }
     let comm = Arc::new(comm::local::group(1).remove(0));
-    let mut running = build(&spec, comm, threads as usize).start(Cursor::default());
+    let mut running = build(&spec, comm, threads as usize).fresh();
     steps(&mut running, 2);
     let flops = running.trainer.model.flops_per_token(256);
     let mut rates: Vec<f64> = (0..8)

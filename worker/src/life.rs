@@ -8,7 +8,7 @@ use crate::{
     resume::resume,
     save::{Identity, Saver, total_bytes},
     session::{Session, inherited},
-    stages::{Cursor, ScheduleBound, Spec},
+    stages::{ScheduleBound, Spec},
     state::model_card,
     train::{
         run::{HeldOut, Run, run},
@@ -111,8 +111,11 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
     let identity = identity(&bound, train, welcome, &tokenizer, &samples);
     let mut saver =
         Saver::new(root.clone(), job.checkpoint.clone(), identity, resumed.as_ref().map(|r| r.path.clone()));
-    let start = resumed.map_or(Cursor::default(), |r| r.cursor);
-    let mut running = bound.start(start);
+    let mut running = match resumed {
+        Some(r) => bound.resumed(r.cursor),
+        None => bound.fresh(),
+    };
+    let start = running.at;
     session.at_step(start.step);
     if leader {
         let tokens_per_step = running.trainer.global_batch() * u64::from(train.data.seq_len);
@@ -183,7 +186,7 @@ impl Samples {
                 mine = Some(open());
             }
             let said = match &mine {
-                Some(Err(e)) => format!("{}", e.message),
+                Some(Err(e)) => e.message.clone(),
                 _ => String::new(),
             };
             let all = comm.all_gather_bytes(said.as_bytes())?;

@@ -29,7 +29,7 @@ pub struct Parameters {
     units: Vec<Unit>,
 }
 
-/// Stage 3: this rank holds its part of every parameter, initialised.
+/// Stage 3: this rank has memory for its part of every parameter.
 pub struct Sharded {
     train: TrainSpec,
     model: Arc<dyn Model>,
@@ -116,16 +116,13 @@ impl Parameters {
         self.units.iter().map(|u| u.len() as u64).sum()
     }
 
-    /// Allocates and initialises this rank's part.
+    /// Allocates this rank's part, all zeros.
     pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<Sharded> {
         let train = self.train;
         let queue = Queue::new(comm).map_err(|e| Error::cluster(format!("communication thread: {e}")))?;
         let policy = Policy::of_stage(train.zero.stage);
         let slots = (train.batch.global / train.batch.micro) as usize;
         let engine = Engine::new(self.units, policy, slots, train.zero.prefetch as usize, queue, ops.clone());
-        for u in 0..engine.shards.len() {
-            initialise(&engine, u, train.seed);
-        }
         Ok(Sharded { train, model: self.model, engine, ops })
     }
 }
@@ -186,8 +183,17 @@ impl ScheduleBound {
         &self.train
     }
 
-    /// Ready to take steps from `at` on.
-    pub fn start(self, at: Cursor) -> Running {
+    /// Initialises the parameters; ready to take steps from step 0 on.
+    pub fn fresh(self) -> Running {
+        let engine = &self.trainer.engine;
+        for u in 0..engine.shards.len() {
+            initialise(engine, u, self.train.seed);
+        }
+        self.resumed(Cursor::default())
+    }
+
+    /// Ready to take steps from `at` on, with the state that was loaded.
+    pub fn resumed(self, at: Cursor) -> Running {
         Running { trainer: self.trainer, train: self.train, at }
     }
 }

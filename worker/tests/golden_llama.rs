@@ -1,4 +1,5 @@
 //! Logits, loss, every gradient and ten AdamW steps against real transformers and torch (tests/golden/llama/README.md).
+#![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
 use contract::job::{ModelSpec, ScheduleName, TrainSpec};
@@ -8,7 +9,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 use worker::{
     error::Result,
     model::Batch,
-    stages::{Cursor, Running},
+    stages::Running,
     train::step::{Source, Word},
 };
 
@@ -107,7 +108,7 @@ fn params(running: &Running, mut f: impl FnMut(&str, &[f32])) {
 
 fn with_golden_weights(case: &Case) -> Running {
     let comm = Arc::new(comm::local::group(1).remove(0));
-    let running = build(&case.spec, comm, 1).start(Cursor::default());
+    let running = build(&case.spec, comm, 1).fresh();
     let engine = &running.trainer.engine;
     for (u, s) in engine.shards.iter().enumerate() {
         engine.with_resident(u, |p| {

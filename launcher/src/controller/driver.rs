@@ -10,7 +10,7 @@ use crate::{
         self,
         descendants::{children, kill_descendants},
     },
-    link::{Clock, LinkError, Outbox, Priority, read_into, write_from},
+    link::{Clock, LinkError, Outbox, Priority, encode, read_into, write_from},
     plan::Plan,
     report::{self, Report},
     transport::{Local, Transport},
@@ -308,7 +308,14 @@ impl Driver {
             if let Some(port) = port {
                 plan.workers.iter_mut().for_each(|w| super::port::set(&mut w.env, port));
             }
-            self.tell(node, ToAgent::Start(plan));
+            let start = ToAgent::Start(plan);
+            match encode(&start) {
+                Ok(_) => self.tell(node, start),
+                Err(error) => {
+                    self.kill_agent(node);
+                    self.handle(Input::AgentGone { node, how: format!("can't be told its plan: {error}") });
+                }
+            }
         }
     }
 

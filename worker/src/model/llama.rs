@@ -55,13 +55,13 @@ pub(super) fn build(spec: &ModelSpec) -> Result<Box<dyn Model>, String> {
     if let Some((name, _)) = positive.iter().find(|(_, n)| *n == 0) {
         return Err(format!("{name} must be at least 1"));
     }
-    if spec.num_attention_heads % spec.num_key_value_heads != 0 {
+    if !spec.num_attention_heads.is_multiple_of(spec.num_key_value_heads) {
         return Err(format!(
             "num_key_value_heads {} does not divide num_attention_heads {}",
             spec.num_key_value_heads, spec.num_attention_heads
         ));
     }
-    if spec.head_dim % 2 != 0 {
+    if !spec.head_dim.is_multiple_of(2) {
         return Err(format!("head_dim {} is odd; rotary embedding needs pairs", spec.head_dim));
     }
     let (cos, sin) = rotary_tables(spec);

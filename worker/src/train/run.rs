@@ -90,7 +90,7 @@ fn word(run: &Run, saver: &Saver, last_save: Instant) -> Word {
 }
 
 fn due(run: &Run, step: u64) -> bool {
-    matches!(run.job.checkpoint.every, Every::Steps(n) if n > 0 && step % n == 0)
+    matches!(run.job.checkpoint.every, Every::Steps(n) if step.is_multiple_of(n))
 }
 
 fn is_finite(outcome: &Outcome) -> bool {
@@ -127,7 +127,7 @@ fn step_event(running: &Running, outcome: &Outcome, lr: f64, took: Duration) -> 
 fn evaluate(running: &mut Running, run: &Run) -> Result<()> {
     let Some(h) = &run.held_out else { return Ok(()) };
     let step = running.at.step;
-    if step % h.every != 0 && step != running.train().steps {
+    if !step.is_multiple_of(h.every) && step != running.train().steps {
         return Ok(());
     }
     run.session.phase(Phase::Evaluating)?;

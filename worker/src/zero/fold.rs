@@ -22,8 +22,9 @@ impl Run {
 
     /// The parent run when `self` (left) and `right` are siblings.
     pub fn merge(self, right: Run) -> Option<Run> {
-        let siblings =
-            self.len == right.len && self.start % (2 * self.len) == 0 && right.start == self.start + self.len;
+        let siblings = self.len == right.len
+            && self.start.is_multiple_of(2 * self.len)
+            && right.start == self.start + self.len;
         siblings.then_some(Run { start: self.start, len: 2 * self.len })
     }
 }

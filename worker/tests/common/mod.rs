@@ -8,7 +8,7 @@ use std::sync::Arc;
 use worker::{
     error::Result,
     model::Batch,
-    stages::{Cursor, Running, ScheduleBound, Spec},
+    stages::{Running, ScheduleBound, Spec},
     train::step::{Outcome, Source, Word},
 };
 
@@ -126,7 +126,7 @@ pub(crate) fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
 
 /// Losses and norms of a fresh run; all ranks must agree.
 pub(crate) fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) -> Vec<(u64, u64)> {
-    let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).start(Cursor::default()), n));
+    let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).fresh(), n));
     assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
     all.into_iter().next().unwrap()
 }
