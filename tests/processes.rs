@@ -634,6 +634,19 @@ fn a_training_job_shows_itself_on_a_terminal() {
 }
 
 #[test]
+fn a_training_job_is_told_in_few_plain_lines() {
+    let ended = Job::training(100).run(&[]);
+    assert_eq!((ended.code(), ended.stdout.as_str()), (0, ""), "{}", ended.stderr);
+    let steps: Vec<&str> = ended.stderr.lines().filter(|line| line.starts_with("step ")).collect();
+    assert!((20..40).contains(&steps.len()), "{}", ended.stderr);
+    assert!(
+        steps[0].starts_with("step 1/100  loss ")
+            && steps[steps.len() - 1].starts_with("step 100/100  loss ")
+    );
+    assert!(!ended.stderr.contains('\x1b') && !ended.stderr.contains('\r'), "{}", ended.stderr);
+}
+
+#[test]
 fn interrupt_saves_training_and_the_same_command_goes_on() {
     let job = Job::training(100_000);
     let mut running = job.start(&["--json"]);
