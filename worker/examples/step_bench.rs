@@ -1,6 +1,7 @@
 //! Where the time of a step goes, without launcher and data: tokens/s of docs/benchmarks' model in one process.
 //!
 //!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
+#![allow(clippy::unwrap_used)] // a benchmark
 #[path = "../tests/common/mod.rs"]
 mod common;
 use common::*;

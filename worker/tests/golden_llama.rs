@@ -165,7 +165,7 @@ fn logits(running: &Running) -> Vec<f32> {
         norm.into(),
         m,
         d,
-        running.train().model.rms_norm_eps,
+        running.train().model.rms_norm_eps as f32,
     );
     let head = weights.get("lm_head.weight").unwrap_or(&weights["model.embed_tokens.weight"]).as_slice();
     t.ops.matmul_forward(out.view_mut(), normed.view(), head.into(), m, v, d, Write::Set);

@@ -181,8 +181,8 @@ mod tests {
             let mut owner = FoldStack::new(1);
             for w in cuts.windows(2) {
                 let mut rank = FoldStack::new(1);
-                for s in w[0]..w[1] {
-                    rank.push_owned(&ops, Run::slot(s), one(x[s]));
+                for (s, &v) in x.iter().enumerate().take(w[1]).skip(w[0]) {
+                    rank.push_owned(&ops, Run::slot(s), one(v));
                 }
                 let runs: Vec<Run> = rank.partials().map(|(r, _)| r).collect();
                 prop_assert_eq!(runs, maximal_runs(w[0]..w[1]));

@@ -185,7 +185,8 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
 }
 
 fn positive(node: &Node) -> Read<f64> {
-    number("a number above 0", |x| x > 0.0)(node)
+    // Kernels compute in f32: it must neither vanish nor overflow there.
+    number("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
 }
 
 fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
