@@ -101,6 +101,95 @@ fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
 }
 
 #[test]
+fn sigusr1_saves_and_the_run_goes_on() {
+    let place = Place::new();
+    let long = "train.steps=300";
+    let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
+    place.forget_checkpoints();
+    let mut child = place.start(&[long, "checkpoint.every=never"]);
+    let mut reader = BufReader::new(child.stdout.take().expect("piped"));
+    let mut out = wait_for(&mut reader, "step", 3);
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGUSR1).expect("it runs");
+    reader.read_to_string(&mut out).expect("readable");
+    let status = child.wait().expect("it ends");
+    let ran =
+        Ran::of(&std::process::Output { status, stdout: out.into_bytes(), stderr: Vec::new() }).succeeded();
+    assert_eq!(ran.losses(), whole);
+    let saved: Vec<u64> = ran.kind("checkpoint").iter().map(|e| e["step"].as_u64().unwrap()).collect();
+    assert_eq!(saved.len(), 2, "one when asked, one at the end: {saved:?}");
+    assert!(saved[0] < 300 && saved[1] == 300, "{saved:?}");
+}
+
+#[test]
+fn json_lines_and_a_tokenizer_file_with_held_out_documents() {
+    let place = Place::new();
+    let lines = (0..300).map(|i| {
+        format!("{{\"id\": {i}, \"body\": \"line {i} of \\u00e9t\\u00e9 and snow {}\"}}\n", i * 7 % 13)
+    });
+    fs::write(place.path("data.jsonl"), lines.collect::<String>()).unwrap();
+    let words = ["line", "of", "and", "snow", "été", "<|endoftext|>", "?"];
+    let vocabulary: serde_json::Map<_, _> =
+        words.iter().enumerate().map(|(i, w)| (w.to_string(), i.into())).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null, "decoder": null,
+        "added_tokens": [{"id": 5, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false,
+                          "normalized": false, "special": true}],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
+    });
+    fs::write(place.path("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let set = [
+        "train.data={files: [data.jsonl], field: body, tokenizer: tokenizer.json, seq_len: 24, held_out: 0.2}",
+        "train.eval={every: 10, samples: 8}",
+        "train.steps=30",
+        "checkpoint.gather_16bit_weights_on_model_save=true",
+    ];
+    let ran = place.run(&set).succeeded();
+    let loss = |kind: &str, i: usize| ran.kind(kind)[i]["loss"].as_f64().unwrap();
+    assert!(
+        (loss("step", 0) - (words.len() as f64).ln()).abs() < 0.2,
+        "seven words are guessed at first: {}",
+        loss("step", 0)
+    );
+    assert!(loss("eval", 2) < loss("eval", 0), "the held-out loss falls too");
+    let written = fs::read(place.checkpoints().join("weights/tokenizer.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<serde_json::Value>(&written).unwrap(), tokenizer);
+    let wrong = place.run(&["train.data={files: [data.jsonl], field: text, seq_len: 24}"]);
+    assert_eq!(wrong.code, 2, "{}", wrong.stderr);
+    assert!(wrong.stderr.contains("data.jsonl:1") && wrong.stderr.contains("text"), "{}", wrong.stderr);
+}
+
+#[test]
+fn a_full_disk_is_found_out_before_the_first_step() {
+    let place = Place::new();
+    let mount = place.path("small");
+    fs::create_dir(&mount).unwrap();
+    let flags = nix::mount::MsFlags::empty();
+    if nix::mount::mount(Some("none"), &mount, Some("tmpfs"), flags, Some("size=64k")).is_err() {
+        return skipped("a_full_disk_is_found_out_before_the_first_step", "mounting needs root");
+    }
+    let ran = place.run(&["checkpoint.dir=small"]);
+    nix::mount::umount(&mount).unwrap();
+    assert_eq!(ran.code, 3, "{}", ran.stderr);
+    assert!(ran.losses().is_empty());
+    let cause = ran.cause();
+    assert!(cause.contains("small") && cause.contains("free"), "{cause}");
+}
+
+/// Says that a test was skipped; with `LAUNCH_TEST_REQUIRE=all` that is a failure.
+fn skipped(test: &str, why: &str) {
+    assert!(
+        std::env::var_os("LAUNCH_TEST_REQUIRE").is_none_or(|v| v != "all"),
+        "{test} can't be skipped: {why}"
+    );
+    if let Some(list) = std::env::var_os("LAUNCH_TEST_SKIPS") {
+        let mut file = fs::OpenOptions::new().create(true).append(true).open(list).unwrap();
+        std::io::Write::write_all(&mut file, format!("{test}: {why}\n").as_bytes()).unwrap();
+    }
+    eprintln!("skipped {test}: {why}");
+}
+
+#[test]
 fn a_finished_run_has_nothing_left_to_do_and_can_be_made_longer() {
     let place = Place::new();
     place.run(&["checkpoint.gather_16bit_weights_on_model_save=true"]).succeeded();

@@ -47,8 +47,9 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
         let missing = data::count_files(&eval.files, dir).err();
         v.problems.extend(missing.map(|e| finding("train.eval.files", e.to_string(), e.hint())));
     }
-    let Ok(facts) = facts else { return };
-    let vocab = facts.vocab_size;
+    // Without the data the model can still be judged, all but its vocabulary.
+    let (vocab, tokens) =
+        facts.as_ref().map_or((train.model.vocab_size.max(1), 0), |f| (f.vocab_size, f.tokens));
     let spec = match resolve(&train.model, vocab, train.data.seq_len) {
         Ok(spec) => spec,
         Err(e) => return v.problems.push(finding("train.model", e.message, None)),
@@ -62,6 +63,9 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
     if let Err(e) = no_decay_set(&train.optimizer.no_decay, &units) {
         v.problems.push(finding("train.optimizer.no_decay", e, None));
     }
+    if facts.is_err() {
+        return;
+    }
     let slots = train.batch.global / train.batch.micro;
     if slots < world {
         let message = format!(
@@ -74,7 +78,6 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
             Some("raise batch.global or lower batch.micro".into()),
         ));
     }
-    let tokens = facts.tokens;
     let m = Memory {
         job,
         train,
