@@ -4,10 +4,11 @@
 use crate::error::{Error, Result};
 use comm::Comm;
 use contract::{
-    control::{FromWorker, MAX_FRAME, ToWorker, VERSION, Welcome},
+    control::{FromWorker, ToWorker, VERSION, Welcome},
     env,
     event::{Event, Phase},
     exit::WorkerExit,
+    frame,
 };
 use std::{
     io::{Read, Write},
@@ -154,35 +155,25 @@ impl Session {
     }
 
     fn send(&self, message: &FromWorker) -> Result<()> {
-        let body =
-            rmp_serde::to_vec_named(message).map_err(|e| Error::failed(format!("control message: {e}")))?;
-        let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME);
-        let length =
-            length.ok_or_else(|| Error::failed(format!("control message of {} bytes", body.len())))?;
-        let mut frame = length.to_le_bytes().to_vec();
-        frame.extend(body);
+        let frame = frame::encode(message).map_err(unreadable)?;
         self.write.lock().unwrap_or_else(PoisonError::into_inner).write_all(&frame).map_err(broken)
     }
 }
 
 /// One message; `None` when the agent closed the link.
 fn receive(read: &mut UnixStream) -> Result<Option<ToWorker>> {
-    let mut header = [0; 4];
+    let mut header = [0; frame::HEADER];
     match read.read_exact(&mut header) {
         Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
         other => other.map_err(broken)?,
     }
-    let length = u32::from_le_bytes(header);
-    if length > MAX_FRAME {
-        return Err(Error::failed(format!(
-            "the agent announced a message of {length} bytes; the limit is {MAX_FRAME}"
-        )));
-    }
-    let mut body = vec![0; length as usize];
+    let mut body = vec![0; frame::body_length(header).map_err(unreadable)? as usize];
     read.read_exact(&mut body).map_err(broken)?;
-    rmp_serde::from_slice(&body)
-        .map(Some)
-        .map_err(|e| Error::failed(format!("unreadable message of the agent: {e}")))
+    frame::decode(&body).map(Some).map_err(unreadable)
+}
+
+fn unreadable(e: frame::LinkError) -> Error {
+    Error::failed(format!("the link to the agent: {e}"))
 }
 
 fn broken(e: std::io::Error) -> Error {

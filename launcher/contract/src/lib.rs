@@ -5,6 +5,7 @@ pub mod control;
 pub mod env;
 pub mod event;
 pub mod exit;
+pub mod frame;
 pub mod ids;
 pub mod job;
 pub mod judge;

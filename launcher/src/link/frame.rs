@@ -1,60 +1,8 @@
-//! One frame: length, then body.
-use contract::control::MAX_FRAME;
-use serde::{Serialize, de::DeserializeOwned};
-use std::{fmt, io};
+//! Frames over an asynchronous stream.
+use contract::frame::{HEADER, body_length, decode};
+pub(crate) use contract::frame::{LinkError, encode};
+use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt};
-
-/// Bytes of the length before each body.
-pub(crate) const HEADER: usize = 4;
-
-/// Why a control connection can't go on.
-#[derive(Debug)]
-pub(crate) enum LinkError {
-    Io(io::Error),
-    /// The announced or needed length is over [`MAX_FRAME`].
-    TooLong(u64),
-    /// The stream ended inside a frame.
-    Truncated,
-    /// The body is not a message of this connection.
-    Malformed(String),
-}
-
-impl fmt::Display for LinkError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            LinkError::Io(error) => write!(f, "the control connection failed: {error}"),
-            LinkError::TooLong(n) => write!(
-                f,
-                "a control message of {n} bytes is over the limit of {MAX_FRAME} bytes (is the other side `launch`?)"
-            ),
-            LinkError::Truncated => write!(f, "the control connection ended in the middle of a message"),
-            LinkError::Malformed(why) => write!(f, "a control message could not be read: {why}"),
-        }
-    }
-}
-
-impl std::error::Error for LinkError {}
-
-/// The whole frame of `message`.
-pub(crate) fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, LinkError> {
-    let body = rmp_serde::to_vec_named(message).map_err(|e| LinkError::Malformed(e.to_string()))?;
-    let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME);
-    let Some(length) = length else { return Err(LinkError::TooLong(body.len() as u64)) };
-    let mut frame = Vec::with_capacity(HEADER + body.len());
-    frame.extend_from_slice(&length.to_le_bytes());
-    frame.extend_from_slice(&body);
-    Ok(frame)
-}
-
-/// The message in a frame's body; the body must hold it and nothing else.
-pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, LinkError> {
-    let mut rest = body;
-    let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(|e| LinkError::Malformed(e.to_string()))?;
-    match rest.len() {
-        0 => Ok(message),
-        n => Err(LinkError::Malformed(format!("{n} bytes follow the message"))),
-    }
-}
 
 /// Reads one frame; `None` where the stream ends between two frames. Not cancel-safe: belongs in a task of its own.
 pub(crate) async fn read<R, T>(stream: &mut R) -> Result<Option<T>, LinkError>
@@ -71,10 +19,7 @@ where
             n => have += n,
         }
     }
-    let length = u32::from_le_bytes(header);
-    if length > MAX_FRAME {
-        return Err(LinkError::TooLong(u64::from(length)));
-    }
+    let length = body_length(header)?;
     // The buffer grows with what really arrives: a lying length costs the liar, not us.
     let mut body = Vec::new();
     stream.take(u64::from(length)).read_to_end(&mut body).await.map_err(LinkError::Io)?;
@@ -87,7 +32,7 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::control::{FromAgent, FromWorker, ToAgent, ToWorker};
+    use contract::control::{FromAgent, FromWorker, MAX_FRAME, ToAgent, ToWorker};
     use proptest::prelude::*;
 
     fn block<F: Future>(future: F) -> F::Output {
