@@ -9,7 +9,7 @@ use crate::{
 use ckpt::{Checkpoint, Facts};
 use contract::{
     event::Event,
-    job::{JobSpec, ResumeFrom},
+    job::{JobSpec, ResumeFrom, ScheduleName},
 };
 use std::path::{Path, PathBuf};
 
@@ -155,6 +155,14 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
     }
     if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data) {
         out.push("the training data is not what the checkpoint was trained on: sample numbers go on, their content differs".into());
+    }
+    if train.schedule.name != ScheduleName::Constant
+        && let Some(steps) = facts.job["train"]["steps"].as_u64().filter(|s| *s != train.steps)
+    {
+        out.push(format!(
+            "train.steps is {} here and {steps} in the checkpoint: the learning rate falls along another curve from now on",
+            train.steps
+        ));
     }
     let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let here = bound.trainer.optimizer.groups(&units);

@@ -158,7 +158,9 @@ fn changed_settings_are_told() {
     let mut changed = spec(1);
     changed.optimizer.weight_decay = 0.2;
     changed.seed = 8;
+    changed.steps = 30;
     let (_, events) = resume_and_train(&changed, 2, dir.path());
     assert!(events.iter().any(|e| e.contains("weight_decay 0.2 (checkpoint: 0.1)")), "{events:?}");
     assert!(events.iter().any(|e| e.contains("seed is 8 here and 7")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("steps is 30 here and 20")), "{events:?}");
 }

@@ -55,6 +55,7 @@ proptest! {
         let (mut spec, _) = job(JOBS[1], &[]);
         let train = spec.train.as_mut().expect("train");
         (train.optimizer.lr, train.optimizer.weight_decay, train.optimizer.eps, train.seed) = (lr, decay, eps, seed);
+        train.schedule.name = contract::job::ScheduleName::Linear;
         train.schedule.min_lr = lr / 3.0;
         prop_assert_eq!(&job(&spec.to_yaml(), &[]).0, &spec);
     }

@@ -144,7 +144,7 @@ pub static KEYS: &[Key] = &[
     key("train.optimizer.weight_decay", "number of 0 or more", "0.1"),
     key("train.optimizer.no_decay", "list of patterns", "[\"*norm*\", \"*.bias\"]"),
     section("train.schedule"),
-    key("train.schedule.name", "`cosine`, `linear`, `constant` or `wsd`", "cosine"),
+    key("train.schedule.name", "`cosine`, `linear`, `constant` or `wsd`", "constant"),
     key("train.schedule.warmup_steps", "integer of 0 or more", "0").or(&["warmup_num_steps"]),
     computed("train.schedule.min_lr", "number of 0 or more", "a tenth of `optimizer.lr`"),
     computed("train.schedule.decay_steps", "integer of 1 or more", "a fifth of `steps` with `wsd`"),
