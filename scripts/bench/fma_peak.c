@@ -1,5 +1,6 @@
 // Measured f32 FMA peak of this machine: `fma_peak THREADS SECONDS` prints GFLOP/s of all threads together.
-// Twelve independent chains of vector FMAs per thread, nothing but registers.
+// Twelve independent chains of vector FMAs per thread, nothing but registers; the best slice of each thread, so that neighbours
+// on a shared machine don't lower the limit.
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,18 +29,20 @@ static void *work(void *result) {
     for (int i = 0; i < CHAINS; i++) a[i] = x * (float)i;
     __asm__ volatile("" : "+v"(x), "+v"(y));
     pthread_barrier_wait(&start);
-    double began = now(), done = 0, at;
+    double began = now(), best = 0, from, at = began;
     do {
+        from = at;
         for (int n = 0; n < 1000000; n++)
 #pragma GCC unroll 12
             for (int i = 0; i < CHAINS; i++) {
                 a[i] = a[i] * x + y;
                 __asm__ volatile("" : "+v"(a[i]));
             }
-        done += 2.0 * LANES * CHAINS * 1e6;
         at = now();
+        double rate = 2.0 * LANES * CHAINS * 1e6 / (at - from) * 1e-9;
+        if (rate > best) best = rate;
     } while (at - began < seconds_wanted);
-    *(double *)result = done / (at - began) * 1e-9;
+    *(double *)result = best;
     return NULL;
 }
 
