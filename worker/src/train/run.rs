@@ -78,14 +78,12 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
 
 fn word(run: &Run, saver: &Saver, last_save: Instant) -> Word {
     let timed = match run.job.checkpoint.every {
-        Every::Duration(ms) => run.leader && last_save.elapsed() >= Duration::from_millis(ms),
+        Every::Duration(ms) => last_save.elapsed() >= Duration::from_millis(ms),
         Every::Never | Every::Steps(_) => false,
     };
-    let bits = [
-        (STOP, run.session.asks.stop()),
-        (SAVE, run.session.asks.take_save() || timed),
-        (WRITING, saver.writing()),
-    ];
+    // One ask reaches the ranks at slightly different moments: only the leader's counts, or it would be answered twice.
+    let save = run.leader && (run.session.asks.take_save() || timed);
+    let bits = [(STOP, run.session.asks.stop()), (SAVE, save), (WRITING, saver.writing())];
     Word { flags: bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum(), peak_rss: peak_rss() }
 }
 
