@@ -87,14 +87,14 @@ pub fn check_fits(ckpt: &Checkpoint, units: &[Unit], optimizer: &OptimizerSpec) 
 
 /// Brings resident copies up to date after every rank has read its part. Collective.
 pub fn spread(bound: &mut ScheduleBound) -> Result<()> {
-    let (engine, optimizer) = (&bound.trainer.engine, &mut bound.trainer.optimizer);
+    let (engine, optimizer) = (&mut bound.trainer.engine, &mut bound.trainer.optimizer);
     for u in 0..engine.shards.len() {
-        engine.publish(u)?;
+        engine.publish(u);
         if !engine.policy.shard_optimizer {
             spread_states(engine, optimizer, u)?;
         }
     }
-    Ok(())
+    Ok(engine.settle()?)
 }
 
 /// Reads the owned range of every vector of every unit.

@@ -322,6 +322,7 @@ impl Trainer {
                 self.engine.recycle(u, own);
             }
         }
+        self.engine.settle()?;
         Ok(outcome)
     }
 
@@ -336,7 +337,10 @@ impl Trainer {
             optimizer.update(ops, u, unit, p, grad.view(), facts);
         });
         self.engine.recycle(u, grad);
-        if replicated { Ok(()) } else { Ok(self.engine.publish(u)?) }
+        if !replicated {
+            self.engine.publish(u);
+        }
+        Ok(())
     }
 
     /// L2 norm of the summed gradient: fixed blocks of logical tensors, then one fixed tree.

@@ -60,6 +60,8 @@ pub struct Engine {
     /// Gathers under way, oldest first.
     gathering: VecDeque<(usize, Ticket<Buf>)>,
     reducing: VecDeque<Ticket<()>>,
+    /// Updated parts on their way to all ranks.
+    publishing: Vec<Ticket<()>>,
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -99,6 +101,7 @@ impl Engine {
             ahead: VecDeque::new(),
             gathering: VecDeque::new(),
             reducing: VecDeque::new(),
+            publishing: Vec::new(),
         }
     }
 
@@ -291,18 +294,24 @@ impl Engine {
         })
     }
 
-    /// After the owners changed their parts: brings the resident parameters of unit `u` up to date everywhere.
-    pub fn publish(&self, u: usize) -> Result<()> {
+    /// After the owners changed their parts of unit `u`: starts to bring the resident parameters up to date everywhere.
+    /// [`Engine::settle`] waits for it.
+    pub fn publish(&mut self, u: usize) {
         if self.policy.shard_parameters || self.world == 1 {
-            return Ok(());
+            return;
         }
         let (shards, own) = (self.shards.clone(), self.own(u));
-        self.queue.run(move |comm: &dyn Comm| {
+        self.publishing.push(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut params = s.params.write().unwrap_or_else(PoisonError::into_inner);
             let mine = Buf::from_slice(&params.host()[own]);
             comm.all_gather(params.view_mut(), mine.view(), s.part.counts())
-        })
+        }));
+    }
+
+    /// Waits until everything published is everywhere.
+    pub fn settle(&mut self) -> Result<()> {
+        self.publishing.drain(..).try_for_each(Ticket::wait)
     }
 }
 
