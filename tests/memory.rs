@@ -28,7 +28,9 @@ fn planned_and_measured(place: &Place, set: &[&str]) -> (f64, f64) {
     place.forget_checkpoints();
     let ran = place.run(set).succeeded();
     let peaks = ran.kind("step").into_iter().map(|e| e["peak_rss"].as_f64().expect("bytes"));
-    (planned, peaks.fold(0.0, f64::max))
+    let measured = peaks.fold(0.0, f64::max);
+    println!("{set:?}: planned {planned}, measured {measured}, ratio {:.3}", planned / measured);
+    (planned, measured)
 }
 
 #[test]
