@@ -7,6 +7,7 @@ mod core;
 mod driver;
 mod journal;
 mod port;
+mod store;
 
 pub(crate) use cause::advice;
 

@@ -22,6 +22,7 @@ fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
             workers_per_host: Count::Auto,
             devices: Devices::Cpu,
             master_port: MasterPort::Auto,
+            store: StoreHost::Agent,
         },
         run: RunSpec {
             command: None,

@@ -238,6 +238,7 @@ mod tests {
             cpus: (0..8).collect(),
             quota: None,
             memory: 8 << 30,
+            chosen: Vec::new(),
         };
         let plan = crate::plan::plan(&job, &facts, &unnamed_run()).expect("a plan");
         Prepared { job, facts, plan, verdict, warnings }

@@ -3,7 +3,8 @@ use super::{
     Options,
     core::{Core, Input, NodeId, Outcome, Output, Stop},
     journal::Journal,
-    port::Port,
+    port::Rendezvous,
+    store::Server,
 };
 use crate::{
     agent::{
@@ -90,7 +91,9 @@ struct Driver {
     agents: HashMap<NodeId, Agent>,
     messages: (mpsc::Sender<Message>, mpsc::Receiver<Message>),
     talk: (mpsc::Sender<String>, mpsc::Receiver<String>),
-    port: Option<Port>,
+    rendezvous: Option<Rendezvous>,
+    /// Serves the workers while they run.
+    store: Option<Server>,
     /// Children that were here before us (`sh -c 'other & exec launch …'`): not ours to end.
     foreign: Vec<u32>,
     outcome: Option<Outcome>,
@@ -108,7 +111,8 @@ impl Driver {
             agents: HashMap::new(),
             messages: mpsc::channel(INBOX),
             talk: mpsc::channel(INBOX),
-            port: None,
+            rendezvous: None,
+            store: None,
             foreign: Vec::new(),
             outcome: None,
         }
@@ -146,7 +150,7 @@ impl Driver {
             self.event(Event::Notice { rank: None, message });
         }
         if let Some(node) = self.plan.nodes.first() {
-            self.port = Some(Port::reserve(node.job.cluster.master_port)?);
+            self.rendezvous = Some(Rendezvous::open(node, &self.talk.0)?);
         }
         self.foreign = children();
         agent::become_subreaper().map_err(|e| format!("cannot become a subreaper: {e}"))?;
@@ -302,7 +306,9 @@ impl Driver {
     }
 
     fn start_workers(&mut self) {
-        let port = self.port.take().map(Port::release);
+        let world = self.plan.world;
+        let (port, store) = self.rendezvous.take().map(|r| r.ready(world)).unzip();
+        self.store = store.flatten();
         for node in 0..self.plan.nodes.len() {
             let mut plan = self.plan.nodes[node].clone();
             if let Some(port) = port {

@@ -70,6 +70,7 @@ pub static KEYS: &[Key] = &[
     later("cluster.exclude", "list of text", "[]"),
     later("cluster.ssh", "mapping", "{}"),
     key("cluster.master_port", "`auto` or integer from 1 to 65535", "auto"),
+    key("cluster.store", "`agent` or `rank0`", "agent"),
     section("run"),
     computed("run.command", "list of text", "the built-in runtime, which needs `train`"),
     key("run.workdir", "path", "."),

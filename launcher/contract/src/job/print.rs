@@ -2,7 +2,7 @@
 use super::{
     CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, MasterPort, ModelSpec, OptimizerName,
     OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName,
-    ScheduleSpec, Tokenizer, TrainSpec, scalar, tree::Value,
+    ScheduleSpec, StoreHost, Tokenizer, TrainSpec, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -65,6 +65,13 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec) {
         MasterPort::Auto => y.key("master_port", "auto"),
         MasterPort::Fixed(port) => y.key("master_port", port),
     }
+    y.key(
+        "store",
+        match c.store {
+            StoreHost::Agent => "agent",
+            StoreHost::Rank0 => "rank0",
+        },
+    );
 }
 
 fn run(y: &mut Yaml, r: &RunSpec) {

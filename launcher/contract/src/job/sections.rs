@@ -1,7 +1,7 @@
 //! Decoding section by section: the tree → [`JobSpec`]. Ranges are checked here, what keys mean together in `check`.
 use super::{
     CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, LogsSpec, MasterPort, ResumeFrom,
-    ResumeSpec, RngPolicy, RunSpec,
+    ResumeSpec, RngPolicy, RunSpec, StoreHost,
     decode::{Decoder, Table},
     read::{self, Read, boolean, choice, duration, expected, int, int32, list, size, text, word, word_or},
     train,
@@ -53,6 +53,11 @@ fn cluster(d: &mut Decoder, top: &Table<'_>) -> ClusterSpec {
             word_or("auto", MasterPort::Auto, |n| {
                 int32(1..=u32::from(u16::MAX))(n).map(|p| MasterPort::Fixed(p as u16))
             }),
+        ),
+        store: d.get(
+            &t,
+            "cluster.store",
+            choice(&[("agent", StoreHost::Agent), ("rank0", StoreHost::Rank0)], &[]),
         ),
     }
 }
@@ -122,6 +127,20 @@ const RESERVED: &[(&str, &str)] = &[
     (env::LOCAL_WORLD_SIZE, "use `cluster.workers_per_host`"),
     (env::MASTER_ADDR, "it is the first host's address"),
     (env::MASTER_PORT, "use `cluster.master_port`"),
+    (env::GROUP_RANK, "it is the number of its host"),
+    (env::NODE_RANK, "it is the number of its host"),
+    (env::CROSS_RANK, "it is the number of its host"),
+    (env::ROLE_RANK, "each worker gets its own"),
+    (env::ROLE_NAME, "there is one role"),
+    (env::LOCAL_SIZE, "use `cluster.workers_per_host`"),
+    (env::ROLE_WORLD_SIZE, "use `cluster.workers_per_host`"),
+    (env::GROUP_WORLD_SIZE, "it is the number of hosts"),
+    (env::CROSS_SIZE, "it is the number of hosts"),
+    (env::TORCHELASTIC_RESTART_COUNT, "launch counts"),
+    (env::TORCHELASTIC_MAX_RESTARTS, "use `run.restarts`"),
+    (env::TORCHELASTIC_RUN_ID, "it is the run's own name"),
+    (env::TORCHELASTIC_USE_AGENT_STORE, "use `cluster.store`"),
+    (env::TORCHELASTIC_ERROR_FILE, "it lies in the run directory"),
     (env::LAUNCH_CONTROL_FD, "it is launch's own"),
     (env::LAUNCH_SHM_FD, "it is launch's own"),
 ];
