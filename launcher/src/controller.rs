@@ -12,6 +12,7 @@ mod store;
 pub(crate) use cause::advice;
 
 use crate::plan::Plan;
+pub use crate::secrets::Secrets;
 
 /// How to run a plan.
 #[derive(Clone, Debug, Default)]
@@ -20,6 +21,8 @@ pub struct Options {
     pub json: bool,
     /// What was typed: written down with the run, and shown as the way to go on.
     pub command: Vec<String>,
+    /// For the workers' environment.
+    pub secrets: Secrets,
 }
 
 /// Runs a plan to its end, whatever happens on the way; the exit code of `launch`.

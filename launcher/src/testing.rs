@@ -19,6 +19,7 @@ pub(crate) fn job() -> JobSpec {
             command: Some(vec!["true".into()]),
             workdir: "/".into(),
             env: Vec::new(),
+            env_from: Vec::new(),
             grace_ms: 3000,
             logs: LogsSpec {
                 dir: "runs/{name}/{run}".into(),

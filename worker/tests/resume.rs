@@ -28,6 +28,7 @@ fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
             command: None,
             workdir: dir.into(),
             env: Vec::new(),
+            env_from: Vec::new(),
             grace_ms: 1000,
             logs: LogsSpec { dir: "runs".into(), show: vec![0], prefix: true, max_size: 1 << 20 },
         },

@@ -1,6 +1,6 @@
 //! The controller's hands: starts agents, carries messages both ways, catches signals, keeps journal and report.
 use super::{
-    Options,
+    Options, Secrets,
     core::{Core, Input, NodeId, Outcome, Output, Stop},
     journal::Journal,
     port::Rendezvous,
@@ -84,6 +84,7 @@ struct Driver {
     plan: Plan,
     /// What was typed.
     command: Vec<String>,
+    secrets: Secrets,
     core: Core,
     clock: Clock,
     report: Report,
@@ -105,6 +106,7 @@ impl Driver {
             core: Core::new(&plan.nodes),
             plan,
             command: options.command,
+            secrets: options.secrets,
             clock: Clock::start(),
             report,
             journal: None,
@@ -314,6 +316,8 @@ impl Driver {
             if let Some(port) = port {
                 plan.workers.iter_mut().for_each(|w| super::port::set(&mut w.env, port));
             }
+            // From here on they are in the message to the agent only.
+            plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
             let start = ToAgent::Start(plan);
             match encode(&start) {
                 Ok(_) => self.tell(node, start),

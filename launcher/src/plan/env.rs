@@ -47,7 +47,10 @@ pub(super) fn of_worker(job: &JobSpec, facts: &Facts, who: &Who<'_>) -> Vec<(Str
             }
         }
     }
-    env.extend(defaults.into_iter().filter(|(name, _)| !job.run.env.iter().any(|(own, _)| own == name)));
+    let run = &job.run;
+    let given =
+        |name| run.env.iter().any(|(own, _)| own == name) || run.env_from.iter().any(|(own, _)| own == name);
+    env.extend(defaults.into_iter().filter(|(name, _)| !given(*name)));
     let ours = env.into_iter().map(|(name, value)| (name.to_owned(), value));
     ours.chain(job.run.env.iter().cloned()).collect()
 }

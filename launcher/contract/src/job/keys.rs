@@ -74,7 +74,7 @@ pub static KEYS: &[Key] = &[
     section("run"),
     computed("run.command", "list of text", "the built-in runtime, which needs `train`"),
     key("run.workdir", "path", "."),
-    key("run.env", "mapping of names to text", "{}"),
+    key("run.env", "mapping of names to text, `{from_env: NAME}` or `{from_file: path}`", "{}"),
     later("run.pass_env", "list of text", "[]"),
     later("run.restarts", "integer", "0"),
     later("run.min_hosts", "`all` or integer", "all"),
