@@ -146,6 +146,8 @@ const RULES: &[Rule] = &[
             "launcher/src/controller/core/",
             "launcher/src/controller/policy.rs",
             "launcher/src/controller/rendezvous.rs",
+            "launcher/src/controller/store/core.rs",
+            "launcher/src/controller/store/wire.rs",
             "launcher/src/agent/core.rs",
             "launcher/src/agent/core/",
             "worker/src/zero/partition.rs",

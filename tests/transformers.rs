@@ -2,12 +2,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;
-use std::{
-    env, fs,
-    io::Write,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{fs, path::Path, process::Command};
 use support::Place;
 
 const SEQ_LEN: usize = 64;
@@ -16,7 +11,9 @@ const STEPS: u64 = 30;
 
 #[test]
 fn gathered_weights_load_in_transformers_with_the_same_loss() {
-    let Some(python) = oracle("gathered_weights_load_in_transformers_with_the_same_loss") else { return };
+    let Some(python) = support::python("gathered_weights_load_in_transformers_with_the_same_loss") else {
+        return;
+    };
     // untied and tied heads, grouped heads, sizes that the workers can't divide evenly
     for (workers, model) in [
         (
@@ -116,22 +113,4 @@ checkpoint: {{dir: checkpoints, every: never, gather_16bit_weights_on_model_save
 fn held_out_text(place: &Place) -> String {
     let corpus = fs::read_to_string(place.path("corpus.txt")).expect("corpus");
     corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..].to_owned()
-}
-
-/// The Python that scripts/setup-tests made. Without one the test is skipped by name, or fails where LAUNCH_TEST_REQUIRE is `all`.
-fn oracle(test: &str) -> Option<PathBuf> {
-    let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
-    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
-    let python = cache.map(|cache| cache.join("python/bin/python")).filter(|python| python.exists());
-    if python.is_none() {
-        let why = format!("{test}: no Python with transformers; scripts/setup-tests makes one");
-        assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
-        eprintln!("SKIPPED {why}");
-        if let Some(list) = env::var_os("LAUNCH_TEST_SKIPS") {
-            let mut list =
-                fs::OpenOptions::new().append(true).create(true).open(list).expect("list of skips");
-            writeln!(list, "{why}").expect("list of skips");
-        }
-    }
-    python
 }

@@ -5,6 +5,7 @@
 mod core;
 pub(crate) mod descendants;
 mod driver;
+mod error_file;
 mod output;
 mod process;
 

@@ -8,7 +8,7 @@ use std::{ffi::OsString, path::PathBuf};
 #[command(
     name = "launch",
     version,
-    override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--json]\n       launch COMMAND …",
+    override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--json]\n       launch run [--workers N] -- PROGRAM …\n       launch COMMAND …",
     after_help = "`launch job.yaml` is short for `launch run job.yaml`. Exit codes: 0 done, 1 the job failed, 2 the command line or \
                   the job is wrong, 3 the cluster can't be had, 4 the checkpoint can't be used, 130/143 stopped by a signal after a save.",
     disable_help_subcommand = true
@@ -47,8 +47,18 @@ pub(crate) struct JobArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    #[command(flatten)]
-    pub(crate) job: JobArgs,
+    /// The job file
+    #[arg(value_name = "JOB", required_unless_present = "command", conflicts_with = "command")]
+    pub(crate) job: Option<PathBuf>,
+    /// Change a key of the job, e.g. --set train.steps=50 (the value is YAML; may be given several times)
+    #[arg(long, value_name = "PATH=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Workers of the program after `--`, on this machine [default: 1]
+    #[arg(long, value_name = "N", conflicts_with = "job", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) workers: Option<u32>,
+    /// A program and its arguments to run as workers, without a job file
+    #[arg(last = true, value_name = "PROGRAM")]
+    pub(crate) command: Vec<OsString>,
     /// Show the plan and the whole job with its defaults, and run nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
@@ -135,10 +145,34 @@ mod tests {
                 panic!("{args:?}")
             };
             assert_eq!(
-                (run.job.job.to_str(), run.job.set, run.dry_run),
+                (run.job.as_deref().and_then(std::path::Path::to_str), run.set, run.dry_run),
                 (Some("a.yaml"), vec!["x=1".to_owned()], true)
             );
             assert_eq!(json, args[0] == "--json");
+        }
+    }
+
+    #[test]
+    fn a_program_needs_no_job_file() {
+        for (args, workers) in [
+            (&["run", "--", "python", "train.py", "--json", "-x"][..], None),
+            (&["--workers", "4", "--", "python", "train.py", "--json", "-x"], Some(4)),
+            (&["run", "--workers=4", "--", "python", "train.py", "--json", "-x"], Some(4)),
+        ] {
+            let Asked::Command(Cli { command: Command::Run(run), json }) = asked(args) else {
+                panic!("{args:?}")
+            };
+            assert_eq!((run.job, run.workers, json), (None, workers, false));
+            assert_eq!(run.command, ["python", "train.py", "--json", "-x"]);
+        }
+        for (args, part) in [
+            (&["run", "a.yaml", "--", "true"][..], "JOB"),
+            (&["run", "a.yaml", "--workers", "2"], "JOB"),
+            (&["run", "--workers", "0", "--", "true"], "1..=1024"),
+            (&["run", "--"], "JOB"),
+        ] {
+            let line = wrong(args);
+            assert!(line.contains(part), "{args:?}: {line}");
         }
     }
 

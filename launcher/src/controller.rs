@@ -7,10 +7,12 @@ mod core;
 mod driver;
 mod journal;
 mod port;
+mod store;
 
 pub(crate) use cause::advice;
 
 use crate::plan::Plan;
+pub use crate::secrets::Secrets;
 
 /// How to run a plan.
 #[derive(Clone, Debug, Default)]
@@ -19,6 +21,8 @@ pub struct Options {
     pub json: bool,
     /// What was typed: written down with the run, and shown as the way to go on.
     pub command: Vec<String>,
+    /// For the workers' environment.
+    pub secrets: Secrets,
 }
 
 /// Runs a plan to its end, whatever happens on the way; the exit code of `launch`.

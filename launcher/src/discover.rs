@@ -12,6 +12,8 @@ pub struct Facts {
     pub quota: Option<f64>,
     /// Memory that may be used, bytes: the machine's or the control group's limit; 0: unknown.
     pub memory: u64,
+    /// What the user's environment has of [`contract::env::USERS_CHOICE`].
+    pub chosen: Vec<(String, String)>,
 }
 
 impl Facts {

@@ -10,6 +10,7 @@ mod error;
 mod link;
 pub mod plan;
 mod report;
+mod secrets;
 #[cfg(test)]
 mod testing;
 mod transport;

@@ -45,7 +45,9 @@ pub fn plan(job: &JobSpec, facts: &Facts, run: &RunId) -> Result<Plan, Vec<Findi
     let workers = (0..world)
         .map(|rank| {
             let slot = &slots[rank as usize];
-            let env = env::of_worker(job, rank, world, slot.threads);
+            let logs = run_dir.join("logs");
+            let who = env::Who { run, rank, world, threads: slot.threads, logs: &logs };
+            let env = env::of_worker(job, facts, &who);
             WorkerPlan {
                 rank,
                 local_rank: rank,
@@ -55,7 +57,7 @@ pub fn plan(job: &JobSpec, facts: &Facts, run: &RunId) -> Result<Plan, Vec<Findi
                 env,
                 workdir: job.run.workdir.clone(),
                 cpus: slot.cpus.clone(),
-                log: run_dir.join("logs").join(format!("rank-{rank}.log")),
+                log: logs.join(format!("rank-{rank}.log")),
             }
         })
         .collect();

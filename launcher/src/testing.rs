@@ -1,7 +1,7 @@
 //! Samples for the unit tests.
 use contract::job::{
     CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, LogsSpec, MasterPort, ResumeFrom,
-    ResumeSpec, RngPolicy, RunSpec,
+    ResumeSpec, RngPolicy, RunSpec, StoreHost,
 };
 
 /// A job that runs `true`.
@@ -13,11 +13,13 @@ pub(crate) fn job() -> JobSpec {
             workers_per_host: Count::Auto,
             devices: Devices::Auto,
             master_port: MasterPort::Auto,
+            store: StoreHost::Agent,
         },
         run: RunSpec {
             command: Some(vec!["true".into()]),
             workdir: "/".into(),
             env: Vec::new(),
+            env_from: Vec::new(),
             grace_ms: 3000,
             logs: LogsSpec {
                 dir: "runs/{name}/{run}".into(),

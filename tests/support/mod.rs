@@ -3,8 +3,10 @@
 
 use serde_json::Value;
 use std::{
+    env,
     fmt::Write as _,
     fs,
+    io::Write as _,
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
 };
@@ -158,4 +160,22 @@ pub(crate) fn files_below(dir: &Path) -> Vec<String> {
     }
     found.sort();
     found
+}
+
+/// The Python that scripts/setup-tests made. Without one the test is skipped by name, or fails where LAUNCH_TEST_REQUIRE is `all`.
+pub(crate) fn python(test: &str) -> Option<PathBuf> {
+    let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
+    let python = cache.map(|cache| cache.join("python/bin/python")).filter(|python| python.exists());
+    if python.is_none() {
+        let why = format!("{test}: no Python with transformers; scripts/setup-tests makes one");
+        assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
+        eprintln!("SKIPPED {why}");
+        if let Some(list) = env::var_os("LAUNCH_TEST_SKIPS") {
+            let mut list =
+                fs::OpenOptions::new().append(true).create(true).open(list).expect("list of skips");
+            writeln!(list, "{why}").expect("list of skips");
+        }
+    }
+    python
 }

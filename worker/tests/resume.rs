@@ -22,11 +22,13 @@ fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
             workers_per_host: Count::Auto,
             devices: Devices::Cpu,
             master_port: MasterPort::Auto,
+            store: StoreHost::Agent,
         },
         run: RunSpec {
             command: None,
             workdir: dir.into(),
             env: Vec::new(),
+            env_from: Vec::new(),
             grace_ms: 1000,
             logs: LogsSpec { dir: "runs".into(), show: vec![0], prefix: true, max_size: 1 << 20 },
         },

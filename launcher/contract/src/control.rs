@@ -90,6 +90,8 @@ pub enum FromAgent {
         pid: u32,
         status: ExitStatus,
         tail: Vec<String>,
+        /// A failed program's own account of why, on one line (`TORCHELASTIC_ERROR_FILE`).
+        error: Option<String>,
     },
     /// A line of a worker's output that the console may show.
     Line {

@@ -14,6 +14,40 @@ pub const MASTER_ADDR: &str = "MASTER_ADDR";
 pub const MASTER_PORT: &str = "MASTER_PORT";
 /// Set for every worker: threads it may use.
 pub const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
+/// Set for programs: number of its node.
+pub const GROUP_RANK: &str = "GROUP_RANK";
+/// Set for programs: its number among those of its role; there is one role, so it is the rank.
+pub const ROLE_RANK: &str = "ROLE_RANK";
+/// Set for programs: the one role's name.
+pub const ROLE_NAME: &str = "ROLE_NAME";
+/// Set for programs: number of nodes.
+pub const GROUP_WORLD_SIZE: &str = "GROUP_WORLD_SIZE";
+/// Set for programs: number of workers of the role.
+pub const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
+/// Set for programs: how often the job was started again.
+pub const TORCHELASTIC_RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+/// Set for programs: how often it may be.
+pub const TORCHELASTIC_MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
+/// Set for programs: the run's name.
+pub const TORCHELASTIC_RUN_ID: &str = "TORCHELASTIC_RUN_ID";
+/// Set for programs: `True` when launch hosts the store at `MASTER_ADDR`:`MASTER_PORT`, else `False`.
+pub const TORCHELASTIC_USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
+/// Set for programs: where a worker writes why it failed, as JSON; the agent reads it.
+pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
+/// Set for programs unless the user sets it: NCCL's errors end the process.
+pub const TORCH_NCCL_ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
+/// Set for programs unless the user sets it: Python's output isn't held back.
+pub const PYTHONUNBUFFERED: &str = "PYTHONUNBUFFERED";
+/// Set for programs: number of its node.
+pub const NODE_RANK: &str = "NODE_RANK";
+/// Set for programs, as DeepSpeed does: number of workers on its node.
+pub const LOCAL_SIZE: &str = "LOCAL_SIZE";
+/// Set for programs, as DeepSpeed does: number of its node.
+pub const CROSS_RANK: &str = "CROSS_RANK";
+/// Set for programs, as DeepSpeed does: number of nodes.
+pub const CROSS_SIZE: &str = "CROSS_SIZE";
+/// Names whose value a user's own environment decides for programs, when it has them.
+pub const USERS_CHOICE: [&str; 3] = [OMP_NUM_THREADS, PYTHONUNBUFFERED, TORCH_NCCL_ASYNC_ERROR_HANDLING];
 /// Built-in worker: number of the inherited descriptor of the socket to its agent.
 pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";
 /// Built-in worker: number of the inherited descriptor of the node's shared memory segment (a memfd).

@@ -20,10 +20,10 @@ mod tree;
 use serde::{Deserialize, Serialize};
 
 pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
-pub use cluster::{ClusterSpec, Count, Devices, Hosts, MasterPort};
+pub use cluster::{ClusterSpec, Count, Devices, Hosts, MasterPort, StoreHost};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
-pub use run::{LogsSpec, RunSpec};
+pub use run::{EnvSource, LogsSpec, RunSpec};
 pub use source::SourceMap;
 pub use train::{
     BatchSpec, DataSpec, EvalSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,

@@ -15,7 +15,7 @@ fn job(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
 }
 
 const JOBS: &[&str] = &[
-    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\"}, grace: 1500ms}",
+    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace: 1500ms}",
     "train: {data: {files: [a.txt]}}",
     "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
      train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b]}, clip_norm: off}\n\

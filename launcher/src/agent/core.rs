@@ -54,6 +54,8 @@ pub(crate) enum Input {
     Drained {
         rank: Rank,
         tail: Vec<String>,
+        /// What it wrote down of why it failed.
+        error: Option<String>,
     },
     /// The sweep is over; processes that could not be killed, if any.
     Swept {
@@ -116,6 +118,7 @@ struct Worker {
     status: Option<ExitStatus>,
     ended_at: Duration,
     tail: Option<Vec<String>>,
+    error: Option<String>,
 }
 
 impl Worker {
@@ -183,9 +186,10 @@ impl Core {
             Input::Worker { rank, message } => self.worker(now, rank, message),
             Input::WorkerLink { rank, error } => self.worker_link(rank, error),
             Input::Ended { rank, status } => self.ended(now, rank, status),
-            Input::Drained { rank, tail } => {
+            Input::Drained { rank, tail, error } => {
                 if let Some(worker) = self.workers.get_mut(&rank) {
                     worker.tail = Some(tail);
+                    worker.error = error;
                 }
             }
             Input::Swept { left } => self.swept(&left),
@@ -367,6 +371,7 @@ impl Core {
             status: None,
             ended_at: now,
             tail: None,
+            error: None,
         };
         self.workers.insert(rank, worker);
         self.send(FromAgent::Started { rank, pid });
@@ -423,8 +428,9 @@ impl Core {
                 return;
             }
             let tail = worker.tail.take().unwrap_or_default();
+            let error = worker.error.take().filter(|_| status != ExitStatus::Code(0));
             self.ended.pop_front();
-            self.send(FromAgent::Exited { rank, pid, status, tail });
+            self.send(FromAgent::Exited { rank, pid, status, tail, error });
         }
     }
 

@@ -57,9 +57,11 @@ impl Rig {
                         self.next_pid += 1;
                         inputs.push_back(Input::Spawned { rank: *index as u32, pid });
                     }
-                    Command::Drain(rank) => {
-                        inputs.push_back(Input::Drained { rank: *rank, tail: vec!["last".into()] })
-                    }
+                    Command::Drain(rank) => inputs.push_back(Input::Drained {
+                        rank: *rank,
+                        tail: vec!["last".into()],
+                        error: Some("why".into()),
+                    }),
                     _ => {}
                 }
                 all.push(command);
@@ -116,7 +118,10 @@ fn a_job_runs_to_its_end() {
     let mut rig = Rig::started(&[false, false]);
     let ended = rig.end(0, ExitStatus::Code(0));
     let tail = vec!["last".to_owned()];
-    assert_eq!(sent(&ended), [&FromAgent::Exited { rank: 0, pid: 100, status: ExitStatus::Code(0), tail }]);
+    assert_eq!(
+        sent(&ended),
+        [&FromAgent::Exited { rank: 0, pid: 100, status: ExitStatus::Code(0), tail, error: None }]
+    );
     assert!(!has_sweep(&ended), "rank 1 still runs");
     assert!(has_sweep(&rig.end(1, ExitStatus::Code(0))));
     assert_eq!(sent(&rig.feed(Input::Swept { left: vec![] })), [&FromAgent::AllGone]);
@@ -302,6 +307,19 @@ fn processes_that_can_not_be_killed_are_named() {
         matches!(sent(&commands)[..], [FromAgent::Failed { rank: None, message }] if message.contains("4242"))
     );
     assert_eq!(exits(&commands), Some(1));
+}
+
+#[test]
+fn only_a_failed_workers_own_account_is_passed_on() {
+    let mut rig = Rig::started(&[false, false]);
+    for (rank, status, expected) in [(0, ExitStatus::Code(0), None), (1, ExitStatus::Code(1), Some("why"))] {
+        let commands = rig.end(rank, status);
+        let error = sent(&commands).into_iter().find_map(|m| match m {
+            FromAgent::Exited { error, .. } => Some(error.as_deref()),
+            _ => None,
+        });
+        assert_eq!(error, Some(expected));
+    }
 }
 
 #[test]

@@ -2,12 +2,14 @@
 use super::{
     core::{Command, Core, Input, must_arrive},
     descendants::kill_descendants,
+    error_file,
     output::{Log, Pump, PumpEvent, PumpPlan},
     process,
 };
 use crate::link::{Clock, LinkError, Outbox, Priority, read_into, write_from};
 use contract::{
     control::{FromAgent, FromWorker, NodePlan, ToAgent, ToWorker},
+    env,
     event::Event,
     ids::Rank,
 };
@@ -17,6 +19,7 @@ use std::{
     fs::OpenOptions,
     io::{self, Write},
     os::fd::{AsFd, OwnedFd},
+    path::PathBuf,
     rc::Rc,
     time::Duration,
 };
@@ -197,9 +200,19 @@ impl Driver {
     fn on_pump(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> Input {
         match event {
             _ if self.running.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
-            PumpEvent::Drained(tail) => Input::Drained { rank, tail },
+            PumpEvent::Drained(tail) => {
+                let file = self.error_file(rank);
+                Input::Drained { rank, tail, error: file.and_then(|file| error_file::read(&file)) }
+            }
             PumpEvent::Trouble(message) => Input::Trouble { rank, message },
         }
+    }
+
+    /// Where a program was told to write why it fails.
+    fn error_file(&self, rank: Rank) -> Option<PathBuf> {
+        let worker = self.plan.as_ref()?.workers.iter().find(|w| w.rank == rank)?;
+        let told = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);
+        told.map(|(_, file)| worker.workdir.join(file))
     }
 
     fn on_worker(&mut self, ((rank, pid), message): WorkerMessage) -> Input {
@@ -264,7 +277,7 @@ impl Driver {
             }
             Command::Drain(rank) => match self.running.get(&rank).and_then(|r| r.pump.as_ref()) {
                 Some(pump) => pump.drain(),
-                None => return Some(Input::Drained { rank, tail: Vec::new() }),
+                None => return Some(Input::Drained { rank, tail: Vec::new(), error: None }),
             },
             Command::Sweep => {
                 self.sweeping = Some(self.clock.now());

@@ -1,9 +1,11 @@
 //! `launch plan`: what would run where; touches nothing. Also the text of `--dry-run`.
-use super::prepare::{Prepared, prepare};
+use super::prepare::{Asked, Prepared, prepare};
 use crate::{cli::JobArgs, error::Failure, report::plain};
 use contract::{
+    Source,
     control::WorkerPlan,
     ids::RunId,
+    job::EnvSource,
     judge::{MemoryEstimate, TrainJudge},
     problem::{Severity, render},
 };
@@ -12,15 +14,16 @@ use std::fmt::Write;
 
 /// Shows the plan; the exit code.
 pub(crate) fn run(args: &JobArgs, json: bool, judge: &dyn TrainJudge) -> u8 {
-    match prepare(args, &unnamed_run(), judge) {
+    let asked = Asked { source: Source::File(args.job.clone()), set: args.set.clone() };
+    match prepare(&asked, &unnamed_run(), judge) {
         Ok(prepared) => show(&prepared, json, false),
         Err(failure) => super::fail(&failure),
     }
 }
 
 /// Shows the plan and the whole job; the exit code.
-pub(crate) fn dry_run(args: &JobArgs, json: bool, judge: &dyn TrainJudge) -> Result<u8, Failure> {
-    prepare(args, &unnamed_run(), judge).map(|prepared| show(&prepared, json, true))
+pub(crate) fn dry_run(asked: &Asked, json: bool, judge: &dyn TrainJudge) -> Result<u8, Failure> {
+    prepare(asked, &unnamed_run(), judge).map(|prepared| show(&prepared, json, true))
 }
 
 /// The run that isn't started has no name yet.
@@ -162,6 +165,14 @@ fn environment(p: &Prepared) -> String {
             if differs { "(by rank)".to_owned() } else { value.replace(char::is_control, "\u{fffd}") };
         _ = writeln!(text, "  {name}={shown}");
     }
+    for (name, source) in &p.job.run.env_from {
+        _ = match source {
+            EnvSource::FromEnv(from) => writeln!(text, "  {name}=(the value of {from}, not shown)"),
+            EnvSource::FromFile(path) => {
+                writeln!(text, "  {name}=(the text of {}, not shown)", path.display())
+            }
+        };
+    }
     text
 }
 
@@ -238,9 +249,11 @@ mod tests {
             cpus: (0..8).collect(),
             quota: None,
             memory: 8 << 30,
+            chosen: Vec::new(),
         };
         let plan = crate::plan::plan(&job, &facts, &unnamed_run()).expect("a plan");
-        Prepared { job, facts, plan, verdict, warnings }
+        let secrets = crate::secrets::Secrets::default();
+        Prepared { job, facts, plan, secrets, verdict, warnings }
     }
 
     fn verdict() -> contract::judge::Verdict {
@@ -290,6 +303,16 @@ memory of rank 0 (the largest): 3.0 MiB
 memory of all ranks: 5.0 MiB of 8.0 GiB
 ";
         assert_eq!(as_text(&prepared(TRAIN, Some(verdict()))), expected);
+    }
+
+    #[test]
+    fn where_a_secret_comes_from_is_shown() {
+        let job = "run: {command: [a], env: {K: {from_env: KEY}, F: {from_file: f.txt}}}";
+        let text = as_text(&prepared(job, None));
+        assert!(
+            text.contains("  K=(the value of KEY, not shown)\n  F=(the text of f.txt, not shown)\n"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! What `plan` and `run` begin with: load the job, find out about the machine, plan, judge.
 use crate::{
-    cli::JobArgs,
     discover::{self, Facts},
     error::{Failure, Kind},
     plan::{self, Plan},
+    secrets::{self, Secrets},
 };
 use contract::{
     JobSpec, Problem, Source, SourceMap,
@@ -11,21 +11,32 @@ use contract::{
     judge::{TrainJudge, Verdict},
 };
 
+/// A job to prepare, and changes to it.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub(crate) source: Source,
+    pub(crate) set: Vec<String>,
+}
+
 /// A job that may start.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     pub(crate) job: JobSpec,
     pub(crate) facts: Facts,
     pub(crate) plan: Plan,
+    pub(crate) secrets: Secrets,
     /// What the built-in runtime says of `train`; `None` without one.
     pub(crate) verdict: Option<Verdict>,
     pub(crate) warnings: Vec<Problem>,
 }
 
 /// Reads everything, changes nothing.
-pub(crate) fn prepare(args: &JobArgs, run: &RunId, judge: &dyn TrainJudge) -> Result<Prepared, Failure> {
-    let file = args.job.display().to_string();
-    let loaded = contract::load(Source::File(args.job.clone()), &args.set);
+pub(crate) fn prepare(asked: &Asked, run: &RunId, judge: &dyn TrainJudge) -> Result<Prepared, Failure> {
+    let file = match &asked.source {
+        Source::File(path) => path.display().to_string(),
+        Source::Text { name, .. } => name.clone(),
+    };
+    let loaded = contract::load(asked.source.clone(), &asked.set);
     let (job, map, mut warnings) = loaded.map_err(|problems| Failure::job(&file, problems))?;
     if !job.run.workdir.is_dir() {
         let message = format!("the directory `{}` doesn't exist", job.run.workdir.display());
@@ -33,6 +44,7 @@ pub(crate) fn prepare(args: &JobArgs, run: &RunId, judge: &dyn TrainJudge) -> Re
         let problem = Problem { path: "run.workdir".to_owned(), place, message, hint: None };
         return Err(Failure::job(&file, vec![problem]));
     }
+    let secrets = secrets::resolve(&job.run).map_err(|f| Failure::job(&file, located(&map, &f)))?;
     let facts = discover::local::facts().map_err(|e| {
         Failure::new(Kind::Cluster, "this machine's CPUs and memory can't be found out")
             .cause(&e)
@@ -53,7 +65,7 @@ pub(crate) fn prepare(args: &JobArgs, run: &RunId, judge: &dyn TrainJudge) -> Re
         }
         None => None,
     };
-    Ok(Prepared { job, facts, plan, verdict, warnings })
+    Ok(Prepared { job, facts, plan, secrets, verdict, warnings })
 }
 
 fn located(map: &SourceMap, findings: &[contract::judge::Finding]) -> Vec<Problem> {

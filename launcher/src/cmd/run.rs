@@ -1,8 +1,13 @@
 //! `launch run`: prepares a job and hands it to the controller.
-use super::prepare::{Prepared, prepare};
-use crate::{cli::RunArgs, controller, error::Failure, report::plain};
+use super::prepare::{Asked, Prepared, prepare};
+use crate::{
+    cli::RunArgs,
+    controller,
+    error::{Failure, Kind},
+    report::plain,
+};
 use contract::{
-    Problem,
+    Problem, Source,
     event::Event,
     ids::RunId,
     judge::{Finding, TrainJudge},
@@ -10,16 +15,17 @@ use contract::{
 };
 use std::{
     hash::{BuildHasher, RandomState},
+    path::Path,
     time::{Duration, Instant, SystemTime},
 };
 
 /// Runs the job; the exit code. `typed` is the whole command line.
 pub(crate) fn run(args: &RunArgs, json: bool, typed: Vec<String>, judge: &dyn TrainJudge) -> u8 {
     let began = Instant::now();
-    let outcome = match args.dry_run {
-        true => super::plan::dry_run(&args.job, json, judge),
-        false => start(args, json, typed, judge),
-    };
+    let outcome = asked(args).and_then(|asked| match args.dry_run {
+        true => super::plan::dry_run(&asked, json, judge),
+        false => start(&asked, json, typed, judge),
+    });
     outcome.unwrap_or_else(|failure| {
         if json && !args.dry_run {
             end_events(&failure, began.elapsed());
@@ -28,12 +34,62 @@ pub(crate) fn run(args: &RunArgs, json: bool, typed: Vec<String>, judge: &dyn Tr
     })
 }
 
-fn start(args: &RunArgs, json: bool, typed: Vec<String>, judge: &dyn TrainJudge) -> Result<u8, Failure> {
+/// The job file, or a job of the program that was typed.
+fn asked(args: &RunArgs) -> Result<Asked, Failure> {
+    let set = args.set.clone();
+    if let Some(job) = &args.job {
+        return Ok(Asked { source: Source::File(job.clone()), set });
+    }
+    let words = args.command.iter().map(|word| word.to_str()).collect::<Option<Vec<_>>>();
+    let words =
+        words.ok_or_else(|| Failure::new(Kind::Usage, "the program's arguments aren't UTF-8 text"))?;
+    let text = job_of_program(&words, args.workers.unwrap_or(1));
+    Ok(Asked { source: Source::Text { name: "the command line".to_owned(), text }, set })
+}
+
+/// A job.yaml that runs a program.
+fn job_of_program(words: &[&str], workers: u32) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| yaml(word)).collect();
+    let (name, command) = (program_name(words), quoted.join(", "));
+    format!(
+        "name: {}\ncluster: {{workers_per_host: {workers}}}\nrun: {{command: [{command}]}}\n",
+        yaml(&name)
+    )
+}
+
+/// The job's name: the program's, or its script's: `python -u train.py` is `train`.
+fn program_name(words: &[&str]) -> String {
+    let stem = |word: &str| Path::new(word).file_stem().map(|s| s.to_string_lossy().into_owned());
+    let program = words.first().and_then(|word| stem(word)).unwrap_or_default();
+    let script = words.iter().skip(1).find(|word| !word.starts_with('-')).and_then(|word| stem(word));
+    let interpreted = ["python", "sh", "bash"].iter().any(|i| program.starts_with(i));
+    let is_script = |name: &String| name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
+    let name = script.filter(|name| interpreted && is_script(name)).unwrap_or(program);
+    let safe = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' };
+    let name: String = name.chars().take(100).map(safe).collect();
+    let name = name.trim_start_matches(['.', '-']);
+    if name.is_empty() { "program".to_owned() } else { name.to_owned() }
+}
+
+/// Text as a double-quoted YAML scalar that is ASCII.
+fn yaml(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            ' '..='~' => quoted.push(c),
+            _ => quoted.push_str(&format!("\\U{:08x}", u32::from(c))),
+        }
+    }
+    quoted + "\""
+}
+
+fn start(asked: &Asked, json: bool, typed: Vec<String>, judge: &dyn TrainJudge) -> Result<u8, Failure> {
     let run = new_run_id(SystemTime::now(), random());
-    let Prepared { mut plan, warnings, .. } = prepare(&args.job, &run, judge)?;
+    let Prepared { mut plan, warnings, secrets, .. } = prepare(asked, &run, judge)?;
     // The controller tells them, so that they are in the run's journal too.
     plan.warnings = warnings.into_iter().map(located).collect();
-    Ok(controller::run(plan, controller::Options { json, command: typed }))
+    Ok(controller::run(plan, controller::Options { json, command: typed, secrets }))
 }
 
 /// A warning as a finding that still says where it was written.
@@ -105,6 +161,40 @@ fn end_events(failure: &Failure, took: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    fn loaded(words: &[&str], workers: u32) -> contract::JobSpec {
+        let text = job_of_program(words, workers);
+        match contract::load(Source::Text { name: "x".to_owned(), text: text.clone() }, &[]) {
+            Ok((job, _, _)) => job,
+            Err(problems) => panic!("{text}: {problems:?}"),
+        }
+    }
+
+    #[test]
+    fn a_program_is_named_after_its_script() {
+        for (words, name) in [
+            (&["python", "train.py", "--lr", "1"][..], "train"),
+            (&["/usr/bin/python3.11", "-u", "src/my train.py"], "python3"),
+            (&["python", "-m", "package.main"], "package"),
+            (&["./a.out", "x"], "a"),
+            (&["sh", "-c", "echo a; exit 1"], "sh"),
+            (&[".."], "program"),
+            (&["-"], "program"),
+        ] {
+            assert_eq!(loaded(words, 1).name, name, "{words:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_program_is_a_job(words in proptest::collection::vec("[^\0]{0,12}", 0..4), workers in 1u32..=1024) {
+            let words: Vec<&str> = std::iter::once("program").chain(words.iter().map(String::as_str)).collect();
+            let job = loaded(&words, workers);
+            prop_assert_eq!(job.run.command, Some(words.iter().map(|w| (*w).to_owned()).collect()));
+            prop_assert_eq!(job.cluster.workers_per_host, contract::job::Count::Exactly(workers));
+        }
+    }
 
     #[test]
     fn run_ids_sort_by_time() {

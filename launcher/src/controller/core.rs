@@ -240,7 +240,9 @@ impl Core {
                     worker.pid = Some(pid);
                 }
             }
-            FromAgent::Exited { rank, pid, status, tail } => self.exited(now, node, rank, pid, status, tail),
+            FromAgent::Exited { rank, pid, status, tail, error } => {
+                self.exited(now, node, rank, pid, status, tail, error);
+            }
             FromAgent::Line { rank, stderr, text } => self.out.push(Output::Line { rank, stderr, text }),
             FromAgent::Progress { rank, phase, .. } => self.out.push(Output::Progress { rank, phase }),
             FromAgent::Event { event, .. } => self.event(event),
@@ -325,6 +327,7 @@ impl Core {
         pid: u32,
         status: ExitStatus,
         tail: Vec<String>,
+        error: Option<String>,
     ) {
         let (builtin, stopping) = (self.builtin, matches!(self.state, State::Stopping(_)));
         let Some(worker) = self.worker(node, rank) else { return };
@@ -350,7 +353,10 @@ impl Core {
                 let text = last_words.map_or_else(|| describe(status, builtin), |(_, text)| text);
                 self.fail(now, cause(text, of_worker_exit(exit)));
             }
-            (_, None) => self.fail(now, cause(describe(status, builtin), exit::FAILED)),
+            (_, None) => {
+                let said = error.map_or_else(String::new, |error| format!(": {error}"));
+                self.fail(now, cause(describe(status, builtin) + &said, exit::FAILED));
+            }
         }
     }
 

@@ -76,7 +76,7 @@ impl Rig {
 
     fn exit(&mut self, rank: Rank, status: ExitStatus) -> Vec<Output> {
         let tail = vec![format!("last of {rank}")];
-        self.agent(rank, FromAgent::Exited { rank, pid: 100 + rank, status, tail })
+        self.agent(rank, FromAgent::Exited { rank, pid: 100 + rank, status, tail, error: None })
     }
 
     fn fatal(&mut self, rank: Rank, exit: WorkerExit, text: &str) -> Vec<Output> {
@@ -140,6 +140,15 @@ fn the_first_failure_is_the_cause_and_everyone_ends_at_once() {
     assert_eq!(outcome.exit_code, 1);
     assert_eq!(outcome.others.iter().map(|(r, _)| *r).collect::<Vec<_>>(), [0, 1, 3]);
     assert_eq!(outcome.others[0].1, "killed by SIGSEGV");
+}
+
+#[test]
+fn a_programs_own_account_is_part_of_the_cause() {
+    let mut rig = Rig::running(1, 2, false);
+    let (tail, error) = (Vec::new(), Some("ValueError: bad".to_owned()));
+    let exited = FromAgent::Exited { rank: 1, pid: 101, status: ExitStatus::Code(1), tail, error };
+    let outputs = rig.agent(1, exited);
+    assert_eq!(failure(&outputs).map(|f| f.1), Some("exit code 1: ValueError: bad"));
 }
 
 #[test]

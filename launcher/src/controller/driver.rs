@@ -1,9 +1,10 @@
 //! The controller's hands: starts agents, carries messages both ways, catches signals, keeps journal and report.
 use super::{
-    Options,
+    Options, Secrets,
     core::{Core, Input, NodeId, Outcome, Output, Stop},
     journal::Journal,
-    port::Port,
+    port::Rendezvous,
+    store::Server,
 };
 use crate::{
     agent::{
@@ -83,6 +84,7 @@ struct Driver {
     plan: Plan,
     /// What was typed.
     command: Vec<String>,
+    secrets: Secrets,
     core: Core,
     clock: Clock,
     report: Report,
@@ -90,7 +92,9 @@ struct Driver {
     agents: HashMap<NodeId, Agent>,
     messages: (mpsc::Sender<Message>, mpsc::Receiver<Message>),
     talk: (mpsc::Sender<String>, mpsc::Receiver<String>),
-    port: Option<Port>,
+    rendezvous: Option<Rendezvous>,
+    /// Serves the workers while they run.
+    store: Option<Server>,
     /// Children that were here before us (`sh -c 'other & exec launch …'`): not ours to end.
     foreign: Vec<u32>,
     outcome: Option<Outcome>,
@@ -102,13 +106,15 @@ impl Driver {
             core: Core::new(&plan.nodes),
             plan,
             command: options.command,
+            secrets: options.secrets,
             clock: Clock::start(),
             report,
             journal: None,
             agents: HashMap::new(),
             messages: mpsc::channel(INBOX),
             talk: mpsc::channel(INBOX),
-            port: None,
+            rendezvous: None,
+            store: None,
             foreign: Vec::new(),
             outcome: None,
         }
@@ -146,7 +152,7 @@ impl Driver {
             self.event(Event::Notice { rank: None, message });
         }
         if let Some(node) = self.plan.nodes.first() {
-            self.port = Some(Port::reserve(node.job.cluster.master_port)?);
+            self.rendezvous = Some(Rendezvous::open(node, &self.talk.0)?);
         }
         self.foreign = children();
         agent::become_subreaper().map_err(|e| format!("cannot become a subreaper: {e}"))?;
@@ -302,12 +308,16 @@ impl Driver {
     }
 
     fn start_workers(&mut self) {
-        let port = self.port.take().map(Port::release);
+        let world = self.plan.world;
+        let (port, store) = self.rendezvous.take().map(|r| r.ready(world)).unzip();
+        self.store = store.flatten();
         for node in 0..self.plan.nodes.len() {
             let mut plan = self.plan.nodes[node].clone();
             if let Some(port) = port {
                 plan.workers.iter_mut().for_each(|w| super::port::set(&mut w.env, port));
             }
+            // From here on they are in the message to the agent only.
+            plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
             let start = ToAgent::Start(plan);
             match encode(&start) {
                 Ok(_) => self.tell(node, start),

@@ -1,5 +1,6 @@
 //! Facts of this machine.
 use super::{Facts, cgroup};
+use contract::env;
 use std::{fs, io, path::Path};
 
 /// Most CPUs a machine may report.
@@ -7,7 +8,7 @@ const MOST_CPUS: u32 = 65_536;
 
 /// Finds out about this machine; an error says what couldn't be read.
 pub fn facts() -> io::Result<Facts> {
-    facts_below(Path::new("/"))
+    Ok(Facts { chosen: chosen(), ..facts_below(Path::new("/"))? })
 }
 
 /// The same below another root directory.
@@ -27,7 +28,12 @@ fn facts_below(root: &Path) -> io::Result<Facts> {
         Some(limit) if installed == 0 || limit < installed => limit,
         _ => installed,
     };
-    Ok(Facts { host, cpus, quota: limits.cpus, memory })
+    Ok(Facts { host, cpus, quota: limits.cpus, memory, chosen: Vec::new() })
+}
+
+fn chosen() -> Vec<(String, String)> {
+    let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    env::USERS_CHOICE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?))).collect()
 }
 
 fn read(root: &Path, path: &str) -> io::Result<String> {
@@ -92,8 +98,13 @@ mod tests {
         write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
         write("sys/fs/cgroup/a/memory.max", "512000\n");
         let facts = facts_below(root.path()).expect("facts");
-        let expected =
-            Facts { host: "node-7".into(), cpus: vec![2, 3, 4, 5], quota: Some(2.5), memory: 512_000 };
+        let expected = Facts {
+            host: "node-7".into(),
+            cpus: vec![2, 3, 4, 5],
+            quota: Some(2.5),
+            memory: 512_000,
+            chosen: vec![],
+        };
         assert_eq!(facts, expected);
         assert_eq!(facts.cores(), 2);
     }

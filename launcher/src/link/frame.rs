@@ -119,7 +119,7 @@ mod tests {
         fn damaged_messages_never_panic(flip in 0usize..4000, value in any::<u8>()) {
             let tail = (0..20).map(|i| format!("line {i}")).collect();
             let status = contract::control::ExitStatus::Signal(11, true);
-            let mut frame = encode(&FromAgent::Exited { rank: 1, pid: 2, status, tail }).unwrap();
+            let mut frame = encode(&FromAgent::Exited { rank: 1, pid: 2, status, tail, error: None }).unwrap();
             let at = flip % frame.len();
             frame[at] ^= value;
             block(async {

@@ -8,7 +8,7 @@ fn job(text: &str) -> JobSpec {
 }
 
 fn machine(cpus: &[u32], quota: Option<f64>) -> Facts {
-    Facts { host: "here".to_owned(), cpus: cpus.to_vec(), quota, memory: 1 << 30 }
+    Facts { host: "here".to_owned(), cpus: cpus.to_vec(), quota, memory: 1 << 30, chosen: Vec::new() }
 }
 
 fn command(workers: u32) -> JobSpec {
@@ -41,7 +41,23 @@ fn two_workers() {
             "LOCAL_WORLD_SIZE=2",
             "MASTER_ADDR=127.0.0.1",
             "MASTER_PORT=4000",
+            "GROUP_RANK=0",
+            "GROUP_WORLD_SIZE=1",
+            "ROLE_RANK=1",
+            "ROLE_WORLD_SIZE=2",
+            "ROLE_NAME=default",
+            "NODE_RANK=0",
+            "LOCAL_SIZE=2",
+            "CROSS_RANK=0",
+            "CROSS_SIZE=1",
+            "TORCHELASTIC_RUN_ID=R",
+            "TORCHELASTIC_RESTART_COUNT=0",
+            "TORCHELASTIC_MAX_RESTARTS=0",
+            "TORCHELASTIC_USE_AGENT_STORE=True",
+            "TORCHELASTIC_ERROR_FILE=/w/runs/demo/R/logs/rank-1.error.json",
             "OMP_NUM_THREADS=2",
+            "PYTHONUNBUFFERED=1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
             "A=b"
         ]
     );
@@ -69,6 +85,28 @@ fn the_job_may_set_the_threads() {
     let worker = &plan.nodes[0].workers[0];
     assert_eq!(worker.threads, 3);
     assert_eq!(worker.env.iter().filter(|(n, _)| n == "OMP_NUM_THREADS").count(), 1);
+}
+
+#[test]
+fn the_users_own_environment_and_the_job_decide_before_launch() {
+    let chosen = [("OMP_NUM_THREADS", "7"), ("PYTHONUNBUFFERED", "x")].map(|(n, v)| (n.into(), v.into()));
+    let facts = Facts { chosen: chosen.to_vec(), ..machine(&[0, 1], None) };
+    let values = |text: &str| {
+        let env = planned(&job(text), &facts).nodes[0].workers[0].env.clone();
+        let of = |name: &str| {
+            let found: Vec<_> = env.iter().filter(|(n, _)| n == name).map(|(_, v)| v.clone()).collect();
+            found.join(" and ")
+        };
+        ["OMP_NUM_THREADS", "PYTHONUNBUFFERED", "TORCHELASTIC_USE_AGENT_STORE"].map(of)
+    };
+    assert_eq!(values("run: {command: [true]}"), ["7", "x", "True"]);
+    let own = "cluster: {store: rank0}\nrun: {command: [true], env: {OMP_NUM_THREADS: 3}}";
+    assert_eq!(values(own), ["3", "x", "False"]);
+    assert_eq!(
+        values("train: {data: {files: [a]}}"),
+        ["2", "", ""],
+        "the built-in runtime has its own rules"
+    );
 }
 
 #[test]

@@ -8,6 +8,7 @@ pub struct ClusterSpec {
     pub workers_per_host: Count,
     pub devices: Devices,
     pub master_port: MasterPort,
+    pub store: StoreHost,
 }
 
 /// Which hosts.
@@ -37,4 +38,13 @@ pub enum Devices {
 pub enum MasterPort {
     Auto,
     Fixed(u16),
+}
+
+/// Who hosts the rendezvous store (torch's `TCPStore`) of a program's ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StoreHost {
+    /// launch: its port is bound before any rank starts.
+    Agent,
+    /// Rank 0, on a port that was free when the run started.
+    Rank0,
 }

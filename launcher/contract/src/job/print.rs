@@ -1,8 +1,8 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::{
-    CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, MasterPort, ModelSpec, OptimizerName,
-    OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName,
-    ScheduleSpec, Tokenizer, TrainSpec, scalar, tree::Value,
+    CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Hosts, JobSpec, MasterPort, ModelSpec,
+    OptimizerName, OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec,
+    ScheduleName, ScheduleSpec, StoreHost, Tokenizer, TrainSpec, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -65,6 +65,13 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec) {
         MasterPort::Auto => y.key("master_port", "auto"),
         MasterPort::Fixed(port) => y.key("master_port", port),
     }
+    y.key(
+        "store",
+        match c.store {
+            StoreHost::Agent => "agent",
+            StoreHost::Rank0 => "rank0",
+        },
+    );
 }
 
 fn run(y: &mut Yaml, r: &RunSpec) {
@@ -72,10 +79,20 @@ fn run(y: &mut Yaml, r: &RunSpec) {
         y.key("command", texts(command));
     }
     y.key("workdir", text(&r.workdir.to_string_lossy()));
-    if r.env.is_empty() {
+    if r.env.is_empty() && r.env_from.is_empty() {
         y.key("env", "{}");
     } else {
-        y.section("env", |y| r.env.iter().for_each(|(name, value)| y.key(name, text(value))));
+        y.section("env", |y| {
+            r.env.iter().for_each(|(name, value)| y.key(name, text(value)));
+            for (name, source) in &r.env_from {
+                match source {
+                    EnvSource::FromEnv(from) => y.key(name, format!("{{from_env: {}}}", text(from))),
+                    EnvSource::FromFile(path) => {
+                        y.key(name, format!("{{from_file: {}}}", text(&path.to_string_lossy())));
+                    }
+                }
+            }
+        });
     }
     y.key("grace", duration(r.grace_ms));
     y.section("logs", |y| {

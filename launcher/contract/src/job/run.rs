@@ -11,9 +11,21 @@ pub struct RunSpec {
     /// Absolute after loading; relative paths of the job resolve here. Default: the current directory.
     pub workdir: PathBuf,
     pub env: Vec<(String, String)>,
+    /// Names of `env` whose values are looked up when the run starts, and shown nowhere.
+    pub env_from: Vec<(String, EnvSource)>,
     /// Between SIGTERM and SIGKILL, milliseconds.
     pub grace_ms: u64,
     pub logs: LogsSpec,
+}
+
+/// Where the value of an environment variable is looked up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EnvSource {
+    /// The variable of this name in launch's own environment.
+    FromEnv(String),
+    /// The text of this file, without one line end after it.
+    FromFile(PathBuf),
 }
 
 /// Where output goes.

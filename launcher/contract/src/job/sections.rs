@@ -1,7 +1,7 @@
 //! Decoding section by section: the tree → [`JobSpec`]. Ranges are checked here, what keys mean together in `check`.
 use super::{
-    CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, LogsSpec, MasterPort, ResumeFrom,
-    ResumeSpec, RngPolicy, RunSpec,
+    CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Hosts, JobSpec, LogsSpec, MasterPort,
+    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, StoreHost,
     decode::{Decoder, Table},
     read::{self, Read, boolean, choice, duration, expected, int, int32, list, size, text, word, word_or},
     train,
@@ -54,6 +54,11 @@ fn cluster(d: &mut Decoder, top: &Table<'_>) -> ClusterSpec {
                 int32(1..=u32::from(u16::MAX))(n).map(|p| MasterPort::Fixed(p as u16))
             }),
         ),
+        store: d.get(
+            &t,
+            "cluster.store",
+            choice(&[("agent", StoreHost::Agent), ("rank0", StoreHost::Rank0)], &[]),
+        ),
     }
 }
 
@@ -74,10 +79,12 @@ fn devices(node: &Node) -> Read<Devices> {
 fn run(d: &mut Decoder, top: &Table<'_>) -> RunSpec {
     let t = d.section(top, "run");
     let logs = d.section(&t, "run.logs");
+    let (env, env_from) = d.get(&t, "run.env", environment);
     RunSpec {
         command: d.opt(&t, "run.command", command),
         workdir: d.get(&t, "run.workdir", path),
-        env: d.get(&t, "run.env", environment),
+        env,
+        env_from,
         grace_ms: d.get(&t, "run.grace", duration),
         logs: LogsSpec {
             dir: d.get(&logs, "run.logs.dir", template(&["name", "run"])),
@@ -122,26 +129,63 @@ const RESERVED: &[(&str, &str)] = &[
     (env::LOCAL_WORLD_SIZE, "use `cluster.workers_per_host`"),
     (env::MASTER_ADDR, "it is the first host's address"),
     (env::MASTER_PORT, "use `cluster.master_port`"),
+    (env::GROUP_RANK, "it is the number of its host"),
+    (env::NODE_RANK, "it is the number of its host"),
+    (env::CROSS_RANK, "it is the number of its host"),
+    (env::ROLE_RANK, "each worker gets its own"),
+    (env::ROLE_NAME, "there is one role"),
+    (env::LOCAL_SIZE, "use `cluster.workers_per_host`"),
+    (env::ROLE_WORLD_SIZE, "use `cluster.workers_per_host`"),
+    (env::GROUP_WORLD_SIZE, "it is the number of hosts"),
+    (env::CROSS_SIZE, "it is the number of hosts"),
+    (env::TORCHELASTIC_RESTART_COUNT, "launch counts"),
+    (env::TORCHELASTIC_MAX_RESTARTS, "use `run.restarts`"),
+    (env::TORCHELASTIC_RUN_ID, "it is the run's own name"),
+    (env::TORCHELASTIC_USE_AGENT_STORE, "use `cluster.store`"),
+    (env::TORCHELASTIC_ERROR_FILE, "it lies in the run directory"),
     (env::LAUNCH_CONTROL_FD, "it is launch's own"),
     (env::LAUNCH_SHM_FD, "it is launch's own"),
 ];
 
-fn environment(node: &Node) -> Read<Vec<(String, String)>> {
+/// Variables with their values, and those whose values are elsewhere.
+type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
+
+fn environment(node: &Node) -> Read<Environment> {
     let Value::Map(entries) = &node.value else {
         return Err(expected("a mapping of names to text", node));
     };
-    let mut env = Vec::with_capacity(entries.len());
+    let (mut env, mut env_from) = (Vec::new(), Vec::new());
     let mut faults = Vec::new();
     for entry in entries {
-        match variable(entry) {
-            Ok(variable) => env.push(variable),
-            Err(fault) => faults.push(fault),
+        let name = entry.key.clone();
+        if let Err(fault) = variable(entry) {
+            faults.push(fault);
+            continue;
         }
+        let fault = match &entry.value.value {
+            Value::Map(from) => env_source(entry, from).map(|v| env_from.push((name.clone(), v))).err(),
+            _ => word(&entry.value).map(|v| env.push((name.clone(), v))).err(),
+        };
+        faults.extend(fault.map(|fault| fault.of(&format!("entry `{name}`"))));
     }
-    Fault::all(faults).map_or(Ok(env), Err)
+    Fault::all(faults).map_or(Ok((env, env_from)), Err)
 }
 
-fn variable(entry: &Entry) -> Read<(String, String)> {
+/// `{from_env: NAME}` or `{from_file: path}`.
+fn env_source(entry: &Entry, from: &[Entry]) -> Read<EnvSource> {
+    if entry.key == env::OMP_NUM_THREADS {
+        let fault = Fault::at(entry.value.span, "must be a number: the plan depends on it");
+        return Err(fault.hint("leave it out for the worker's share of the cores"));
+    }
+    match from {
+        [only] if only.key == "from_env" => text(&only.value).map(EnvSource::FromEnv),
+        [only] if only.key == "from_file" => path(&only.value).map(EnvSource::FromFile),
+        _ => Err(expected("text, `{from_env: NAME}` or `{from_file: path}`", &entry.value)),
+    }
+}
+
+/// Is this a name that a job may set?
+fn variable(entry: &Entry) -> Read<()> {
     let name = &entry.key;
     let fault = |message: String, hint: &str| Err(Fault::at(entry.key_span, message).hint(hint));
     let first_fits = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
@@ -152,7 +196,7 @@ fn variable(entry: &Entry) -> Read<(String, String)> {
     if let Some((_, instead)) = RESERVED.iter().find(|(reserved, _)| reserved == name) {
         return fault(format!("can't set `{name}`: launch sets it"), instead);
     }
-    word(&entry.value).map(|value| (name.clone(), value)).map_err(|f| f.of(&format!("entry `{name}`")))
+    Ok(())
 }
 
 /// Text in which only these `{names}` occur.

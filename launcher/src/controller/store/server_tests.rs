@@ -1,0 +1,185 @@
+use super::{super::wire::tests::request, *};
+use std::{
+    io::{Read, Write},
+    net::TcpStream as Socket,
+};
+
+/// Far more than anything takes.
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn server() -> (Server, mpsc::Receiver<String>) {
+    let (talk, heard) = mpsc::channel(16);
+    (Server::start(0, talk).expect("a server"), heard)
+}
+
+fn connect(server: &Server) -> Socket {
+    let mut socket = Socket::connect((Ipv4Addr::LOCALHOST, server.port())).expect("connected");
+    socket.set_read_timeout(Some(LIMIT)).expect("limit");
+    socket.write_all(&request(&Request::Validate)).expect("sent");
+    socket
+}
+
+fn send(socket: &mut Socket, asked: Request) {
+    socket.write_all(&request(&asked)).expect("sent");
+}
+
+#[track_caller]
+fn receive(socket: &mut Socket, expected: &[u8]) {
+    let mut bytes = vec![0; expected.len()];
+    socket.read_exact(&mut bytes).expect("an answer");
+    assert_eq!(bytes, expected);
+}
+
+/// Everything asked before has been carried out.
+fn settle(socket: &mut Socket) {
+    send(socket, Request::Ping(9));
+    receive(socket, &9u32.to_le_bytes());
+}
+
+fn k(text: &str) -> Vec<u8> {
+    text.as_bytes().to_vec()
+}
+
+fn value(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+fn number(n: i64) -> Vec<u8> {
+    n.to_le_bytes().to_vec()
+}
+
+#[test]
+fn every_operation_over_a_socket() {
+    use Request::*;
+    let (server, _heard) = server();
+    let mut client = connect(&server);
+    for (asked, answer) in [
+        (Ping(0xdead), 0xdeadu32.to_le_bytes().to_vec()),
+        (Set(k("/a"), k("1")), vec![]),
+        (Get(k("/a")), value("1")),
+        (Add(k("init/"), 1), number(1)),
+        (CompareSet(k("/a"), k("1"), k("two")), value("two")),
+        (Check(vec![k("/a"), k("/b")]), vec![1]),
+        (Check(vec![k("/a")]), vec![0]),
+        (Wait(vec![k("/a")]), vec![0]),
+        (CountKeys, number(2)),
+        (ListKeys, [number(2), value("/a"), value("init/")].concat()),
+        (Append(k("/a"), k("+")), vec![]),
+        (SetMany(vec![(k("/b"), k("2"))]), vec![]),
+        (GetMany(vec![k("/a"), k("/b")]), [value("two+"), value("2")].concat()),
+        (Delete(k("/b")), number(1)),
+        (Push(k("/q"), k("x")), vec![]),
+        (QueueLength(k("/q")), number(1)),
+        (Pop(k("/q")), [number(1), value("x")].concat()),
+        (Pop(k("/q")), number(0)),
+        (Barrier(k("/bar"), 1), vec![0]),
+        (CancelWait, vec![1]),
+    ] {
+        send(&mut client, asked);
+        receive(&mut client, &answer);
+    }
+    settle(&mut client);
+}
+
+#[test]
+fn a_wait_ends_when_another_client_sets_the_key() {
+    let (server, _heard) = server();
+    let (mut waiting, mut other) = (connect(&server), connect(&server));
+    send(&mut waiting, Request::Wait(vec![k("/a"), k("/b")]));
+    settle(&mut waiting);
+    send(&mut other, Request::Set(k("/b"), k("")));
+    send(&mut other, Request::Set(k("/a"), k("")));
+    receive(&mut waiting, &[0]);
+
+    send(&mut waiting, Request::Wait(vec![k("/c")]));
+    send(&mut waiting, Request::CancelWait);
+    receive(&mut waiting, &[1]);
+    send(&mut other, Request::Set(k("/c"), k("")));
+    settle(&mut other);
+    settle(&mut waiting);
+}
+
+#[test]
+fn a_barrier_holds_until_the_last_has_come() {
+    let (server, _heard) = server();
+    let mut clients: Vec<Socket> = (0..20).map(|_| connect(&server)).collect();
+    for client in &mut clients {
+        send(client, Request::Barrier(k("/b"), 20));
+    }
+    for client in &mut clients {
+        receive(client, &[0]);
+    }
+}
+
+#[test]
+fn requests_in_pieces_and_many_at_once() {
+    let (server, _heard) = server();
+    let mut client = connect(&server);
+    for byte in request(&Request::Set(k("/slow"), k("value"))) {
+        client.write_all(&[byte]).expect("sent");
+    }
+    let large = vec![7; wire::MAX_VALUE as usize];
+    send(&mut client, Request::Set(k("/large"), large.clone()));
+    let many: Vec<u8> = (0..1000).flat_map(|_| request(&Request::Get(k("/slow")))).collect();
+    client.write_all(&many).expect("sent");
+    for _ in 0..1000 {
+        receive(&mut client, &value("value"));
+    }
+    send(&mut client, Request::Get(k("/large")));
+    receive(&mut client, &(large.len() as u64).to_le_bytes());
+    receive(&mut client, &large);
+}
+
+#[test]
+fn strangers_are_sent_away_and_others_do_not_notice() {
+    let (server, mut heard) = server();
+    let mut good = connect(&server);
+    for bytes in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &request(&Request::Get(k("/no magic"))),
+        &[request(&Request::Validate), vec![99]].concat(),
+        &[request(&Request::Validate), vec![1], u64::MAX.to_le_bytes().to_vec()].concat(),
+    ] {
+        let mut bad = Socket::connect((Ipv4Addr::LOCALHOST, server.port())).expect("connected");
+        bad.set_read_timeout(Some(LIMIT)).expect("limit");
+        bad.write_all(bytes).expect("sent");
+        let mut rest = Vec::new();
+        // A connection that is closed with input unread is reset.
+        assert!(bad.read_to_end(&mut rest).is_err() || rest.is_empty(), "answered {rest:?}");
+        let said = heard.blocking_recv().expect("told");
+        assert!(said.contains("closed the connection of 127.0.0.1"), "{said}");
+        settle(&mut good);
+    }
+}
+
+#[test]
+fn a_client_that_waits_and_leaves_is_forgotten() {
+    let (server, _heard) = server();
+    let (mut leaving, mut staying) = (connect(&server), connect(&server));
+    for client in [&mut leaving, &mut staying] {
+        send(client, Request::Wait(vec![k("/q")]));
+        settle(client);
+    }
+    leaving.shutdown(std::net::Shutdown::Both).expect("shut down");
+    let mut other = connect(&server);
+    // An item for one who left in the very moment stays in the queue; the next push wakes the one who stayed.
+    for _ in 0..2 {
+        send(&mut other, Request::Push(k("/q"), k("item")));
+    }
+    receive(&mut staying, &[0]);
+}
+
+#[test]
+fn a_port_is_held_until_the_end() {
+    let (server, _heard) = server();
+    let port = server.port();
+    let (talk, _also_heard) = mpsc::channel(1);
+    let error = Server::start(port, talk.clone()).expect_err("taken");
+    assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    let mut client = connect(&server);
+    settle(&mut client);
+    drop(server);
+    let mut rest = Vec::new();
+    assert_eq!(client.read_to_end(&mut rest).expect("closed"), 0);
+    Server::start(port, talk).expect("free again");
+}

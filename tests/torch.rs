@@ -1,0 +1,191 @@
+//! Programs written for torchrun, run unchanged by real torch: they meet, talk, and say why they fail.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+mod support;
+use serde_json::Value;
+use std::{collections::BTreeMap, fs, path::Path};
+use support::{Place, Ran};
+
+/// Runs `script` as the ranks of a job. `more` are lines for the job's `cluster` and `run`.
+fn run(python: &Path, workers: u32, script: &str, cluster: &str, run: &str) -> (Place, Ran) {
+    let place = Place::new();
+    fs::write(place.path("script.py"), script).unwrap();
+    let python = serde_json::to_string(&python).unwrap();
+    let job = format!(
+        "name: torch\ncluster: {{workers_per_host: {workers}{cluster}}}\n\
+         run: {{command: [{python}, script.py], grace: 5s{run}}}\n"
+    );
+    fs::write(place.path("job.yaml"), job).unwrap();
+    let ran = place.run(&[]);
+    (place, ran)
+}
+
+const GROUPS: &str = r#"
+import os
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank, world = dist.get_rank(), dist.get_world_size()
+assert (rank, world) == (int(os.environ["RANK"]), 4)
+x = torch.tensor([float(rank)])
+dist.all_reduce(x)
+assert x.item() == 6.0, x
+dist.barrier()
+half = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3], use_local_synchronization=True)
+y = torch.tensor([float(rank)])
+dist.all_reduce(y, group=half)
+assert y.item() == (2.0 if rank % 2 == 0 else 4.0), y
+everyone = [None] * world
+dist.all_gather_object(everyone, {"rank": rank, "text": "x" * 1000 * rank})
+assert [o["rank"] for o in everyone] == [0, 1, 2, 3]
+open(f"done.{rank}", "w").write(os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+dist.destroy_process_group()
+"#;
+
+#[test]
+fn process_groups_meet_at_the_store_of_launch_and_at_rank_0s() {
+    let Some(python) = support::python("process_groups_meet_at_the_store_of_launch_and_at_rank_0s") else {
+        return;
+    };
+    for (store, flag) in [("agent", "True"), ("rank0", "False")] {
+        let (place, ran) = run(&python, 4, GROUPS, &format!(", store: {store}"), "");
+        ran.succeeded();
+        for rank in 0..4 {
+            assert_eq!(fs::read_to_string(place.path(&format!("done.{rank}"))).unwrap(), flag);
+        }
+    }
+}
+
+const STORE: &str = r#"
+import os, threading
+from datetime import timedelta
+from torch.distributed import TCPStore, PrefixStore, DistStoreError
+rank = int(os.environ["RANK"])
+def client(seconds=60):
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, False, timedelta(seconds=seconds))
+s = client()
+assert s.add("count", 1 + rank) in (1, 2, 3)
+s.set(f"here{rank}", "yes")
+s.wait(["here0", "here1"])
+assert s.get("count") == b"3"
+assert s.compare_set("mine", "", f"{rank}") in (b"0", b"1")
+assert s.compare_set("mine", "neither", "x") == s.get("mine")
+assert s.check(["here0"]) and not s.check(["here0", "absent"])
+s.append("log", "ab"); s.add("logged", 1)
+p = PrefixStore("sub", s)
+p.multi_set([f"k{rank}", f"m{rank}"], ["v", "w"])
+p.wait([f"{k}{r}" for k in "km" for r in (0, 1)])
+assert p.multi_get([f"k{1 - rank}", f"m{rank}"]) == [b"v", b"w"]
+try:
+    s.wait(["never"], timedelta(milliseconds=100))
+    raise SystemExit("waited for nothing")
+except DistStoreError:
+    pass
+s.set(f"again{rank}", "1")  # the connection lives on after a cancelled wait
+s.wait(["again0", "again1"])
+assert s.num_keys() >= 8
+if rank == 0:
+    assert s.delete_key("here0") and not s.delete_key("here0")
+    s.queue_push("queue", "item 1"); s.queue_push("queue", "item 2")
+    got = s.queue_pop("queue")
+    assert got == b"item 1", got
+    s.set("popped", "1")
+else:
+    s.wait(["popped"])
+    assert s.queue_len("queue") == 1
+    assert s.queue_pop("queue") == b"item 2"
+if hasattr(s, "list_keys"):
+    assert any("again0" in k for k in s.list_keys()), s.list_keys()
+if hasattr(s, "barrier"):
+    s.barrier("barrier", 2, timedelta(seconds=60))
+large = b"x" * (4 << 20)
+s.set(f"large{rank}", large)
+assert s.get(f"large{1 - rank}") == large
+open(f"done.{rank}", "w").close()
+"#;
+
+#[test]
+fn every_operation_of_a_tcp_store() {
+    let Some(python) = support::python("every_operation_of_a_tcp_store") else { return };
+    let (place, ran) = run(&python, 2, STORE, "", "");
+    ran.succeeded();
+    assert!(place.path("done.0").exists() && place.path("done.1").exists());
+}
+
+/// What torchrun sets for each worker (2 on one node), and what DeepSpeed's launcher adds.
+const SET_BY_TORCHRUN: &[(&str, Option<&str>)] = &[
+    ("RANK", Some("1")),
+    ("LOCAL_RANK", Some("1")),
+    ("GROUP_RANK", Some("0")),
+    ("ROLE_RANK", Some("1")),
+    ("ROLE_NAME", Some("default")),
+    ("LOCAL_WORLD_SIZE", Some("2")),
+    ("WORLD_SIZE", Some("2")),
+    ("GROUP_WORLD_SIZE", Some("1")),
+    ("ROLE_WORLD_SIZE", Some("2")),
+    ("MASTER_ADDR", Some("127.0.0.1")),
+    ("MASTER_PORT", None),
+    ("TORCHELASTIC_RESTART_COUNT", Some("0")),
+    ("TORCHELASTIC_MAX_RESTARTS", Some("0")),
+    ("TORCHELASTIC_RUN_ID", None),
+    ("TORCHELASTIC_USE_AGENT_STORE", Some("True")),
+    ("TORCHELASTIC_ERROR_FILE", None),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", Some("1")),
+    ("OMP_NUM_THREADS", None),
+    ("CROSS_RANK", Some("0")),
+    ("CROSS_SIZE", Some("1")),
+    ("LOCAL_SIZE", Some("2")),
+];
+
+#[test]
+fn a_worker_finds_what_torchrun_and_deepspeed_set() {
+    let dump = "import json, os\njson.dump(dict(os.environ), open('env.' + os.environ['RANK'], 'w'))";
+    let (place, ran) = run(Path::new("python3"), 2, dump, "", "");
+    ran.succeeded();
+    let text = fs::read_to_string(place.path("env.1")).unwrap();
+    let env: BTreeMap<String, String> = serde_json::from_str(&text).unwrap();
+    for (name, expected) in SET_BY_TORCHRUN {
+        let value = env.get(*name).unwrap_or_else(|| panic!("no {name}"));
+        assert!(expected.is_none_or(|e| e == value) && !value.is_empty(), "{name}={value}");
+    }
+    assert_eq!(env["PYTHONUNBUFFERED"], "1");
+}
+
+const RAISES: &str = r#"
+import os, time
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such\n  layer")
+    time.sleep(1000)
+main()
+"#;
+
+#[test]
+fn what_a_program_recorded_is_the_root_cause() {
+    let Some(python) = support::python("what_a_program_recorded_is_the_root_cause") else { return };
+    let (_, ran) = run(&python, 2, RAISES, "", "");
+    assert_eq!(ran.code, 1);
+    assert_eq!(ran.cause(), "exit code 1: ValueError: no such layer");
+    assert_eq!(ran.kind("failure")[0]["rank"], 1);
+    let tail = &ran.kind("failure")[0]["tail"];
+    let traced = |v: &Value| v.as_str().is_some_and(|line| line.contains("ValueError"));
+    assert!(tail.as_array().unwrap().iter().any(traced), "{tail}");
+}
+
+#[test]
+fn a_port_that_is_taken_is_named_before_anything_starts() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    for store in ["agent", "rank0"] {
+        let cluster = format!(", master_port: {port}, store: {store}");
+        let (place, ran) = run(Path::new("rm"), 2, "", &cluster, "");
+        assert_eq!(ran.code, 3);
+        assert!(
+            ran.cause().starts_with(&format!("cluster.master_port {port} can't be had")),
+            "{}",
+            ran.cause()
+        );
+        assert!(place.path("script.py").exists(), "a rank has run");
+    }
+}
