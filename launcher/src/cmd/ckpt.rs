@@ -1,11 +1,15 @@
 //! `launch ckpt`: look into checkpoints, verify them, gather their weights. The only file of the launcher that reads
 //! checkpoints. stdout is data, stderr is talk.
-use ckpt::{Checkpoint, CkptError, Dtype, GatherOptions, Newest, Role, TensorInfo, VerifyReport};
+mod describe;
+
+use self::describe::{clean, human};
+use crate::report::plain;
+use ckpt::{CkptError, Dtype, Found, GatherOptions, Newest, Source, VerifyReport};
 use clap::{Args, Subcommand, ValueEnum};
 use contract::exit;
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::fmt;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -20,7 +24,8 @@ pub(crate) struct CkptArgs {
 enum Command {
     /// What is in a checkpoint
     Inspect {
-        /// A checkpoint, or a directory of them: then its newest
+        /// A checkpoint (ours, or of DeepSpeed, also inside a folder of HF Trainer or Accelerate), or a directory of
+        /// them: then its newest
         dir: PathBuf,
     },
     /// Check every byte of a checkpoint, or of all in a directory; exit code 4 when something is damaged
@@ -30,7 +35,7 @@ enum Command {
     },
     /// Write the weights as a Hugging Face folder
     Gather {
-        /// A checkpoint, or a directory of them: then its newest
+        /// A checkpoint as for inspect, or a directory of them: then its newest
         dir: PathBuf,
         /// The folder to make
         out: PathBuf,
@@ -85,8 +90,6 @@ impl Failure {
         match self {
             Failure::Ckpt(e) if e.is_checkpoint_at_fault() => exit::CHECKPOINT,
             Failure::Ckpt(CkptError::Refused { .. }) => exit::USAGE,
-            // `launch ckpt inspect DIR | head` is no failure
-            Failure::Output(e) if e.kind() == io::ErrorKind::BrokenPipe => exit::DONE,
             Failure::Ckpt(_) | Failure::Output(_) => exit::FAILED,
         }
     }
@@ -113,124 +116,47 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Talk; a closed stderr is nobody listening.
+/// A line of talk.
 fn say(line: fmt::Arguments<'_>) {
-    let _ = writeln!(io::stderr(), "{line}");
+    plain::say(&format!("{line}\n"));
 }
 
 /// Data.
 fn print(text: &str) -> Result<(), Failure> {
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    Ok(out.flush()?)
+    Ok(plain::data(text)?)
 }
 
 /// The checkpoint meant by a path, saying which one and what was passed over.
-fn open(path: &Path) -> Result<Checkpoint, Failure> {
-    let Newest { checkpoint, skipped } = ckpt::newest(path)?;
-    for e in skipped {
-        say(format_args!("warning: passed over: {e}"));
+fn open(path: &Path) -> Result<Found, Failure> {
+    let found = ckpt::find(path)?;
+    match &found {
+        Found::Native(newest) => {
+            let Newest { checkpoint, skipped } = &**newest;
+            for e in skipped {
+                say(format_args!("warning: passed over: {e}"));
+            }
+            if checkpoint.path() != path {
+                say(format_args!("using {}", checkpoint.path().display()));
+            }
+        }
+        Found::Foreign(foreign) => {
+            for notice in &foreign.facts().notices {
+                say(format_args!("note: {}", clean(notice)));
+            }
+        }
     }
-    if checkpoint.path() != path {
-        say(format_args!("using {}", checkpoint.path().display()));
-    }
-    Ok(checkpoint)
+    Ok(found)
 }
 
 fn inspect(dir: &Path, json: bool) -> Result<u8, Failure> {
-    let checkpoint = open(dir)?;
-    let facts = checkpoint.facts();
-    if json {
-        let tensors: Vec<Value> = checkpoint
-            .tensors()
-            .map(|t| json!({"name": t.name, "role": t.role, "dtype": t.dtype, "shape": t.shape, "bytes": t.bytes()}))
-            .collect();
-        let files: Vec<Value> =
-            checkpoint.files().map(|(name, bytes)| json!({"name": name, "bytes": bytes})).collect();
-        let all = json!({
-            "kind": "native", "path": checkpoint.path(), "step": facts.step, "world": facts.world, "stage": facts.stage,
-            "tokens": facts.tokens, "run_seed": facts.run_seed, "program": facts.program, "family": facts.model.family,
-            "bytes": checkpoint.bytes(), "files": files, "tensors": tensors, "ties": facts.model.ties,
-            "frozen": facts.model.frozen, "groups": facts.groups, "cursor": facts.cursor, "rng": facts.rng,
-            "tokenizer": facts.tokenizer.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(),
-            "config": facts.model.hf_config, "job": facts.job, "missing": missing(&checkpoint),
-        });
-        print(&format!("{all}\n"))?;
-    } else {
-        print(&described(&checkpoint))?;
-    }
+    let text = match (open(dir)?, json) {
+        (Found::Native(newest), true) => format!("{}\n", describe::native_json(&newest.checkpoint)),
+        (Found::Native(newest), false) => describe::native(&newest.checkpoint),
+        (Found::Foreign(foreign), true) => format!("{}\n", describe::foreign_json(&foreign)),
+        (Found::Foreign(foreign), false) => describe::foreign(&foreign),
+    };
+    print(&text)?;
     Ok(exit::DONE)
-}
-
-/// What a full training state has and this checkpoint has not.
-fn missing(checkpoint: &Checkpoint) -> Vec<&'static str> {
-    let facts = checkpoint.facts();
-    let optimizer = checkpoint.tensors().any(|t| t.role.is_optimizer_state());
-    let parts = [
-        ("optimizer state", optimizer),
-        ("optimizer groups", !facts.groups.is_null()),
-        ("data cursor", !facts.cursor.is_null()),
-        ("rng facts", !facts.rng.is_null()),
-        ("job", !facts.job.is_null()),
-        ("tokenizer", !facts.tokenizer.is_empty()),
-    ];
-    parts.into_iter().filter(|(_, there)| !there).map(|(name, _)| name).collect()
-}
-
-/// Facts, then a table of the tensors.
-fn described(checkpoint: &Checkpoint) -> String {
-    let facts = checkpoint.facts();
-    let tensors: Vec<TensorInfo> = checkpoint.tensors().collect();
-    let mut lines = vec![
-        ("path", checkpoint.path().display().to_string()),
-        ("kind", "native".to_owned()),
-        ("step", facts.step.to_string()),
-        ("world", facts.world.to_string()),
-        ("stage", facts.stage.to_string()),
-        ("tokens", facts.tokens.to_string()),
-        ("family", facts.model.family.clone()),
-        ("bytes", format!("{} ({})", checkpoint.bytes(), human(checkpoint.bytes()))),
-        ("program", facts.program.clone()),
-    ];
-    for role in Role::ALL {
-        let of_role: Vec<&TensorInfo> = tensors.iter().filter(|t| t.role == role).collect();
-        if !of_role.is_empty() {
-            let elements: u64 = of_role.iter().map(|t| t.elements()).sum();
-            lines.push((role.name(), format!("{} tensors, {elements} elements", of_role.len())));
-        }
-    }
-    let ties: Vec<String> = facts.model.ties.iter().map(|t| format!("{} = {}", t.alias, t.target)).collect();
-    lines.push(("ties", if ties.is_empty() { "none".into() } else { ties.join(", ") }));
-    lines.push(("groups", facts.groups.to_string()));
-    lines.push(("cursor", facts.cursor.to_string()));
-    lines.push(("rng", facts.rng.to_string()));
-    let missing = missing(checkpoint);
-    lines.push(("missing", if missing.is_empty() { "nothing".into() } else { missing.join(", ") }));
-    let mut text: String =
-        lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", clean(value))).collect();
-    text.push('\n');
-    text.push_str(&table(&tensors));
-    text
-}
-
-/// Aligned columns: role, dtype, shape, name.
-fn table(tensors: &[TensorInfo]) -> String {
-    let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
-    let mut rows = vec![["ROLE".to_owned(), "DTYPE".to_owned(), "SHAPE".to_owned(), "NAME".to_owned()]];
-    rows.extend(tensors.iter().map(|t| {
-        let scalar = if t.shape.is_empty() { "scalar".to_owned() } else { shape(t) };
-        [t.role.to_string(), t.dtype.to_string(), scalar, clean(&t.name)]
-    }));
-    let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
-    let (a, b, c) = (width(0), width(1), width(2));
-    rows.iter()
-        .map(|[role, dtype, shape, name]| format!("{role:<a$}  {dtype:<b$}  {shape:<c$}  {name}\n"))
-        .collect()
-}
-
-/// What comes from a file must not steer the terminal.
-fn clean(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 fn verify(path: &Path, json: bool) -> Result<u8, Failure> {
@@ -267,12 +193,23 @@ fn verdict(report: &VerifyReport) -> String {
 }
 
 fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result<u8, Failure> {
-    let checkpoint = open(dir)?;
+    let found = open(dir)?;
+    let source: &dyn Source = match &found {
+        Found::Native(newest) => &newest.checkpoint,
+        Found::Foreign(foreign) => &**foreign,
+    };
     let mut progress = Progress { shown: None, live: io::stderr().is_terminal() };
-    let gathered = ckpt::gather(&checkpoint, out, options, |done, total| progress.show(done, total));
+    let gathered = ckpt::gather(source, out, options, |done, total| progress.show(done, total));
     progress.end();
     let gathered = gathered?;
-    let step = checkpoint.facts().step;
+    if !gathered.config {
+        say(format_args!("note: the checkpoint has no config.json; put the model's own beside the weights"));
+    }
+    if !gathered.left_out.is_empty() {
+        let names = clean(&gathered.left_out.join(", "));
+        say(format_args!("note: buffers that are no floating point numbers are left out: {names}"));
+    }
+    let step = source.step();
     if json {
         let mut value = serde_json::to_value(&gathered).unwrap_or(Value::Null);
         value["step"] = step.into();
@@ -280,7 +217,8 @@ fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result
     } else {
         let (tensors, files) = (gathered.tensors, gathered.files.len());
         say(format_args!(
-            "{tensors} tensors of step {step} as {}, {} in {files} file(s)",
+            "{tensors} tensors of step {} as {}, {} in {files} file(s)",
+            step.map_or("unknown".to_owned(), |s| s.to_string()),
             gathered.dtype,
             human(gathered.bytes)
         ));
@@ -300,13 +238,13 @@ impl Progress {
         let due = self.shown.is_none_or(|t| t.elapsed() >= Duration::from_millis(100));
         if self.live && due {
             self.shown = Some(Instant::now());
-            let _ = write!(io::stderr(), "\r\x1b[Kgathering {} of {}", human(done), human(total));
+            plain::say(&format!("\r\x1b[Kgathering {} of {}", human(done), human(total)));
         }
     }
 
     fn end(&self) {
         if self.shown.is_some() {
-            let _ = write!(io::stderr(), "\r\x1b[K");
+            plain::say("\r\x1b[K");
         }
     }
 }
@@ -335,23 +273,11 @@ fn size(text: &str) -> Result<u64, String> {
     Ok(bytes as u64)
 }
 
-/// `1234567` as `1.23 MB`.
-fn human(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
-    let (mut value, mut unit) = (bytes as f64 / 1e3, 0);
-    if bytes < 1000 {
-        return format!("{bytes} B");
-    }
-    while value >= 999.95 && unit + 1 < UNITS.len() {
-        value /= 1e3;
-        unit += 1;
-    }
-    format!("{value:.2} {}", UNITS[unit])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ckpt::Role;
+    use serde_json::json;
 
     #[test]
     fn sizes_are_read_with_their_units() {
@@ -363,23 +289,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn tables_are_aligned_and_names_cannot_steer_the_terminal() {
-        let t = |role, shape: &[u64], name: &str| TensorInfo {
-            name: name.into(),
-            role,
-            dtype: Dtype::F32,
-            shape: shape.into(),
-        };
-        let text = table(&[t(Role::Weight, &[16, 8], "a\x1b[2J"), t(Role::ExpAvgSq, &[], "b")]);
-        assert_eq!(
-            text,
-            "ROLE        DTYPE  SHAPE   NAME\nweight      F32    16 × 8  a\u{fffd}[2J\nexp_avg_sq  F32    scalar  b\n"
-        );
-    }
-
     /// A checkpoint of step 3 with one weight of 4 elements and no optimizer state.
-    fn saved(root: &Path) -> PathBuf {
+    pub(super) fn saved(root: &Path) -> PathBuf {
         let staging = ckpt::Staging::begin(root, 3, 16).expect("begun");
         let piece =
             ckpt::Piece { name: "w", role: Role::Weight, start_element: 0, data: &[1.0, 2.0, 3.0, 1e6] };
@@ -394,25 +305,6 @@ mod tests {
         });
         let facts = serde_json::from_value(facts).expect("facts");
         ckpt::commit(staging, facts, vec![report]).expect("complete").path
-    }
-
-    #[test]
-    fn a_description_says_what_is_there_and_what_is_missing() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let checkpoint = Checkpoint::open(&saved(dir.path())).expect("complete");
-        let text = described(&checkpoint);
-        for line in [
-            "step        3\n",
-            "stage       2\n",
-            "weight      1 tensors, 4 elements\n",
-            "ties        head = w\n",
-            "groups      [{\"lr\":0.1}]\n",
-            "cursor      {\"epoch\":1}\n",
-            "missing     optimizer state, rng facts, job, tokenizer\n",
-            "\nROLE    DTYPE  SHAPE  NAME\nweight  F32    2 × 2  w\n",
-        ] {
-            assert!(text.contains(line), "{text} lacks {line}");
-        }
     }
 
     #[test]

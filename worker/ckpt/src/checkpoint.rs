@@ -1,10 +1,12 @@
 //! Reading a checkpoint: any range of any tensor, each block verified before its bytes are handed out.
-use crate::catalog::{Facts, Role, TensorInfo, WeightShape, require_same_model};
+use crate::catalog::{Facts, Role, TensorInfo, TextFile, WeightShape, require_same_model};
 use crate::cut;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
 use crate::error::{CkptError, Damage, Result};
 use crate::hash::Hash;
 use crate::manifest::{Extent, Manifest, TensorEntry};
+use crate::source::Source;
+use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
@@ -221,6 +223,36 @@ impl Checkpoint {
                 CkptError::Damaged { path, damage }
             }
         }
+    }
+}
+
+impl Source for Checkpoint {
+    fn path(&self) -> &Path {
+        Checkpoint::path(self)
+    }
+
+    fn tensors(&self) -> Vec<TensorInfo> {
+        Checkpoint::tensors(self).collect()
+    }
+
+    fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
+        Checkpoint::read_many(self, requests)
+    }
+
+    fn step(&self) -> Option<u64> {
+        Some(self.facts().step)
+    }
+
+    fn tokens(&self) -> Option<u64> {
+        Some(self.facts().tokens)
+    }
+
+    fn hf_config(&self) -> Option<&Map<String, Value>> {
+        self.facts().model.hf_config.as_object()
+    }
+
+    fn texts(&self) -> &[TextFile] {
+        &self.facts().tokenizer
     }
 }
 

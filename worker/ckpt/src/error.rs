@@ -105,11 +105,9 @@ impl fmt::Display for CkptError {
         use CkptError::*;
         match self {
             NotACheckpoint { path, why } => write!(f, "no checkpoint at {}: {why}", path.display()),
-            Damaged { path, damage } => write!(
-                f,
-                "checkpoint {} is damaged: {damage}; use another checkpoint (`launch ckpt verify` lists all damage)",
-                path.display()
-            ),
+            Damaged { path, damage } => {
+                write!(f, "checkpoint {} is damaged: {damage}; use another checkpoint", path.display())
+            }
             Missing { path, what } => write!(
                 f,
                 "checkpoint {} is not whole: {what} is missing; use another checkpoint or bring it back",

@@ -1,4 +1,4 @@
-//! Writes the weights of a checkpoint as a Hugging Face folder, streaming: read ahead, convert, write behind.
+//! Writes the weights and buffers of a checkpoint as a Hugging Face folder, streaming: read ahead, convert, write behind.
 //!
 //! Extra memory is the same for every model size: three windows of 16 MiB, one converted window, and the buffers of
 //! one read and one write (24 MiB each).
@@ -6,12 +6,13 @@ mod output;
 
 use self::output::Output;
 use crate::catalog::{Role, TensorInfo};
-use crate::checkpoint::{Checkpoint, Request};
+use crate::checkpoint::Request;
 use crate::commit::{Swap, publish};
 use crate::disk::{self, FileWriter, Folder, WritePath};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors::{self, Planned};
+use crate::source::Source;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
@@ -58,6 +59,10 @@ pub struct GatherReport {
     pub bytes: u64,
     /// The weight files.
     pub files: Vec<GatheredFile>,
+    /// There is a config.json; a checkpoint of another program may have none.
+    pub config: bool,
+    /// Buffers that are no floating point numbers, which are not gathered.
+    pub left_out: Vec<String>,
 }
 
 /// One file of weights.
@@ -73,13 +78,14 @@ pub struct GatheredFile {
 ///
 /// `out` is complete or absent. It may exist when it is empty or, with `force`, when it was made by gathering.
 pub fn gather(
-    checkpoint: &Checkpoint,
+    checkpoint: &dyn Source,
     out: &Path,
     options: &GatherOptions,
     progress: impl FnMut(u64, u64),
 ) -> Result<GatherReport> {
+    checkpoint.require_weights()?;
     let plan = Plan::new(checkpoint, options)?;
-    let out = Output::begin(checkpoint, out, options.force, plan.bytes)?;
+    let out = Output::begin(checkpoint.path(), out, options.force, plan.bytes)?;
     let files = write_weights(checkpoint, &plan, &out.dir, progress)?;
     let mut names: Vec<&str> = files.iter().map(|f| f.name.as_str()).collect();
     let texts = plan.texts(checkpoint)?;
@@ -93,16 +99,23 @@ pub fn gather(
         disk::write_file(out.dir.join(name), text.as_bytes())?;
     }
     plan.check_written(&out.dir, &files)?;
-    let facts = checkpoint.facts();
     let gathered = json!({
         "format": GATHERED_FORMAT, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names,
-        "step": facts.step, "tokens": facts.tokens, "dtype": plan.dtype.torch_name(),
+        "step": checkpoint.step(), "tokens": checkpoint.tokens(), "dtype": plan.dtype.torch_name(),
     });
     disk::write_file(out.dir.join(GATHERED), pretty(&gathered)?.as_bytes())?;
     disk::sync_dir(&out.dir)?;
     publish(&out.dir, &out.path, Swap::Atomic)?;
     let path = out.path.clone();
-    Ok(GatherReport { path, dtype: plan.dtype, tensors: plan.tensors.len() as u64, bytes: plan.bytes, files })
+    Ok(GatherReport {
+        path,
+        dtype: plan.dtype,
+        tensors: plan.tensors.len() as u64,
+        bytes: plan.bytes,
+        files,
+        config: checkpoint.hf_config().is_some(),
+        left_out: plan.left_out,
+    })
 }
 
 fn pretty(value: &impl serde::Serialize) -> Result<String> {
@@ -117,15 +130,20 @@ struct Plan {
     /// Name of each file and the indices of its tensors.
     files: Vec<(String, Vec<usize>)>,
     bytes: u64,
+    left_out: Vec<String>,
 }
 
 impl Plan {
-    fn new(checkpoint: &Checkpoint, options: &GatherOptions) -> Result<Plan> {
+    fn new(checkpoint: &dyn Source, options: &GatherOptions) -> Result<Plan> {
         let dtype = options.dtype.unwrap_or(Dtype::F32);
         if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
             return Err(CkptError::invalid(format!("weights are gathered as F32, BF16 or F16, not {dtype}")));
         }
-        let tensors: Vec<TensorInfo> = checkpoint.tensors().filter(|t| t.role == Role::Weight).collect();
+        let of_model = |t: &TensorInfo| matches!(t.role, Role::Weight | Role::Buffer);
+        let readable = |t: &TensorInfo| t.role == Role::Weight || is_float(t.dtype);
+        let (tensors, others): (Vec<TensorInfo>, Vec<TensorInfo>) =
+            checkpoint.tensors().into_iter().filter(of_model).partition(readable);
+        let left_out = others.into_iter().map(|t| t.name).collect();
         let sizes: Vec<u64> = tensors.iter().map(|t| t.elements() * dtype.size()).collect();
         let groups = split(&sizes, options.max_shard_size);
         let count = groups.len();
@@ -134,7 +152,7 @@ impl Plan {
             _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
         };
         let files = groups.into_iter().enumerate().map(|(i, group)| (name(i), group)).collect();
-        Ok(Plan { dtype, tensors, files, bytes: sizes.iter().sum() })
+        Ok(Plan { dtype, tensors, files, bytes: sizes.iter().sum(), left_out })
     }
 
     fn header(&self, file: usize) -> Result<Vec<u8>> {
@@ -168,9 +186,29 @@ impl Plan {
     }
 
     /// The text files: name and content.
-    fn texts(&self, checkpoint: &Checkpoint) -> Result<Vec<(String, String)>> {
-        let facts = checkpoint.facts();
-        let mut config = facts.model.hf_config.as_object().cloned().unwrap_or_default();
+    fn texts(&self, checkpoint: &dyn Source) -> Result<Vec<(String, String)>> {
+        let mut texts = Vec::new();
+        if let Some(config) = checkpoint.hf_config() {
+            texts = self.config(checkpoint, config.clone())?;
+        }
+        if self.files.len() > 1 {
+            texts.push((INDEX.to_owned(), pretty(&self.index())?));
+        }
+        if checkpoint.texts().iter().any(|t| t.name == GATHERED) {
+            return Err(CkptError::invalid(format!(
+                "the tokenizer has a file {GATHERED}, which is the name of another"
+            )));
+        }
+        texts.extend(checkpoint.texts().iter().map(|t| (t.name.clone(), t.text.clone())));
+        Ok(texts)
+    }
+
+    /// `config.json` of the gathered dtype, and `generation_config.json` where the checkpoint has none.
+    fn config(
+        &self,
+        checkpoint: &dyn Source,
+        mut config: Map<String, Value>,
+    ) -> Result<Vec<(String, String)>> {
         // both names are in use: `torch_dtype` up to transformers 4, `dtype` from 5
         for key in ["torch_dtype", "dtype"] {
             if key == "torch_dtype" || config.contains_key(key) {
@@ -178,19 +216,10 @@ impl Plan {
             }
         }
         let mut texts = vec![(CONFIG.to_owned(), pretty(&sorted(&config))?)];
-        let own = |name: &str| facts.tokenizer.iter().any(|t| t.name == name);
+        let own = |name: &str| checkpoint.texts().iter().any(|t| t.name == name);
         if let Some(generation) = generation_config(&config).filter(|_| !own(GENERATION)) {
             texts.push((GENERATION.to_owned(), pretty(&generation)?));
         }
-        if self.files.len() > 1 {
-            texts.push((INDEX.to_owned(), pretty(&self.index())?));
-        }
-        if own(GATHERED) {
-            return Err(CkptError::invalid(format!(
-                "the tokenizer has a file {GATHERED}, which is the name of another"
-            )));
-        }
-        texts.extend(facts.tokenizer.iter().map(|t| (t.name.clone(), t.text.clone())));
         Ok(texts)
     }
 
@@ -237,6 +266,10 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
 /// Keys in order, whatever order the map keeps.
@@ -288,7 +321,7 @@ struct Window {
 
 /// Writes the weight files into `dir`; one thread reads ahead while this one converts and hands over to the writer.
 fn write_weights(
-    checkpoint: &Checkpoint,
+    checkpoint: &dyn Source,
     plan: &Plan,
     dir: &Path,
     mut progress: impl FnMut(u64, u64),
@@ -330,7 +363,7 @@ fn write_weights(
 }
 
 fn read_window(
-    checkpoint: &Checkpoint,
+    checkpoint: &dyn Source,
     plan: &Plan,
     window: Window,
     mut buffer: Vec<f32>,
@@ -342,7 +375,7 @@ fn read_window(
         let (out, tail) = rest.split_at_mut((range.end - range.start) as usize);
         rest = tail;
         let name = plan.tensors[*tensor].name.as_str();
-        requests.push(Request { name, role: Role::Weight, start_element: range.start, out });
+        requests.push(Request { name, role: plan.tensors[*tensor].role, start_element: range.start, out });
     }
     checkpoint.read_many(&mut requests)?;
     Ok((window, buffer))

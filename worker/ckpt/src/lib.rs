@@ -9,7 +9,7 @@
 //!    and moves `latest`; [`prune`] afterwards removes the oldest.
 //!
 //! [`Checkpoint::open`] reads one, at any number of ranks; [`verify`] checks every byte; [`gather`] writes a Hugging
-//! Face folder.
+//! Face folder. Checkpoints of other programs are read where they lie ([`find`], [`Foreign`]).
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are little-endian, and so must the machine be");
 
@@ -21,12 +21,15 @@ mod disk;
 mod dtype;
 mod error;
 pub mod fault;
+mod foreign;
 pub mod formats;
 mod gather;
 mod hash;
 mod manifest;
+mod pickle;
 mod root;
 mod save;
+mod source;
 #[cfg(test)]
 mod tests;
 mod verify;
@@ -36,8 +39,10 @@ pub use checkpoint::{Checkpoint, Request};
 pub use commit::{Committed, commit, prune};
 pub use dtype::Dtype;
 pub use error::{CkptError, Damage, Result};
+pub use foreign::{Foreign, ForeignFacts};
 pub use gather::{GatherOptions, GatherReport, GatheredFile, gather};
 pub use hash::Hash;
-pub use root::{Newest, latest, list, newest, step_name};
+pub use root::{Found, Newest, find, latest, list, newest, step_name};
 pub use save::{Piece, PieceReport, ShardReport, Staging, write_shard};
+pub use source::Source;
 pub use verify::{CheckpointReport, VerifyReport, verify};

@@ -2,6 +2,8 @@
 use crate::checkpoint::Checkpoint;
 use crate::disk::{Folder, exists};
 use crate::error::{CkptError, Result};
+use crate::foreign::Foreign;
+use crate::formats::deepspeed;
 use crate::hash::Hash;
 use crate::manifest::MANIFEST;
 use std::path::{Path, PathBuf};
@@ -124,17 +126,46 @@ pub fn newest(path: &Path) -> Result<Newest> {
     }
 }
 
-/// What a directory without checkpoints of ours seems to be.
+/// A checkpoint of any format.
+#[derive(Debug)]
+pub enum Found {
+    /// One of ours.
+    Native(Box<Newest>),
+    /// One of another program.
+    Foreign(Box<Foreign>),
+}
+
+/// Opens the checkpoint at `path`, whatever program wrote it; of a directory of ours the newest that opens, of
+/// DeepSpeed's the one that `latest` names.
+pub fn find(path: &Path) -> Result<Found> {
+    let native = exists(&path.join(MANIFEST)) || !path.is_dir() || !list(path)?.is_empty();
+    if !native && let Some(foreign) = deepspeed::open(path)? {
+        return Ok(Found::Foreign(Box::new(foreign)));
+    }
+    newest(path).map(|n| Found::Native(Box::new(n)))
+}
+
+/// What a directory without a checkpoint seems to be.
 fn foreign(path: &Path) -> String {
     let has = |name: &str| exists(&path.join(name));
+    let weights = has("model.safetensors") || has("model.safetensors.index.json");
+    let unread = |what: &str| format!("it is {what}, which isn't read by this version");
     match () {
-        () if has("model.safetensors") || has("model.safetensors.index.json") => {
-            "it has no manifest.json; it is a folder of Hugging Face weights, which hold no training state"
-                .into()
+        () if has(".metadata") || has("pytorch_model_fsdp_0") || has("pytorch_model_fsdp.bin") => {
+            unread("a checkpoint of torch's FSDP or distributed checkpointing")
+        }
+        () if has("optimizer.pt") || has("optimizer.bin") => {
+            unread("a folder of HF Trainer or Accelerate without DeepSpeed")
+        }
+        () if has("latest_universal") => unread("a universal checkpoint of DeepSpeed"),
+        () if weights => {
+            format!(
+                "it has no {MANIFEST}; it is a folder of Hugging Face weights, which hold no training state"
+            )
         }
         () if step_of(&path.file_name().unwrap_or_default().to_string_lossy()).is_some() => {
             format!("it has no {MANIFEST}: a save or a removal of it was cut short")
         }
-        () => format!("it has no {MANIFEST} and no folders step-…"),
+        () => format!("it has no {MANIFEST}, no folders step-… and no DeepSpeed state"),
     }
 }

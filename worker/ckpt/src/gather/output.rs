@@ -1,6 +1,5 @@
 //! The folder that is gathered into: made beside the one it will be, which is complete or absent.
 use super::{GATHERED, GATHERED_FORMAT};
-use crate::checkpoint::Checkpoint;
 use crate::disk::{self, DirLock, Folder};
 use crate::error::{CkptError, Result};
 use serde_json::Value;
@@ -18,7 +17,7 @@ pub(super) struct Output {
 }
 
 impl Output {
-    pub(super) fn begin(checkpoint: &Checkpoint, out: &Path, force: bool, bytes: u64) -> Result<Output> {
+    pub(super) fn begin(source: &Path, out: &Path, force: bool, bytes: u64) -> Result<Output> {
         let refused = |why: &str| CkptError::Refused { path: out.to_owned(), why: why.into() };
         let (parent, name) = match disk::exists(out) {
             true => {
@@ -36,7 +35,6 @@ impl Output {
             }
         };
         let name = name.ok_or_else(|| refused("it has no name of its own"))?.to_string_lossy().into_owned();
-        let source = checkpoint.path();
         if parent.starts_with(source.canonicalize().map_err(CkptError::io("look at", source))?) {
             return Err(refused("it lies inside the checkpoint"));
         }

@@ -1,9 +1,11 @@
 //! Whole-crate tests, and small checkpoints for them.
 mod damage;
+mod foreign;
 mod full;
 mod gather;
 mod hostile;
 mod kill;
+mod pickled;
 mod roundtrip;
 mod saving;
 

@@ -1,0 +1,189 @@
+//! Hostile and broken pickles.
+use super::*;
+use proptest::prelude::*;
+
+const GLOBALS: &[&[&str]] = &[&["collections.OrderedDict", "torch.Size"]];
+
+fn refused(input: &[u8]) -> String {
+    load(input, GLOBALS).expect_err("refused")
+}
+
+#[test]
+fn values_of_every_kind_are_read_in_order() {
+    let input = b"\x80\x02}q\x00(X\x01\x00\x00\x00bK\x07X\x01\x00\x00\x00aJ\xfe\xff\xff\xffX\x01\x00\x00\x00c\x8a\x02\x00\x80X\x01\x00\x00\x00dG\x3f\xf8\x00\x00\x00\x00\x00\x00X\x01\x00\x00\x00e\x88N\x86X\x01\x00\x00\x00fh\x00)Ru.";
+    // `f` would call a dict: refused
+    assert!(refused(input).contains("calls something"));
+    let input = b"\x80\x02}q\x00(X\x01\x00\x00\x00bK\x07X\x01\x00\x00\x00aJ\xfe\xff\xff\xffX\x01\x00\x00\x00c\x8a\x02\x00\x80X\x01\x00\x00\x00dG\x3f\xf8\x00\x00\x00\x00\x00\x00X\x01\x00\x00\x00e\x88N\x86X\x01\x00\x00\x00fctorch\nSize\nK\x02K\x03\x86\x85Ru.";
+    let tree = load(input, GLOBALS).expect("sound");
+    let root = tree.root();
+    let keys: Vec<&str> = root.pairs().expect("a dict").filter_map(|(k, _)| k.str()).collect();
+    assert_eq!(keys, ["b", "a", "c", "d", "e", "f"], "the order is the file's");
+    assert_eq!(root.get("b").and_then(View::int), Some(7));
+    assert_eq!(root.get("a").and_then(View::int), Some(-2));
+    assert_eq!(root.get("c").and_then(View::int), Some(-32768));
+    let pair = root.get("e").and_then(View::items).expect("a tuple");
+    assert_eq!((pair.len(), pair.get(0).and_then(View::bool)), (2, Some(true)));
+    let (class, args, _) = root.get("f").and_then(View::object).expect("an object");
+    let sizes = args.items().and_then(|a| a.get(0)).and_then(View::items).and_then(Items::counts);
+    assert_eq!((class, sizes), ("torch.Size", Some(vec![2, 3])));
+    assert_eq!(root.json()["d"], 1.5);
+}
+
+#[test]
+fn commands_are_refused_by_name() {
+    for input in [
+        &b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00id\x85R."[..],
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85R.",
+        b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00cos\nsystem\n.",
+    ] {
+        let why = refused(input);
+        assert!(why.contains("names os.system"), "{why}");
+    }
+    // neither a prefix nor a longer name of a known one
+    assert!(refused(b"ctorch\nSizes\n.").contains("names torch.Sizes"));
+    assert!(refused(b"ctorch.Size\n\n.").contains("names torch.Size."));
+    assert!(refused(b"cbuiltins\neval\n.").contains("names builtins.eval"));
+    assert!(refused(b"(S'id'\nios\nsystem\n.").contains("(STRING)"));
+    assert!(refused(b"(ios\nsystem\n.").contains("(INST)"));
+}
+
+#[test]
+fn values_that_contain_themselves_are_refused() {
+    for input in [
+        &b"\x80\x02]q\x00h\x00a."[..],                       // a list in itself
+        b"\x80\x02}q\x00K\x01h\x00s.",                       // a dict in itself
+        b"\x80\x02]q\x00]q\x01h\x00ah\x01\x86h\x00h\x01a0.", // through another
+        b"\x80\x02ctorch\nSize\n)Rq\x00h\x00b.",             // an object as its own state
+    ] {
+        let why = refused(input);
+        assert!(why.contains("contains itself"), "{why}");
+    }
+}
+
+#[test]
+fn deep_nesting_is_refused_in_every_form() {
+    let mut lists = vec![b']'; 1000];
+    lists.extend([b'a'; 999]);
+    lists.push(b'.');
+    assert!(refused(&lists).contains("nested"));
+    let mut tuples = vec![b')'];
+    tuples.extend([0x85; 100_000]);
+    tuples.push(b'.');
+    assert!(refused(&tuples).contains("nested"));
+    // a deep value that is reached first by a short way, then at the end of a long one
+    let mut both = vec![b']', b')'];
+    both.extend([0x85; 70]);
+    both.extend([b'q', 0, b'a', b'h', 0]);
+    both.extend([0x85; 70]);
+    both.extend([b'a', b'.']);
+    assert!(refused(&both).contains("nested"));
+}
+
+#[test]
+fn lengths_beyond_the_input_are_refused_before_memory_is_taken() {
+    let tera = (1u64 << 40).to_le_bytes();
+    for op in [0x8du8, 0x8e, 0x96, 0x95] {
+        let input = [&[op][..], &tera, b"."].concat();
+        assert!(refused(&input).contains("1099511627776 bytes"), "{op}");
+    }
+    assert!(refused(b"X\xff\xff\xff\xffab.").contains("claims 4294967295 bytes"));
+    assert!(refused(b"\x8b\xff\xff\xff\xffab.").contains("claims 4294967295 bytes"));
+}
+
+#[test]
+fn small_files_that_unfold_are_not_unfolded() {
+    // each of 100 lists holds the one before twice: 2^100 values when written out
+    let mut input = b"]q\x00".to_vec();
+    for i in 0..100u8 {
+        input.extend([b']', b'(', b'h', i, b'h', i, b'e', b'q', i + 1]);
+    }
+    input.push(b'.');
+    let tree = load(&input, GLOBALS).expect("small");
+    assert_eq!(tree.nodes.len(), 101);
+    let shown = tree.root().json().to_string();
+    assert!(shown.len() < 2_000_000, "{}", shown.len());
+}
+
+#[test]
+fn too_many_values_are_refused() {
+    assert!(refused(&vec![b'N'; VALUES_MAX + 2]).contains("more than 8388608 values"));
+    assert!(refused(&vec![b'('; VALUES_MAX + 2]).contains("more than 8388608 marks"));
+}
+
+#[test]
+fn broken_programs_have_their_reasons() {
+    for (input, reason) in [
+        (&b""[..], "claims 1 bytes"),
+        (b".", "takes more values"),
+        (b"N", "claims 1 bytes"),
+        (b"N.N", "ends at byte 2"),
+        (b"(N1.", "takes more values"),
+        (b"N(0.", "takes more values"),
+        (b"h\x05.", "never memorised"),
+        (b"}Ns.", "takes more values"),
+        (b"}(Nu.", "without a value"),
+        (b"NNa.", "no container"),
+        (b")Na.", "no list"),
+        (b"]NNs.", "no dict"),
+        (b"\x80\x09N.", "protocol 9"),
+        (b"NNR.", "no class or function"),
+        (b"ccollections\nOrderedDict\nK\x01\x85R.", "OrderedDict"),
+    ] {
+        let why = refused(input);
+        assert!(why.contains(reason), "{why} lacks {reason}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_panic(input in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let _ = load(&input, GLOBALS);
+    }
+
+    #[test]
+    fn no_program_panics(ops in proptest::collection::vec(proptest::sample::select(&b"()]}Nlt\x85\x86\x87aesu02q\x00h\x00R\x81bQ\x94\x8f\x90."[..]), 0..120)) {
+        if let Ok(tree) = load(&ops, GLOBALS) {
+            let _ = tree.root().json();
+        }
+    }
+}
+
+/// The pickle of a real file, found by the bytes around it.
+fn real(path: &str) -> Vec<u8> {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path);
+    let file = std::fs::read(path).expect("there");
+    let members = crate::formats::zip::members(file.len() as u64, |at, out| {
+        out.copy_from_slice(&file[at as usize..at as usize + out.len()]);
+        Ok(())
+    });
+    let member =
+        members.expect("sound").into_iter().find(|m| m.name.ends_with("data.pkl")).expect("a pickle");
+    file[member.data.start as usize..member.data.end as usize].to_vec()
+}
+
+#[test]
+fn mutated_real_pickles_never_panic() {
+    let globals: &[&[&str]] = &[crate::formats::torch_file::TENSORS, &["torch.float16"]];
+    let mut runner =
+        proptest::test_runner::TestRunner::new(ProptestConfig { cases: 400, ..Default::default() });
+    for path in [
+        "z3_frozen/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "z1_tied/global_step3/mp_rank_00_model_states.pt",
+    ] {
+        let sound = real(path);
+        load(&sound, globals).expect("sound");
+        let flips = proptest::collection::vec((any::<usize>(), any::<u8>()), 1..8);
+        let ran = runner.run(&flips, |flips| {
+            let mut input = sound.clone();
+            for (at, value) in flips {
+                let at = at % input.len();
+                input[at] = value;
+            }
+            if let Ok(tree) = load(&input, globals) {
+                let _ = tree.root().json();
+            }
+            Ok(())
+        });
+        ran.expect("no panic");
+    }
+}
