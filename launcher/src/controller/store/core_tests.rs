@@ -225,9 +225,8 @@ proptest! {
             for client in woken {
                 prop_assert!(open.remove(&client).is_some(), "woken without waiting");
             }
-            match expected {
-                Some(reply) => prop_assert_eq!(own.last(), Some(&&reply), "{:?}", request),
-                None => {}
+            if let Some(reply) = expected {
+                prop_assert_eq!(own.last(), Some(&&reply), "{:?}", request);
             }
             if request == Request::CancelWait {
                 open.remove(&client);
