@@ -308,8 +308,7 @@ impl Driver {
     }
 
     fn start_workers(&mut self) {
-        let world = self.plan.world;
-        let (port, store) = self.rendezvous.take().map(|r| r.ready(world)).unzip();
+        let (port, store) = self.rendezvous.take().map(Rendezvous::ready).unzip();
         self.store = store.flatten();
         for node in 0..self.plan.nodes.len() {
             let mut plan = self.plan.nodes[node].clone();

@@ -41,15 +41,16 @@ impl Rendezvous {
         })
     }
 
-    /// The number to tell `world` workers; a port that rank 0 shall bind is let go of, a store is kept.
-    pub(super) fn ready(self, world: u32) -> (u16, Option<Server>) {
+    /// The number to tell the workers, whose agents run already; a port that rank 0 shall bind is let go of, a store is
+    /// kept.
+    pub(super) fn ready(self) -> (u16, Option<Server>) {
         match self {
             Rendezvous::Port(held, number) => {
                 drop(held);
                 (number, None)
             }
             Rendezvous::Store(server) => {
-                Server::make_room(world.into());
+                Server::make_room();
                 (server.port(), Some(server))
             }
         }
@@ -97,7 +98,7 @@ mod tests {
                 let error = open(MasterPort::Fixed(number), other).expect_err("taken");
                 assert!(error.contains(&format!("cluster.master_port {number} can't be had")), "{error}");
             }
-            let (told, kept) = first.ready(1);
+            let (told, kept) = first.ready();
             assert_eq!((told, kept.is_some()), (number, store == StoreHost::Agent));
             assert_eq!(TcpListener::bind((Ipv4Addr::LOCALHOST, number)).is_err(), kept.is_some());
         }

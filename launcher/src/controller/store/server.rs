@@ -32,8 +32,6 @@ const CHUNK: usize = 64 << 10;
 const BATCH: usize = 256 << 10;
 /// Between two tries to accept when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Descriptors left for everything else.
-const OTHER_FILES: u64 = 256;
 
 /// A running store; dropping it closes every connection.
 #[derive(Debug)]
@@ -71,14 +69,12 @@ impl Server {
         self.port
     }
 
-    /// Lets this process open a file for each of `clients` connections more than it may now, as far as it is allowed.
-    /// Processes that are started afterwards inherit that.
-    pub(crate) fn make_room(clients: u64) {
-        let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return };
-        let wanted = (clients * 2 + OTHER_FILES).min(hard);
-        if wanted > soft {
+    /// Lets this process open as many files as it may: each client is one. Processes that are started afterwards
+    /// inherit that.
+    pub(crate) fn make_room() {
+        if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
             // Without it late clients wait in the queue, and the person is told why.
-            _ = setrlimit(Resource::RLIMIT_NOFILE, wanted, hard);
+            _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
         }
     }
 }
