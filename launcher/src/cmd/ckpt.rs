@@ -209,6 +209,10 @@ fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result
         let names = clean(&gathered.left_out.join(", "));
         say(format_args!("note: buffers that are no floating point numbers are left out: {names}"));
     }
+    if !gathered.not_finite.is_empty() {
+        let names = clean(&gathered.not_finite.join(", "));
+        say(format_args!("warning: NaN or infinite values are in {names}"));
+    }
     let step = source.step();
     if json {
         let mut value = serde_json::to_value(&gathered).unwrap_or(Value::Null);
@@ -305,6 +309,27 @@ mod tests {
         });
         let facts = serde_json::from_value(facts).expect("facts");
         ckpt::commit(staging, facts, vec![report]).expect("complete").path
+    }
+
+    #[test]
+    fn folders_of_deepspeed_are_taken_as_well() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
+        let dir = tempfile::tempdir().expect("a directory");
+        let run = |command| run(CkptArgs { command }, true);
+        let ckpt = golden.join("z2_frozen");
+        assert_eq!(run(Command::Inspect { dir: ckpt.clone() }), exit::DONE);
+        assert_eq!(run(Command::Verify { path: ckpt.clone() }), exit::DONE);
+        let (out, dtype) = (dir.path().join("out"), Some(Precision::Bf16));
+        let gather =
+            Command::Gather { dir: ckpt, out: out.clone(), dtype, max_shard_size: 1 << 30, force: false };
+        assert_eq!(run(gather), exit::DONE);
+        assert!(out.join("model.safetensors").exists());
+        // a tag without its files
+        std::fs::create_dir(dir.path().join("global_step1")).expect("made");
+        let lone = dir.path().join("global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt");
+        std::fs::write(lone, "nothing").expect("written");
+        assert_eq!(run(Command::Inspect { dir: dir.path().to_owned() }), exit::CHECKPOINT);
+        assert_eq!(run(Command::Verify { path: dir.path().to_owned() }), exit::CHECKPOINT);
     }
 
     #[test]
