@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use contract::exit;
 use serde_json::Value;
 use std::fmt;
-use std::io::{self, IsTerminal};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -198,7 +198,7 @@ fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result
         Found::Native(newest) => &newest.checkpoint,
         Found::Foreign(foreign) => &**foreign,
     };
-    let mut progress = Progress { shown: None, live: io::stderr().is_terminal() };
+    let mut progress = Progress { shown: None, live: plain::live() };
     let gathered = ckpt::gather(source, out, options, |done, total| progress.show(done, total));
     progress.end();
     let gathered = gathered?;

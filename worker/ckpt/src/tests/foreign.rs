@@ -523,3 +523,20 @@ fn values_that_are_no_numbers_are_named() {
     let gathered = gather(&*foreign, &out.path().join("out"), &GatherOptions::default(), |_, _| {});
     assert_eq!(gathered.expect("gathered").not_finite, ["a"]);
 }
+
+#[test]
+fn folders_that_are_not_read_are_called_by_their_names() {
+    for (files, reason) in [
+        (&["model.safetensors", "optimizer.bin"][..], "HF Trainer or Accelerate without DeepSpeed"),
+        (&[".metadata"], "FSDP or distributed checkpointing"),
+        (&["latest_universal"], "a universal checkpoint"),
+        (&["model.safetensors"], "which hold no training state"),
+        (&["checkpoint-9", "checkpoint-10"], "for example checkpoint-10"),
+        (&[], "no DeepSpeed state"),
+    ] {
+        let dir = fast_dir();
+        files.iter().for_each(|name| fs::write(dir.path().join(name), "").expect("written"));
+        let why = find(dir.path()).expect_err("refused").to_string();
+        assert!(why.contains(reason), "{why} lacks {reason}");
+    }
+}
