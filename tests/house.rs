@@ -205,7 +205,6 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
         "stderr()",
         "the controller can't be told when the stream to it is what failed",
     ),
-    ("launcher/src/cmd/ckpt.rs", "stderr()", "no job runs: it prints what it found"),
     ("launcher/src/controller/journal.rs", "rename(", "the run directory's record of the job, written whole"),
     ("worker/src/life.rs", "println!", "a worker's stdout is its log file"),
     ("worker/src/life.rs", "eprintln!", "a worker's stderr is its log file"),

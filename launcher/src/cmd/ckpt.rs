@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use contract::exit;
 use serde_json::Value;
 use std::fmt;
-use std::io::{self, IsTerminal};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -198,7 +198,7 @@ fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result
         Found::Native(newest) => &newest.checkpoint,
         Found::Foreign(foreign) => &**foreign,
     };
-    let mut progress = Progress { shown: None, live: io::stderr().is_terminal() };
+    let mut progress = Progress { shown: None, live: plain::live() };
     let gathered = ckpt::gather(source, out, options, |done, total| progress.show(done, total));
     progress.end();
     let gathered = gathered?;
@@ -208,6 +208,10 @@ fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result
     if !gathered.left_out.is_empty() {
         let names = clean(&gathered.left_out.join(", "));
         say(format_args!("note: buffers that are no floating point numbers are left out: {names}"));
+    }
+    if !gathered.not_finite.is_empty() {
+        let names = clean(&gathered.not_finite.join(", "));
+        say(format_args!("warning: NaN or infinite values are in {names}"));
     }
     let step = source.step();
     if json {
@@ -305,6 +309,27 @@ mod tests {
         });
         let facts = serde_json::from_value(facts).expect("facts");
         ckpt::commit(staging, facts, vec![report]).expect("complete").path
+    }
+
+    #[test]
+    fn folders_of_deepspeed_are_taken_as_well() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
+        let dir = tempfile::tempdir().expect("a directory");
+        let run = |command| run(CkptArgs { command }, true);
+        let ckpt = golden.join("z2_frozen");
+        assert_eq!(run(Command::Inspect { dir: ckpt.clone() }), exit::DONE);
+        assert_eq!(run(Command::Verify { path: ckpt.clone() }), exit::DONE);
+        let (out, dtype) = (dir.path().join("out"), Some(Precision::Bf16));
+        let gather =
+            Command::Gather { dir: ckpt, out: out.clone(), dtype, max_shard_size: 1 << 30, force: false };
+        assert_eq!(run(gather), exit::DONE);
+        assert!(out.join("model.safetensors").exists());
+        // a tag without its files
+        std::fs::create_dir(dir.path().join("global_step1")).expect("made");
+        let lone = dir.path().join("global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt");
+        std::fs::write(lone, "nothing").expect("written");
+        assert_eq!(run(Command::Inspect { dir: dir.path().to_owned() }), exit::CHECKPOINT);
+        assert_eq!(run(Command::Verify { path: dir.path().to_owned() }), exit::CHECKPOINT);
     }
 
     #[test]

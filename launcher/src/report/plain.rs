@@ -18,5 +18,10 @@ pub(crate) fn say(text: &str) {
 /// May talk have colour?
 pub(crate) fn color() -> bool {
     let wanted = std::env::var_os(contract::env::NO_COLOR).is_none_or(|v| v.is_empty());
-    wanted && io::stderr().is_terminal()
+    wanted && live()
+}
+
+/// May talk be drawn again in place?
+pub(crate) fn live() -> bool {
+    io::stderr().is_terminal()
 }

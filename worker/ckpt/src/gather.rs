@@ -16,7 +16,7 @@ use crate::source::Source;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{channel, sync_channel};
@@ -63,6 +63,8 @@ pub struct GatherReport {
     pub config: bool,
     /// Buffers that are no floating point numbers, which are not gathered.
     pub left_out: Vec<String>,
+    /// Tensors with NaN or infinite values, which are gathered as they are.
+    pub not_finite: Vec<String>,
 }
 
 /// One file of weights.
@@ -86,7 +88,7 @@ pub fn gather(
     checkpoint.require_weights()?;
     let plan = Plan::new(checkpoint, options)?;
     let out = Output::begin(checkpoint.path(), out, options.force, plan.bytes)?;
-    let files = write_weights(checkpoint, &plan, &out.dir, progress)?;
+    let (files, not_finite) = write_weights(checkpoint, &plan, &out.dir, progress)?;
     let mut names: Vec<&str> = files.iter().map(|f| f.name.as_str()).collect();
     let texts = plan.texts(checkpoint)?;
     for (name, text) in &texts {
@@ -115,6 +117,7 @@ pub fn gather(
         files,
         config: checkpoint.hf_config().is_some(),
         left_out: plan.left_out,
+        not_finite: not_finite.into_iter().collect(),
     })
 }
 
@@ -319,13 +322,28 @@ struct Window {
     elements: usize,
 }
 
+impl Window {
+    /// Adds the names of its tensors that hold NaN or infinite values.
+    fn add_not_finite(&self, plan: &Plan, values: &[f32], names: &mut BTreeSet<String>) {
+        let mut rest = values;
+        for (tensor, range) in &self.spans {
+            let (own, tail) = rest.split_at((range.end - range.start) as usize);
+            rest = tail;
+            // without an early end the loop is vectorised
+            if own.iter().fold(false, |any, x| any | !x.is_finite()) {
+                names.insert(plan.tensors[*tensor].name.clone());
+            }
+        }
+    }
+}
+
 /// Writes the weight files into `dir`; one thread reads ahead while this one converts and hands over to the writer.
 fn write_weights(
     checkpoint: &dyn Source,
     plan: &Plan,
     dir: &Path,
     mut progress: impl FnMut(u64, u64),
-) -> Result<Vec<GatheredFile>> {
+) -> Result<(Vec<GatheredFile>, BTreeSet<String>)> {
     std::thread::scope(|scope| {
         let (full, inbox) = sync_channel::<Result<(Window, Vec<f32>)>>(1);
         let (outbox, empty) = channel::<Vec<f32>>();
@@ -344,6 +362,7 @@ fn write_weights(
         let mut files = Vec::with_capacity(plan.files.len());
         let mut done = 0;
         let mut narrow = Narrow::default();
+        let mut not_finite = BTreeSet::new();
         for (i, (name, _)) in plan.files.iter().enumerate() {
             let mut writer = FileWriter::create(dir.join(name), WritePath::Direct, false)?;
             writer.write(&plan.header(i)?)?;
@@ -352,13 +371,14 @@ fn write_weights(
                     inbox.recv().map_err(|_| CkptError::invalid("the reading thread ended early"))?;
                 let (window, buffer) = received?;
                 narrow.write(plan, &window, &buffer, &mut writer)?;
+                window.add_not_finite(plan, &buffer, &mut not_finite);
                 done += buffer.len() as u64 * plan.dtype.size();
                 progress(done, plan.bytes);
                 let _ = outbox.send(buffer);
             }
             files.push(GatheredFile { name: name.clone(), bytes: writer.finish()?.0 });
         }
-        Ok(files)
+        Ok((files, not_finite))
     })
 }
 

@@ -166,6 +166,18 @@ fn foreign(path: &Path) -> String {
         () if step_of(&path.file_name().unwrap_or_default().to_string_lossy()).is_some() => {
             format!("it has no {MANIFEST}: a save or a removal of it was cut short")
         }
-        () => format!("it has no {MANIFEST}, no folders step-… and no DeepSpeed state"),
+        () => match trainer_folder(path) {
+            Some(name) => {
+                format!("it is a folder of HF Trainer; give one of its checkpoints, for example {name}")
+            }
+            None => format!("it has no {MANIFEST}, no folders step-… and no DeepSpeed state"),
+        },
     }
+}
+
+/// The last `checkpoint-N` in a directory.
+fn trainer_folder(path: &Path) -> Option<String> {
+    let names = Folder::open(path).and_then(|f| f.names()).ok()?;
+    let step = |name: &String| name.strip_prefix("checkpoint-").and_then(|n| n.parse::<u64>().ok());
+    names.into_iter().filter(|n| step(n).is_some()).max_by_key(step)
 }

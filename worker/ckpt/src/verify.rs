@@ -1,7 +1,7 @@
 //! Checks every byte of a checkpoint, or of a directory of them, and finds all problems at once.
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, exists, stream};
 use crate::error::{CkptError, Damage, Result};
-use crate::formats::safetensors;
+use crate::formats::{deepspeed, safetensors};
 use crate::hash::Hash;
 use crate::manifest::{MANIFEST, Manifest};
 use crate::root::{self, DELETING, LATEST, LATEST_NEW, REPLACED, SAVING};
@@ -28,7 +28,7 @@ pub struct CheckpointReport {
     pub step: Option<u64>,
     /// Bytes read and compared.
     pub bytes: u64,
-    /// Blocks read and compared.
+    /// Blocks (of other programs: members of files) read and compared.
     pub blocks: u64,
     pub problems: Vec<Damage>,
 }
@@ -72,6 +72,9 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
         let path = root::locate(path, step).unwrap_or_else(|| path.join(root::step_name(step)));
         report.checkpoints.push(verify_one(&path, Some(step))?);
     }
+    if steps.is_empty() && verify_foreign(path, &name, &mut report)? {
+        return Ok(report);
+    }
     if steps.is_empty() && !exists(&path.join(LATEST)) {
         return Err(not_here("it has no manifest.json and no folders step-…"));
     }
@@ -84,6 +87,23 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
         }
     }
     Ok(report)
+}
+
+/// A checkpoint of another program: every byte against the CRCs of its files. False when there is none.
+fn verify_foreign(path: &Path, name: &str, report: &mut VerifyReport) -> Result<bool> {
+    match deepspeed::open(path).and_then(|f| f.map(|f| f.verify()).transpose()) {
+        Ok(None) => return Ok(false),
+        Ok(Some((one, notes))) => {
+            report.checkpoints.push(one);
+            report.notes.extend(notes);
+        }
+        Err(e) if e.is_checkpoint_at_fault() => {
+            let (path, problems) = (path.to_owned(), vec![damage_of(name, e)]);
+            report.checkpoints.push(CheckpointReport { path, step: None, bytes: 0, blocks: 0, problems });
+        }
+        Err(e) => return Err(e),
+    }
+    Ok(true)
 }
 
 fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {

@@ -150,6 +150,8 @@ fn group_table(groups: &Value) -> String {
             columns.push(key);
         }
     }
+    let first = ["name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"];
+    columns.sort_by_key(|c| first.iter().position(|f| f == c).unwrap_or(first.len()));
     let cell = |v: Option<&Value>| match v {
         None | Some(Value::Null) => "-".to_owned(),
         Some(Value::String(s)) => clean(s),
@@ -242,6 +244,32 @@ mod tests {
         ] {
             assert!(text.contains(line), "{text} lacks {line}");
         }
+    }
+
+    #[test]
+    fn a_description_of_a_deepspeed_folder() {
+        let golden =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden/z1_tied");
+        let ckpt::Found::Foreign(checkpoint) = ckpt::find(&golden).expect("whole") else {
+            panic!("of DeepSpeed")
+        };
+        let text = foreign(&checkpoint);
+        for line in [
+            "kind        DeepSpeed\n",
+            "writer      DeepSpeed 0.19.8\n",
+            "step        3\n",
+            "weight      20 tensors, ",
+            "ties        lm_head.weight = model.embed_tokens.weight\n",
+            "scheduler   {\"last_batch_iteration\":2}\n",
+            "missing     random states, config.json, tokenizer\n",
+            "\nGROUP  LR ",
+            "  model.embed_tokens.weight\n",
+        ] {
+            assert!(text.contains(line), "{text} lacks {line}");
+        }
+        let all = foreign_json(&checkpoint);
+        assert_eq!((&all["kind"], &all["world"], &all["stage"]), (&json!("DeepSpeed"), &json!(1), &json!(1)));
+        assert_eq!(all["tensors"].as_array().map(Vec::len), Some(60));
     }
 
     #[test]

@@ -7,8 +7,9 @@ use crate::checkpoint::Request;
 use crate::cut;
 use crate::disk::Folder;
 use crate::dtype::Dtype;
-use crate::error::{CkptError, Result};
+use crate::error::{CkptError, Damage, Result};
 use crate::source::Source;
+use crate::verify::CheckpointReport;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -17,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 /// Largest text file that is taken along, bytes.
 const TEXT_MAX: u64 = 64 << 20;
+/// Elements looked at in one go.
+const VALUES_AT_A_TIME: u64 = 1 << 20;
 /// Files beside a model that belong into a Hugging Face folder.
 const TEXTS: [&str; 8] = [
     "generation_config.json",
@@ -131,6 +134,55 @@ impl Foreign {
         self.store.files.iter().map(|f| (f.name.as_str(), f.size))
     }
 
+    /// `role/name` of the tensors with such a part.
+    fn holders(&self, inside: &dyn Fn(&Part) -> bool) -> Vec<String> {
+        let held = self.entries.iter().filter(|e| e.parts.iter().any(inside));
+        held.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
+    }
+
+    /// Reads every byte: what is damaged, and notes on values that are no finite numbers.
+    pub(crate) fn verify(&self) -> Result<(CheckpointReport, Vec<String>)> {
+        let (bytes, blocks, mut problems) = self.store.check(|inside| self.holders(inside))?;
+        let lost = |name: &String| Damage {
+            file: self.facts.tag.clone(),
+            block: None,
+            tensors: vec![format!("{}/{name}", Role::Weight)],
+            why: "nothing of it is stored".into(),
+        };
+        problems.extend(self.facts.lost.iter().map(lost));
+        let mut notes = self.facts.notices.clone();
+        if problems.is_empty() {
+            notes.extend(self.not_finite()?);
+        }
+        let report =
+            CheckpointReport { path: self.path.clone(), step: self.facts.step, bytes, blocks, problems };
+        Ok((report, notes))
+    }
+
+    /// A line for each tensor with values that are no finite numbers.
+    fn not_finite(&self) -> Result<Vec<String>> {
+        let (mut lines, mut buffer) = (Vec::new(), Vec::new());
+        for info in self.entries.iter().map(|e| &e.info).filter(|i| is_float(i.dtype)) {
+            let (mut nans, mut infinite, mut at) = (0u64, 0u64, 0);
+            while at < info.elements() {
+                buffer.resize((info.elements() - at).min(VALUES_AT_A_TIME) as usize, 0.0);
+                let (name, role, out) = (info.name.as_str(), info.role, buffer.as_mut_slice());
+                self.read_many(&mut [Request { name, role, start_element: at, out }])?;
+                nans += buffer.iter().filter(|x| x.is_nan()).count() as u64;
+                infinite += buffer.iter().filter(|x| x.is_infinite()).count() as u64;
+                at += buffer.len() as u64;
+            }
+            if nans + infinite > 0 {
+                let label = format!("{}/{}", info.role, info.name);
+                lines.push(format!(
+                    "{label} has {nans} NaN and {infinite} infinite of {} values",
+                    info.elements()
+                ));
+            }
+        }
+        Ok(lines)
+    }
+
     fn entry(&self, name: &str, role: Role) -> Result<&Entry> {
         self.index.get(&(role, name.to_owned())).map(|&i| &self.entries[i]).ok_or_else(|| {
             CkptError::Mismatch {
@@ -154,7 +206,7 @@ impl Foreign {
                 found: format!("{} elements", entry.info.elements()),
             });
         }
-        if !matches!(entry.info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+        if !is_float(entry.info.dtype) {
             let what = format!(
                 "{}/{} is {}, which has no exact place in F32",
                 request.role, request.name, entry.info.dtype
@@ -185,10 +237,7 @@ impl Source for Foreign {
         for request in requests {
             self.resolve(request, &mut wanted)?;
         }
-        self.store.read(wanted, |inside| {
-            let held = self.entries.iter().filter(|e| e.parts.iter().any(inside));
-            held.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
-        })
+        self.store.read(wanted, |inside| self.holders(inside))
     }
 
     fn step(&self) -> Option<u64> {
@@ -216,6 +265,11 @@ impl Source for Foreign {
             }
         }
     }
+}
+
+/// What is read as F32 without loss.
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
 fn config(folder: &Folder) -> Result<Option<Map<String, Value>>> {

@@ -148,6 +148,11 @@ impl StoredFile {
         }
     }
 
+    /// A stretch whose CRC doesn't fit.
+    fn flaw(&self, stretch: &Stretch, tensors: Vec<String>) -> Damage {
+        Damage { file: self.name.clone(), block: None, tensors, why: crc_flaw(&stretch.name) }
+    }
+
     fn damaged(&self, why: String) -> CkptError {
         CkptError::damaged(self.folder.path(), &self.name, why)
     }
@@ -178,12 +183,7 @@ impl Store {
                 if !stretch.sound.load(Ordering::Acquire) {
                     if !self.is_sound(index, stretch, &open, &mut buffer)? {
                         let tensors = holders(&|p: &Part| p.is_in(index, w.part.stretch));
-                        let damage = Damage {
-                            file: file.name.clone(),
-                            block: None,
-                            tensors,
-                            why: crc_flaw(&stretch.name),
-                        };
+                        let damage = file.flaw(stretch, tensors);
                         return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
                     }
                     stretch.sound.store(true, Ordering::Release);
@@ -204,6 +204,26 @@ impl Store {
             at += len as u64;
         }
         Ok(hasher.finalize() == stretch.crc)
+    }
+
+    /// Reads and checks every stretch of every file: bytes, stretches and what is damaged.
+    pub(crate) fn check(
+        &self,
+        holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
+    ) -> Result<(u64, u64, Vec<Damage>)> {
+        let (mut bytes, mut count, mut damaged) = (0, 0, Vec::new());
+        let mut buffer = vec![0u8; CHUNK];
+        for (index, file) in self.files.iter().enumerate() {
+            let open = file.open()?;
+            for (s, stretch) in file.stretches.iter().enumerate() {
+                bytes += stretch.bytes.end - stretch.bytes.start;
+                count += 1;
+                if !self.is_sound(index, stretch, &open, &mut buffer)? {
+                    damaged.push(file.flaw(stretch, holders(&|p: &Part| p.is_in(index, s))));
+                }
+            }
+        }
+        Ok((bytes, count, damaged))
     }
 
     /// One number of a small tensor.

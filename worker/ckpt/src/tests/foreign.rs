@@ -484,3 +484,59 @@ fn weights_that_are_nowhere_stop_a_gather() {
     let why = gather(&*foreign, &dir.path().join("out"), &GatherOptions::default(), |_, _| {});
     assert!(why.expect_err("refused").to_string().contains("the weight gone is missing"));
 }
+
+#[test]
+fn verify_reads_every_byte_and_looks_at_the_values() {
+    let report = crate::verify(&golden("z3_frozen")).expect("a report");
+    assert!(report.is_sound() && report.notes.is_empty(), "{report:?}");
+    assert_eq!(report.checkpoints[0].step, Some(3));
+    let (dir, tag) = copy("z2_frozen");
+    for rank in [0, 1] {
+        let mut bytes = fs::read(optimizer(&tag, rank)).expect("there");
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(optimizer(&tag, rank), bytes).expect("written");
+    }
+    let report = crate::verify(dir.path()).expect("a report");
+    let problems = &report.checkpoints[0].problems;
+    assert_eq!(problems.len(), 2, "both at once: {problems:?}");
+    assert!(problems.iter().all(|p| p.why.contains("CRC-32") && !p.tensors.is_empty()), "{problems:?}");
+    fs::remove_file(optimizer(&tag, 1)).expect("removed");
+    let report = crate::verify(dir.path()).expect("a report");
+    assert!(report.checkpoints[0].problems[0].why.contains("rank 1 of 2"), "{report:?}");
+}
+
+#[test]
+fn values_that_are_no_numbers_are_named() {
+    let mut odd = adam(0);
+    odd[3].1 = P::List(vec![tensor(&[f32::NAN, f32::INFINITY, 3.0])]);
+    let dir = made(vec![("module", dict(vec![]))], odd);
+    let report = crate::verify(dir.path()).expect("a report");
+    assert!(report.is_sound(), "they are what was saved");
+    assert!(
+        report.notes.contains(&"weight/a has 1 NaN and 1 infinite of 2 values".to_owned()),
+        "{:?}",
+        report.notes
+    );
+    let foreign = open(dir.path()).expect("whole");
+    let out = fast_dir();
+    let gathered = gather(&*foreign, &out.path().join("out"), &GatherOptions::default(), |_, _| {});
+    assert_eq!(gathered.expect("gathered").not_finite, ["a"]);
+}
+
+#[test]
+fn folders_that_are_not_read_are_called_by_their_names() {
+    for (files, reason) in [
+        (&["model.safetensors", "optimizer.bin"][..], "HF Trainer or Accelerate without DeepSpeed"),
+        (&[".metadata"], "FSDP or distributed checkpointing"),
+        (&["latest_universal"], "a universal checkpoint"),
+        (&["model.safetensors"], "which hold no training state"),
+        (&["checkpoint-9", "checkpoint-10"], "for example checkpoint-10"),
+        (&[], "no DeepSpeed state"),
+    ] {
+        let dir = fast_dir();
+        files.iter().for_each(|name| fs::write(dir.path().join(name), "").expect("written"));
+        let why = find(dir.path()).expect_err("refused").to_string();
+        assert!(why.contains(reason), "{why} lacks {reason}");
+    }
+}

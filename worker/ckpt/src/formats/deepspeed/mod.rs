@@ -68,16 +68,16 @@ fn is_universal(path: &Path) -> bool {
     path.join("zero").symlink_metadata().is_ok_and(|m| m.is_dir())
 }
 
-/// True for a folder with a model file.
+/// True for a folder with files of DeepSpeed's.
 fn is_tag(path: &Path) -> bool {
-    // what is wrong with it is said when it is opened
-    let found = Folder::open(path).and_then(|f| Names::of(&f));
-    let is_dir = path.symlink_metadata().is_ok_and(|m| m.is_dir());
-    is_dir
-        && found.map_or_else(
-            |e| !matches!(e, CkptError::Io { .. }),
-            |n| !n.model.is_empty() || !n.optimizer.is_empty(),
-        )
+    if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) || is_universal(path) {
+        return false;
+    }
+    match Folder::open(path).and_then(|f| Names::of(&f)) {
+        Ok(names) => names.count() > 0,
+        // what is wrong with it is said when it is opened
+        Err(e) => !matches!(e, CkptError::Io { .. }),
+    }
 }
 
 /// All tags, the oldest first.
