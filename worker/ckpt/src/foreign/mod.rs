@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 /// Largest text file that is taken along, bytes.
 const TEXT_MAX: u64 = 64 << 20;
+/// How one rank's missing file is called among what is missing.
+pub(crate) const RANDOM_STATE_OF: &str = "random state of rank";
 /// Elements looked at in one go.
 const VALUES_AT_A_TIME: u64 = 1 << 20;
 /// Files beside a model that belong into a Hugging Face folder.
@@ -151,6 +153,9 @@ impl Foreign {
         };
         problems.extend(self.facts.lost.iter().map(lost));
         let mut notes = self.facts.notices.clone();
+        // some ranks have one, so all should
+        let alone = self.facts.missing.iter().filter(|m| m.starts_with(RANDOM_STATE_OF));
+        notes.extend(alone.map(|m| format!("the {m} is missing")));
         if problems.is_empty() {
             notes.extend(self.not_finite()?);
         }

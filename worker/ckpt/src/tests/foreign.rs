@@ -491,6 +491,9 @@ fn verify_reads_every_byte_and_looks_at_the_values() {
     assert!(report.is_sound() && report.notes.is_empty(), "{report:?}");
     assert_eq!(report.checkpoints[0].step, Some(3));
     let (dir, tag) = copy("z2_frozen");
+    fs::write(dir.path().join("rng_state_0.pth"), "").expect("written");
+    let report = crate::verify(dir.path()).expect("a report");
+    assert_eq!(report.notes, ["the random state of rank 1 is missing"]);
     for rank in [0, 1] {
         let mut bytes = fs::read(optimizer(&tag, rank)).expect("there");
         let middle = bytes.len() / 2;

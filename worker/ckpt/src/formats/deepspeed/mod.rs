@@ -14,7 +14,7 @@ use crate::catalog::is_plain_file_name;
 use crate::disk::{Folder, exists, parent_of};
 use crate::error::{CkptError, Result};
 use crate::foreign::store::{Store, StoredFile};
-use crate::foreign::{Foreign, ForeignFacts};
+use crate::foreign::{Foreign, ForeignFacts, RANDOM_STATE_OF};
 use crate::formats::torch_file::TorchFile;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -341,6 +341,6 @@ fn missing_rng(found: &[String], world: u32) -> Vec<String> {
     };
     match found.is_empty() {
         true => vec!["random states".into()],
-        false => (0..world).filter(|&r| !there(r)).map(|r| format!("random state of rank {r}")).collect(),
+        false => (0..world).filter(|&r| !there(r)).map(|r| format!("{RANDOM_STATE_OF} {r}")).collect(),
     }
 }
