@@ -158,6 +158,125 @@ impl Llama {
         let matrix = p.embedding.unwrap_or_else(|| p.head.slice(self.d..self.d + self.vocab * self.d));
         (matrix, norm)
     }
+
+    /// The second half of a layer, backwards: `dx` becomes the gradient of the residual stream after attention.
+    fn mlp_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        g: &mut [f32],
+        dx: ViewMut,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, m, d, f) = (input.params, input.batch.rows(), self.d, self.f);
+        let [_, _, _, _, mid, rstd2, gate_up] = each(saved);
+        let [norm, dnorm, act, dgate_up, _, _] = each(scratch);
+        ops.swiglu_forward(act.view_mut(), gate_up.view(), m, f);
+        ops.matmul_backward_weight(
+            (&mut g[self.span(P::Down, P::Down)]).into(),
+            dx.as_view(),
+            act.view(),
+            m,
+            d,
+            f,
+            Write::Set,
+        );
+        ops.matmul_backward_input(act.view_mut(), dx.as_view(), self.w(p, P::Down), m, d, f, Write::Set);
+        ops.swiglu_backward(dgate_up.view_mut(), act.view(), gate_up.view(), m, f);
+        let (gate_up_range, w_post) = (self.span(P::Gate, P::Up), self.w(p, P::PostNorm));
+        ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.eps);
+        ops.matmul_backward_weight(
+            (&mut g[gate_up_range.clone()]).into(),
+            dgate_up.view(),
+            norm.view(),
+            m,
+            2 * f,
+            d,
+            Write::Set,
+        );
+        ops.matmul_backward_input(
+            dnorm.view_mut(),
+            dgate_up.view(),
+            p.slice(gate_up_range),
+            m,
+            2 * f,
+            d,
+            Write::Set,
+        );
+        let dw_post = (&mut g[self.span(P::PostNorm, P::PostNorm)]).into();
+        ops.rmsnorm_backward(dx, dw_post, dnorm.view(), mid.view(), w_post, rstd2.view(), m, d, Write::Add);
+    }
+
+    /// The first half, backwards: `dx` becomes the gradient of the layer's input.
+    fn attention_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        g: &mut [f32],
+        dx: ViewMut,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, batch, x) = (input.params, input.batch, input.x);
+        let (m, d, o_width) = (batch.rows(), self.d, self.heads * self.head_dim);
+        let [rstd1, qkv, o, lse, ..] = each::<7>(saved);
+        let [norm, dnorm, _, _, d_o, dqkv] = each(scratch);
+        let (cos, sin) = self.rotary(batch.t);
+        ops.matmul_backward_weight(
+            (&mut g[self.span(P::O, P::O)]).into(),
+            dx.as_view(),
+            o.view(),
+            m,
+            d,
+            o_width,
+            Write::Set,
+        );
+        ops.matmul_backward_input(d_o.view_mut(), dx.as_view(), self.w(p, P::O), m, d, o_width, Write::Set);
+        let shape = self.attention(batch);
+        ops.attention_backward(
+            dqkv.view_mut(),
+            d_o.view(),
+            o.view(),
+            lse.view(),
+            qkv.view(),
+            &batch.starts,
+            shape,
+        );
+        let rotated = self.heads + self.kv_heads;
+        ops.rope_backward(
+            dqkv.view_mut(),
+            cos,
+            sin,
+            batch.b,
+            batch.t,
+            rotated,
+            self.head_dim,
+            self.qkv_width(),
+        );
+        let (qkv_range, w_in) = (self.span(P::Q, P::V), self.w(p, P::InputNorm));
+        ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.eps);
+        ops.matmul_backward_weight(
+            (&mut g[qkv_range.clone()]).into(),
+            dqkv.view(),
+            norm.view(),
+            m,
+            self.qkv_width(),
+            d,
+            Write::Set,
+        );
+        ops.matmul_backward_input(
+            dnorm.view_mut(),
+            dqkv.view(),
+            p.slice(qkv_range),
+            m,
+            self.qkv_width(),
+            d,
+            Write::Set,
+        );
+        let dw_in = (&mut g[self.span(P::InputNorm, P::InputNorm)]).into();
+        ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, Write::Add);
+    }
 }
 
 impl Model for Llama {
@@ -304,116 +423,11 @@ impl Model for Llama {
         saved: &mut Activations,
         scratch: &mut Activations,
     ) {
-        let (p, batch, x) = (input.params, input.batch, input.x);
-        let (m, d, f, o_width) = (batch.rows(), self.d, self.f, self.heads * self.head_dim);
-        let [rstd1, qkv, o, lse, mid, rstd2, gate_up] = each(saved);
-        let [norm, dnorm, act, dgate_up, d_o, dqkv] = each(scratch);
         let g = grads.host();
-        let (cos, sin) = self.rotary(batch.t);
-        let norm_range = |w: P| self.span(w, w);
-        g[norm_range(P::InputNorm)].fill(0.0);
-        g[norm_range(P::PostNorm)].fill(0.0);
-
-        // MLP
-        ops.swiglu_forward(act.view_mut(), gate_up.view(), m, f);
-        ops.matmul_backward_weight(
-            (&mut g[self.span(P::Down, P::Down)]).into(),
-            dx.as_view(),
-            act.view(),
-            m,
-            d,
-            f,
-            Write::Set,
-        );
-        ops.matmul_backward_input(act.view_mut(), dx.as_view(), self.w(p, P::Down), m, d, f, Write::Set);
-        ops.swiglu_backward(dgate_up.view_mut(), act.view(), gate_up.view(), m, f);
-        let (gate_up_range, w_post) = (self.span(P::Gate, P::Up), self.w(p, P::PostNorm));
-        ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.eps);
-        ops.matmul_backward_weight(
-            (&mut g[gate_up_range.clone()]).into(),
-            dgate_up.view(),
-            norm.view(),
-            m,
-            2 * f,
-            d,
-            Write::Set,
-        );
-        ops.matmul_backward_input(
-            dnorm.view_mut(),
-            dgate_up.view(),
-            p.slice(gate_up_range),
-            m,
-            2 * f,
-            d,
-            Write::Set,
-        );
-        let dw_post = (&mut g[norm_range(P::PostNorm)]).into();
-        ops.rmsnorm_backward(
-            dx.reborrow(),
-            dw_post,
-            dnorm.view(),
-            mid.view(),
-            w_post,
-            rstd2.view(),
-            m,
-            d,
-            Write::Add,
-        );
-
-        // attention
-        ops.matmul_backward_weight(
-            (&mut g[self.span(P::O, P::O)]).into(),
-            dx.as_view(),
-            o.view(),
-            m,
-            d,
-            o_width,
-            Write::Set,
-        );
-        ops.matmul_backward_input(d_o.view_mut(), dx.as_view(), self.w(p, P::O), m, d, o_width, Write::Set);
-        let shape = self.attention(batch);
-        ops.attention_backward(
-            dqkv.view_mut(),
-            d_o.view(),
-            o.view(),
-            lse.view(),
-            qkv.view(),
-            &batch.starts,
-            shape,
-        );
-        let rotated = self.heads + self.kv_heads;
-        ops.rope_backward(
-            dqkv.view_mut(),
-            cos,
-            sin,
-            batch.b,
-            batch.t,
-            rotated,
-            self.head_dim,
-            self.qkv_width(),
-        );
-        let (qkv_range, w_in) = (self.span(P::Q, P::V), self.w(p, P::InputNorm));
-        ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.eps);
-        ops.matmul_backward_weight(
-            (&mut g[qkv_range.clone()]).into(),
-            dqkv.view(),
-            norm.view(),
-            m,
-            self.qkv_width(),
-            d,
-            Write::Set,
-        );
-        ops.matmul_backward_input(
-            dnorm.view_mut(),
-            dqkv.view(),
-            p.slice(qkv_range),
-            m,
-            self.qkv_width(),
-            d,
-            Write::Set,
-        );
-        let dw_in = (&mut g[norm_range(P::InputNorm)]).into();
-        ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, Write::Add);
+        g[self.span(P::InputNorm, P::InputNorm)].fill(0.0);
+        g[self.span(P::PostNorm, P::PostNorm)].fill(0.0);
+        self.mlp_backward(ops, input, g, dx.reborrow(), saved, scratch);
+        self.attention_backward(ops, input, g, dx, saved, scratch);
     }
 
     fn head(
