@@ -79,10 +79,10 @@ fn two_workers_in_the_background() {
 
 #[test]
 fn three_workers() {
-    every_point(3, &["train.zero.stage=2"], &[2]);
+    every_point(3, &["train.zero.stage=2"], &[0, 1, 2]);
 }
 
 #[test]
 fn four_workers() {
-    every_point(4, &["train.zero.stage=1"], &[0, 3]);
+    every_point(4, &["train.zero.stage=1"], &[0, 1, 2, 3]);
 }

@@ -17,7 +17,7 @@ use contract::{
 /// The worker's judgement, handed to the launcher.
 pub struct Judge;
 
-/// Executable, allocator, thread stacks, tokenizer: measured on an idle worker, bytes.
+/// Executable, allocator, thread stacks, tokenizer, bytes. Fitted to the measured peaks of two models, not measured by itself.
 const PROCESS: u64 = 6 << 20;
 /// Chunks of a peer's slots that streaming collectives read, bytes.
 const PEER_CHUNKS: usize = 1 << 20;
@@ -146,7 +146,8 @@ impl Memory<'_> {
         if !policy.shard_gradients || self.world == 1 {
             let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
-            // The finished part of every unit waits for the update; what stage 1 frees in between stays with the allocator.
+            // The finished part of every unit waits for the update. Twice in stage 1 is fitted to measured peaks; that the allocator
+            // keeps what is freed in between is a guess.
             let finished = match (self.world, policy.shard_optimizer) {
                 (1, _) => 0,
                 (_, false) => own,
