@@ -78,6 +78,11 @@ fn two_workers_in_the_background() {
 }
 
 #[test]
+fn two_workers_with_parity() {
+    every_point(2, &["checkpoint.async=true", "checkpoint.parity=true"], &[1]);
+}
+
+#[test]
 fn three_workers() {
     every_point(3, &["train.zero.stage=2"], &[0, 1, 2]);
 }

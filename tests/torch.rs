@@ -43,11 +43,21 @@ dist.destroy_process_group()
 
 #[test]
 fn process_groups_meet_at_the_store_of_launch_and_at_rank_0s() {
-    let Some(python) = support::python("process_groups_meet_at_the_store_of_launch_and_at_rank_0s") else {
-        return;
-    };
+    if let Some(python) = support::python("process_groups_meet_at_the_store_of_launch_and_at_rank_0s") {
+        groups_meet(&python);
+    }
+}
+
+#[test]
+fn process_groups_of_an_old_torch_meet_at_both_stores() {
+    if let Some(python) = support::old_torch("process_groups_of_an_old_torch_meet_at_both_stores") {
+        groups_meet(&python);
+    }
+}
+
+fn groups_meet(python: &Path) {
     for (store, flag) in [("agent", "True"), ("rank0", "False")] {
-        let (place, ran) = run(&python, 4, GROUPS, &format!(", store: {store}"), "");
+        let (place, ran) = run(python, 4, GROUPS, &format!(", store: {store}"), "");
         ran.succeeded();
         for rank in 0..4 {
             assert_eq!(fs::read_to_string(place.path(&format!("done.{rank}"))).unwrap(), flag);
@@ -105,8 +115,20 @@ open(f"done.{rank}", "w").close()
 
 #[test]
 fn every_operation_of_a_tcp_store() {
-    let Some(python) = support::python("every_operation_of_a_tcp_store") else { return };
-    let (place, ran) = run(&python, 2, STORE, "", "");
+    if let Some(python) = support::python("every_operation_of_a_tcp_store") {
+        operations(&python);
+    }
+}
+
+#[test]
+fn every_operation_of_an_old_torchs_tcp_store() {
+    if let Some(python) = support::old_torch("every_operation_of_an_old_torchs_tcp_store") {
+        operations(&python);
+    }
+}
+
+fn operations(python: &Path) {
+    let (place, ran) = run(python, 2, STORE, "", "");
     ran.succeeded();
     assert!(place.path("done.0").exists() && place.path("done.1").exists());
 }

@@ -48,6 +48,46 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
     }
 }
 
+/// What people have goes through a run that changes nothing, and comes out as it was.
+#[test]
+fn folders_come_out_as_they_went_in() {
+    let Some(python) = support::python("folders_come_out_as_they_went_in") else { return };
+    for (case, workers, dtype, shard) in [
+        ("llama", 3, "fp32", "60KB"),
+        ("mistral", 1, "bf16", "5GB"),
+        ("qwen2", 2, "bf16", "20KB"),
+        ("qwen3", 4, "fp32", "40KB"),
+    ] {
+        let place = Place::new();
+        folders(&python, &["make", &place.path("source").to_string_lossy(), case]);
+        let text = job(workers, "{from: source}").replace(&format!("steps: {STEPS}"), "steps: 0");
+        let text = text.lines().filter(|l| !l.contains("eval:")).collect::<Vec<_>>().join("\n");
+        fs::write(place.path("job.yaml"), text).expect("job");
+        place.run(&[]).succeeded();
+        let gather =
+            ["ckpt", "gather", "checkpoints", "weights", "--dtype", dtype, "--max-shard-size", shard];
+        let gathered = place.launch(&gather);
+        assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
+        let (source, weights) = (place.path("source"), place.path("weights"));
+        let said = folders(&python, &["compare", &source.to_string_lossy(), &weights.to_string_lossy()]);
+        let said: Value = serde_json::from_str(said.trim()).unwrap_or_else(|e| panic!("{e}: {said}"));
+        assert!(said["tensors"].as_u64() > Some(20), "{case}: {said}");
+        for difference in ["missing", "unexpected", "warnings", "names", "values", "config", "texts"] {
+            assert_eq!(said[difference], Value::Array(vec![]), "{case}: {difference}: {said}");
+        }
+        assert_eq!(said["more"], serde_json::json!(["gathered.json"]), "{case}: {said}");
+    }
+}
+
+fn folders(python: &Path, args: &[&str]) -> String {
+    let mut command = Command::new(python);
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/folders.py")).args(args);
+    command.env("HF_HUB_OFFLINE", "1").env("TRANSFORMERS_VERBOSITY", "warning");
+    let output = command.output().expect("python starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
 struct Ours {
     parameters: u64,
     /// At the last step.

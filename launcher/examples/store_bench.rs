@@ -2,10 +2,11 @@
 //! each as torch's client does, and times what a start of that many ranks asks of the store.
 //!
 //! `launch run -- target/release/examples/store_bench 10000` measures launch's store; with both variables set by hand it
-//! measures any other, torch's own say.
+//! measures any other, torch's own say. `scripts/bench/store` does both in turn. Prints one JSON object; `server_cpu_s` is
+//! the processor time of the process that listens at the port.
 use contract::env;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use std::{error::Error, time::Instant};
+use std::{error::Error, fs, path::PathBuf, time::Instant};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -16,50 +17,61 @@ type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
 /// GETs of each client, one after another.
 const GETS: u32 = 10;
+/// Descriptors beside one for each client.
+const OTHER_FILES: u64 = 64;
 
 fn main() -> Outcome<()> {
     let clients: u32 = std::env::args().nth(1).ok_or("store_bench CLIENTS")?.parse()?;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    if hard < u64::from(clients) + OTHER_FILES {
+        return Err(format!("{clients} clients need more than the {hard} open files of `ulimit -Hn`").into());
+    }
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-    let address = format!("{}:{}", std::env::var(env::MASTER_ADDR)?, std::env::var(env::MASTER_PORT)?);
-    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(run(clients, address))
+    let (host, port) = (std::env::var(env::MASTER_ADDR)?, std::env::var(env::MASTER_PORT)?.parse()?);
+    let server = listener(port)?;
+    let used = cpu_seconds(&server)?;
+    let run = run(clients, format!("{host}:{port}"));
+    let [connected, met, all] =
+        tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(run)?;
+    let cpu = cpu_seconds(&server)? - used;
+    println!(
+        "{{\"clients\": {clients}, \"connect_s\": {connected:.4}, \"meet_s\": {:.4}, \"gets_s\": {:.4}, \"all_s\": {all:.4}, \
+         \"server_cpu_s\": {cpu:.2}}}",
+        met - connected,
+        all - met
+    );
+    Ok(())
 }
 
-async fn run(clients: u32, address: String) -> Outcome<()> {
+/// Seconds until all are connected, have met, and have read.
+async fn run(clients: u32, address: String) -> Outcome<[f64; 3]> {
     let start = Instant::now();
     let mut connecting = JoinSet::new();
     for client in 0..clients {
         connecting.spawn(connect(address.clone(), client));
     }
-    let mut connections = Vec::new();
-    while let Some(connection) = connecting.join_next().await {
-        connections.push(connection??);
-    }
+    let connections = all(connecting).await?;
     let connected = start.elapsed();
     let mut meeting = JoinSet::new();
     for connection in connections {
         meeting.spawn(meet(connection, clients));
     }
-    let mut connections = Vec::new();
-    while let Some(connection) = meeting.join_next().await {
-        connections.push(connection??);
-    }
+    let connections = all(meeting).await?;
     let met = start.elapsed();
     let mut reading = JoinSet::new();
     for connection in connections {
         reading.spawn(read(connection));
     }
-    while let Some(read) = reading.join_next().await {
-        read??;
+    all(reading).await?;
+    Ok([connected, met, start.elapsed()].map(|time| time.as_secs_f64()))
+}
+
+async fn all<T: 'static>(mut tasks: JoinSet<Outcome<T>>) -> Outcome<Vec<T>> {
+    let mut done = Vec::new();
+    while let Some(result) = tasks.join_next().await {
+        done.push(result??);
     }
-    let all = start.elapsed();
-    let (connected, met, all) = (connected.as_secs_f64(), met.as_secs_f64(), all.as_secs_f64());
-    println!(
-        "{clients} clients: connect {connected:.3} s, add and wait for all {:.3} s, {GETS} gets each {:.3} s; {all:.3} s in all",
-        met - connected,
-        all - met
-    );
-    Ok(())
+    Ok(done)
 }
 
 /// A length and its bytes.
@@ -79,7 +91,7 @@ async fn connect(address: String, client: u32) -> Outcome<TcpStream> {
     Ok(stream)
 }
 
-/// ADD; the last client SETs what all WAIT for.
+/// A barrier as torch builds it from ADD and WAIT: the last client SETs what all wait for.
 async fn meet(mut stream: TcpStream, clients: u32) -> Outcome<TcpStream> {
     let add = [&[4][..], &text("/count"), &1i64.to_le_bytes()].concat();
     stream.write_all(&add).await?;
@@ -104,4 +116,40 @@ async fn read(mut stream: TcpStream) -> Outcome<()> {
         }
     }
     Ok(())
+}
+
+/// `/proc/PID/stat` of the process that listens at a port of this network.
+fn listener(port: u16) -> Outcome<PathBuf> {
+    const LISTENS: &str = "0A";
+    for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
+        for line in fs::read_to_string(table)?.lines().skip(1) {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let (local, state, inode) = (fields[1], fields[3], fields[9]);
+            if state == LISTENS
+                && local.ends_with(&format!(":{port:04X}"))
+                && let Some(process) = owner(&format!("socket:[{inode}]"))
+            {
+                return Ok(process.join("stat"));
+            }
+        }
+    }
+    Err(format!("no process of this user listens at port {port} of this machine").into())
+}
+
+/// The process that has this socket open.
+fn owner(socket: &str) -> Option<PathBuf> {
+    let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    list("/proc".into()).find(|process| {
+        list(process.join("fd")).any(|fd| fs::read_link(fd).is_ok_and(|to| to.as_os_str() == socket))
+    })
+}
+
+/// User and system time that a process has used.
+fn cpu_seconds(stat: &PathBuf) -> Outcome<f64> {
+    let stat = fs::read_to_string(stat)?;
+    let (_, after_name) = stat.rsplit_once(')').ok_or("an odd /proc/PID/stat")?;
+    let ticks =
+        after_name.split_whitespace().skip(11).take(2).map(str::parse::<f64>).sum::<Result<f64, _>>()?;
+    let hz = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.unwrap_or(100);
+    Ok(ticks / hz as f64)
 }

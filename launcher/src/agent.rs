@@ -6,8 +6,25 @@ mod core;
 pub(crate) mod descendants;
 mod driver;
 mod error_file;
+mod executable;
+mod guard;
+mod join;
+mod oom;
 mod output;
+mod probe;
 mod process;
+mod progress;
+mod stacks;
+pub(crate) mod times;
+mod watch;
 
-pub use driver::main;
-pub(crate) use process::{become_subreaper, reap};
+pub(crate) use core::CONTROLLER_LEASE;
+pub use driver::{Started, main};
+pub(crate) use executable::{own_hash, print_own_hash};
+pub(crate) use process::{become_subreaper, exit_status, reap};
+
+/// For the simulator.
+#[cfg(test)]
+pub(crate) mod simulated {
+    pub(crate) use super::core::{Command, Core, Ending, Input};
+}

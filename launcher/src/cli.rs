@@ -8,7 +8,7 @@ use std::{ffi::OsString, path::PathBuf};
 #[command(
     name = "launch",
     version,
-    override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--json]\n       launch run [--workers N] -- PROGRAM …\n       launch COMMAND …",
+    override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--detach] [--json]\n       launch run [--workers N] -- PROGRAM …\n       launch COMMAND …",
     after_help = "`launch job.yaml` is short for `launch run job.yaml`. Exit codes: 0 done, 1 the job failed, 2 the command line or \
                   the job is wrong, 3 the cluster can't be had, 4 the checkpoint can't be used, 130/143 stopped by a signal after a save.",
     disable_help_subcommand = true
@@ -27,11 +27,23 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Show what would run where: ranks, environment, memory; touches nothing
     Plan(JobArgs),
+    /// Look at every host: reachable, GPUs, storage, ports; each failure with the next thing to do
+    Check(JobArgs),
+    /// Show running and past runs
+    Ps(PsArgs),
+    /// Show what the ranks of a run wrote
+    Logs(LogsArgs),
+    /// Show what happened in a run
+    Events(EventsArgs),
+    /// Ask a run to save and stop, or kill it
+    Stop(StopArgs),
     /// Look at, verify and convert checkpoints
     Ckpt(CkptArgs),
+    /// Submit a job to Slurm
+    Sbatch(SbatchArgs),
     /// The agent's role; started by launch itself
     #[command(hide = true)]
-    Agent,
+    Agent(AgentArgs),
 }
 
 /// A job and changes to it.
@@ -46,6 +58,75 @@ pub(crate) struct JobArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct PsArgs {
+    /// Show all past runs, not the newest 20 alone
+    #[arg(long, short)]
+    pub(crate) all: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LogsArgs {
+    /// A run's name or its beginning, its job's name, or its directory [default: the one that runs, else the newest]
+    #[arg(value_name = "RUN")]
+    pub(crate) run: Option<String>,
+    /// Of these ranks alone: 3, or 0-3,7
+    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = ranks)]
+    pub(crate) rank: Vec<Vec<u32>>,
+    /// Go on until the run ends
+    #[arg(long, short)]
+    pub(crate) follow: bool,
+    /// Only lines that match this regular expression
+    #[arg(long, value_name = "RE")]
+    pub(crate) grep: Option<String>,
+    /// Only what was written since then, to about a second: 30s, 10m, 2h
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) since: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EventsArgs {
+    /// A run's name or its beginning, its job's name, or its directory [default: the one that runs, else the newest]
+    #[arg(value_name = "RUN")]
+    pub(crate) run: Option<String>,
+    /// Go on until the run ends
+    #[arg(long, short)]
+    pub(crate) follow: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StopArgs {
+    /// A run's name or its beginning, its job's name, or its directory [default: the only one that runs]
+    #[arg(value_name = "RUN")]
+    pub(crate) run: Option<String>,
+    /// Kill it, without a save
+    #[arg(long)]
+    pub(crate) now: bool,
+    /// Don't wait for its end
+    #[arg(long)]
+    pub(crate) no_wait: bool,
+    /// Wait at most this many seconds for its end
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub(crate) wait: u64,
+}
+
+/// Most ranks that a list may name.
+const MOST_RANKS: u32 = 1 << 20;
+
+/// `3` or `0-3`.
+fn ranks(text: &str) -> Result<Vec<u32>, String> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    match (first.trim().parse(), last.trim().parse()) {
+        (Ok(first), Ok(last)) if first <= last && last < MOST_RANKS => Ok((first..=last).collect()),
+        _ => Err("ranks are written 3 or 0-3,7".to_owned()),
+    }
+}
+
+/// In milliseconds.
+fn duration(text: &str) -> Result<u64, String> {
+    contract::job::duration(text).ok_or_else(|| "a duration is written 30s, 10m or 2h".to_owned())
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// The job file
     #[arg(value_name = "JOB", required_unless_present = "command", conflicts_with = "command")]
@@ -54,14 +135,56 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "PATH=VALUE")]
     pub(crate) set: Vec<String>,
     /// Workers of the program after `--`, on this machine [default: 1]
-    #[arg(long, value_name = "N", conflicts_with = "job", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, visible_alias = "nproc-per-node", alias = "nproc_per_node", value_name = "N", conflicts_with = "job", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) workers: Option<u32>,
     /// A program and its arguments to run as workers, without a job file
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
+    /// In a Slurm batch job: on SIGUSR1 (the time limit is near) or when a node is lost, save, stop, and have Slurm start
+    /// the job again, `slurm.requeues` times at most
+    #[arg(long, requires = "job")]
+    pub(crate) requeue: bool,
+    /// Return when the job has started; it goes on without this terminal
+    #[arg(long, conflicts_with = "dry_run")]
+    pub(crate) detach: bool,
+    /// The detached controller's own: the run's name and a descriptor
+    #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
+    pub(crate) detached: Option<String>,
     /// Show the plan and the whole job with its defaults, and run nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct AgentArgs {
+    /// Print this on a line of its own first: what came before is not the agent's
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) marker: Option<String>,
+    /// Print the content hash of this executable, once it is safely on disk, and leave
+    #[arg(long)]
+    pub(crate) own_hash: bool,
+    /// stdin has an invitation to connect to the controller
+    #[arg(long)]
+    pub(crate) join: bool,
+    /// The executable is a copy for this agent alone
+    #[arg(long)]
+    pub(crate) remove_own_file: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SbatchArgs {
+    /// The job file
+    #[arg(value_name = "JOB")]
+    pub(crate) job: PathBuf,
+    /// Change a key of the job, e.g. --set slurm.nodes=4 (the value is YAML; may be given several times)
+    #[arg(long, value_name = "PATH=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Print the script instead of submitting it
+    #[arg(long)]
+    pub(crate) print: bool,
+    /// More options for sbatch; they win over those of the script
+    #[arg(last = true, value_name = "OPTION", conflicts_with = "print")]
+    pub(crate) options: Vec<String>,
 }
 
 /// What the arguments ask for.
@@ -186,7 +309,7 @@ mod tests {
             asked(&["--json", "plan", "a.yaml"]),
             Asked::Command(Cli { command: Command::Plan(_), json: true })
         ));
-        assert!(matches!(asked(&["agent"]), Asked::Command(Cli { command: Command::Agent, .. })));
+        assert!(matches!(asked(&["agent"]), Asked::Command(Cli { command: Command::Agent(_), .. })));
         let Asked::Show(version) = asked(&["--version"]) else { panic!("no version") };
         assert!(version.starts_with("launch "));
         let Asked::Show(help) = asked(&["--help"]) else { panic!("no help") };

@@ -1,8 +1,15 @@
 //! The commands, one file each; here what they share.
+pub(crate) mod check;
 pub(crate) mod ckpt;
+pub(crate) mod events;
+pub(crate) mod logs;
 pub(crate) mod plan;
 mod prepare;
+pub(crate) mod ps;
 pub(crate) mod run;
+pub(crate) mod sbatch;
+pub(crate) mod stop;
+mod targets;
 
 use crate::{error::Failure, report::plain};
 

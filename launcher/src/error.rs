@@ -14,6 +14,8 @@ pub(crate) enum Kind {
     Job,
     /// Host, device, storage or port can't be had.
     Cluster,
+    /// The checkpoint can't be used.
+    Checkpoint,
     /// What was asked for was begun and failed.
     Failed,
 }
@@ -23,6 +25,7 @@ impl Kind {
         match self {
             Kind::Usage | Kind::Job => exit::USAGE,
             Kind::Cluster => exit::CLUSTER,
+            Kind::Checkpoint => exit::CHECKPOINT,
             Kind::Failed => exit::FAILED,
         }
     }

@@ -7,10 +7,13 @@ mod cmd;
 pub mod controller;
 pub mod discover;
 mod error;
+pub mod hostile;
 mod link;
 pub mod plan;
 mod report;
+mod runs;
 mod secrets;
+mod tail;
 #[cfg(test)]
 mod testing;
 mod transport;
@@ -31,8 +34,19 @@ pub fn main(args: impl Iterator<Item = OsString>, judge: &dyn TrainJudge) -> u8 
     };
     match command {
         Command::Run(args) => cmd::run::run(&args, json, typed, judge),
+        Command::Ps(args) => cmd::ps::run(&args, json),
+        Command::Logs(args) => cmd::logs::run(&args),
+        Command::Events(args) => cmd::events::run(&args, json),
+        Command::Stop(args) => cmd::stop::run(&args),
         Command::Plan(args) => cmd::plan::run(&args, json, judge),
+        Command::Check(args) => cmd::check::run(&args, json),
         Command::Ckpt(args) => cmd::ckpt::run(args, json),
-        Command::Agent => agent::main(),
+        Command::Sbatch(args) => cmd::sbatch::run(&args, json),
+        Command::Agent(args) if args.own_hash => agent::print_own_hash(),
+        Command::Agent(args) => agent::main(agent::Started {
+            marker: args.marker,
+            join: args.join,
+            remove_own_file: args.remove_own_file,
+        }),
     }
 }

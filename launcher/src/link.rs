@@ -4,6 +4,7 @@
 //! other side sends, reading allocates at most the cap and never panics.
 mod clock;
 mod frame;
+pub(crate) mod join;
 mod tasks;
 
 pub(crate) use clock::Clock;

@@ -3,12 +3,19 @@
 //!
 //! stdout is data: events with `--json`, else the shown ranks' own stdout. stderr is talk: a live view on a terminal,
 //! plain lines elsewhere.
+mod collapse;
 mod curve;
+mod limit;
 mod live;
 pub(crate) mod plain;
+mod sentence;
 mod text;
 mod view;
 
+pub(crate) use sentence::sentence;
+pub(crate) use text::{clock, harmless as clean, ranks, took};
+
+use crate::controller::Other;
 use contract::{
     event::{Event, Phase},
     ids::Rank,
@@ -37,11 +44,19 @@ const STUCK: Duration = Duration::from_secs(60);
 pub(crate) struct Setup {
     /// Events as JSON lines on stdout.
     pub(crate) json: bool,
-    /// `[rank N]` before each line of a worker.
+    /// `[rank N]` before each line of a worker; then equal lines of several ranks are shown once.
     pub(crate) prefix: bool,
+    /// Nobody looks on: what is printed goes to a file.
+    pub(crate) detached: bool,
+    /// Ranks that are shown at first.
+    pub(crate) shown: usize,
+    /// Where each rank's own log lies.
+    pub(crate) logs: PathBuf,
     /// A training job of the built-in runtime.
     pub(crate) builtin: bool,
     pub(crate) world: u32,
+    /// Number of hosts.
+    pub(crate) hosts: usize,
 }
 
 /// How it ended, for the last words.
@@ -50,7 +65,7 @@ pub(crate) struct Summary {
     pub(crate) exit_code: u8,
     pub(crate) stopped: bool,
     pub(crate) killed: bool,
-    pub(crate) others: Vec<(Rank, String)>,
+    pub(crate) others: Vec<Other>,
     pub(crate) run_dir: PathBuf,
     /// The command line that goes on with this job.
     pub(crate) resume: String,
@@ -92,7 +107,19 @@ impl Report {
         let seen = shared.clone();
         thread::Builder::new().name("report".into()).spawn(move || {
             let mut view = view::View::new(setup);
-            while let Ok(item) = items.recv() {
+            loop {
+                let item = match view.pause() {
+                    Some(pause) => items.recv_timeout(pause),
+                    None => items.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                };
+                let item = match item {
+                    Ok(item) => item,
+                    Err(RecvTimeoutError::Timeout) => {
+                        view.on_time();
+                        continue;
+                    }
+                    Err(RecvTimeoutError::Disconnected) => break,
+                };
                 if matches!(item, Item::Line { .. }) {
                     seen.lines.fetch_sub(1, Ordering::Relaxed);
                 }

@@ -1,7 +1,8 @@
 //! Samples for the unit tests.
 use contract::job::{
-    CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, LogsSpec, MasterPort, ResumeFrom,
-    ResumeSpec, RngPolicy, RunSpec, StoreHost,
+    Bind, CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, KnownHosts, LogsSpec,
+    MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SignalAction, Signals, SshConfig,
+    SshSpec, StoreHost, VisibleDevices,
 };
 
 /// A job that runs `true`.
@@ -10,17 +11,44 @@ pub(crate) fn job() -> JobSpec {
         name: "sample".into(),
         cluster: ClusterSpec {
             hosts: Hosts::Local,
+            include: Vec::new(),
+            exclude: Vec::new(),
+            ssh: SshSpec {
+                user: None,
+                port: None,
+                key: None,
+                config: SshConfig::Usual,
+                known_hosts: KnownHosts::Strict,
+                jump: None,
+                connect_timeout_ms: 10_000,
+                parallel: 64,
+            },
+            use_hosts: None,
             workers_per_host: Count::Auto,
             devices: Devices::Auto,
             master_port: MasterPort::Auto,
             store: StoreHost::Agent,
+            interface: contract::job::Interface::Auto,
         },
         run: RunSpec {
             command: Some(vec!["true".into()]),
             workdir: "/".into(),
             env: Vec::new(),
             env_from: Vec::new(),
+            pass_env: Vec::new(),
+            bind: Bind::Auto,
+            visible_devices: VisibleDevices::All,
+            local_rank_argument: false,
             grace_ms: 3000,
+            restarts: 0,
+            min_hosts: MinHosts::All,
+            hang_timeout_ms: None,
+            progress: None,
+            signals: Signals {
+                usr1: SignalAction::Save,
+                usr2: SignalAction::Ignore,
+                term: SignalAction::SaveAndStop,
+            },
             logs: LogsSpec {
                 dir: "runs/{name}/{run}".into(),
                 show: vec![0],
@@ -34,8 +62,11 @@ pub(crate) fn job() -> JobSpec {
             every: Every::Never,
             keep: 3,
             r#async: false,
+            parity: false,
+            require_shared: false,
             gather_16bit_weights_on_model_save: false,
         },
         resume: ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile },
+        slurm: contract::job::SlurmSpec::default(),
     }
 }

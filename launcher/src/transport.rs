@@ -1,26 +1,71 @@
-//! Getting an agent running on a host. What comes back is the same for every way: a process of ours that carries the
-//! control stream (the agent itself, later an ssh client), and its byte streams.
+//! Getting agents running on hosts. What comes back is the same for every way: two byte streams that carry the control
+//! messages, and something that holds the agent's process: a child of ours, or a connection.
+pub(crate) mod detached;
 mod local;
+mod slurm;
+pub(crate) mod ssh;
 
 pub(crate) use local::Local;
+pub(crate) use slurm::{Slurm, requeue, submit};
 
-use std::io;
-use tokio::net::unix::pipe;
+use contract::control::ExitStatus;
+use std::{fmt, io};
+use tokio::io::{AsyncRead, AsyncWrite};
 
-/// A way to get an agent running on one host.
+/// Bytes to an agent.
+pub(crate) type Input = Box<dyn AsyncWrite + Send + Unpin>;
+/// Bytes from an agent.
+pub(crate) type Output = Box<dyn AsyncRead + Send + Unpin>;
+
+/// A way to get agents running.
 pub(crate) trait Transport {
-    /// Starts an agent there. Returns as soon as its process exists; whether an agent answers is for its hello to say.
-    fn start(&self) -> io::Result<AgentProcess>;
+    /// Starts one agent on each of these hosts (by name, as the job has them) and returns at once, in their order.
+    /// Whether an agent answers is for its hello to say; why it doesn't, for [`Carrier::Connection`].
+    fn start(&mut self, hosts: &[String]) -> Vec<io::Result<AgentProcess>>;
+
+    /// Children of this process that hold agents elsewhere: they end by themselves when their agents have, and aren't
+    /// to be ended with what a dead agent leaves behind.
+    fn helpers(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// A child of this process that is no agent has ended and was reaped.
+    fn child_ended(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
-/// The process that carries an agent's control stream. Whoever reaps this process' children learns of its end.
-#[derive(Debug)]
+/// An agent that is being started, or runs.
 pub(crate) struct AgentProcess {
-    pub(crate) pid: u32,
-    /// To the agent.
-    pub(crate) input: pipe::Sender,
-    /// From the agent.
-    pub(crate) output: pipe::Receiver,
+    pub(crate) carrier: Carrier,
+    /// To the agent. Closing it tells the agent to end everything.
+    pub(crate) input: Input,
+    /// From the agent. Its end is the end of the agent, or of the connection to it.
+    pub(crate) output: Output,
     /// What it says outside the control stream: panics, warnings of libraries.
-    pub(crate) talk: pipe::Receiver,
+    pub(crate) talk: Output,
+}
+
+/// What holds an agent's process.
+pub(crate) enum Carrier {
+    /// It is a child of this process, which reaps it and whatever is reparented when it dies.
+    Child(u32),
+    /// It is somewhere else.
+    Connection(Box<dyn Connection>),
+}
+
+/// A connection to an agent on another host.
+pub(crate) trait Connection: Send + fmt::Debug {
+    /// Breaks it at once: the streams end, and the agent, which sees the same, ends its workers.
+    fn break_off(&self);
+    /// After the streams have ended: why, in one line with what to do about it, as far as this side knows.
+    fn why(&self) -> Option<Refusal>;
+    /// After the streams have ended: how the agent's process ended, where that was said.
+    fn status(&self) -> Option<ExitStatus>;
+}
+
+/// Why a host can't be had.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    /// What was tried and how it failed, naming the host.
+    pub(crate) message: String,
+    pub(crate) hint: Option<String>,
 }

@@ -1,6 +1,8 @@
 //! Runs of the real executable in a directory of their own.
 #![allow(dead_code)] // each test file uses a part of it
 
+pub(crate) mod hosts;
+
 use serde_json::Value;
 use std::{
     env,
@@ -82,6 +84,8 @@ impl Place {
     pub(crate) fn command(&self, args: &[&str]) -> Command {
         let mut c = Command::new(env!("CARGO_BIN_EXE_launch"));
         c.current_dir(self.dir.path()).args(args).stdin(Stdio::null());
+        // The user's own list of runs is none of a test's business.
+        c.env("XDG_STATE_HOME", self.dir.path().join(".state"));
         c
     }
 
@@ -133,7 +137,7 @@ checkpoint: {every: 10, keep: 2}
 ";
 
 /// Some text that a tiny model can learn something of.
-fn corpus() -> String {
+pub(crate) fn corpus() -> String {
     let mut text = String::new();
     for i in 0..400u32 {
         let animal = ["fox", "hen", "cat", "owl"][(i * i % 7 % 4) as usize];
@@ -164,18 +168,38 @@ pub(crate) fn files_below(dir: &Path) -> Vec<String> {
 
 /// The Python that scripts/setup-tests made. Without one the test is skipped by name, or fails where LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn python(test: &str) -> Option<PathBuf> {
+    python_of(test, "python", "transformers")
+}
+
+/// A Python with DeepSpeed, as [`python`].
+#[allow(dead_code)] // only some test files need it
+pub(crate) fn deepspeed(test: &str) -> Option<PathBuf> {
+    python_of(test, "deepspeed", "DeepSpeed")
+}
+
+/// A Python with the oldest torch whose programs are run, as [`python`]; only `scripts/setup-tests --all` makes it.
+#[allow(dead_code)] // only some test files need it
+pub(crate) fn old_torch(test: &str) -> Option<PathBuf> {
+    python_of(test, "old-torch", "an old torch (setup-tests --all)")
+}
+
+fn python_of(test: &str, name: &str, with: &str) -> Option<PathBuf> {
     let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
-    let python = cache.map(|cache| cache.join("python/bin/python")).filter(|python| python.exists());
+    let python = cache.map(|cache| cache.join(name).join("bin/python")).filter(|python| python.exists());
     if python.is_none() {
-        let why = format!("{test}: no Python with transformers; scripts/setup-tests makes one");
-        assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
-        eprintln!("SKIPPED {why}");
-        if let Some(list) = env::var_os("LAUNCH_TEST_SKIPS") {
-            let mut list =
-                fs::OpenOptions::new().append(true).create(true).open(list).expect("list of skips");
-            writeln!(list, "{why}").expect("list of skips");
-        }
+        skip(test, &format!("no Python with {with}; scripts/setup-tests makes one"));
     }
     python
+}
+
+/// Tells that a test can't run here; a failure where LAUNCH_TEST_REQUIRE is `all`.
+pub(crate) fn skip(test: &str, why: &str) {
+    let why = format!("{test}: {why}");
+    assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
+    eprintln!("SKIPPED {why}");
+    if let Some(list) = env::var_os("LAUNCH_TEST_SKIPS") {
+        let mut list = fs::OpenOptions::new().append(true).create(true).open(list).expect("list of skips");
+        writeln!(list, "{why}").expect("list of skips");
+    }
 }

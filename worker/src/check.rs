@@ -50,11 +50,12 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
     // Without the data the model can still be judged, all but its vocabulary.
     let (vocab, tokens) =
         facts.as_ref().map_or((train.model.vocab_size.max(1), 0), |f| (f.vocab_size, f.tokens));
-    let spec = match resolve(&train.model, vocab, train.data.seq_len) {
+    let named = train.model.at(dir);
+    let spec = match resolve(&named, vocab, train.data.seq_len) {
         Ok(spec) => spec,
         Err(e) => return v.problems.push(finding("train.model", e.message, None)),
     };
-    let model = match model::build(&spec) {
+    let model = match model::build(&spec, train.data.seq_len) {
         Ok(model) => model,
         Err(e) => return v.problems.push(finding("train.model", e, None)),
     };

@@ -5,14 +5,17 @@ pub mod data;
 pub mod error;
 pub mod life;
 pub mod model;
+mod network;
 pub mod optim;
 pub mod params;
 pub mod resume;
 pub mod rng;
 pub mod save;
+mod scattered;
 pub mod session;
 pub mod stages;
 pub mod state;
+pub mod storage;
 pub mod train;
 pub mod zero;
 

@@ -1,15 +1,18 @@
 //! A rank's life: join, build, resume, train, leave.
 use crate::{
-    agree::{agree, exchange},
+    agree::{agree, exchange, settle},
     data::{DataError, Dataset, Order, Split, TextTokenizer},
     error::{Error, Result},
     model::Batch,
+    network,
     params::Unit,
-    resume::resume,
+    resume::{Origin, Place, resume},
     save::{Identity, Saver, total_bytes},
+    scattered::{self, Scattered},
     session::{Session, inherited},
-    stages::{ScheduleBound, Spec},
+    stages::{Cursor, ScheduleBound, Spec},
     state::model_card,
+    storage::{Layout, survey},
     train::{
         run::{HeldOut, Run, run},
         step::Source,
@@ -27,6 +30,7 @@ use contract::{
 };
 use device::{Ops, cpu::Cpu};
 use std::{
+    os::{fd::OwnedFd, unix::net::UnixStream},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -37,6 +41,7 @@ pub const STAGING: usize = 1 << 20;
 
 /// The role `launch worker`: exit code of the process.
 pub fn main() -> u8 {
+    leave_signals_to_the_controller();
     let (session, read, welcome) = match Session::join() {
         Ok(joined) => joined,
         Err(e) => {
@@ -45,8 +50,7 @@ pub fn main() -> u8 {
             return e.exit.code();
         }
     };
-    let lived = join(&welcome).and_then(|comm| {
-        session.watch(read, comm.clone()).map_err(|e| Error::cluster(format!("session threads: {e}")))?;
+    let lived = join(&session, read, &welcome).and_then(|comm| {
         let lived = live(&session, &welcome, comm.clone());
         if let Err(e) = &lived {
             // Before the others only see that this rank has left.
@@ -65,27 +69,52 @@ pub fn main() -> u8 {
     }
 }
 
-/// The collectives of this job.
-fn join(welcome: &Welcome) -> Result<Arc<dyn Comm>> {
-    arm_fault_point(welcome)?;
-    if welcome.world == 1 {
-        return Ok(Arc::new(local::group(1).remove(0)));
+/// A batch system or a terminal may signal every process of a job; when to save and stop is decided once, for all ranks
+/// at the same step. SIGKILL, and signals of faults, do what they always do.
+fn leave_signals_to_the_controller() {
+    use nix::sys::signal::{SigHandler, Signal, signal};
+    for caught in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
+        // SAFETY: ignoring a signal installs no handler. It can't fail for these.
+        _ = unsafe { signal(caught, SigHandler::SigIgn) };
     }
-    let fd = inherited(env::LAUNCH_SHM_FD)?.ok_or_else(|| {
-        Error::cluster(format!(
-            "{} is not set: no shared memory to reach the other ranks",
-            env::LAUNCH_SHM_FD
-        ))
-    })?;
-    let (rank, world) = (welcome.rank as usize, welcome.world as usize);
+}
+
+/// The collectives of this job; from then on the session ends them when it is told to.
+fn join(session: &Arc<Session>, read: UnixStream, welcome: &Welcome) -> Result<Arc<dyn Comm>> {
+    arm_fault_point(welcome)?;
     let limits = comm::shm::Limits { staging: STAGING, ..Default::default() };
-    Ok(Arc::new(ShmComm::join(fd, rank, world, limits)?))
+    if welcome.local_world < welcome.world {
+        return network::join(session, read, welcome, shared_memory()?, limits);
+    }
+    let comm: Arc<dyn Comm> = match welcome.world {
+        1 => Arc::new(local::group(1).remove(0)),
+        world => {
+            let fd = shared_memory()?.ok_or_else(|| {
+                let name = env::LAUNCH_SHM_FD;
+                Error::cluster(format!("{name} is not set: no shared memory to reach the other ranks"))
+            })?;
+            Arc::new(ShmComm::join(fd, welcome.rank as usize, world as usize, limits)?)
+        }
+    };
+    let aborted = comm.clone();
+    session.watch(read, move |reason| aborted.abort(reason)).map_err(no_threads)?;
+    Ok(comm)
+}
+
+fn shared_memory() -> Result<Option<OwnedFd>> {
+    inherited(env::LAUNCH_SHM_FD)
+}
+
+/// The session's threads could not be started.
+pub(crate) fn no_threads(e: std::io::Error) -> Error {
+    Error::cluster(format!("session threads: {e}"))
 }
 
 /// Build, resume, train, gather.
 fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
     let job = &welcome.job;
-    let train = job.train.as_ref().ok_or_else(|| Error::job("this job has no `train` section"))?;
+    let asked = job.train.as_ref().ok_or_else(|| Error::job("this job has no `train` section"))?;
+    let train = &TrainSpec { model: asked.model.at(&welcome.workdir), ..asked.clone() };
     let leader = welcome.rank == 0;
     // Whatever else works in parallel here (initialisation, tokenizing) keeps to the same number of threads.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(welcome.threads as usize).build_global();
@@ -97,23 +126,39 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
     let tokenizer = TextTokenizer::open(&train.data.tokenizer, &welcome.workdir).map_err(data_error)?;
     let samples = Samples::open(train, welcome, comm.as_ref())?;
     samples.tell(session, leader)?;
+    let origin = Origin::open(train.model.from.as_deref(), comm.as_ref())?;
     let spec = Spec::new(train, tokenizer.vocab_size())?;
     let parameters = spec.parameters()?;
     let count = parameters.count();
     let mut bound = parameters.shard(comm, ops)?.bind_optimizer()?.bind_schedule();
     let root = checkpoint_root(welcome);
-    storage_is_ready(&bound, &root)?;
+    let layout = layout(session, welcome, bound.trainer.engine.queue(), &root)?;
+    storage_is_ready(&bound, &root, &layout)?;
 
     session.phase(Phase::Resuming)?;
-    let resumed = resume(&mut bound, job, &root, &welcome.workdir, &samples.digest, &mut |event| {
+    let place = Place { root: &root, workdir: &welcome.workdir, layout: &layout };
+    let resumed = resume(&mut bound, job, &place, &samples.digest, &mut |event| {
         if leader { session.event(event) } else { Ok(()) }
     })?;
-    let identity = identity(&bound, train, welcome, &tokenizer, &samples);
-    let mut saver =
-        Saver::new(root.clone(), job.checkpoint.clone(), identity, resumed.as_ref().map(|r| r.path.clone()));
+    let mut identity = identity(&bound, welcome, &tokenizer, &samples);
+    if let Some(origin) = &origin {
+        origin.carry_along(&mut identity.tokenizer);
+    }
+    if let Some(resumed) = &resumed {
+        (identity.rng_generation, identity.rng_decision) =
+            resumed.rng(job.resume.rng, welcome.world as usize);
+    }
+    let last = resumed.as_ref().filter(|r| r.native).map(|r| r.path.clone());
+    let mut saver = Saver::new(root.clone(), job.checkpoint.clone(), identity, last, layout.clone());
     let mut running = match resumed {
         Some(r) => bound.resumed(r.cursor),
-        None => bound.fresh(),
+        None => match &origin {
+            Some(origin) => {
+                origin.load(&mut bound, &mut |event| if leader { session.event(event) } else { Ok(()) })?;
+                bound.resumed(Cursor::default())
+            }
+            None => bound.fresh(),
+        },
     };
     let start = running.at;
     session.at_step(start.step);
@@ -131,7 +176,11 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
         run(&mut running, &Run { job, session, source: &samples.train, held_out, leader }, &mut saver)?;
     if ended == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
         session.phase(Phase::Gathering)?;
-        gather(session, running.trainer.engine.queue(), &saver, &root, leader)?;
+        let queue = running.trainer.engine.queue();
+        match layout.is_shared() {
+            true => gather(session, queue, &saver, &root, leader)?,
+            false => gather_scattered(session, queue, &saver, &root, &layout)?,
+        }
     }
     session.phase(Phase::Ending)?;
     running.trainer.engine.queue().run(|c| c.barrier())?;
@@ -239,12 +288,41 @@ fn checkpoint_root(welcome: &Welcome) -> PathBuf {
     welcome.workdir.join(dir)
 }
 
+/// Which ranks share the checkpoint directory; what a save that was cut short has left is completed where it must be.
+fn layout(session: &Session, welcome: &Welcome, queue: &Queue, root: &Path) -> Result<Layout> {
+    if welcome.local_world >= welcome.world {
+        return Ok(Layout::shared(welcome.world as usize));
+    }
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let token = format!("{}-{}", welcome.run, welcome.epoch);
+    let required = welcome.job.checkpoint.require_shared;
+    let layout = survey(queue, welcome.local_rank == 0, host.trim(), &token, root, required)?;
+    if !layout.is_shared() {
+        if welcome.job.checkpoint.parity {
+            return Err(Error::job(
+                "checkpoint.parity needs a checkpoint.dir that all hosts share, and they don't: point it at shared \
+                 storage, or leave parity out",
+            ));
+        }
+        scattered::recover(queue, &layout, root)?;
+        if welcome.rank == 0 {
+            let hosts = layout.hosts().len();
+            let message = format!(
+                "checkpoint.dir is {hosts} directories on the hosts: each keeps the shards of its own workers"
+            );
+            session.event(Event::Notice { rank: Some(0), message })?;
+        }
+    }
+    Ok(layout)
+}
+
 /// Found out before the first step: can a checkpoint be written here?
-fn storage_is_ready(bound: &ScheduleBound, root: &Path) -> Result<()> {
+fn storage_is_ready(bound: &ScheduleBound, root: &Path, layout: &Layout) -> Result<()> {
     let (engine, optimizer) = (&bound.trainer.engine, &bound.trainer.optimizer);
-    let probe = if engine.rank() == 0 {
+    let rank = engine.rank();
+    let probe = if layout.keeper(rank) == rank {
         // Made and dropped again: the directory can be written and has room.
-        Staging::begin(root, 0, total_bytes(engine, optimizer))
+        Staging::begin(root, 0, layout.share(rank, total_bytes(engine, optimizer)))
             .map(drop)
             .map_err(|e| Error::cluster(e.to_string()))
     } else {
@@ -255,7 +333,6 @@ fn storage_is_ready(bound: &ScheduleBound, root: &Path) -> Result<()> {
 
 fn identity(
     bound: &ScheduleBound,
-    train: &TrainSpec,
     welcome: &Welcome,
     tokenizer: &TextTokenizer,
     samples: &Samples,
@@ -264,11 +341,12 @@ fn identity(
     let units: Vec<Unit> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let files = tokenizer.hf_files().into_iter().map(|(name, text)| TextFile { name, text });
     Identity {
-        model: model_card(trainer.model.as_ref(), &units, &train.model, tokenizer.eod()),
+        model: model_card(trainer.model.as_ref(), &units, &bound.train().model, tokenizer.eod()),
         tokenizer: files.collect(),
         job: welcome.job.clone(),
         data_digest: samples.digest.clone(),
         rng_generation: 0,
+        rng_decision: serde_json::Value::Null,
     }
 }
 
@@ -279,14 +357,38 @@ fn gather(session: &Session, queue: &Queue, saver: &Saver, root: &Path, leader: 
     done
 }
 
+/// The same when hosts keep their own shards: the others hand rank 0 what it lacks.
+fn gather_scattered(
+    session: &Session,
+    queue: &Arc<Queue>,
+    saver: &Saver,
+    root: &Path,
+    layout: &Layout,
+) -> Result<()> {
+    let Some(path) = saver.last() else { return Ok(()) };
+    let opened = Scattered::open(queue, layout, path, None)?;
+    if queue.comm().rank() != 0 {
+        opened.serve()?;
+        return exchange(queue, Ok(&())).and_then(settle).map(drop);
+    }
+    let done = write_weights(session, &opened, opened.checkpoint().facts().step, root);
+    opened.end()?;
+    exchange(queue, done.as_ref().map_err(Clone::clone).map(|()| &()))?;
+    done
+}
+
 fn gather_last(session: &Session, saver: &Saver, root: &Path) -> Result<()> {
     let Some(path) = saver.last() else { return Ok(()) };
     let checkpoint = Checkpoint::open(path).map_err(|e| Error::checkpoint(e.to_string()))?;
+    write_weights(session, &checkpoint, checkpoint.facts().step, root)
+}
+
+fn write_weights(session: &Session, source: &dyn ckpt::Source, step: u64, root: &Path) -> Result<()> {
     let out = root.join("weights");
     let options = GatherOptions { dtype: Some(ckpt::Dtype::BF16), force: true, ..GatherOptions::default() };
-    let report = ckpt::gather(&checkpoint, &out, &options, &mut |_, _| {})
-        .map_err(|e| Error::cluster(e.to_string()))?;
-    session.event(Event::Gathered { step: checkpoint.facts().step, path: out, bytes: report.bytes })
+    let report =
+        ckpt::gather(source, &out, &options, &mut |_, _| {}).map_err(|e| Error::cluster(e.to_string()))?;
+    session.event(Event::Gathered { step, path: out, bytes: report.bytes })
 }
 
 /// Testing: the worker of the named rank dies at its n-th fault point.

@@ -2,13 +2,21 @@
 //!
 //! A model is passive. It never knows who owns parameters or how they arrive; it gets them whole, as one flat vector per
 //! unit, and writes whole gradients. Units: embedding, then the layers, then the head.
+mod config;
+mod decoder;
 mod llama;
+mod mistral;
+mod qwen2;
+mod qwen3;
+mod rotary;
 
 use crate::params::Unit;
 use contract::job::ModelSpec;
 use device::{Buf, Ops, View, ViewMut};
+use serde_json::{Map, Value};
+use std::path::Path;
 
-/// One micro-batch of `b` sequences of `t` tokens; all three vectors are `b·t` long.
+/// One micro-batch of `b` sequences of `t` tokens; its vectors are `b·t` long.
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
     /// Sequences.
@@ -21,12 +29,22 @@ pub struct Batch {
     pub labels: Vec<u32>,
     /// Position of the first token that each token may attend to.
     pub starts: Vec<u32>,
+    /// The same for layers that attend to a sliding window; empty where the model has none.
+    pub windowed: Vec<u32>,
 }
 
 impl Batch {
     /// Rows of every activation.
     pub fn rows(&self) -> usize {
         self.b * self.t
+    }
+
+    /// Fills [`Batch::windowed`]: a token attends to `window` tokens at most, itself included.
+    pub fn slide(&mut self, window: usize) {
+        let t = self.t.max(1);
+        let first = |(i, &start): (usize, &u32)| start.max((i % t + 1).saturating_sub(window) as u32);
+        self.windowed.clear();
+        self.windowed.extend(self.starts.iter().enumerate().map(first));
     }
 
     /// Positions with a loss.
@@ -53,6 +71,8 @@ pub struct LayerInput<'a> {
     pub batch: &'a Batch,
     /// The layer's input, `[rows, hidden]`.
     pub x: View<'a>,
+    /// Which layer, from 0 on.
+    pub layer: usize,
 }
 
 /// What the head computes with: its own parameters, and the embedding's when they are tied.
@@ -96,8 +116,12 @@ pub trait Model: Send + Sync {
     fn tied(&self) -> bool;
     /// Second names.
     fn ties(&self) -> Vec<Tie>;
-    /// `config.json` as transformers writes it, without dtype.
-    fn hf_config(&self, eod: u32) -> serde_json::Value;
+    /// Tokens that sliding layers attend to; `None`: all layers attend to the whole document.
+    fn window(&self) -> Option<usize> {
+        None
+    }
+    /// The `config.json` that it was built from.
+    fn hf_config(&self) -> &Map<String, Value>;
     /// Floating-point operations of matrix products per token, forward and backward (recomputation not counted).
     fn flops_per_token(&self, t: usize) -> f64;
 
@@ -144,22 +168,72 @@ pub trait Model: Send + Sync {
     );
 }
 
+/// A model from its `config.json`, for sequences of at most so many tokens.
+type Build = fn(&Map<String, Value>, usize) -> Result<Box<dyn Model>, String>;
+
 /// A line of [`FAMILIES`].
 pub struct Family {
-    /// Name in job.yaml.
+    /// Name in job.yaml, and `model_type` in config.json.
     pub name: &'static str,
-    /// Makes a model, or says which number is impossible.
-    pub build: fn(&ModelSpec) -> Result<Box<dyn Model>, String>,
+    /// Name in `architectures` of config.json.
+    pub architecture: &'static str,
+    /// Makes a model for sequences of at most so many tokens from a config.json, or says what of it isn't supported.
+    build: Build,
+    /// The config.json of a model that job.yaml describes.
+    describe: fn(&ModelSpec) -> Map<String, Value>,
 }
 
 /// Every family the runtime trains. To add one: a file in `model/` and a line here.
-pub const FAMILIES: &[Family] = &[Family { name: "llama", build: llama::build }];
+pub const FAMILIES: &[Family] = &[llama::FAMILY, mistral::FAMILY, qwen2::FAMILY, qwen3::FAMILY];
 
-/// The model that the job names. `vocab_size` and `max_position_embeddings` must be filled in.
-pub fn build(spec: &ModelSpec) -> Result<Box<dyn Model>, String> {
-    let family = FAMILIES.iter().find(|f| f.name == spec.family).ok_or_else(|| {
-        let known: Vec<_> = FAMILIES.iter().map(|f| f.name).collect();
-        format!("unknown model family `{}`; known: {}", spec.family, known.join(", "))
+fn known(name: impl Fn(&Family) -> &'static str) -> String {
+    FAMILIES.iter().map(name).collect::<Vec<_>>().join(", ")
+}
+
+/// The family of a config.json.
+fn family_of(config: &Map<String, Value>) -> Result<&'static Family, String> {
+    let named: Vec<&str> = match config.get("architectures") {
+        Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
+        _ => Vec::new(),
+    };
+    let found = FAMILIES.iter().find(|f| named == [f.architecture]);
+    let family = found.ok_or_else(|| {
+        let named = named.join(", ").chars().take(100).collect::<String>();
+        format!(
+            "config.json: architectures [{named}] are not supported; known: {}",
+            known(|f| f.architecture)
+        )
     })?;
-    (family.build)(spec)
+    match config.get("model_type").and_then(Value::as_str) {
+        Some(kind) if kind != family.name => {
+            let kind: String = kind.chars().take(100).collect();
+            Err(format!(
+                "config.json: `model_type: {kind}` is not that of {}, {}",
+                family.architecture, family.name
+            ))
+        }
+        _ => Ok(family),
+    }
+}
+
+/// The numbers of the model in a folder that the rest of the runtime checks: family, vocabulary and positions.
+pub fn read_folder(folder: &Path) -> Result<(&'static str, u32, u32), String> {
+    let config = config::read(folder)?;
+    let family = family_of(&config)?;
+    let f = config::Fields::new(&config);
+    Ok((family.name, f.size("vocab_size")?, f.size("max_position_embeddings")?))
+}
+
+/// The model that the job names, for sequences of at most `tokens` tokens. `vocab_size` and `max_position_embeddings`
+/// must be filled in; `from` must be a folder that can be opened as it is.
+pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
+    if let Some(folder) = &spec.from {
+        let config = config::read(folder)?;
+        return (family_of(&config)?.build)(&config, tokens as usize);
+    }
+    let family = FAMILIES
+        .iter()
+        .find(|f| f.name == spec.family)
+        .ok_or_else(|| format!("unknown model family `{}`; known: {}", spec.family, known(|f| f.name)))?;
+    (family.build)(&(family.describe)(spec), tokens as usize)
 }

@@ -1,17 +1,30 @@
 //! Going on from a checkpoint: which one, whether it fits, and what a person should know about it.
+mod fit;
+mod foreign;
+mod origin;
+
+pub use origin::Origin;
+
 use crate::{
     agree::agree,
     error::{Error, Result},
     optim::Group,
+    scattered::{self, Candidate, Scattered},
     stages::{Cursor, ScheduleBound},
-    state::{check_fits, read_own, spread},
+    state::{Reading, check_fits, read_own, spread},
+    storage::Layout,
 };
-use ckpt::{Checkpoint, Facts};
+use ckpt::{Checkpoint, Facts, Foreign, Found, Source};
 use contract::{
     event::Event,
-    job::{JobSpec, ResumeFrom, ScheduleName},
+    exit::WorkerExit,
+    job::{JobSpec, ResumeFrom, RngPolicy, ScheduleName},
 };
-use std::path::{Path, PathBuf};
+use serde_json::{Value, json};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
 
 /// Where the run goes on.
 pub struct Resumed {
@@ -19,6 +32,25 @@ pub struct Resumed {
     pub path: PathBuf,
     /// How far it was.
     pub cursor: Cursor,
+    /// It is one of ours, so nothing needs to be saved before a step is done.
+    pub native: bool,
+    /// How often random streams were seeded anew before it was written.
+    pub rng_generation: u64,
+}
+
+impl Resumed {
+    /// What is decided about random streams: the new generation, and the record for the next checkpoint. The built-in
+    /// runtime's streams have no state: `reseed` counts a new generation and changes no number.
+    pub fn rng(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
+        let generation = self.rng_generation + u64::from(policy == RngPolicy::Reseed);
+        let policy = match policy {
+            RngPolicy::Reconcile => "reconcile",
+            RngPolicy::Strict => "strict",
+            RngPolicy::Reseed => "reseed",
+        };
+        let path = self.path.display().to_string();
+        (generation, json!({ "from": path, "world": world, "policy": policy, "streams": "stateless" }))
+    }
 }
 
 /// Reports what a person should know (rank 0's are shown).
@@ -31,19 +63,23 @@ pub type Tell<'a> = dyn FnMut(Event) -> Result<()> + 'a;
 pub fn resume(
     bound: &mut ScheduleBound,
     job: &JobSpec,
-    root: &Path,
-    workdir: &Path,
+    place: &Place,
     data: &str,
     tell: &mut Tell,
 ) -> Result<Option<Resumed>> {
+    let root = place.root;
     let (candidates, named) = match &job.resume.from {
         ResumeFrom::Never => return Ok(None),
-        ResumeFrom::Auto => (list(bound, root)?, false),
-        ResumeFrom::Path(p) => (named(bound, &workdir.join(p))?, true),
+        ResumeFrom::Auto => (list(bound, place, root)?, false),
+        ResumeFrom::Path(p) => match named(bound, place, &place.workdir.join(p))? {
+            Named::Native(one) => (vec![one], true),
+            Named::Foreign(source, path) => return foreign::load(bound, &source, &path, job, tell).map(Some),
+        },
     };
     let mut damaged = Vec::new();
-    for path in candidates {
-        match load(bound, &path, data, tell) {
+    for candidate in candidates {
+        let path = candidate.path.clone();
+        match load(bound, place, &candidate, data, tell) {
             Ok(resumed) => {
                 for message in damaged {
                     tell(Event::Notice { rank: None, message })?;
@@ -79,56 +115,119 @@ impl From<Error> for Refusal {
     }
 }
 
-/// All checkpoints under `root`, newest first, as rank 0 sees them.
-fn list(bound: &ScheduleBound, root: &Path) -> Result<Vec<PathBuf>> {
-    let queue = bound.trainer.engine.queue();
-    let mine = if bound.trainer.engine.rank() == 0 { ckpt::list(root) } else { Ok(Vec::new()) };
-    let mine = mine.map(|all| all.into_iter().map(|(_, p)| p).collect::<Vec<_>>());
-    Ok(agree(queue, mine.map_err(|e| Error::checkpoint(e.to_string())))?.swap_remove(0))
+/// Where checkpoints are.
+pub struct Place<'a> {
+    /// `checkpoint.dir`.
+    pub root: &'a Path,
+    /// What `resume.from` is relative to.
+    pub workdir: &'a Path,
+    /// Which ranks share `root`.
+    pub layout: &'a Layout,
 }
 
-/// The checkpoint that was named, or the newest in the directory that was named.
-fn named(bound: &ScheduleBound, path: &Path) -> Result<Vec<PathBuf>> {
-    if path.join("manifest.json").exists() {
-        return Ok(vec![path.to_path_buf()]);
+/// All checkpoints under `root`, newest first, as rank 0 sees them; of hosts with directories of their own, all that any
+/// has.
+fn list(bound: &ScheduleBound, place: &Place, root: &Path) -> Result<Vec<Candidate>> {
+    let queue = bound.trainer.engine.queue();
+    if !place.layout.is_shared() {
+        return scattered::list(queue, place.layout, root);
     }
-    match list(bound, path)?.into_iter().next() {
-        Some(newest) => Ok(vec![newest]),
-        None => Err(Error::checkpoint(format!(
-            "resume.from: {} is not a checkpoint and holds none (looked for manifest.json and step-* folders)",
-            path.display()
-        ))),
+    let mine = if bound.trainer.engine.rank() == 0 { ckpt::list(root) } else { Ok(Vec::new()) };
+    let mine = mine.map(|all| all.into_iter().map(|(_, p)| p).collect::<Vec<_>>());
+    let all = agree(queue, mine.map_err(|e| Error::checkpoint(e.to_string())))?.swap_remove(0);
+    Ok(all.into_iter().map(Candidate::at).collect())
+}
+
+/// What `resume.from` names.
+enum Named {
+    Native(Candidate),
+    Foreign(Box<Foreign>, PathBuf),
+}
+
+/// The checkpoint that was named, or the newest in the directory that was named; or one of another program. Collective.
+fn named(bound: &ScheduleBound, place: &Place, path: &Path) -> Result<Named> {
+    let here = path.join("manifest.json").exists();
+    // a host that has none of it sees no manifest
+    if agree(bound.trainer.engine.queue(), Ok(here))?.contains(&true) {
+        return Ok(Named::Native(Candidate::at(path.to_path_buf())));
+    }
+    if let Some(newest) = list(bound, place, path)?.into_iter().next() {
+        return Ok(Named::Native(newest));
+    }
+    let opened = ckpt::find(path).map_err(|e| Error::checkpoint(format!("resume.from: {e}")));
+    if let Some(e) = agree_on_damage(bound, opened.as_ref().err().cloned())? {
+        return Err(e);
+    }
+    match opened? {
+        Found::Foreign(source) => Ok(Named::Foreign(source, path.to_path_buf())),
+        Found::Native(newest) => Ok(Named::Native(Candidate::at(newest.checkpoint.path().to_path_buf()))),
     }
 }
 
 fn load(
     bound: &mut ScheduleBound,
-    path: &Path,
+    place: &Place,
+    candidate: &Candidate,
     data: &str,
     tell: &mut Tell,
 ) -> std::result::Result<Resumed, Refusal> {
-    let opened = Checkpoint::open(path).map_err(|e| Error::checkpoint(e.to_string()));
+    let path = candidate.path.as_path();
+    let opened = open(bound, place, candidate)?;
     let failed = opened.as_ref().err().cloned();
     let errors = agree_on_damage(bound, failed)?;
-    let checkpoint = match (opened, errors) {
+    let opened = match (opened, errors) {
         (Ok(c), None) => c,
         (_, Some(e)) | (Err(e), None) => return Err(Refusal::Damaged(e)),
     };
+    let (checkpoint, source): (&Checkpoint, &dyn Source) = match &opened {
+        Opened::Whole(c) => (c, &**c),
+        Opened::Scattered(s) => (s.checkpoint(), &**s),
+    };
     let shown = path.display().to_string();
     let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    check_fits(&checkpoint, &units, bound.trainer.optimizer.spec())?;
-    let cursor = cursor(checkpoint.facts(), &shown)?;
-    let read = read_own(bound, &checkpoint).err().map(|e| Error::checkpoint(e.to_string()));
+    check_fits(checkpoint, &units, bound.trainer.optimizer.spec())?;
+    let (cursor, guessed) = cursor(bound, checkpoint.facts(), &shown)?;
+    bound.trainer.optimizer.set_late(&units, &late(checkpoint.facts(), &shown)?);
+    let reading = Reading { source, renamed: &HashMap::new(), states: true };
+    let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(Refusal::Damaged(e));
     }
     spread(bound)?;
     let facts = checkpoint.facts();
-    tell(Event::Resume { step: facts.step, path: path.into(), world: facts.world, stage: facts.stage })?;
-    for message in differences(bound, facts, data) {
+    tell(Event::Resume {
+        step: facts.step,
+        path: path.into(),
+        world: Some(facts.world),
+        stage: Some(facts.stage),
+    })?;
+    for message in guessed.into_iter().chain(differences(bound, facts, data)) {
         tell(Event::Notice { rank: None, message })?;
     }
-    Ok(Resumed { path: path.into(), cursor })
+    let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
+    Ok(Resumed { path: path.into(), cursor, native: true, rng_generation })
+}
+
+/// A checkpoint that every rank can read all of.
+enum Opened {
+    Whole(Box<Checkpoint>),
+    Scattered(Box<Scattered>),
+}
+
+/// Outer error: the job ends. Collective.
+fn open(bound: &ScheduleBound, place: &Place, candidate: &Candidate) -> Result<Result<Opened>> {
+    let damaged = |e: ckpt::CkptError| Error::checkpoint(e.to_string());
+    if place.layout.is_shared() {
+        let opened = Checkpoint::open(&candidate.path).and_then(|c| c.require_whole().map(|()| c));
+        return Ok(opened.map(|c| Opened::Whole(Box::new(c))).map_err(damaged));
+    }
+    let queue = bound.trainer.engine.queue();
+    match Scattered::open(queue, place.layout, &candidate.path, candidate.hash.as_deref()) {
+        Ok(opened) => Ok(Ok(Opened::Scattered(Box::new(opened)))),
+        // a collective that failed is the end; a checkpoint that can't be used may have an older one
+        Err(e) if e.exit == WorkerExit::Checkpoint => Ok(Err(e)),
+        Err(e) => Err(e),
+    }
 }
 
 /// The first damage that any rank found; the same answer on every rank.
@@ -137,10 +236,34 @@ fn agree_on_damage(bound: &ScheduleBound, mine: Option<Error>) -> Result<Option<
     Ok(all.into_iter().flatten().next().map(Error::checkpoint))
 }
 
-fn cursor(facts: &Facts, path: &str) -> Result<Cursor> {
-    let at = facts.cursor.get("at").cloned().unwrap_or_default();
-    serde_json::from_value(at)
-        .map_err(|e| Error::checkpoint(format!("{path}: the manifest's cursor can't be read: {e}")))
+/// Where the run goes on. A checkpoint that was converted from another program's has no cursor of ours: then it is step
+/// times batch, and a line says so.
+fn cursor(bound: &ScheduleBound, facts: &Facts, path: &str) -> Result<(Cursor, Option<String>)> {
+    let unreadable =
+        |e: String| Error::checkpoint(format!("{path}: the manifest's cursor can't be read: {e}"));
+    match facts.cursor.get("at") {
+        Some(at) if !at.is_null() => {
+            Ok((serde_json::from_value(at.clone()).map_err(|e| unreadable(e.to_string()))?, None))
+        }
+        _ => {
+            let batch = bound.trainer.global_batch();
+            let samples = facts.step.checked_mul(batch).ok_or_else(|| unreadable("too many steps".into()))?;
+            let said = format!(
+                "data goes on at sample {samples} ({} steps × {batch} samples, since the checkpoint doesn't say)",
+                facts.step
+            );
+            Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(said)))
+        }
+    }
+}
+
+/// Updates by which parameters are behind the run.
+fn late(facts: &Facts, path: &str) -> Result<HashMap<String, u64>> {
+    match facts.cursor.get("late") {
+        None | Some(Value::Null) => Ok(HashMap::new()),
+        Some(late) => serde_json::from_value(late.clone())
+            .map_err(|e| Error::checkpoint(format!("{path}: the manifest's cursor can't be read: {e}"))),
+    }
 }
 
 /// What this job does differently from the one that wrote the checkpoint. The job's word counts; none of it is silent.

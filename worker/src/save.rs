@@ -3,14 +3,17 @@ use crate::{
     agree::agree,
     error::{Error, Result},
     optim::Optimizer,
-    stages::Running,
+    scattered,
+    stages::{Cursor, Running},
     state::{pieces, state_roles},
+    storage::Layout,
     zero::engine::Engine,
 };
-use ckpt::{CkptError, Facts, ModelCard, Piece, Role, ShardReport, Staging, TextFile};
+use ckpt::{CkptError, Facts, ModelCard, ParityReport, Piece, Role, ShardReport, Staging, TextFile};
 use contract::job::{CheckpointSpec, JobSpec};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{
+    collections::HashMap,
     path::{Path, PathBuf},
     thread::JoinHandle,
     time::Instant,
@@ -28,6 +31,8 @@ pub struct Identity {
     pub data_digest: String,
     /// Streams reseeded so far (docs/numerics.md).
     pub rng_generation: u64,
+    /// What was decided about random streams when the run began; null when it began anew.
+    pub rng_decision: Value,
 }
 
 /// A completed checkpoint.
@@ -49,12 +54,15 @@ pub struct Saver {
     identity: Identity,
     under_way: Option<UnderWay>,
     last: Option<PathBuf>,
+    layout: Layout,
 }
 
 struct UnderWay {
     facts: Facts,
-    /// Rank 0 only.
+    /// Of the rank that keeps the directory.
     staging: Option<Staging>,
+    /// Where all ranks write.
+    directory: PathBuf,
     writer: Writer,
     began: Instant,
 }
@@ -73,9 +81,15 @@ struct Copied {
 }
 
 impl Saver {
-    /// `root` is the directory of checkpoints; `last` the one resumed from.
-    pub fn new(root: PathBuf, spec: CheckpointSpec, identity: Identity, last: Option<PathBuf>) -> Self {
-        Saver { root, spec, identity, under_way: None, last }
+    /// `root` is the directory of checkpoints; `last` the one resumed from; `layout` says which ranks share `root`.
+    pub fn new(
+        root: PathBuf,
+        spec: CheckpointSpec,
+        identity: Identity,
+        last: Option<PathBuf>,
+        layout: Layout,
+    ) -> Self {
+        Saver { root, spec, identity, under_way: None, last, layout }
     }
 
     /// The newest checkpoint of this run that is complete.
@@ -98,20 +112,22 @@ impl Saver {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let facts = self.facts(running);
-        let staging = (engine.rank() == 0)
-            .then(|| Staging::begin(&self.root, facts.step, total_bytes(engine, optimizer)));
+        let (rank, keeper) = (engine.rank(), self.layout.keeper(engine.rank()));
+        let bytes = self.layout.share(rank, self.bytes(engine, optimizer));
+        let staging = (rank == keeper).then(|| Staging::begin(&self.root, facts.step, bytes));
         let staging = staging.transpose().map_err(storage);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
         let paths = agree(engine.queue(), path)?;
         let path = paths
             .into_iter()
+            .nth(keeper)
             .flatten()
-            .next()
-            .ok_or_else(|| Error::failed("rank 0 named no staging directory"))?;
+            .ok_or_else(|| Error::failed(format!("rank {keeper} named no staging directory")))?;
         let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
         let mine = pieces(engine, optimizer, &guards);
         let rank = engine.rank() as u32;
         let world = engine.world() as u32;
+        let directory = path.clone();
         let writer = if self.spec.r#async {
             let copied: Vec<Copied> = mine.iter().map(Copied::of).collect();
             let write = move || {
@@ -124,13 +140,22 @@ impl Saver {
             Writer::Done(ckpt::write_shard(&path, rank, world, &mine))
         };
         let staging = staging?;
-        self.under_way = Some(UnderWay { facts, staging, writer, began });
+        self.under_way = Some(UnderWay { facts, staging, directory, writer, began });
         Ok(())
+    }
+
+    /// Bytes that all ranks together will write, with parity.
+    fn bytes(&self, engine: &Engine, optimizer: &Optimizer) -> u64 {
+        let tensors = total_bytes(engine, optimizer);
+        let parity = if self.spec.parity { tensors.div_ceil(engine.world() as u64) } else { 0 };
+        tensors.saturating_add(parity)
     }
 
     /// Waits for the writers, commits and prunes. Collective. `None` when nothing was under way.
     pub fn finish(&mut self, running: &Running) -> Result<Option<Saved>> {
-        let Some(UnderWay { facts, staging, writer, began }) = self.under_way.take() else { return Ok(None) };
+        let Some(UnderWay { facts, staging, directory, writer, began }) = self.under_way.take() else {
+            return Ok(None);
+        };
         let queue = running.trainer.engine.queue();
         let report = match writer {
             Writer::Done(r) => r.map_err(storage),
@@ -141,8 +166,15 @@ impl Saver {
         };
         let reports = agree(queue, report)?;
         let step = facts.step;
+        if !self.layout.is_shared() {
+            let (path, bytes) =
+                scattered::commit(queue, &self.layout, &self.root, staging, facts, reports, self.spec.keep)?;
+            self.last = Some(path.clone());
+            return Ok(Some(Saved { step, path, bytes, seconds: began.elapsed().as_secs_f64() }));
+        }
+        let parity = self.parity(running, &directory, &reports)?;
         let committed = match staging {
-            Some(s) => self.commit(s, facts, reports).map(Some),
+            Some(s) => self.commit(s, facts, reports, parity).map(Some),
             None => Ok(None),
         };
         let (path, bytes) = agree(queue, committed)?
@@ -154,8 +186,36 @@ impl Saver {
         Ok(Some(Saved { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
 
-    fn commit(&self, staging: Staging, facts: Facts, reports: Vec<ShardReport>) -> Result<(PathBuf, u64)> {
-        let done = ckpt::commit(staging, facts, reports).map_err(storage)?;
+    /// Every rank's stripe of the parity, where the job asks for it. Collective, and only now: a stripe is made of the shards
+    /// of all ranks, which have to be on the disk. Each rank reads and hashes one Nth of the checkpoint for it, also after a
+    /// save in the background.
+    fn parity(
+        &self,
+        running: &Running,
+        directory: &Path,
+        shards: &[ShardReport],
+    ) -> Result<Option<Vec<ParityReport>>> {
+        if !self.spec.parity {
+            return Ok(None);
+        }
+        let engine = &running.trainer.engine;
+        let (rank, world) = (engine.rank() as u32, engine.world() as u32);
+        let mine = ckpt::write_parity(directory, rank, world, shards).map_err(storage);
+        agree(engine.queue(), mine).map(Some)
+    }
+
+    fn commit(
+        &self,
+        staging: Staging,
+        facts: Facts,
+        reports: Vec<ShardReport>,
+        parity: Option<Vec<ParityReport>>,
+    ) -> Result<(PathBuf, u64)> {
+        let done = match parity {
+            Some(parity) => ckpt::commit_parity(staging, facts, reports, parity),
+            None => ckpt::commit(staging, facts, reports),
+        };
+        let done = done.map_err(storage)?;
         if self.spec.keep > 0 {
             ckpt::prune(&self.root, self.spec.keep).map_err(storage)?;
         }
@@ -172,15 +232,28 @@ impl Saver {
             run_seed: train.seed,
             tokens: running.at.tokens,
             program: format!("launch {}", env!("CARGO_PKG_VERSION")),
-            cursor: json!({ "at": running.at, "data": id.data_digest }),
+            cursor: cursor(running.at, &id.data_digest, &trainer.optimizer.late(&units)),
             // The runtime's own randomness is a function of seed and logical ids: there is no state to keep.
-            rng: json!({ "engine": "philox4x32-10, stateless", "generation": id.rng_generation }),
+            rng: json!({
+                "engine": "philox4x32-10, stateless",
+                "generation": id.rng_generation,
+                "resumed": id.rng_decision,
+            }),
             groups: json!(trainer.optimizer.groups(&units)),
             model: id.model.clone(),
             tokenizer: id.tokenizer.clone(),
             job: json!(id.job),
         }
     }
+}
+
+/// Where the run is; `late` is there only when some parameters have had fewer updates.
+fn cursor(at: Cursor, data: &str, late: &HashMap<String, u64>) -> Value {
+    let mut cursor = json!({ "at": at, "data": data });
+    if !late.is_empty() {
+        cursor["late"] = json!(late);
+    }
+    cursor
 }
 
 impl Copied {
@@ -199,6 +272,7 @@ pub fn total_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
     4 * elements * (1 + state_roles(optimizer.spec()).len() as u64)
 }
 
-fn storage(e: CkptError) -> Error {
+/// An error of the storage.
+pub(crate) fn storage(e: CkptError) -> Error {
     Error::cluster(e.to_string())
 }

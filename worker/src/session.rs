@@ -2,25 +2,27 @@
 //!
 //! One thread reads (stop, save, abort), one beats once a second; events are written by whoever has them.
 use crate::error::{Error, Result};
-use comm::Comm;
 use contract::{
-    control::{FromWorker, ToWorker, VERSION, Welcome},
+    control::{FromWorker, Peers, ToWorker, VERSION, Welcome},
     env,
     event::{Event, Phase},
     exit::WorkerExit,
     frame,
+    job::Reload,
 };
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::{
     io::{Read, Write},
+    net::SocketAddr,
     os::{
-        fd::{FromRawFd, OwnedFd, RawFd},
+        fd::{AsFd, FromRawFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Time between two heartbeats.
@@ -28,11 +30,15 @@ const BEAT: Duration = Duration::from_secs(1);
 /// Longest wait for the agent's first message.
 const WELCOME_LIMIT: Duration = Duration::from_secs(60);
 
+/// Longest wait for all ranks of the job to listen: they are started at about the same time.
+const PEERS_LIMIT: Duration = Duration::from_secs(120);
+
 /// What the agent has asked for, taken up at the next step boundary.
 #[derive(Default)]
 pub struct Asks {
     stop: AtomicBool,
     save: AtomicBool,
+    reload: Mutex<Option<Reload>>,
 }
 
 impl Asks {
@@ -44,6 +50,20 @@ impl Asks {
     /// Asked to save since the last call?
     pub fn take_save(&self) -> bool {
         self.save.swap(false, Relaxed)
+    }
+
+    /// Are there values of a changed job file that nobody has taken?
+    pub fn reload(&self) -> bool {
+        self.reload.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// The newest values of a changed job file, once.
+    pub fn take_reload(&self) -> Option<Reload> {
+        self.reload.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn set_reload(&self, values: Reload) {
+        *self.reload.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
 }
 
@@ -101,18 +121,23 @@ impl Session {
         Ok((Arc::new(session), read, welcome))
     }
 
-    /// Starts the reader and the heartbeat. An abort, or the agent's end, ends every collective.
-    pub fn watch(self: &Arc<Self>, mut read: UnixStream, comm: Arc<dyn Comm>) -> std::io::Result<()> {
+    /// Starts the reader and the heartbeat. An abort, or the agent's end, is given to `abort`, which ends every collective.
+    pub fn watch(
+        self: &Arc<Self>,
+        mut read: UnixStream,
+        abort: impl Fn(&str) + Send + 'static,
+    ) -> std::io::Result<()> {
         let session = self.clone();
         std::thread::Builder::new().name("session".into()).spawn(move || {
             loop {
                 match receive(&mut read) {
                     Ok(Some(ToWorker::Stop)) => session.asks.stop.store(true, Relaxed),
                     Ok(Some(ToWorker::Save)) => session.asks.save.store(true, Relaxed),
-                    Ok(Some(ToWorker::Abort { reason })) => comm.abort(&reason),
-                    Ok(Some(ToWorker::Welcome(_))) => {}
+                    Ok(Some(ToWorker::Reload(values))) => session.asks.set_reload(values),
+                    Ok(Some(ToWorker::Abort { reason })) => abort(&reason),
+                    Ok(Some(ToWorker::Welcome(_) | ToWorker::Peers(_))) => {}
                     Ok(None) | Err(_) => {
-                        comm.abort("the agent is gone");
+                        abort("the agent is gone");
                         std::process::exit(WorkerExit::Aborted.code().into());
                     }
                 }
@@ -126,6 +151,44 @@ impl Session {
             }
         })?;
         Ok(())
+    }
+
+    /// Says where this rank listens, and waits until the controller has told where all others do.
+    pub fn meet(&self, read: &mut UnixStream, addresses: Vec<SocketAddr>, epoch: u32) -> Result<Peers> {
+        self.progress()?;
+        self.send(&FromWorker::Listening { addresses })?;
+        let until = Instant::now() + PEERS_LIMIT;
+        loop {
+            // short enough for the heartbeat, which has no thread yet
+            read.set_read_timeout(Some(BEAT)).map_err(broken)?;
+            if !readable(read)? {
+                if Instant::now() >= until {
+                    return Err(Error::cluster(format!(
+                        "not all ranks of the job have begun to listen within {} s",
+                        PEERS_LIMIT.as_secs()
+                    )));
+                }
+                self.progress()?;
+                continue;
+            }
+            read.set_read_timeout(Some(WELCOME_LIMIT)).map_err(broken)?;
+            match receive(read)? {
+                Some(ToWorker::Peers(peers)) if peers.epoch == epoch => {
+                    read.set_read_timeout(None).map_err(broken)?;
+                    return Ok(peers);
+                }
+                Some(ToWorker::Peers(_) | ToWorker::Welcome(_)) => {}
+                Some(ToWorker::Stop) => self.asks.stop.store(true, Relaxed),
+                Some(ToWorker::Save) => self.asks.save.store(true, Relaxed),
+                Some(ToWorker::Reload(values)) => self.asks.set_reload(values),
+                Some(ToWorker::Abort { reason }) => {
+                    return Err(Error { exit: WorkerExit::Aborted, message: reason });
+                }
+                None => {
+                    return Err(Error { exit: WorkerExit::Aborted, message: "the agent is gone".into() });
+                }
+            }
+        }
     }
 
     /// What this rank does from now on.
@@ -157,6 +220,17 @@ impl Session {
     fn send(&self, message: &FromWorker) -> Result<()> {
         let frame = frame::encode(message).map_err(unreadable)?;
         self.write.lock().unwrap_or_else(PoisonError::into_inner).write_all(&frame).map_err(broken)
+    }
+}
+
+/// Is there something to read, or an end? Waits as long as the stream's time limit.
+fn readable(read: &UnixStream) -> Result<bool> {
+    let limit = read.read_timeout().map_err(broken)?.unwrap_or(WELCOME_LIMIT);
+    let mut fds = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];
+    match poll(&mut fds, PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX)) {
+        Ok(n) => Ok(n > 0),
+        Err(nix::errno::Errno::EINTR) => Ok(false),
+        Err(e) => Err(broken(e.into())),
     }
 }
 

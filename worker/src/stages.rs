@@ -13,7 +13,7 @@ use crate::{
     zero::{Policy, engine::Engine, queue::Queue},
 };
 use comm::Comm;
-use contract::job::{ModelSpec, TrainSpec};
+use contract::job::{ModelSpec, ReloadTrain, TrainSpec};
 use device::Ops;
 use std::sync::Arc;
 
@@ -73,13 +73,19 @@ pub struct Cursor {
 /// The model's numbers with those that follow from the tokenizer and the data.
 pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> Result<ModelSpec> {
     let mut s = spec.clone();
+    if let Some(folder) = &spec.from {
+        let read = model::read_folder(folder).map_err(|e| Error::job(format!("train.model.from: {e}")))?;
+        (s.family, s.vocab_size, s.max_position_embeddings) = (read.0.into(), read.1, read.2);
+    }
     if s.vocab_size == 0 {
         s.vocab_size = vocab;
     }
     if s.vocab_size < vocab {
         return Err(Error::job(format!(
-            "train.model.vocab_size: {} is smaller than the tokenizer's {vocab} tokens; leave it out or raise it",
-            s.vocab_size
+            "{}: {} is smaller than the tokenizer's {vocab} tokens; {}",
+            key(&s, "vocab_size"),
+            s.vocab_size,
+            if s.from.is_some() { "use the folder's tokenizer" } else { "leave it out or raise it" }
         )));
     }
     if s.max_position_embeddings == 0 {
@@ -87,11 +93,20 @@ pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> Result<ModelSpec> 
     }
     if s.max_position_embeddings < seq_len {
         return Err(Error::job(format!(
-            "train.model.max_position_embeddings: {} is shorter than data.seq_len {seq_len}",
+            "{}: {} is shorter than data.seq_len {seq_len}",
+            key(&s, "max_position_embeddings"),
             s.max_position_embeddings
         )));
     }
     Ok(s)
+}
+
+/// Where a number of the model stands.
+fn key(spec: &ModelSpec, name: &str) -> String {
+    match &spec.from {
+        Some(folder) => format!("train.model.from: {name} in {}", folder.join("config.json").display()),
+        None => format!("train.model.{name}"),
+    }
 }
 
 impl Spec {
@@ -104,7 +119,8 @@ impl Spec {
 
     /// Builds the model and lists its parameters.
     pub fn parameters(self) -> Result<Parameters> {
-        let model = model::build(&self.train.model).map_err(|e| Error::job(format!("train.model: {e}")))?;
+        let model = model::build(&self.train.model, self.train.data.seq_len)
+            .map_err(|e| Error::job(format!("train.model: {e}")))?;
         let units = model.units();
         Ok(Parameters { train: self.train, model: model.into(), units })
     }
@@ -157,7 +173,14 @@ impl Sharded {
         let layers = units.len() - 2;
         let trainer = Trainer {
             work: Workspace::new(model.as_ref(), layers, b, t, train.recompute),
-            batch: Batch { b, t, tokens: vec![0; b * t], labels: vec![0; b * t], starts: vec![0; b * t] },
+            batch: Batch {
+                b,
+                t,
+                tokens: vec![0; b * t],
+                labels: vec![0; b * t],
+                starts: vec![0; b * t],
+                windowed: Vec::new(),
+            },
             model,
             engine,
             optimizer,
@@ -211,6 +234,13 @@ impl Running {
             self.at.tokens += samples * u64::from(self.train.data.seq_len);
         }
         Ok((outcome, lr))
+    }
+
+    /// Goes on with other values of the keys that may change while a job runs.
+    pub fn reload(&mut self, values: &ReloadTrain) {
+        self.train.steps = values.steps;
+        self.train.schedule.min_lr = values.min_lr;
+        self.train.schedule.decay_steps = values.decay_steps;
     }
 
     /// The job's section, resolved.

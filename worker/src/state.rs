@@ -7,21 +7,33 @@ use crate::{
     stages::ScheduleBound,
     zero::engine::Engine,
 };
-use ckpt::{Checkpoint, CkptError, ModelCard, Piece, Request, Role, Tie, WeightShape};
+use ckpt::{Checkpoint, CkptError, ModelCard, Piece, Request, Role, Source, Tie, WeightShape};
 use contract::job::{ModelSpec, OptimizerName, OptimizerSpec};
 use device::Buf;
-use std::{ops::Range, sync::RwLockReadGuard};
+use serde_json::Value;
+use std::{collections::HashMap, ops::Range, sync::RwLockReadGuard};
 
 /// The model as checkpoints describe it.
 pub fn model_card(model: &dyn Model, units: &[Unit], spec: &ModelSpec, eod: u32) -> ModelCard {
     ModelCard {
         family: spec.family.clone(),
-        hf_config: model.hf_config(eod),
+        hf_config: hf_config(model, spec, eod),
         weights: weight_shapes(units),
         ties: model.ties().into_iter().map(|t| Tie { alias: t.alias, target: t.target }).collect(),
         frozen: Vec::new(),
         buffers: Vec::new(),
     }
+}
+
+/// `config.json`: a folder's own as it was; a new model's with the token that ends a document.
+fn hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
+    let mut config = model.hf_config().clone();
+    if spec.from.is_none() {
+        for key in ["bos_token_id", "eos_token_id"] {
+            config.insert(key.into(), eod.into());
+        }
+    }
+    Value::Object(config)
 }
 
 /// Every stored weight, in canonical order.
@@ -97,10 +109,20 @@ pub fn spread(bound: &mut ScheduleBound) -> Result<()> {
     Ok(engine.settle()?)
 }
 
+/// What is read.
+pub struct Reading<'a> {
+    /// Of any format.
+    pub source: &'a dyn Source,
+    /// Our name of a weight → its name there, where they differ.
+    pub renamed: &'a HashMap<String, String>,
+    /// The optimizer's states too.
+    pub states: bool,
+}
+
 /// Reads the owned range of every vector of every unit.
-pub fn read_own(bound: &mut ScheduleBound, ckpt: &Checkpoint) -> std::result::Result<(), CkptError> {
+pub fn read_own(bound: &mut ScheduleBound, reading: &Reading) -> std::result::Result<(), CkptError> {
     let (engine, optimizer) = (&bound.trainer.engine, &mut bound.trainer.optimizer);
-    let roles = state_roles(optimizer.spec());
+    let roles = if reading.states { state_roles(optimizer.spec()) } else { Vec::new() };
     let mut guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params_mut(u)).collect();
     let mut requests = Vec::new();
     for (u, (params, st)) in guards.iter_mut().zip(optimizer.all_states_mut()).enumerate() {
@@ -111,7 +133,12 @@ pub fn read_own(bound: &mut ScheduleBound, ckpt: &Checkpoint) -> std::result::Re
             requests.extend(requests_of(unit, *role, &own, base, buf.host_mut()));
         }
     }
-    ckpt.read_many(&mut requests)
+    for request in &mut requests {
+        if let Some(there) = reading.renamed.get(request.name) {
+            request.name = there;
+        }
+    }
+    reading.source.read_many(&mut requests)
 }
 
 /// What fills flat range `own` of one vector of a unit; `values` begins at flat position `base`.

@@ -73,6 +73,18 @@ fn sixteen_ranks() {
 }
 
 #[test]
+fn any_split_over_hosts() {
+    let spec = |stage| train_spec(odd_model(), stage, 8, 1, 11);
+    let expected = fresh_run(&spec(0), 1, 1, STEPS);
+    for hosts in [&[0, 0, 1, 1][..], &[0, 1], &[0, 0, 0, 1], &[0, 1, 2, 3], &[0, 1, 0]] {
+        for stage in 0..=3 {
+            let all = on_hosts(hosts, |c| steps(&mut build(&spec(stage), c, 1).fresh(), STEPS));
+            assert!(all.iter().all(|r| *r == expected), "hosts {hosts:?}, stage {stage}");
+        }
+    }
+}
+
+#[test]
 fn a_loss_that_is_not_finite_changes_nothing() {
     let mut spec = train_spec(odd_model(), 3, 4, 1, 11);
     spec.optimizer.lr = 1e30;

@@ -5,56 +5,12 @@ use common::*;
 use contract::job::*;
 use std::path::Path;
 use worker::{
-    resume::resume,
-    save::{Identity, Saver},
-    stages::Running,
-    state::model_card,
+    resume::{Place, resume},
+    storage::Layout,
 };
 
 const BEFORE: u64 = 3;
 const AFTER: u64 = 2;
-
-fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
-    JobSpec {
-        name: "test".into(),
-        cluster: ClusterSpec {
-            hosts: Hosts::Local,
-            workers_per_host: Count::Auto,
-            devices: Devices::Cpu,
-            master_port: MasterPort::Auto,
-            store: StoreHost::Agent,
-        },
-        run: RunSpec {
-            command: None,
-            workdir: dir.into(),
-            env: Vec::new(),
-            env_from: Vec::new(),
-            grace_ms: 1000,
-            logs: LogsSpec { dir: "runs".into(), show: vec![0], prefix: true, max_size: 1 << 20 },
-        },
-        train: Some(train.clone()),
-        checkpoint: CheckpointSpec {
-            dir: "checkpoints".into(),
-            every: Every::Never,
-            keep: 2,
-            r#async: asynchronous,
-            gather_16bit_weights_on_model_save: false,
-        },
-        resume: ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile },
-    }
-}
-
-fn saver(running: &Running, job: &JobSpec, root: &Path) -> Saver {
-    let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let identity = Identity {
-        model: model_card(running.trainer.model.as_ref(), &units, &running.train().model, 0),
-        tokenizer: Vec::new(),
-        job: job.clone(),
-        data_digest: "made up".into(),
-        rng_generation: 0,
-    };
-    Saver::new(root.into(), job.checkpoint.clone(), identity, None)
-}
 
 /// Trains `BEFORE` steps and saves.
 fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
@@ -78,7 +34,8 @@ fn resume_and_train(spec: &TrainSpec, world: usize, root: &Path) -> (Vec<(u64, u
     let all = on_ranks(world, |c| {
         let mut bound = build(spec, c, 1);
         let mut events = Vec::new();
-        let resumed = resume(&mut bound, &job, root, root, "made up", &mut |e| {
+        let place = Place { root, workdir: root, layout: &Layout::shared(world) };
+        let resumed = resume(&mut bound, &job, &place, "made up", &mut |e| {
             events.push(format!("{e:?}"));
             Ok(())
         });
@@ -137,7 +94,8 @@ fn another_model_or_optimizer_is_refused_by_name() {
         let job = job(other, dir.path(), false);
         let errors = on_ranks(2, |c| {
             let mut bound = build(other, c, 1);
-            resume(&mut bound, &job, dir.path(), dir.path(), "made up", &mut |_| Ok(())).err().unwrap()
+            let place = Place { root: dir.path(), workdir: dir.path(), layout: &Layout::shared(2) };
+            resume(&mut bound, &job, &place, "made up", &mut |_| Ok(())).err().unwrap()
         });
         assert_eq!(errors[0].exit, contract::exit::WorkerExit::Checkpoint);
         errors[0].message.clone()

@@ -5,13 +5,19 @@
 use crate::{
     event::{Event, Phase},
     ids::Rank,
-    job::JobSpec,
+    job::{JobSpec, Reload},
+    machine::{Gpu, Topology},
+    probe::{Probe, Probed},
 };
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::{
+    fmt,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+};
 
 /// Version of these messages. One executable plays every role, so a difference means a mixed-up installation.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 3;
 /// Largest frame either side accepts, bytes.
 pub const MAX_FRAME: u32 = 16 << 20;
 
@@ -22,17 +28,42 @@ pub const MAX_FRAME: u32 = 16 << 20;
 pub enum ToAgent {
     /// First message; the agent answers [`FromAgent::Hello`].
     Hello { version: u32 },
+    /// Bind the rendezvous of an epoch, which begins on this node; answered by [`FromAgent::Bound`].
+    Bind(Bind),
     /// Start these workers. Sent once per epoch.
     Start(NodePlan),
     /// Ask workers to save at the next step boundary and stop (built-in) or send them SIGTERM (commands).
     /// With `deadline_ms`, kill what is left after it.
-    Stop { deadline_ms: Option<u64> },
-    /// Ask workers to save at the next step boundary and go on.
-    Save,
-    /// End everything now: abort collectives, SIGTERM, then SIGKILL after `grace_ms`.
-    Kill { reason: String, grace_ms: u64 },
+    Stop { epoch: u32, deadline_ms: Option<u64> },
+    /// Ask workers to save and go on: built-in ones at the next step boundary; programs that have a handler for this
+    /// signal get it, others get nothing.
+    Save { epoch: u32, signal: i32 },
+    /// The job file changed: go on with these values from the next step boundary.
+    Reload { epoch: u32, values: Reload },
+    /// End everything now: abort collectives, SIGTERM, then SIGKILL after `grace_ms`. With `stacks`, write down first
+    /// where every worker is.
+    Kill { epoch: u32, reason: String, grace_ms: u64, stacks: bool },
+    /// Find this out about the node; the agent answers [`FromAgent::Probed`]. Only before a `Start`.
+    Probe(Probe),
+    /// Where every built-in worker of the job listens; for all workers of the node.
+    Peers(Peers),
     /// The controller's heartbeat; silence longer than the lease ends the agent.
     Beat,
+}
+
+/// The rendezvous (`MASTER_PORT`) that an agent shall bind on its node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bind {
+    pub epoch: u32,
+    pub address: IpAddr,
+    /// 0: any free one.
+    pub port: u16,
+    /// Serve torch's TCPStore there; else hold the port until the workers start.
+    pub store: bool,
+    /// Ranks that will connect to it.
+    pub clients: u32,
+    /// Who may connect to the store, beside the node itself.
+    pub allowed: Vec<IpAddr>,
 }
 
 /// What one node's agent shall run.
@@ -41,6 +72,8 @@ pub struct NodePlan {
     /// The job, for the built-in workers.
     pub job: JobSpec,
     pub run: String,
+    /// The node's host as the job names it.
+    pub host: String,
     /// Absolute.
     pub run_dir: PathBuf,
     /// 0 at the first start, one more at each restart.
@@ -76,19 +109,27 @@ pub enum FromAgent {
     /// First message: what was found on the node.
     Hello {
         version: u32,
-        host: String,
         pid: u32,
-        cpus: Vec<u32>,
+        found: HostFacts,
+    },
+    /// The answer to [`ToAgent::Bind`]: the port, or why it can't be had.
+    Bound {
+        epoch: u32,
+        port: Result<u16, String>,
     },
     Started {
+        epoch: u32,
         rank: Rank,
         pid: u32,
     },
     /// One exit result per process.
     Exited {
+        epoch: u32,
         rank: Rank,
         pid: u32,
         status: ExitStatus,
+        /// The kernel killed it because memory ran out.
+        oom: bool,
         tail: Vec<String>,
         /// A failed program's own account of why, on one line (`TORCHELASTIC_ERROR_FILE`).
         error: Option<String>,
@@ -101,29 +142,87 @@ pub enum FromAgent {
     },
     /// An event of a built-in worker.
     Event {
+        epoch: u32,
         rank: Rank,
         event: Event,
     },
     /// What a built-in worker is doing.
     Progress {
+        epoch: u32,
         rank: Rank,
         phase: Phase,
         step: u64,
     },
+    /// A worker has made no progress for `run.hang_timeout`.
+    Still {
+        epoch: u32,
+        rank: Rank,
+        /// Without progress, milliseconds.
+        for_ms: u64,
+        /// Its process is stopped (state T).
+        stopped: bool,
+    },
+    /// A worker that was [`FromAgent::Still`] makes progress again.
+    Moving {
+        epoch: u32,
+        rank: Rank,
+    },
+    /// Where a built-in worker of a job on several nodes listens.
+    Listening {
+        rank: Rank,
+        epoch: u32,
+        addresses: Vec<SocketAddr>,
+    },
     /// A built-in worker's last words: why it is about to exit by itself.
     Fatal {
+        epoch: u32,
         rank: Rank,
         exit: crate::exit::WorkerExit,
         message: String,
     },
     /// The agent itself can't go on (spawn failed, log not writable, …).
     Failed {
+        epoch: u32,
         rank: Option<Rank>,
         message: String,
     },
-    /// No process of this job is left on the node.
-    AllGone,
+    /// What a [`ToAgent::Probe`] asked for.
+    Probed(Probed),
+    /// No process of this epoch is left on the node.
+    AllGone {
+        epoch: u32,
+    },
     Beat,
+}
+
+/// What an agent finds on its host.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostFacts {
+    /// The host's own name; for people, never for finding it.
+    pub host: String,
+    /// The CPUs the agent may run on, ascending.
+    pub cpus: Vec<u32>,
+    /// CPUs' worth of time that the control group grants, when it limits it.
+    pub quota: Option<f64>,
+    /// Memory that may be used, bytes; 0: unknown.
+    pub memory: u64,
+    /// Addresses of the interfaces that are up, loopback too.
+    pub addresses: Vec<Address>,
+    /// Size of /dev/shm, bytes; 0: there is none.
+    pub shm: u64,
+    /// The cores that the CPUs make.
+    pub topology: Topology,
+    /// By number.
+    pub gpus: Vec<Gpu>,
+    /// What the agent's own environment has of [`crate::env::VISIBLE_DEVICES`]: its workers get it too.
+    pub visible: Vec<(String, String)>,
+}
+
+/// A numeric address of an interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Address {
+    pub interface: String,
+    pub address: IpAddr,
 }
 
 /// How a process ended.
@@ -143,8 +242,46 @@ pub enum ToWorker {
     Stop,
     /// Save at the next step boundary and go on.
     Save,
+    /// Go on with these values from the next step boundary. Rank 0's count.
+    Reload(Reload),
     /// A peer is gone: every waiting collective returns an error now.
     Abort { reason: String },
+    /// Where the others listen; sent once, after all have said it, and only in jobs on several nodes.
+    Peers(Peers),
+}
+
+/// How the built-in workers of one epoch find and trust each other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Peers {
+    /// The epoch it is about; for another one it means nothing.
+    pub epoch: u32,
+    pub key: JobKey,
+    /// By rank.
+    pub members: Vec<PeerAddress>,
+    /// For a NCCL communicator, from rank 0; the CPU backend needs none.
+    pub nccl_id: Option<Vec<u8>>,
+}
+
+/// Where one worker is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerAddress {
+    /// Its node: workers of one node share memory.
+    pub node: u32,
+    /// To be tried in this order.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// The most addresses of one worker.
+pub const MAX_ADDRESSES: usize = 16;
+
+/// What the workers of an epoch know and nobody else: they prove it to each other. Never printed.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobKey(pub [u8; 32]);
+
+impl fmt::Debug for JobKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JobKey(…)")
+    }
 }
 
 /// Who a built-in worker is.
@@ -178,6 +315,10 @@ pub enum FromWorker {
         step: u64,
     },
     Event(Event),
+    /// Where this worker listens for its peers on other nodes.
+    Listening {
+        addresses: Vec<SocketAddr>,
+    },
     /// Last words before exiting by itself.
     Fatal {
         exit: crate::exit::WorkerExit,

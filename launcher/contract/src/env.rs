@@ -46,15 +46,48 @@ pub const LOCAL_SIZE: &str = "LOCAL_SIZE";
 pub const CROSS_RANK: &str = "CROSS_RANK";
 /// Set for programs, as DeepSpeed does: number of nodes.
 pub const CROSS_SIZE: &str = "CROSS_SIZE";
+/// Set for programs whose job has `resume.from`: the folder to resume from, empty when there is none yet.
+pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
 /// Names whose value a user's own environment decides for programs, when it has them.
 pub const USERS_CHOICE: [&str; 3] = [OMP_NUM_THREADS, PYTHONUNBUFFERED, TORCH_NCCL_ASYNC_ERROR_HANDLING];
+/// Which GPUs a process sees; set for programs where the job says which.
+pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+/// The same for ROCm, where it decides before [`CUDA_VISIBLE_DEVICES`].
+pub const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
+/// The same for Level Zero (Intel).
+pub const ZE_AFFINITY_MASK: &str = "ZE_AFFINITY_MASK";
+/// What says which GPUs this process may use.
+pub const VISIBLE_DEVICES: [&str; 3] = [CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK];
+/// Read: where the list of a user's runs lies (XDG base directories).
+pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
+/// Read: the user's home directory.
+pub const HOME: &str = "HOME";
+
+/// Does a variable of this name hold what nobody may read?
+pub fn looks_secret(name: &str) -> bool {
+    const MARKS: [&str; 7] =
+        ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "PRIVATE_KEY", "CREDENTIAL"];
+    let name = name.to_ascii_uppercase();
+    let counted = name.ends_with("_TOKENS") || name.contains("TOKENIZER");
+    !counted && (MARKS.iter().any(|mark| name.contains(mark)) || name.ends_with("_KEY"))
+}
+
 /// Built-in worker: number of the inherited descriptor of the socket to its agent.
 pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";
 /// Built-in worker: number of the inherited descriptor of the node's shared memory segment (a memfd).
 pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
+/// Read by built-in workers: set by sshd, `client-address client-port server-address server-port`; the third is where the
+/// controller reached this host.
+pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
 /// Testing: `RANK:N` — the worker of that rank kills itself at its N-th fault point (docs/testing.md).
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 /// Testing: a file to which every worker appends the number of fault points it has passed.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
+/// Read by an agent in a Slurm step: the name of its node.
+pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
+/// Testing: this many agents on this machine, each taken for a host.
+pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
 /// Read: any value but an empty one turns colour off (https://no-color.org).
 pub const NO_COLOR: &str = "NO_COLOR";
+/// Read: the socket of the SSH agent.
+pub const SSH_AUTH_SOCK: &str = "SSH_AUTH_SOCK";

@@ -1,7 +1,7 @@
 //! What happened, as data: the way back from worker to terminal, `--json`, and the run's journal.
 //!
 //! `--json` prints each event as one object a line, tagged by `"event"`. Floats round-trip.
-use crate::ids::Rank;
+use crate::{ids::Rank, job::Reload};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -13,8 +13,8 @@ pub enum Event {
     Start { run: String, run_dir: PathBuf, world: u32 },
     /// All workers joined and built; training begins at `step` (0, or the step resumed from).
     Ready { step: u64, total_steps: u64, parameters: u64, tokens_per_step: u64 },
-    /// Training goes on from a checkpoint that `world` workers wrote.
-    Resume { step: u64, path: PathBuf, world: u32, stage: u8 },
+    /// Training goes on from a checkpoint that `world` workers wrote; other programs' may not say how many, or have no stage.
+    Resume { step: u64, path: PathBuf, world: Option<u32>, stage: Option<u8> },
     /// One optimizer step.
     Step {
         /// 1-based: the number of optimizer steps done.
@@ -36,6 +36,8 @@ pub enum Event {
     Checkpoint { step: u64, path: PathBuf, bytes: u64, seconds: f64 },
     /// Weights were gathered into a Hugging Face folder.
     Gathered { step: u64, path: PathBuf, bytes: u64 },
+    /// The job file changed, and these values hold for everything after this step.
+    Reload { step: u64, values: Reload },
     /// Something a person should know; the job goes on.
     Notice { rank: Option<Rank>, message: String },
     /// The root cause of a failed job; at most one per run.
@@ -47,6 +49,24 @@ pub enum Event {
         log: Option<PathBuf>,
         tail: Vec<String>,
     },
+    /// The job failed and is started again.
+    Restart {
+        /// 1 at the first restart.
+        epoch: u32,
+        /// How often it may still be started again after this.
+        left: u32,
+        /// Until the next start, seconds.
+        pause_s: f64,
+        /// The root cause, as in `failure`.
+        rank: Option<Rank>,
+        host: String,
+        pid: u32,
+        cause: String,
+        log: Option<PathBuf>,
+        tail: Vec<String>,
+    },
+    /// Workers start on these hosts, in the order of their ranks; told when there are several hosts or it is a restart.
+    Placed { epoch: u32, world: u32, hosts: Vec<String> },
     /// The run ended.
     Done { exit_code: u8, step: Option<u64>, seconds: f64 },
 }

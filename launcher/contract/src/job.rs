@@ -5,14 +5,17 @@ mod check;
 pub mod checkpoint;
 pub mod cluster;
 mod decode;
+mod hosts;
 mod keys;
 mod load;
 mod overrides;
 mod print;
 mod read;
+mod reload;
 pub mod run;
 mod scalar;
 mod sections;
+pub mod slurm;
 mod source;
 pub mod train;
 mod tree;
@@ -20,10 +23,16 @@ mod tree;
 use serde::{Deserialize, Serialize};
 
 pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
-pub use cluster::{ClusterSpec, Count, Devices, Hosts, MasterPort, StoreHost};
+pub use cluster::{
+    ClusterSpec, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec, StoreHost,
+};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
-pub use run::{EnvSource, LogsSpec, RunSpec};
+pub use reload::{Reload, ReloadTrain, Reloaded, compare};
+pub use run::{Bind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
+pub use scalar::duration;
+pub use sections::is_reserved;
+pub use slurm::SlurmSpec;
 pub use source::SourceMap;
 pub use train::{
     BatchSpec, DataSpec, EvalSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
@@ -40,4 +49,5 @@ pub struct JobSpec {
     pub train: Option<TrainSpec>,
     pub checkpoint: CheckpointSpec,
     pub resume: ResumeSpec,
+    pub slurm: SlurmSpec,
 }

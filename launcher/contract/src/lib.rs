@@ -6,9 +6,12 @@ pub mod env;
 pub mod event;
 pub mod exit;
 pub mod frame;
+pub mod hosts;
 pub mod ids;
 pub mod job;
 pub mod judge;
+pub mod machine;
+pub mod probe;
 pub mod problem;
 
 pub use job::{JobSpec, Source, SourceMap, load};

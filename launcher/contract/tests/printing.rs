@@ -15,11 +15,17 @@ fn job(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
 }
 
 const JOBS: &[&str] = &[
-    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace: 1500ms}",
-    "train: {data: {files: [a.txt]}}",
+    "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, parallel: 3}}\nrun: {command: [a]}",
+    "cluster: {hosts: {file: 'my hosts'}, exclude: 'b:1', ssh: {config: ./cfg}}\nrun: {command: [a]}",
+    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace: 1500ms, restarts: 3, min_hosts: 2, hang_timeout: 90s, progress: 'step ', signals: {SIGUSR2: save, SIGTERM: ignore}}\ncluster: {use_hosts: 4}",
+    "train: {data: {files: [a.txt]}}\n\
+     slurm: {partition: 'a,b', account: c, qos: d, nodes: 4, time: 2h, gpus_per_node: 8, cpus_per_task: 96, mem: 64GiB, \
+     extra: [\"--constraint=x y\"], notice: 90s, requeues: 0, bcast: true}",
     "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
      train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b]}, clip_norm: off}\n\
      checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
+    "train: {model: {from: './a b'}, data: {files: [a]}, steps: 0}",
+    "train: {model: {from: m}, data: {files: [a], tokenizer: bytes}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
 
@@ -48,11 +54,11 @@ proptest! {
         eps in 1e-30f64..1e30,
         seed in any::<u64>(),
     ) {
-        let (mut spec, _) = job(JOBS[0], &[]);
+        let (mut spec, _) = job(JOBS[2], &[]);
         spec.run.command = Some(vec!["p".to_owned(), word.clone()]);
         spec.run.env = vec![("A".to_owned(), word)];
         prop_assert_eq!(&job(&spec.to_yaml(), &[]).0, &spec);
-        let (mut spec, _) = job(JOBS[1], &[]);
+        let (mut spec, _) = job(JOBS[3], &[]);
         let train = spec.train.as_mut().expect("train");
         (train.optimizer.lr, train.optimizer.weight_decay, train.optimizer.eps, train.seed) = (lr, decay, eps, seed);
         train.schedule.name = contract::job::ScheduleName::Linear;

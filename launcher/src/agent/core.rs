@@ -1,8 +1,13 @@
 //! The agent's decisions: messages, exits and time go in, commands come out. No I/O, no clock.
+use super::progress::Progress;
 use contract::{
-    control::{ExitStatus, FromAgent, FromWorker, NodePlan, ToAgent, ToWorker, VERSION, Welcome},
+    control::{
+        Bind, ExitStatus, FromAgent, FromWorker, HostFacts, NodePlan, Peers, ToAgent, ToWorker, VERSION,
+        Welcome,
+    },
     exit::WorkerExit,
     ids::Rank,
+    job::Reload,
 };
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -17,7 +22,11 @@ pub(crate) const BEAT: Duration = Duration::from_secs(1);
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
 /// A controller that beats has promised to go on; silence this long after its last beat ends the job on this node.
 /// One that never beats (on the same machine, where the end of its stream tells all) is trusted to be there.
-pub(crate) const CONTROLLER_LEASE: Duration = Duration::from_secs(30);
+pub(crate) const CONTROLLER_LEASE: Duration = Duration::from_secs(5);
+/// For the stacks of workers that hang, before they are killed without.
+pub(crate) const STACKS_LIMIT: Duration = Duration::from_secs(8);
+/// Between two looks at whether workers get on.
+pub(crate) const WATCH: Duration = Duration::from_secs(1);
 /// After a process ended: how long its last output and last words are waited for.
 pub(crate) const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -49,7 +58,27 @@ pub(crate) enum Input {
     Ended {
         rank: Rank,
         status: ExitStatus,
+        /// The kernel killed it because memory ran out.
+        oom: bool,
     },
+    /// What the worker's processes have used of the CPU so far, and whether the first of them is stopped; the answer to
+    /// `Watch`.
+    Activity {
+        rank: Rank,
+        ticks: u64,
+        stopped: bool,
+    },
+    /// A line of output that says progress.
+    Marker {
+        rank: Rank,
+    },
+    /// The answer to `Bind`.
+    Bound {
+        epoch: u32,
+        port: Result<u16, String>,
+    },
+    /// The answer to `Stacks`.
+    StacksWritten,
     /// All output a worker left is in its log; its last lines.
     Drained {
         rank: Rank,
@@ -78,7 +107,17 @@ pub(crate) enum Command {
     /// Start the worker at this index of the plan; answered by `Spawned` or `SpawnFailed`.
     Spawn(usize),
     Tell(Rank, ToWorker),
+    /// From now on the console is offered the lines of these ranks.
+    Show(Vec<Rank>),
     Signal(Rank, Ending),
+    /// Ask a program to save by this signal, if it has a handler for it.
+    Notify(Rank, i32),
+    /// Bind the rendezvous; answered by `Bound`.
+    Bind(Bind),
+    /// Look what the workers use of the CPU; answered by an `Activity` each.
+    Watch,
+    /// Write where these workers are into their logs; answered by `StacksWritten`.
+    Stacks(Vec<Rank>),
     /// Read what the ended worker left in its pipes; answered by `Drained`.
     Drain(Rank),
     /// Kill every process that is left; answered by `Swept`.
@@ -119,6 +158,8 @@ struct Worker {
     ended_at: Duration,
     tail: Option<Vec<String>>,
     error: Option<String>,
+    oom: bool,
+    progress: Progress,
 }
 
 impl Worker {
@@ -129,9 +170,8 @@ impl Worker {
 
 /// The state machine.
 pub(crate) struct Core {
-    host: String,
     pid: u32,
-    cpus: Vec<u32>,
+    found: HostFacts,
     state: State,
     plan: Option<Rc<NodePlan>>,
     workers: BTreeMap<Rank, Worker>,
@@ -140,6 +180,15 @@ pub(crate) struct Core {
     /// Index of the next worker to start.
     next: usize,
     spawning: bool,
+    /// The epoch that runs, or ran last.
+    epoch: u32,
+    /// Told to kill with this grace as soon as the stacks are written.
+    writing: Option<(String, u64)>,
+    /// When stacks that are still not written are given up.
+    written_by: Duration,
+    watch_at: Duration,
+    /// `run.hang_timeout`.
+    hang_timeout: Option<Duration>,
     kill_at: Option<Duration>,
     controller: Option<Duration>,
     controller_gone: bool,
@@ -148,17 +197,21 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    pub(crate) fn new(host: String, pid: u32, cpus: Vec<u32>) -> Self {
+    pub(crate) fn new(pid: u32, found: HostFacts) -> Self {
         Core {
-            host,
             pid,
-            cpus,
+            found,
             state: State::New,
             plan: None,
             workers: BTreeMap::new(),
             ended: VecDeque::new(),
             next: 0,
             spawning: false,
+            epoch: 0,
+            writing: None,
+            written_by: Duration::MAX,
+            watch_at: Duration::MAX,
+            hang_timeout: None,
             kill_at: None,
             controller: None,
             controller_gone: false,
@@ -169,8 +222,14 @@ impl Core {
 
     /// When the next `Tick` is due at the latest.
     pub(crate) fn deadline(&self) -> Duration {
+        if matches!(self.state, State::New | State::Over) {
+            return Duration::MAX;
+        }
         let words = self.ended.front().and_then(|r| self.workers.get(r)).map(|w| w.ended_at + LAST_WORDS);
-        [self.kill_at, words].into_iter().flatten().fold(self.beat_at, Duration::min)
+        [self.kill_at, words, Some(self.watch_at), Some(self.written_by)]
+            .into_iter()
+            .flatten()
+            .fold(self.beat_at, Duration::min)
     }
 
     /// Takes in what happened at `now` (since any fixed start; never goes back).
@@ -181,11 +240,15 @@ impl Core {
             Input::Spawned { rank, pid } => self.spawned(now, rank, pid),
             Input::SpawnFailed { rank, message } => {
                 self.spawning = false;
-                self.send(FromAgent::Failed { rank: Some(rank), message });
+                self.send(FromAgent::Failed { epoch: self.epoch, rank: Some(rank), message });
             }
             Input::Worker { rank, message } => self.worker(now, rank, message),
             Input::WorkerLink { rank, error } => self.worker_link(rank, error),
-            Input::Ended { rank, status } => self.ended(now, rank, status),
+            Input::Ended { rank, status, oom } => self.ended(now, rank, status, oom),
+            Input::Activity { rank, ticks, stopped } => self.activity(now, rank, ticks, stopped),
+            Input::Marker { rank } => self.moved(now, rank),
+            Input::Bound { epoch, port } => self.send(FromAgent::Bound { epoch, port }),
+            Input::StacksWritten => self.stacks_written(now),
             Input::Drained { rank, tail, error } => {
                 if let Some(worker) = self.workers.get_mut(&rank) {
                     worker.tail = Some(tail);
@@ -195,7 +258,7 @@ impl Core {
             Input::Swept { left } => self.swept(&left),
             Input::Trouble { rank, message } => {
                 let event = contract::event::Event::Notice { rank: Some(rank), message };
-                self.send(FromAgent::Event { rank, event });
+                self.send(FromAgent::Event { epoch: self.epoch, rank, event });
             }
             Input::Tick => {}
         }
@@ -210,7 +273,7 @@ impl Core {
     }
 
     fn refuse(&mut self, message: String) {
-        self.send(FromAgent::Failed { rank: None, message });
+        self.send(FromAgent::Failed { epoch: self.epoch, rank: None, message });
         self.exit(1);
     }
 
@@ -227,8 +290,8 @@ impl Core {
                 ToAgent::Hello { version } if version == VERSION => {
                     self.state = State::Idle;
                     self.beat_at = now + BEAT;
-                    let (host, cpus) = (self.host.clone(), self.cpus.clone());
-                    self.send(FromAgent::Hello { version: VERSION, host, pid: self.pid, cpus });
+                    let found = self.found.clone();
+                    self.send(FromAgent::Hello { version: VERSION, pid: self.pid, found });
                 }
                 ToAgent::Hello { version } => self.refuse(format!(
                     "this agent speaks version {VERSION} of the control messages and the controller speaks version {version}: two \
@@ -237,23 +300,59 @@ impl Core {
                 _ => self.refuse("the controller did not introduce itself".into()),
             };
         }
+        // Whatever it says, it lives.
+        self.controller = self.controller.map(|_| now);
+        let of_now = |epoch: u32| epoch == self.epoch;
         match message {
             ToAgent::Hello { .. } => self.refuse("the controller introduced itself twice".into()),
+            // The driver answers it itself: looking at the node changes nothing here.
+            ToAgent::Probe(_) => {}
             ToAgent::Beat => self.controller = Some(now),
-            ToAgent::Start(plan) => self.start(plan),
-            ToAgent::Stop { deadline_ms } => self.stop(now, deadline_ms),
-            ToAgent::Save => {
-                for rank in self.living() {
-                    if self.workers[&rank].builtin {
-                        self.tell(rank, ToWorker::Save);
-                    }
-                }
+            ToAgent::Bind(bind) => self.out.push(Command::Bind(bind)),
+            ToAgent::Start(plan) => self.start(now, plan),
+            ToAgent::Stop { epoch, deadline_ms } if of_now(epoch) => self.stop(now, deadline_ms),
+            ToAgent::Save { epoch, signal } if of_now(epoch) => self.save(signal),
+            ToAgent::Kill { epoch, reason, grace_ms, stacks } if of_now(epoch) => {
+                self.kill(now, reason, grace_ms, stacks);
             }
-            ToAgent::Kill { reason, grace_ms } => self.kill(now, &reason, grace_ms),
+            ToAgent::Reload { epoch, values } if of_now(epoch) => self.reload(values),
+            // Of an epoch that is over.
+            ToAgent::Stop { .. } | ToAgent::Save { .. } | ToAgent::Kill { .. } | ToAgent::Reload { .. } => {}
+            ToAgent::Peers(peers) => self.introduce(&peers),
         }
     }
 
-    fn start(&mut self, plan: NodePlan) {
+    /// Tells the built-in workers of the epoch where their peers are.
+    fn introduce(&mut self, peers: &Peers) {
+        if self.plan.as_ref().is_none_or(|plan| plan.epoch != peers.epoch) {
+            return; // of an epoch that is over
+        }
+        for rank in self.living() {
+            if self.workers[&rank].builtin {
+                self.tell(rank, ToWorker::Peers(peers.clone()));
+            }
+        }
+    }
+
+    fn save(&mut self, signal: i32) {
+        for rank in self.living() {
+            if self.workers[&rank].builtin {
+                self.tell(rank, ToWorker::Save);
+            } else {
+                self.out.push(Command::Notify(rank, signal));
+            }
+        }
+    }
+
+    /// The job file changed. Rank 0 decides when the training takes it up.
+    fn reload(&mut self, values: Reload) {
+        self.out.push(Command::Show(values.show.clone()));
+        if self.workers.get(&0).is_some_and(|w| w.builtin && w.alive()) {
+            self.tell(0, ToWorker::Reload(values));
+        }
+    }
+
+    fn start(&mut self, now: Duration, plan: NodePlan) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != State::Idle {
             return self.refuse("the controller started workers while others run".into());
@@ -262,6 +361,9 @@ impl Core {
             return self.refuse("the plan names a rank twice, or one outside the world".into());
         }
         self.state = State::Running;
+        (self.epoch, self.writing) = (plan.epoch, None);
+        self.hang_timeout = plan.job.run.hang_timeout_ms.map(Duration::from_millis);
+        self.watch_at = if self.hang_timeout.is_some() { now + WATCH } else { Duration::MAX };
         self.workers.clear();
         self.ended.clear();
         self.kill_at = None;
@@ -294,7 +396,26 @@ impl Core {
         }
     }
 
-    fn kill(&mut self, now: Duration, reason: &str, grace_ms: u64) {
+    fn kill(&mut self, now: Duration, reason: String, grace_ms: u64, stacks: bool) {
+        let living = self.living();
+        if stacks && self.writing.is_none() && !living.is_empty() {
+            self.writing = Some((reason, grace_ms));
+            self.written_by = now + STACKS_LIMIT;
+            return self.out.push(Command::Stacks(living));
+        }
+        // Who doesn't want the stacks any more doesn't wait for them.
+        self.writing = None;
+        self.end_workers(now, &reason, grace_ms);
+    }
+
+    fn stacks_written(&mut self, now: Duration) {
+        self.written_by = Duration::MAX;
+        if let Some((reason, grace_ms)) = self.writing.take() {
+            self.end_workers(now, &reason, grace_ms);
+        }
+    }
+
+    fn end_workers(&mut self, now: Duration, reason: &str, grace_ms: u64) {
         self.kill_no_later(now + Duration::from_millis(grace_ms));
         if grace_ms == 0 {
             return; // `on_time` kills
@@ -372,15 +493,18 @@ impl Core {
             ended_at: now,
             tail: None,
             error: None,
+            oom: false,
+            progress: Progress::new(now),
         };
         self.workers.insert(rank, worker);
-        self.send(FromAgent::Started { rank, pid });
+        self.send(FromAgent::Started { epoch: self.epoch, rank, pid });
         self.spawn_next();
     }
 
     fn worker(&mut self, now: Duration, rank: Rank, message: FromWorker) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.heard = now;
+        let epoch = self.epoch;
         match message {
             FromWorker::Hello { version, pid } if version == VERSION && Some(pid) == worker.pid => {
                 let (welcome, waiting) = (worker.welcome.take(), std::mem::take(&mut worker.waiting));
@@ -392,11 +516,19 @@ impl Core {
                     "the worker introduced itself with version {version} and pid {pid}; version {VERSION} and pid {:?} were expected",
                     worker.pid
                 );
-                self.send(FromAgent::Failed { rank: Some(rank), message });
+                self.send(FromAgent::Failed { epoch, rank: Some(rank), message });
             }
-            FromWorker::Progress { phase, step } => self.send(FromAgent::Progress { rank, phase, step }),
-            FromWorker::Event(event) => self.send(FromAgent::Event { rank, event }),
-            FromWorker::Fatal { exit, message } => self.send(FromAgent::Fatal { rank, exit, message }),
+            FromWorker::Progress { phase, step } => {
+                if worker.progress.of_runtime(phase, step) {
+                    self.moved(now, rank);
+                }
+                self.send(FromAgent::Progress { epoch, rank, phase, step });
+            }
+            FromWorker::Event(event) => self.send(FromAgent::Event { epoch, rank, event }),
+            FromWorker::Fatal { exit, message } => self.send(FromAgent::Fatal { epoch, rank, exit, message }),
+            FromWorker::Listening { addresses } => {
+                self.send(FromAgent::Listening { rank, epoch, addresses });
+            }
         }
     }
 
@@ -404,14 +536,14 @@ impl Core {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.link_open = false;
         if let (Some(error), true) = (error, worker.alive()) {
-            self.send(FromAgent::Failed { rank: Some(rank), message: error });
+            self.send(FromAgent::Failed { epoch: self.epoch, rank: Some(rank), message: error });
         }
     }
 
-    fn ended(&mut self, now: Duration, rank: Rank, status: ExitStatus) {
+    fn ended(&mut self, now: Duration, rank: Rank, status: ExitStatus, oom: bool) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         if worker.status.is_none() {
-            worker.status = Some(status);
+            (worker.status, worker.oom) = (Some(status), oom);
             worker.ended_at = now;
             self.ended.push_back(rank);
             self.out.push(Command::Drain(rank));
@@ -429,8 +561,9 @@ impl Core {
             }
             let tail = worker.tail.take().unwrap_or_default();
             let error = worker.error.take().filter(|_| status != ExitStatus::Code(0));
+            let (epoch, oom) = (self.epoch, worker.oom);
             self.ended.pop_front();
-            self.send(FromAgent::Exited { rank, pid, status, tail, error });
+            self.send(FromAgent::Exited { epoch, rank, pid, status, oom, tail, error });
         }
     }
 
@@ -438,6 +571,8 @@ impl Core {
         let all_ended = self.living().is_empty() && self.ended.is_empty() && !self.spawning;
         if self.state == State::Running && all_ended {
             self.state = State::Sweeping;
+            // Nobody is left for whom anything could become due.
+            (self.kill_at, self.watch_at, self.written_by) = (None, Duration::MAX, Duration::MAX);
             self.out.push(Command::Sweep);
         }
     }
@@ -452,7 +587,7 @@ impl Core {
             ));
         }
         self.state = State::Idle;
-        self.send(FromAgent::AllGone);
+        self.send(FromAgent::AllGone { epoch: self.epoch });
         if self.controller_gone {
             self.exit(1);
         }
@@ -478,6 +613,13 @@ impl Core {
             self.kill_at = (self.spawning || !self.living().is_empty()).then_some(now + BEAT);
         }
         self.check_leases(now);
+        if now >= self.written_by {
+            self.stacks_written(now);
+        }
+        if now >= self.watch_at && self.state == State::Running {
+            self.watch_at = now + WATCH;
+            self.out.push(Command::Watch);
+        }
     }
 
     fn check_leases(&mut self, now: Duration) {
@@ -493,7 +635,28 @@ impl Core {
                 "stopped responding: nothing was heard of it for {} s (it is stopped, stuck in the kernel, or starved)",
                 WORKER_LEASE.as_secs()
             );
-            self.send(FromAgent::Failed { rank: Some(rank), message });
+            self.send(FromAgent::Failed { epoch: self.epoch, rank: Some(rank), message });
+        }
+    }
+
+    // ---- progress ----
+
+    /// What a look at a worker's processes says.
+    fn activity(&mut self, now: Duration, rank: Rank, ticks: u64, stopped: bool) {
+        let (Some(timeout), Some(plan)) = (self.hang_timeout, self.plan.as_ref()) else { return };
+        let by_marker = plan.job.run.progress.is_some();
+        let Some(worker) = self.workers.get_mut(&rank).filter(|w| w.alive()) else { return };
+        if worker.progress.of_cpu(ticks, worker.builtin, by_marker) && !stopped {
+            return self.moved(now, rank);
+        }
+        if let Some((for_ms, stopped)) = worker.progress.still(now, timeout, stopped) {
+            self.send(FromAgent::Still { epoch: self.epoch, rank, for_ms, stopped });
+        }
+    }
+
+    fn moved(&mut self, now: Duration, rank: Rank) {
+        if self.workers.get_mut(&rank).is_some_and(|w| w.progress.moved(now)) {
+            self.send(FromAgent::Moving { epoch: self.epoch, rank });
         }
     }
 }

@@ -18,6 +18,7 @@ fn plan(builtin: &[bool]) -> NodePlan {
     NodePlan {
         job: crate::testing::job(),
         run: "run".into(),
+        host: "host".into(),
         run_dir: "/tmp/run".into(),
         epoch: 0,
         world,
@@ -39,7 +40,7 @@ struct Rig {
 
 impl Rig {
     fn started(builtin: &[bool]) -> Rig {
-        let mut rig = Rig { core: Core::new("host".into(), 7, vec![0, 1]), now: ms(0), next_pid: 100 };
+        let mut rig = Rig { core: Core::new(7, HostFacts::default()), now: ms(0), next_pid: 100 };
         rig.tell(ToAgent::Hello { version: VERSION });
         rig.tell(ToAgent::Start(plan(builtin)));
         rig
@@ -81,7 +82,7 @@ impl Rig {
 
     fn end(&mut self, rank: Rank, status: ExitStatus) -> Vec<Command> {
         let mut all = self.feed(Input::WorkerLink { rank, error: None });
-        all.extend(self.feed(Input::Ended { rank, status }));
+        all.extend(self.feed(Input::Ended { rank, status, oom: false }));
         all
     }
 }
@@ -120,18 +121,26 @@ fn a_job_runs_to_its_end() {
     let tail = vec!["last".to_owned()];
     assert_eq!(
         sent(&ended),
-        [&FromAgent::Exited { rank: 0, pid: 100, status: ExitStatus::Code(0), tail, error: None }]
+        [&FromAgent::Exited {
+            epoch: 0,
+            rank: 0,
+            pid: 100,
+            status: ExitStatus::Code(0),
+            oom: false,
+            tail,
+            error: None
+        }]
     );
     assert!(!has_sweep(&ended), "rank 1 still runs");
     assert!(has_sweep(&rig.end(1, ExitStatus::Code(0))));
-    assert_eq!(sent(&rig.feed(Input::Swept { left: vec![] })), [&FromAgent::AllGone]);
+    assert_eq!(sent(&rig.feed(Input::Swept { left: vec![] })), [&FromAgent::AllGone { epoch: 0 }]);
     assert_eq!(exits(&rig.feed(Input::ControllerGone)), Some(0));
 }
 
 #[test]
 fn another_version_or_no_hello_is_refused() {
-    for message in [ToAgent::Hello { version: VERSION + 1 }, ToAgent::Save] {
-        let mut core = Core::new("host".into(), 7, vec![]);
+    for message in [ToAgent::Hello { version: VERSION + 1 }, ToAgent::Save { epoch: 0, signal: 10 }] {
+        let mut core = Core::new(7, HostFacts::default());
         let commands = core.handle(ms(0), Input::Controller(message));
         assert!(matches!(sent(&commands)[..], [FromAgent::Failed { rank: None, .. }]));
         assert_eq!(exits(&commands), Some(1));
@@ -145,7 +154,7 @@ fn plans_that_contradict_themselves_are_refused() {
     let mut outside = plan(&[false]);
     outside.workers[0].rank = 5;
     for bad in [twice, outside] {
-        let mut core = Core::new("host".into(), 7, vec![]);
+        let mut core = Core::new(7, HostFacts::default());
         core.handle(ms(0), Input::Controller(ToAgent::Hello { version: VERSION }));
         assert_eq!(exits(&core.handle(ms(0), Input::Controller(ToAgent::Start(bad)))), Some(1));
     }
@@ -153,26 +162,26 @@ fn plans_that_contradict_themselves_are_refused() {
 
 #[test]
 fn a_failed_start_starts_no_more_and_still_ends_clean() {
-    let mut core = Core::new("host".into(), 7, vec![]);
+    let mut core = Core::new(7, HostFacts::default());
     core.handle(ms(0), Input::Controller(ToAgent::Hello { version: VERSION }));
     let commands = core.handle(ms(0), Input::Controller(ToAgent::Start(plan(&[false, false, false]))));
     assert!(matches!(commands[..], [Command::Begin(_), Command::Spawn(0)]));
     let commands = core.handle(ms(0), Input::Spawned { rank: 0, pid: 5 });
     assert!(matches!(
         commands[..],
-        [Command::Send(FromAgent::Started { rank: 0, pid: 5 }), Command::Spawn(1)]
+        [Command::Send(FromAgent::Started { epoch: 0, rank: 0, pid: 5 }), Command::Spawn(1)]
     ));
     let commands = core.handle(ms(0), Input::SpawnFailed { rank: 1, message: "no".into() });
     assert!(matches!(commands[..], [Command::Send(FromAgent::Failed { rank: Some(1), .. })]));
-    let kill = ToAgent::Kill { reason: "no".into(), grace_ms: 0 };
+    let kill = ToAgent::Kill { epoch: 0, stacks: false, reason: "no".into(), grace_ms: 0 };
     assert_eq!(signals(&core.handle(ms(0), Input::Controller(kill))), [(0, Ending::Kill)]);
 }
 
 #[test]
 fn welcome_comes_first_and_what_was_said_before_it_follows() {
     let mut rig = Rig::started(&[true]);
-    assert!(told(&rig.tell(ToAgent::Stop { deadline_ms: None })).is_empty());
-    assert!(told(&rig.tell(ToAgent::Save)).is_empty());
+    assert!(told(&rig.tell(ToAgent::Stop { epoch: 0, deadline_ms: None })).is_empty());
+    assert!(told(&rig.tell(ToAgent::Save { epoch: 0, signal: 10 })).is_empty());
     let hello = FromWorker::Hello { version: VERSION, pid: 100 };
     let commands = rig.feed(Input::Worker { rank: 0, message: hello });
     let told = told(&commands);
@@ -196,14 +205,14 @@ fn a_worker_of_another_version_or_pid_is_a_failure() {
 #[test]
 fn stop_is_a_request_to_the_runtime_and_a_signal_to_programs() {
     let mut rig = Rig::started(&[false, false]);
-    let commands = rig.tell(ToAgent::Stop { deadline_ms: Some(500) });
+    let commands = rig.tell(ToAgent::Stop { epoch: 0, deadline_ms: Some(500) });
     assert_eq!(signals(&commands), [(0, Ending::Term), (1, Ending::Term)]);
     assert!(signals(&rig.at(ms(499))).is_empty());
     assert_eq!(signals(&rig.at(ms(500))), [(0, Ending::Kill), (1, Ending::Kill)]);
 
     let mut rig = Rig::started(&[true]);
     rig.feed(Input::Worker { rank: 0, message: FromWorker::Hello { version: VERSION, pid: 100 } });
-    let commands = rig.tell(ToAgent::Stop { deadline_ms: None });
+    let commands = rig.tell(ToAgent::Stop { epoch: 0, deadline_ms: None });
     assert_eq!(told(&commands), [(0, &ToWorker::Stop)]);
     assert!(signals(&commands).is_empty());
 }
@@ -213,7 +222,8 @@ fn kill_aborts_or_terminates_at_once_and_kills_together() {
     let mut rig = Rig::started(&[true, true, false]);
     rig.feed(Input::Worker { rank: 0, message: FromWorker::Hello { version: VERSION, pid: 100 } });
     rig.now = ms(10);
-    let commands = rig.tell(ToAgent::Kill { reason: "rank 9".into(), grace_ms: 200 });
+    let commands =
+        rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: "rank 9".into(), grace_ms: 200 });
     assert_eq!(told(&commands), [(0, &ToWorker::Abort { reason: "rank 9".into() })]);
     assert_eq!(signals(&commands), [(1, Ending::Term), (2, Ending::Term)], "rank 1 is not welcome yet");
     rig.end(2, ExitStatus::Signal(15, false));
@@ -221,8 +231,8 @@ fn kill_aborts_or_terminates_at_once_and_kills_together() {
     assert_eq!(signals(&rig.at(ms(210))), [(0, Ending::Kill), (1, Ending::Kill)]);
     // A second, more impatient order does not wait for the first.
     let mut rig = Rig::started(&[false]);
-    rig.tell(ToAgent::Kill { reason: String::new(), grace_ms: 30_000 });
-    let commands = rig.tell(ToAgent::Kill { reason: String::new(), grace_ms: 0 });
+    rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: String::new(), grace_ms: 30_000 });
+    let commands = rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: String::new(), grace_ms: 0 });
     assert_eq!(signals(&commands), [(0, Ending::Kill)]);
 }
 
@@ -231,7 +241,7 @@ fn ends_are_reported_in_their_order_with_their_last_words() {
     let mut rig = Rig::started(&[true, false]);
     rig.feed(Input::Worker { rank: 0, message: FromWorker::Hello { version: VERSION, pid: 100 } });
     // Rank 0 ends first, but its socket has not been read to the end yet.
-    assert!(sent(&rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1) })).is_empty());
+    assert!(sent(&rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1), oom: false })).is_empty());
     assert!(sent(&rig.end(1, ExitStatus::Code(2))).is_empty(), "rank 1 ended after rank 0");
     let fatal = FromWorker::Fatal { exit: WorkerExit::Failed, message: "NaN".into() };
     assert!(matches!(
@@ -249,7 +259,7 @@ fn ends_are_reported_in_their_order_with_their_last_words() {
 #[test]
 fn last_words_are_not_waited_for_for_ever() {
     let mut rig = Rig::started(&[true]);
-    rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1) });
+    rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1), oom: false });
     assert!(sent(&rig.at(LAST_WORDS - ms(1))).is_empty());
     let commands = rig.at(LAST_WORDS);
     assert!(matches!(sent(&commands)[..], [FromAgent::Exited { rank: 0, .. }]));
@@ -266,7 +276,7 @@ fn silence_longer_than_the_lease_is_told_once() {
     let commands = rig.at(ms(20_001) + WORKER_LEASE);
     let sent_now = sent(&commands);
     assert!(
-        matches!(sent_now[..], [FromAgent::Failed { rank: Some(0), message }] if message.contains("stopped responding"))
+        matches!(sent_now[..], [FromAgent::Failed { rank: Some(0), message, .. }] if message.contains("stopped responding"))
     );
     assert!(sent(&rig.at(ms(30_000) + WORKER_LEASE)).is_empty());
 }
@@ -304,7 +314,7 @@ fn processes_that_can_not_be_killed_are_named() {
     rig.end(0, ExitStatus::Code(0));
     let commands = rig.feed(Input::Swept { left: vec![4242] });
     assert!(
-        matches!(sent(&commands)[..], [FromAgent::Failed { rank: None, message }] if message.contains("4242"))
+        matches!(sent(&commands)[..], [FromAgent::Failed { rank: None, message, .. }] if message.contains("4242"))
     );
     assert_eq!(exits(&commands), Some(1));
 }
@@ -325,7 +335,7 @@ fn only_a_failed_workers_own_account_is_passed_on() {
 #[test]
 fn a_restart_begins_afresh() {
     let mut rig = Rig::started(&[false]);
-    rig.tell(ToAgent::Kill { reason: String::new(), grace_ms: 0 });
+    rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: String::new(), grace_ms: 0 });
     rig.end(0, ExitStatus::Signal(9, false));
     rig.feed(Input::Swept { left: vec![] });
     let commands = rig.tell(ToAgent::Start(NodePlan { epoch: 1, ..plan(&[false, false]) }));
@@ -372,15 +382,15 @@ proptest! {
         for chance in chances {
             all.extend(match chance {
                 Chance::Tick(step) => { let now = rig.now + ms(step.into()); rig.at(now) }
-                Chance::Stop(deadline_ms) => rig.tell(ToAgent::Stop { deadline_ms }),
-                Chance::Save => rig.tell(ToAgent::Save),
-                Chance::Kill(grace_ms) => rig.tell(ToAgent::Kill { reason: "r".into(), grace_ms }),
+                Chance::Stop(deadline_ms) => rig.tell(ToAgent::Stop { epoch: 0, deadline_ms }),
+                Chance::Save => rig.tell(ToAgent::Save { epoch: 0, signal: 10 }),
+                Chance::Kill(grace_ms) => rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: "r".into(), grace_ms }),
                 Chance::Beat => rig.tell(ToAgent::Beat),
                 Chance::Gone => rig.feed(Input::ControllerGone),
                 Chance::Hello(rank) => rig.feed(Input::Worker { rank, message: FromWorker::Hello { version: VERSION, pid: 100 + rank } }),
                 Chance::Fatal(rank) => rig.feed(Input::Worker { rank, message: FromWorker::Fatal { exit: WorkerExit::Failed, message: "m".into() } }),
                 Chance::LinkEnds(rank) => rig.feed(Input::WorkerLink { rank, error: None }),
-                Chance::Ends(rank, code) => rig.feed(Input::Ended { rank, status: ExitStatus::Code(code) }),
+                Chance::Ends(rank, code) => rig.feed(Input::Ended { rank, status: ExitStatus::Code(code), oom: false }),
             });
         }
         for rank in 0..builtin.len() as u32 {
@@ -392,7 +402,7 @@ proptest! {
             let reports = sent(&all).iter().filter(|m| matches!(m, FromAgent::Exited { rank: r, .. } if *r == rank)).count();
             prop_assert_eq!(reports, 1, "rank {}", rank);
         }
-        prop_assert_eq!(sent(&all).iter().filter(|m| ***m == FromAgent::AllGone).count(), 1);
+        prop_assert_eq!(sent(&all).iter().filter(|m| ***m == FromAgent::AllGone { epoch: 0 }).count(), 1);
         all.extend(rig.feed(Input::ControllerGone));
         prop_assert!(exits(&all).is_some());
         // Nobody who has ended is signalled: its pid may belong to someone else by now.
@@ -405,4 +415,58 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn workers_are_introduced_in_their_own_epoch_only() {
+    use contract::control::{JobKey, PeerAddress};
+    let mut rig = Rig::started(&[true, false]);
+    let addresses = vec!["192.0.2.1:4000".parse().unwrap()];
+    let said = rig.feed(Input::Worker { rank: 0, message: FromWorker::Hello { version: VERSION, pid: 100 } });
+    assert!(!said.is_empty());
+    let listening = FromWorker::Listening { addresses: addresses.clone() };
+    let said = rig.feed(Input::Worker { rank: 0, message: listening });
+    let told = |c: &Command| matches!(c, Command::Send(FromAgent::Listening { rank: 0, epoch: 0, addresses: a }) if *a == addresses);
+    assert!(said.iter().any(told), "{said:?}");
+    let peers = |epoch| Peers {
+        epoch,
+        key: JobKey([1; 32]),
+        members: vec![PeerAddress { node: 0, addresses: addresses.clone() }],
+        nccl_id: None,
+    };
+    let late = rig.tell(ToAgent::Peers(peers(1)));
+    assert!(!late.iter().any(|c| matches!(c, Command::Tell(..))), "{late:?}");
+    let now = rig.tell(ToAgent::Peers(peers(0)));
+    let to: Vec<Rank> = now
+        .iter()
+        .filter_map(|c| match c {
+            Command::Tell(rank, ToWorker::Peers(p)) if *p == peers(0) => Some(*rank),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(to, [0], "the program next to it has no ear for it");
+    assert!(!format!("{now:?}").contains("[1, 1"), "a key is never printed");
+}
+
+#[test]
+fn a_changed_job_file_reaches_the_console_and_rank_0() {
+    let values = contract::job::Reload::of(&crate::testing::job());
+    let shows = |commands: &[Command]| commands.iter().filter(|c| matches!(c, Command::Show(_))).count();
+    let mut rig = Rig::started(&[true, true]);
+    // Not welcome yet: it is told right after its welcome.
+    let commands = rig.tell(ToAgent::Reload { epoch: 0, values: values.clone() });
+    assert_eq!((shows(&commands), told(&commands).len()), (1, 0));
+    let pid = rig.core.workers[&0].pid.unwrap_or(0);
+    let message = FromWorker::Hello { version: VERSION, pid };
+    let commands = rig.feed(Input::Worker { rank: 0, message });
+    assert_eq!(told(&commands)[1..], [(0, &ToWorker::Reload(values.clone()))]);
+    let commands = rig.tell(ToAgent::Reload { epoch: 0, values: values.clone() });
+    assert_eq!(told(&commands), [(0, &ToWorker::Reload(values.clone()))]);
+    let late = rig.tell(ToAgent::Reload { epoch: 1, values: values.clone() });
+    assert_eq!((shows(&late), told(&late).len()), (0, 0), "of another start");
+    // A program is told nothing; a dead worker neither.
+    let commands = Rig::started(&[false]).tell(ToAgent::Reload { epoch: 0, values: values.clone() });
+    assert_eq!((shows(&commands), told(&commands).len()), (1, 0));
+    rig.end(0, ExitStatus::Code(0));
+    assert!(told(&rig.tell(ToAgent::Reload { epoch: 0, values })).is_empty());
 }

@@ -4,11 +4,15 @@ use std::{collections::HashMap, fs, os::fd::FromRawFd, os::fd::OwnedFd};
 
 /// A process as `/proc` shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Process {
-    pid: i32,
-    parent: i32,
+pub(super) struct Process {
+    pub(super) pid: i32,
+    pub(super) parent: i32,
     /// Clock ticks since boot: with the pid it names one process for ever.
-    started: u64,
+    pub(super) started: u64,
+    /// CPU time of it and of the children it waited for, clock ticks.
+    pub(super) ticks: u64,
+    /// By a signal, not by a debugger.
+    pub(super) stopped: bool,
 }
 
 /// Sends SIGKILL to every descendant of this process except `spare` and what descends from them; returns whom it hit.
@@ -42,7 +46,7 @@ pub(crate) fn children() -> Vec<u32> {
 }
 
 /// Every process that is alive (not a zombie) and visible to us.
-fn processes() -> Vec<Process> {
+pub(super) fn processes() -> Vec<Process> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).filter_map(process).collect()
 }
@@ -56,8 +60,16 @@ fn parse_stat(pid: i32, stat: &str) -> Option<Process> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
-    let started = fields.nth(17)?.parse().ok()?;
-    (state != "Z" && state != "X").then_some(Process { pid, parent, started })
+    // utime, stime, cutime, cstime
+    let mut times = fields.by_ref().skip(9).take(4);
+    let mut ticks = 0u64;
+    for _ in 0..4 {
+        // The last two may be negative where the kernel errs.
+        ticks = ticks.saturating_add_signed(times.next()?.parse::<i64>().ok()?.max(0));
+    }
+    let started = fields.nth(4)?.parse().ok()?;
+    let stopped = state == "T";
+    (state != "Z" && state != "X").then_some(Process { pid, parent, started, ticks, stopped })
 }
 
 /// Kills this very process: its pid may have been given to another since it was seen. `true`: a signal was sent.
@@ -67,7 +79,7 @@ fn kill_exactly(seen: Process) -> bool {
     if fd < 0 {
         // Without pidfds (Linux before 5.3) the last look is the one below.
         return Errno::last() == Errno::ENOSYS
-            && process(seen.pid) == Some(seen)
+            && process(seen.pid).is_some_and(|now| now.started == seen.started)
             && nix::sys::signal::kill(Pid::from_raw(seen.pid), Signal::SIGKILL).is_ok();
     }
     // SAFETY: the kernel just returned this descriptor and nothing else owns it; descriptors fit an i32.
@@ -96,8 +108,8 @@ mod tests {
 
     #[test]
     fn stat_lines_with_any_name_are_read() {
-        let rest = " S 17 4242 4242 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 2";
-        let want = Process { pid: 5, parent: 17, started: 987_654 };
+        let rest = " S 17 4242 4242 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 987654 1 2";
+        let want = Process { pid: 5, parent: 17, started: 987_654, ticks: 10, stopped: false };
         for name in ["(sh)", "(a b) c)", "())", "( 1 S 3 )"] {
             assert_eq!(parse_stat(5, &format!("5 {name}{rest}")), Some(want));
         }

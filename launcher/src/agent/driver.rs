@@ -2,13 +2,18 @@
 use super::{
     core::{Command, Core, Input, must_arrive},
     descendants::kill_descendants,
-    error_file,
+    error_file, join,
+    oom::OomWatch,
     output::{Log, Pump, PumpEvent, PumpPlan},
+    probe::Prober,
     process,
+    stacks::{self, Subject},
+    watch,
 };
+use crate::controller::Rendezvous;
 use crate::link::{Clock, LinkError, Outbox, Priority, read_into, write_from};
 use contract::{
-    control::{FromAgent, FromWorker, NodePlan, ToAgent, ToWorker},
+    control::{Bind, ExitStatus, FromAgent, FromWorker, NodePlan, ToAgent, ToWorker},
     env,
     event::Event,
     ids::Rank,
@@ -17,8 +22,13 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 use std::{
     collections::{HashMap, VecDeque},
     fs::OpenOptions,
+    hash::{BuildHasher, BuildHasherDefault, DefaultHasher},
     io::{self, Write},
     os::fd::{AsFd, OwnedFd},
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener},
+    },
     path::PathBuf,
     rc::Rc,
     time::Duration,
@@ -39,9 +49,36 @@ const LAST_MESSAGES: Duration = Duration::from_secs(2);
 /// Messages waiting to be read in the agent, of each kind.
 const INBOX: usize = 256;
 
-/// Runs the agent role on stdin and stdout; its exit code.
-pub fn main() -> u8 {
-    match prepare().and_then(|(input, output)| {
+/// How an agent was started.
+#[derive(Clone, Debug, Default)]
+pub struct Started {
+    /// The first thing it says, on a line of its own.
+    pub marker: Option<String>,
+    /// Its stdin has an invitation to connect to the controller; else stdin and stdout are the control stream.
+    pub join: bool,
+    /// Its executable is a copy that was made for it alone.
+    pub remove_own_file: bool,
+}
+
+/// Runs the agent role; its exit code.
+pub fn main(started: Started) -> u8 {
+    if started.remove_own_file {
+        join::remove_own_file();
+    }
+    // By its marker a login shell's agent is known: nothing of launch is above it on this host.
+    if started.marker.is_some() {
+        match super::guard::stand() {
+            Ok(None) => {}
+            Ok(Some(code)) => return code,
+            Err(error) => {
+                _ = writeln!(io::stderr(), "launch agent: its guard can't be: {error}");
+                return 1;
+            }
+        }
+    }
+    let streams = prepare(started.marker.as_deref())
+        .and_then(|streams| if started.join { join::join(streams.0) } else { Ok(streams) });
+    match streams.and_then(|(input, output)| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(serve(input, output))
     }) {
@@ -56,7 +93,12 @@ pub fn main() -> u8 {
 
 /// Takes stdin and stdout for the control stream, so that nothing else writes there, and shields the agent from the
 /// signals that are the controller's to handle: a terminal, a batch system or an operator may send them to everyone.
-fn prepare() -> io::Result<(OwnedFd, OwnedFd)> {
+fn prepare(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)> {
+    if let Some(marker) = marker {
+        // What a login shell printed last may not have ended its line.
+        io::stdout().write_all(format!("\n{marker} agent\n").as_bytes())?;
+        io::stdout().flush()?;
+    }
     let input = io::stdin().as_fd().try_clone_to_owned()?;
     let output = io::stdout().as_fd().try_clone_to_owned()?;
     let null = OpenOptions::new().read(true).open("/dev/null")?;
@@ -119,6 +161,18 @@ struct Driver {
     children: SignalStream,
     pump_events: Channel<(Rank, u32, PumpEvent)>,
     worker_messages: Channel<WorkerMessage>,
+    /// The epoch whose stacks were written.
+    stacks_written: Channel<u32>,
+    /// What the store has to say to a person.
+    talk: Channel<String>,
+    rendezvous: Option<Rendezvous>,
+    /// Serves the workers of all nodes while they run.
+    store: Option<crate::controller::Server>,
+    oom: OomWatch,
+    /// Held while this agent lives: see [`Driver::own_host`].
+    own: Option<UnixListener>,
+    /// The epoch in which it was told that a program has no handler for a signal.
+    no_handler: Option<u32>,
     plan: Option<Rc<NodePlan>>,
     shm: Option<OwnedFd>,
     file_limit: process::FileLimit,
@@ -129,15 +183,16 @@ struct Driver {
     /// Events the controller did not read in time.
     lost_events: u64,
     exit: Option<u8>,
+    prober: Prober,
 }
 
 impl Driver {
     fn new(outbox: Outbox<FromAgent>, controller: FromController) -> io::Result<Self> {
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned();
+        let facts = crate::discover::local::facts()?;
         let mut clock = Clock::start();
         clock.now();
         Ok(Driver {
-            core: Core::new(host, std::process::id(), process::own_cpus()),
+            core: Core::new(std::process::id(), facts.found()),
             clock,
             outbox,
             controller,
@@ -145,6 +200,13 @@ impl Driver {
             children: signal_stream(SignalKind::child())?,
             pump_events: mpsc::channel(INBOX),
             worker_messages: mpsc::channel(INBOX),
+            stacks_written: mpsc::channel(1),
+            talk: mpsc::channel(INBOX),
+            rendezvous: None,
+            store: None,
+            oom: OomWatch::start(),
+            own: None,
+            no_handler: None,
             plan: None,
             shm: None,
             file_limit: process::raise_file_limit()?,
@@ -153,6 +215,7 @@ impl Driver {
             sweeping: None,
             lost_events: 0,
             exit: None,
+            prober: Prober::default(),
         })
     }
 
@@ -171,6 +234,12 @@ impl Driver {
                 _ = self.children.recv() => Input::Tick,
                 Some((rank, pid, event)) = self.pump_events.1.recv() => self.on_pump(rank, pid, event),
                 Some(message) = self.worker_messages.1.recv() => self.on_worker(message),
+                Some(epoch) = self.stacks_written.1.recv() => self.on_stacks(epoch),
+                Some(text) = self.talk.1.recv() => {
+                    // The controller passes on what an agent says beside the control stream.
+                    _ = writeln!(io::stderr(), "{text}");
+                    Input::Tick
+                }
                 () = sleep(wake.saturating_duration_since(Instant::now())) => Input::Tick,
             };
             self.handle(input);
@@ -184,6 +253,15 @@ impl Driver {
 
     fn on_controller(&mut self, message: Option<((), Result<Option<ToAgent>, LinkError>)>) -> Input {
         match message {
+            Some(((), Ok(Some(ToAgent::Probe(probe))))) => {
+                let mut outbox = self.outbox.clone();
+                let tell = move |probed| _ = outbox.send(Priority::Must, FromAgent::Probed(probed));
+                if let Err(error) = self.prober.answer(probe, tell) {
+                    let message = format!("the node can't be looked at: {error}");
+                    self.send(FromAgent::Failed { epoch: 0, rank: None, message });
+                }
+                Input::Tick
+            }
             Some(((), Ok(Some(message)))) => Input::Controller(message),
             Some(((), Err(error))) => {
                 _ = writeln!(io::stderr(), "launch agent: {error}");
@@ -204,6 +282,7 @@ impl Driver {
                 let file = self.error_file(rank);
                 Input::Drained { rank, tail, error: file.and_then(|file| error_file::read(&file)) }
             }
+            PumpEvent::Progress => Input::Marker { rank },
             PumpEvent::Trouble(message) => Input::Trouble { rank, message },
         }
     }
@@ -242,7 +321,9 @@ impl Driver {
         process::reap(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
         for (pid, status) in ended {
             if let Some(rank) = self.leaders.remove(&pid) {
-                self.handle(Input::Ended { rank, status });
+                // Asked before another is reaped: each kill explains one process.
+                let oom = matches!(status, ExitStatus::Signal(libc::SIGKILL, _)) && self.oom.killed(pid);
+                self.handle(Input::Ended { rank, status, oom });
             }
         }
     }
@@ -269,12 +350,20 @@ impl Driver {
                     outbox.send(Priority::Must, message);
                 }
             }
+            Command::Show(ranks) => {
+                for (rank, running) in &self.running {
+                    running.pump.iter().for_each(|pump| pump.show(ranks.contains(rank)));
+                }
+            }
             Command::Signal(rank, ending) => {
-                let pid = self.running.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid));
-                if let Some(pid) = pid {
+                if let Some(pid) = self.leader(rank) {
                     process::signal_group(pid, ending);
                 }
             }
+            Command::Notify(rank, signal) => return self.notify(rank, signal),
+            Command::Bind(bind) => return Some(self.bind(&bind)),
+            Command::Watch => self.watch(),
+            Command::Stacks(ranks) => self.write_stacks(&ranks),
             Command::Drain(rank) => match self.running.get(&rank).and_then(|r| r.pump.as_ref()) {
                 Some(pump) => pump.drain(),
                 None => return Some(Input::Drained { rank, tail: Vec::new(), error: None }),
@@ -287,6 +376,64 @@ impl Driver {
         None
     }
 
+    fn on_stacks(&self, epoch: u32) -> Input {
+        let now = self.plan.as_ref().map(|plan| plan.epoch);
+        if now == Some(epoch) { Input::StacksWritten } else { Input::Tick }
+    }
+
+    /// Pid of a worker that has not been reaped: it can't be another's.
+    fn leader(&self, rank: Rank) -> Option<u32> {
+        self.running.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
+    }
+
+    fn notify(&mut self, rank: Rank, signal: i32) -> Option<Input> {
+        let epoch = self.plan.as_ref()?.epoch;
+        if process::notify(self.leader(rank)?, signal) || self.no_handler.replace(epoch) == Some(epoch) {
+            return None;
+        }
+        let name = Signal::try_from(signal).map_or("the signal", Signal::as_str);
+        let message = format!("has no handler for {name}, so it is not sent (nor to others like it)");
+        Some(Input::Trouble { rank, message })
+    }
+
+    fn bind(&mut self, bind: &Bind) -> Input {
+        // The one of an earlier epoch makes room first: the port may be the same.
+        (self.rendezvous, self.store) = (None, None);
+        let opened = Rendezvous::open(bind, &self.talk.0);
+        let port = opened.map(|rendezvous| {
+            let port = rendezvous.port();
+            self.rendezvous = Some(rendezvous);
+            port
+        });
+        Input::Bound { epoch: bind.epoch, port }
+    }
+
+    /// Looks at all workers at once; what is seen is told to the core by itself.
+    fn watch(&mut self) {
+        let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
+        let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
+        for ((_, rank), seen) in living.into_iter().zip(watch::activity(&pids)) {
+            self.handle(Input::Activity { rank, ticks: seen.ticks, stopped: seen.stopped });
+        }
+    }
+
+    fn write_stacks(&mut self, ranks: &[Rank]) {
+        let Some(plan) = self.plan.clone() else { return };
+        let subject = |rank: &Rank| {
+            let log = plan.workers.iter().find(|w| w.rank == *rank)?.log.clone();
+            Some(Subject { pid: self.leader(*rank)?, log })
+        };
+        let subjects: Vec<Subject> = ranks.iter().filter_map(subject).collect();
+        let (written, epoch) = (self.stacks_written.0.clone(), plan.epoch);
+        let work = move || {
+            stacks::write(&subjects);
+            // Nobody waits any more: it took too long.
+            _ = written.blocking_send(epoch);
+        };
+        // Without a thread there are no stacks; the core's limit ends the wait.
+        _ = std::thread::Builder::new().name("stacks".into()).spawn(work);
+    }
+
     fn send(&mut self, message: FromAgent) {
         let priority = match &message {
             FromAgent::Event { .. } => Priority::News,
@@ -297,7 +444,8 @@ impl Driver {
         if lost > 0 && priority != Priority::Chatter {
             let message = format!("{lost} events were lost while the controller did not read");
             let event = Event::Notice { rank: None, message };
-            if self.outbox.send(Priority::News, FromAgent::Event { rank: 0, event }) {
+            let epoch = self.plan.as_ref().map_or(0, |plan| plan.epoch);
+            if self.outbox.send(Priority::News, FromAgent::Event { epoch, rank: 0, event }) {
                 self.lost_events = 0;
             }
         }
@@ -309,6 +457,13 @@ impl Driver {
     fn begin(&mut self, plan: Rc<NodePlan>) -> Option<Input> {
         self.running.clear();
         self.shm = None;
+        if let Err(message) = self.own_host(&plan) {
+            let rank = plan.workers.first()?.rank;
+            self.plan = None; // nothing is started
+            return Some(Input::SpawnFailed { rank, message });
+        }
+        // It serves until the next start: ranks elsewhere may need it after this host's have ended.
+        self.store = self.rendezvous.take().and_then(|rendezvous| rendezvous.ready().1);
         self.plan = Some(plan.clone());
         let builtin = plan.workers.iter().find(|w| w.command.is_none())?;
         match process::shared_memory() {
@@ -319,6 +474,25 @@ impl Driver {
             }
         }
         None
+    }
+
+    /// One agent at a time has workers of a run on a host: while another one lives (cut off, or just thawed) its workers
+    /// may live too. The name is the kernel's to free, however the agent ends.
+    fn own_host(&mut self, plan: &NodePlan) -> Result<(), String> {
+        if self.own.is_some() {
+            return Ok(());
+        }
+        let host = BuildHasherDefault::<DefaultHasher>::default().hash_one(&plan.host);
+        let address = SocketAddr::from_abstract_name(format!("launch/{}/{host:016x}", plan.run));
+        match address.and_then(|address| UnixListener::bind_addr(&address)) {
+            Ok(own) => self.own = Some(own),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                return Err("an agent of an earlier start of this run still lives on this host".into());
+            }
+            // No such sockets here: the pause before a lost host is used again has to do.
+            Err(_) => {}
+        }
+        Ok(())
     }
 
     fn spawn(&mut self, index: usize) -> Option<Input> {
@@ -342,7 +516,8 @@ impl Driver {
         let mut running = Running { pid, outbox: None, pump: None };
         let console = self.outbox.clone();
         let (events, show) = (self.pump_events.0.clone(), logs.show.contains(&worker.rank));
-        let pump = PumpPlan { rank: worker.rank, show };
+        let marker = plan.job.run.progress.clone().filter(|_| plan.job.run.hang_timeout_ms.is_some());
+        let pump = PumpPlan { rank: worker.rank, show, marker };
         let pump = Pump::start(pump, pid, log, spawned.stdout, spawned.stderr, console, events);
         let link = spawned.control.map(|stream| connect((worker.rank, pid), stream, &self.worker_messages.0));
         let result = match (pump, link.transpose()) {

@@ -1,5 +1,6 @@
 //! A worker's output: pumped by one thread per rank from its pipes into its log, the last lines kept, and shown ranks'
 //! lines offered to the controller. A slow console costs lines on the console, never the worker's time.
+use super::times::Times;
 use crate::link::{Outbox, Priority};
 use contract::{control::FromAgent, ids::Rank};
 use nix::{
@@ -15,9 +16,10 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicU8, Ordering},
+        atomic::{AtomicBool, AtomicU8, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 use tokio::sync::mpsc;
 
@@ -29,12 +31,16 @@ pub(crate) const LINE_MAX: usize = 4 << 10;
 const UNFINISHED_MS: u16 = 200;
 /// Bytes read at once; also the longest unfinished line held back.
 const CHUNK: usize = 64 << 10;
+/// Between two tellings of progress.
+const PROGRESS_EVERY: Duration = Duration::from_secs(1);
 
 /// What a pump tells the agent.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
     /// The answer to [`Pump::drain`].
     Drained(Vec<String>),
+    /// A line with the marker of progress, told about once a second at most.
+    Progress,
     /// The log can't be written any more; the worker goes on.
     Trouble(String),
 }
@@ -45,12 +51,15 @@ pub(crate) struct PumpPlan {
     pub(crate) rank: Rank,
     /// Offer lines to the controller.
     pub(crate) show: bool,
+    /// Lines with this text are progress.
+    pub(crate) marker: Option<String>,
 }
 
 /// The handle of a pump thread; dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Pump {
     order: Arc<(AtomicU8, EventFd)>,
+    show: Arc<AtomicBool>,
 }
 
 const GO_ON: u8 = 0;
@@ -74,10 +83,17 @@ impl Pump {
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let order = Arc::new((AtomicU8::new(GO_ON), wake));
         let streams = [Stream::new(stdout, false), Stream::new(stderr, true)];
-        let sink = Sink { plan, pid, log, console, events, tail: VecDeque::new(), lost: 0 };
+        let show = Arc::new(AtomicBool::new(plan.show));
+        let (shown, tail, lost, progress_told) = (show.clone(), VecDeque::new(), 0, None);
+        let sink = Sink { plan, shown, pid, log, console, events, tail, lost, progress_told };
         let work = Work { order: order.clone(), streams, sink };
         thread::Builder::new().name("output".into()).stack_size(256 << 10).spawn(move || work.run())?;
-        Ok(Pump { order })
+        Ok(Pump { order, show })
+    }
+
+    /// Offer lines to the controller from now on, or don't.
+    pub(crate) fn show(&self, show: bool) {
+        self.show.store(show, Ordering::Relaxed);
     }
 
     /// The worker has ended: put what is in its pipes into the log and answer with the last lines.
@@ -192,6 +208,7 @@ impl Work {
 /// Where output goes.
 struct Sink {
     plan: PumpPlan,
+    shown: Arc<AtomicBool>,
     pid: u32,
     log: Log,
     console: Outbox<FromAgent>,
@@ -199,6 +216,7 @@ struct Sink {
     tail: VecDeque<String>,
     /// Lines the console did not get.
     lost: u64,
+    progress_told: Option<Instant>,
 }
 
 impl Sink {
@@ -235,8 +253,9 @@ impl Sink {
         if let Some(trouble) = self.log.write(bytes) {
             self.tell(PumpEvent::Trouble(trouble));
         }
+        self.look_for_progress(bytes);
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
-        if self.plan.show {
+        if self.shown.load(Ordering::Relaxed) {
             for line in bytes.split(|b| *b == b'\n') {
                 self.show(readable(line), stderr);
             }
@@ -247,6 +266,16 @@ impl Sink {
                 self.tail.pop_front();
             }
             self.tail.push_back(readable(line));
+        }
+    }
+
+    fn look_for_progress(&mut self, bytes: &[u8]) {
+        let Some(marker) = self.plan.marker.as_ref().map(String::as_bytes) else { return };
+        let due = self.progress_told.is_none_or(|at| at.elapsed() >= PROGRESS_EVERY);
+        if due && bytes.windows(marker.len()).any(|piece| piece == marker) {
+            self.progress_told = Some(Instant::now());
+            // When the agent is busy the next line will tell.
+            _ = self.events.try_send((self.plan.rank, self.pid, PumpEvent::Progress));
         }
     }
 
@@ -297,6 +326,7 @@ pub(crate) struct Log {
     path: String,
     size: u64,
     max_size: u64,
+    times: Times,
     /// Full, or broken and said so.
     closed: bool,
 }
@@ -309,7 +339,8 @@ impl Log {
         }
         let file = OpenOptions::new().append(true).create(true).open(path)?;
         let size = file.metadata()?.len();
-        Ok(Log { file, path: path.display().to_string(), size, max_size, closed: false })
+        let times = Times::open(path);
+        Ok(Log { file, path: path.display().to_string(), size, max_size, times, closed: false })
     }
 
     /// Appends; what to tell a person when this is the first that can't be.
@@ -324,6 +355,7 @@ impl Log {
             self.closed = true;
             bytes[..room as usize].iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1)
         };
+        self.times.mark(self.size);
         let mut result = self.file.write_all(&bytes[..fits]);
         self.size += fits as u64;
         if self.closed && result.is_ok() {

@@ -18,7 +18,7 @@ fn rig(max_size: u64, show: bool) -> Rig {
     let ((out, stdout), (err, stderr)) = (pipe(), pipe());
     let (console, lines) = Outbox::new();
     let (sender, events) = mpsc::channel(8);
-    let plan = PumpPlan { rank: 0, show };
+    let plan = PumpPlan { rank: 0, show, marker: None };
     let pump = Pump::start(plan, 1, Log::open(&log, max_size).unwrap(), out, err, console, sender).unwrap();
     Rig { stdout: stdout.into(), stderr: stderr.into(), pump, events, lines, log, _dir: dir }
 }
@@ -113,8 +113,15 @@ fn a_log_that_can_not_be_written_is_told_once_and_blocks_nobody() {
     let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).unwrap();
     let ((out, stdout), (err, _stderr)) = (pipe(), pipe());
     let full = OpenOptions::new().append(true).open("/dev/full").unwrap();
-    let log = Log { file: full, path: "/dev/full".into(), size: 0, max_size: 1 << 20, closed: false };
-    let plan = PumpPlan { rank: 0, show: false };
+    let log = Log {
+        file: full,
+        path: "/dev/full".into(),
+        size: 0,
+        max_size: 1 << 20,
+        times: Times::open(Path::new("/dev/null/x")),
+        closed: false,
+    };
+    let plan = PumpPlan { rank: 0, show: false, marker: None };
     let pump = Pump::start(plan, 1, log, out, err, console, sender).unwrap();
     let mut stdout = File::from(stdout);
     for _ in 0..1000 {

@@ -3,6 +3,7 @@
 //! Each worker leads a process group of its own, and dies with the thread that started it (`PR_SET_PDEATHSIG` is bound
 //! to that thread), so workers are started from the agent's main thread only.
 use super::core::Ending;
+use crate::discover::topology::only_node;
 use contract::{
     control::{ExitStatus, WorkerPlan},
     env,
@@ -42,6 +43,15 @@ pub(crate) struct Spawned {
 /// Orphaned descendants of this process become its children instead of init's.
 pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
+}
+
+/// Two processes go on from here: this one is told the other's number, the other one `None`. Only before a second thread is started.
+pub(super) fn split() -> io::Result<Option<Pid>> {
+    // SAFETY: with one thread no lock can be held by a thread that the new process lacks.
+    match unsafe { nix::unistd::fork()? } {
+        nix::unistd::ForkResult::Parent { child } => Ok(Some(child)),
+        nix::unistd::ForkResult::Child => Ok(None),
+    }
 }
 
 /// An empty memory file for the node's built-in workers; they size it.
@@ -99,6 +109,7 @@ pub(super) fn spawn(
         command.env(env::LAUNCH_SHM_FD, shm.as_raw_fd().to_string());
         inherited.extend([theirs.as_raw_fd(), shm.as_raw_fd()]);
     }
+    let memory = only_node(&plan.cpus).and_then(NodeMask::of);
     let agent = Pid::this();
     // SAFETY: the closure only makes system calls that are allowed between fork and exec; everything it uses was
     // allocated before.
@@ -110,6 +121,9 @@ pub(super) fn spawn(
             }
             if let Some(set) = &affinity {
                 nix::sched::sched_setaffinity(Pid::from_raw(0), set)?;
+            }
+            if let Some(nodes) = &memory {
+                prefer_memory(nodes);
             }
             setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
             reset_signals();
@@ -166,6 +180,26 @@ fn affinity(plan: &WorkerPlan) -> Result<Option<nix::sched::CpuSet>, String> {
     Ok(Some(set))
 }
 
+/// NUMA nodes as the kernel takes them.
+struct NodeMask([libc::c_ulong; 16]);
+
+impl NodeMask {
+    /// This node alone; `None`: the kernel has no such one.
+    fn of(node: u32) -> Option<NodeMask> {
+        let mut mask = NodeMask([0; 16]);
+        *mask.0.get_mut(node as usize / 64)? |= 1 << (node % 64);
+        Some(mask)
+    }
+}
+
+/// Memory of the calling process comes from this node while it has some. Async-signal-safe. A container may forbid it:
+/// then memory comes from where the first touch is, which is this node too for threads that are bound to it.
+fn prefer_memory(nodes: &NodeMask) {
+    let bits = 8 * size_of_val(&nodes.0);
+    // SAFETY: the kernel reads `bits` bits at the address; the mask has that many.
+    unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_PREFERRED, nodes.0.as_ptr(), bits) };
+}
+
 fn cannot_start(plan: &WorkerPlan, error: &io::Error) -> String {
     let program = plan.command.as_ref().and_then(|c| c.first()).map_or("launch worker", String::as_str);
     let why = match error.raw_os_error().map(Errno::from_raw) {
@@ -213,6 +247,46 @@ pub(super) fn signal_group(pid: u32, ending: Ending) {
             _ = killpg(group, Signal::SIGCONT);
         }
     }
+}
+
+/// Asks a worker's first process to save by this signal; `false`: it has no handler for it, and would die or not
+/// notice.
+pub(super) fn notify(pid: u32, signal: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let Ok(signal) = Signal::try_from(signal) else { return false };
+    handles(&status, signal as i32) && nix::sys::signal::kill(Pid::from_raw(pid as i32), signal).is_ok()
+}
+
+/// Does a process with this `/proc/PID/status` catch the signal?
+fn handles(status: &str, signal: i32) -> bool {
+    let mask = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
+    let mask = mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).unwrap_or(0);
+    (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
+}
+
+/// The Python stack of a process by py-spy, at most `most` bytes of it; `None`: py-spy isn't installed. Empty when it has
+/// nothing to say in time, of a process that isn't Python say.
+pub(super) fn py_spy(pid: i32, limit: std::time::Duration, most: usize) -> Option<String> {
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+    use std::{io::Read, os::fd::AsFd, time::Instant};
+    let mut command = Command::new("py-spy");
+    command.args(["dump", "--pid", &pid.to_string()]);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
+    let mut child = command.spawn().ok()?;
+    let until = Instant::now() + limit;
+    let (mut text, mut buffer) = (Vec::new(), [0; 4096]);
+    let mut stdout = child.stdout.take()?;
+    while text.len() < most {
+        let left = PollTimeout::try_from(until.saturating_duration_since(Instant::now())).ok();
+        let ready =
+            poll(&mut [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)], left.unwrap_or(PollTimeout::ZERO));
+        match ready.ok().filter(|n| *n > 0).and_then(|_| stdout.read(&mut buffer).ok()) {
+            Some(n @ 1..) => text.extend_from_slice(&buffer[..n]),
+            _ => break,
+        }
+    }
+    // The agent's loop reaps it. One that hangs ends with the sweep that follows the workers' end.
+    Some(String::from_utf8_lossy(&text).into_owned())
 }
 
 /// Reaps every child that has ended and calls `ended` once for each. The group of those that `leads` a group of ours is

@@ -1,10 +1,16 @@
 //! `launch ckpt`: look into checkpoints, verify them, gather their weights. The only file of the launcher that reads
 //! checkpoints. stdout is data, stderr is talk.
+mod convert;
 mod describe;
+mod diff;
+mod repair;
+pub(crate) mod resume;
+mod rng;
+mod watch;
 
 use self::describe::{clean, human};
 use crate::report::plain;
-use ckpt::{CkptError, Dtype, Found, GatherOptions, Newest, Source, VerifyReport};
+use ckpt::{CkptError, Dtype, Found, GatherOptions, Newest, VerifyReport};
 use clap::{Args, Subcommand, ValueEnum};
 use contract::exit;
 use serde_json::Value;
@@ -24,14 +30,19 @@ pub(crate) struct CkptArgs {
 enum Command {
     /// What is in a checkpoint
     Inspect {
-        /// A checkpoint (ours, or of DeepSpeed, also inside a folder of HF Trainer or Accelerate), or a directory of
-        /// them: then its newest
+        /// A checkpoint (ours, or of DeepSpeed, torch, HF Trainer or Accelerate), or a directory of them: then its newest
         dir: PathBuf,
     },
     /// Check every byte of a checkpoint, or of all in a directory; exit code 4 when something is damaged
     Verify {
         /// A checkpoint, or a directory of them
         path: PathBuf,
+        /// Count values that are NaN or infinite as well
+        #[arg(long)]
+        values: bool,
+        /// Exit code 4 for warnings too: a stale `latest`, a missing random state, NaN or infinite values
+        #[arg(long)]
+        strict: bool,
     },
     /// Write the weights as a Hugging Face folder
     Gather {
@@ -49,6 +60,24 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// Write a checkpoint in another format, or for another ZeRO stage or number of ranks
+    Convert(convert::ConvertArgs),
+    /// What differs between two checkpoints of any formats; exit code 1 when anything does
+    Diff {
+        /// A checkpoint as for inspect
+        a: PathBuf,
+        /// Another
+        b: PathBuf,
+        /// Leave the optimizer's state out
+        #[arg(long)]
+        weights_only: bool,
+    },
+    /// Make the random states of HF Trainer or Accelerate fit another number of ranks
+    Rng(rng::RngArgs),
+    /// Rebuild what can be derived of a damaged checkpoint, in a folder beside it; exit code 4 when that isn't enough
+    Repair(repair::RepairArgs),
+    /// Tell each checkpoint that lands in a directory, and verify and gather it
+    Watch(watch::WatchArgs),
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -62,7 +91,7 @@ enum Precision {
 pub(crate) fn run(args: CkptArgs, json: bool) -> u8 {
     let result = match args.command {
         Command::Inspect { dir } => inspect(&dir, json),
-        Command::Verify { path } => verify(&path, json),
+        Command::Verify { path, values, strict } => verify(&path, values, strict, json),
         Command::Gather { dir, out, dtype, max_shard_size, force } => {
             let dtype = dtype.map(|d| match d {
                 Precision::Bf16 => Dtype::BF16,
@@ -71,9 +100,17 @@ pub(crate) fn run(args: CkptArgs, json: bool) -> u8 {
             });
             gather(&dir, &out, &GatherOptions { dtype, max_shard_size, force }, json)
         }
+        Command::Convert(args) => convert::run(&args, json),
+        Command::Diff { a, b, weights_only } => diff::diff(&a, &b, weights_only, json),
+        Command::Rng(args) => rng::run(args, json),
+        Command::Repair(args) => repair::run(args, json),
+        Command::Watch(args) => watch::run(args, json),
     };
     result.unwrap_or_else(|failure| {
         say(format_args!("error: {failure}"));
+        if let Failure::Ckpt(CkptError::Damaged { path, .. } | CkptError::Missing { path, .. }) = &failure {
+            say(format_args!("`launch ckpt verify {}` lists all that is wrong with it", path.display()));
+        }
         failure.code()
     })
 }
@@ -140,6 +177,9 @@ fn open(path: &Path) -> Result<Found, Failure> {
             }
         }
         Found::Foreign(foreign) => {
+            for warning in &foreign.facts().warnings {
+                say(format_args!("warning: {}", clean(warning)));
+            }
             for notice in &foreign.facts().notices {
                 say(format_args!("note: {}", clean(notice)));
             }
@@ -159,19 +199,24 @@ fn inspect(dir: &Path, json: bool) -> Result<u8, Failure> {
     Ok(exit::DONE)
 }
 
-fn verify(path: &Path, json: bool) -> Result<u8, Failure> {
-    let report = ckpt::verify(path)?;
+fn verify(path: &Path, values: bool, strict: bool, json: bool) -> Result<u8, Failure> {
+    let report = ckpt::verify_with(path, ckpt::VerifyOptions { values })?;
+    let sound = report.is_sound() && (!strict || report.warnings.is_empty());
     if json {
         let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
-        value["sound"] = report.is_sound().into();
+        value["sound"] = sound.into();
         print(&format!("{value}\n"))?;
     } else {
         print(&verdict(&report))?;
     }
+    for warning in &report.warnings {
+        let level = if strict { "error" } else { "warning" };
+        say(format_args!("{level}: {}", clean(warning)));
+    }
     for note in &report.notes {
         say(format_args!("note: {}", clean(note)));
     }
-    Ok(if report.is_sound() { exit::DONE } else { exit::CHECKPOINT })
+    Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
 }
 
 /// One line per checkpoint and problem.
@@ -180,6 +225,10 @@ fn verdict(report: &VerifyReport) -> String {
     for c in &report.checkpoints {
         let (path, size) = (c.path.display(), human(c.bytes));
         text.push_str(&match c.problems.len() {
+            0 if !c.elsewhere.is_empty() => {
+                let n = c.elsewhere.len();
+                format!("partial  {path}  {} blocks, {size} sound; {n} file(s) on other hosts\n", c.blocks)
+            }
             0 => format!("sound    {path}  {} blocks, {size}\n", c.blocks),
             1 => format!("DAMAGED  {path}  1 problem\n"),
             n => format!("DAMAGED  {path}  {n} problems\n"),
@@ -194,11 +243,8 @@ fn verdict(report: &VerifyReport) -> String {
 
 fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result<u8, Failure> {
     let found = open(dir)?;
-    let source: &dyn Source = match &found {
-        Found::Native(newest) => &newest.checkpoint,
-        Found::Foreign(foreign) => &**foreign,
-    };
-    let mut progress = Progress { shown: None, live: plain::live() };
+    let source = found.source();
+    let mut progress = Progress::of("gathering");
     let gathered = ckpt::gather(source, out, options, |done, total| progress.show(done, total));
     progress.end();
     let gathered = gathered?;
@@ -233,16 +279,21 @@ fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> Result
 
 /// A line on a terminal that is drawn again at most ten times a second.
 struct Progress {
+    doing: &'static str,
     shown: Option<Instant>,
     live: bool,
 }
 
 impl Progress {
+    fn of(doing: &'static str) -> Progress {
+        Progress { doing, shown: None, live: plain::live() }
+    }
+
     fn show(&mut self, done: u64, total: u64) {
         let due = self.shown.is_none_or(|t| t.elapsed() >= Duration::from_millis(100));
         if self.live && due {
             self.shown = Some(Instant::now());
-            plain::say(&format!("\r\x1b[Kgathering {} of {}", human(done), human(total)));
+            plain::say(&format!("\r\x1b[K{} {} of {}", self.doing, human(done), human(total)));
         }
     }
 
@@ -311,6 +362,30 @@ mod tests {
         ckpt::commit(staging, facts, vec![report]).expect("complete").path
     }
 
+    fn verify(path: PathBuf) -> Command {
+        Command::Verify { path, values: false, strict: false }
+    }
+
+    #[test]
+    fn warnings_fail_only_when_they_are_asked_to() {
+        let golden =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden/hf_ddp/checkpoint-3");
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("checkpoint-3");
+        std::fs::create_dir(&path).expect("made");
+        for entry in std::fs::read_dir(golden).expect("there") {
+            let from = entry.expect("an entry").path();
+            std::fs::copy(&from, path.join(from.file_name().expect("a name"))).expect("copied");
+        }
+        let code = |strict| {
+            let command = Command::Verify { path: path.clone(), values: true, strict };
+            run(CkptArgs { command }, true)
+        };
+        assert_eq!((code(false), code(true)), (exit::DONE, exit::DONE), "nothing to warn of");
+        std::fs::remove_file(path.join("rng_state_1.pth")).expect("removed");
+        assert_eq!((code(false), code(true)), (exit::DONE, exit::CHECKPOINT));
+    }
+
     #[test]
     fn folders_of_deepspeed_are_taken_as_well() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
@@ -318,7 +393,7 @@ mod tests {
         let run = |command| run(CkptArgs { command }, true);
         let ckpt = golden.join("z2_frozen");
         assert_eq!(run(Command::Inspect { dir: ckpt.clone() }), exit::DONE);
-        assert_eq!(run(Command::Verify { path: ckpt.clone() }), exit::DONE);
+        assert_eq!(run(verify(ckpt.clone())), exit::DONE);
         let (out, dtype) = (dir.path().join("out"), Some(Precision::Bf16));
         let gather =
             Command::Gather { dir: ckpt, out: out.clone(), dtype, max_shard_size: 1 << 30, force: false };
@@ -329,7 +404,7 @@ mod tests {
         let lone = dir.path().join("global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt");
         std::fs::write(lone, "nothing").expect("written");
         assert_eq!(run(Command::Inspect { dir: dir.path().to_owned() }), exit::CHECKPOINT);
-        assert_eq!(run(Command::Verify { path: dir.path().to_owned() }), exit::CHECKPOINT);
+        assert_eq!(run(verify(dir.path().to_owned())), exit::CHECKPOINT);
     }
 
     #[test]
@@ -347,13 +422,13 @@ mod tests {
             force,
         };
         assert_eq!(run(Command::Inspect { dir: root.clone() }), exit::DONE);
-        assert_eq!(run(Command::Verify { path: root.clone() }), exit::DONE);
+        assert_eq!(run(verify(root.clone())), exit::DONE);
         assert_eq!(run(gather(Some(Precision::Fp16), false)), exit::FAILED, "1e6 is no fp16");
         assert_eq!(run(gather(Some(Precision::Bf16), false)), exit::DONE);
         assert_eq!(run(gather(Some(Precision::Bf16), false)), exit::USAGE, "not overwritten");
         assert_eq!(run(gather(None, true)), exit::DONE);
         std::fs::write(path.join("shard-00000-of-00001.safetensors"), "cut").expect("written");
-        assert_eq!(run(Command::Verify { path: root.clone() }), exit::CHECKPOINT);
+        assert_eq!(run(verify(root.clone())), exit::CHECKPOINT);
         assert_eq!(run(Command::Inspect { dir: path }), exit::CHECKPOINT);
         assert_eq!(run(gather(None, true)), exit::CHECKPOINT);
         assert_eq!(run(Command::Inspect { dir: dir.path().join("nowhere") }), exit::CHECKPOINT);

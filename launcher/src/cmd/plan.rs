@@ -1,9 +1,10 @@
 //! `launch plan`: what would run where; touches nothing. Also the text of `--dry-run`.
 use super::prepare::{Asked, Prepared, prepare};
+use crate::secrets::{HIDDEN, hide};
 use crate::{cli::JobArgs, error::Failure, report::plain};
 use contract::{
     Source,
-    control::WorkerPlan,
+    control::{NodePlan, WorkerPlan},
     ids::RunId,
     job::EnvSource,
     judge::{MemoryEstimate, TrainJudge},
@@ -38,7 +39,7 @@ fn show(prepared: &Prepared, json: bool, with_job: bool) -> u8 {
     }
     let mut text = as_text(prepared);
     if with_job {
-        _ = write!(text, "\n# the whole job\n{}", prepared.job.to_yaml());
+        _ = write!(text, "\n# the whole job\n{}", hide(&prepared.job).to_yaml());
     }
     super::show(&text)
 }
@@ -46,16 +47,17 @@ fn show(prepared: &Prepared, json: bool, with_job: bool) -> u8 {
 /// The plan as one object.
 pub(crate) fn as_json(p: &Prepared) -> Value {
     let memory = |rank: u32| p.verdict.iter().flat_map(|v| &v.memory).find(|m| m.rank == rank);
-    let ranks: Vec<Value> = workers(p)
-        .map(|w| {
+    let devices = devices(p);
+    let ranks: Vec<Value> = workers_with_hosts(p)
+        .map(|(host, w)| {
             json!({
                 "rank": w.rank,
-                "host": p.facts.host,
+                "host": host,
                 "local_rank": w.local_rank,
-                "device": "cpu",
+                "device": devices.get(w.rank as usize),
                 "cpus": w.cpus,
                 "threads": w.threads,
-                "env": w.env.iter().map(|(n, v)| (n.clone(), Value::from(v.as_str()))).collect::<Map<_, _>>(),
+                "env": w.env.iter().map(|(n, v)| (n.clone(), Value::from(readable(n, v)))).collect::<Map<_, _>>(),
                 "workdir": w.workdir,
                 "command": w.command,
                 "log": w.log,
@@ -80,7 +82,7 @@ pub(crate) fn as_json(p: &Prepared) -> Value {
         "parameters": p.verdict.as_ref().map(|v| v.parameters),
         "ranks": ranks,
         "warnings": warnings,
-        "job": p.job,
+        "job": hide(&p.job),
     })
 }
 
@@ -90,7 +92,11 @@ pub(crate) fn as_text(p: &Prepared) -> String {
     // Writing to a String can't fail.
     let world = p.plan.world;
     let workers_word = if world == 1 { "worker" } else { "workers" };
-    _ = writeln!(text, "job {}: {world} {workers_word} on {}", p.job.name, p.facts.host);
+    let place = match &p.plan.hosts[..] {
+        [one] => one.clone(),
+        several => format!("{} hosts", several.len()),
+    };
+    _ = writeln!(text, "job {}: {world} {workers_word} on {place}", p.job.name);
     match &p.job.run.command {
         Some(command) => _ = writeln!(text, "command: {}", shell_words(command)),
         None => _ = writeln!(text, "command: the built-in training"),
@@ -115,6 +121,21 @@ fn workers(p: &Prepared) -> impl Iterator<Item = &WorkerPlan> {
     p.plan.nodes.iter().flat_map(|n| &n.workers)
 }
 
+/// Each with the name of its host.
+fn workers_with_hosts(p: &Prepared) -> impl Iterator<Item = (&str, &WorkerPlan)> {
+    let nodes = p.plan.hosts.iter().zip(&p.plan.nodes);
+    nodes.flat_map(|(host, node)| node.workers.iter().map(move |w| (host.as_str(), w)))
+}
+
+/// What a person calls the device of each rank.
+fn devices(p: &Prepared) -> Vec<String> {
+    let of_node = |(target, node): (&crate::controller::HostTarget, &NodePlan)| {
+        let facts = super::targets::promised(target, &p.facts).facts;
+        crate::plan::device_labels(&p.job, &facts, node.workers.len() as u32)
+    };
+    p.hosts.iter().zip(&p.plan.nodes).flat_map(of_node).collect()
+}
+
 /// Where checkpoints go; `None` when the job doesn't save by itself.
 fn checkpoint_dir(p: &Prepared) -> Option<std::path::PathBuf> {
     p.job.train.as_ref().map(|_| p.job.run.workdir.join(&p.job.checkpoint.dir))
@@ -124,13 +145,14 @@ fn rank_rows(p: &Prepared) -> Vec<Vec<String>> {
     let head = ["rank", "host", "local rank", "device", "cpus", "threads", "memory"];
     let columns = if p.verdict.is_some() { head.len() } else { head.len() - 1 };
     let mut rows = vec![head[..columns].iter().map(|h| (*h).to_owned()).collect::<Vec<_>>()];
-    for w in workers(p) {
+    let devices = devices(p);
+    for (host, w) in workers_with_hosts(p) {
         let memory = p.verdict.iter().flat_map(|v| &v.memory).find(|m| m.rank == w.rank);
         let mut row = vec![
             w.rank.to_string(),
-            p.facts.host.clone(),
+            host.to_owned(),
             w.local_rank.to_string(),
-            "cpu".to_owned(),
+            devices.get(w.rank as usize).cloned().unwrap_or_default(),
             if w.cpus.is_empty() { "any".to_owned() } else { ranges(&w.cpus) },
             w.threads.to_string(),
             memory.map_or_else(|| "-".to_owned(), |m| bytes(m.total)),
@@ -142,7 +164,7 @@ fn rank_rows(p: &Prepared) -> Vec<Vec<String>> {
 }
 
 /// Columns padded to their widest cell.
-fn table(rows: &[Vec<String>]) -> String {
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
@@ -161,8 +183,11 @@ fn environment(p: &Prepared) -> String {
     let Some(first) = all.first() else { return text };
     for (name, value) in &first.env {
         let differs = all.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
-        let shown =
-            if differs { "(by rank)".to_owned() } else { value.replace(char::is_control, "\u{fffd}") };
+        let shown = if differs {
+            "(by rank)".to_owned()
+        } else {
+            readable(name, value).replace(char::is_control, "\u{fffd}")
+        };
         _ = writeln!(text, "  {name}={shown}");
     }
     for (name, source) in &p.job.run.env_from {
@@ -173,7 +198,15 @@ fn environment(p: &Prepared) -> String {
             }
         };
     }
+    for name in p.secrets.passed() {
+        _ = writeln!(text, "  {name}=(launch's own, by run.pass_env, not shown)");
+    }
     text
+}
+
+/// A value, unless its name says that nobody may read it.
+fn readable<'a>(name: &str, value: &'a str) -> &'a str {
+    if contract::env::looks_secret(name) && !value.is_empty() { HIDDEN } else { value }
 }
 
 /// The largest rank's memory with its parts, and all ranks' beside the machine's.
@@ -191,7 +224,7 @@ fn memory(estimates: &[MemoryEstimate], installed: u64) -> String {
 }
 
 /// A command as a shell would be told it.
-fn shell_words(words: &[String]) -> String {
+pub(crate) fn shell_words(words: &[String]) -> String {
     let simple =
         |w: &str| !w.is_empty() && w.chars().all(|c| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c));
     let quoted = |w: &String| match simple(w) {
@@ -215,7 +248,7 @@ fn ranges(cpus: &[u32]) -> String {
 }
 
 /// `512 B`, `1.5 MiB`.
-pub(super) fn bytes(n: u64) -> String {
+pub(crate) fn bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let step = (n.max(1).ilog2() / 10) as usize;
     match step {
@@ -247,13 +280,16 @@ mod tests {
         let facts = crate::discover::Facts {
             host: "node".to_owned(),
             cpus: (0..8).collect(),
-            quota: None,
             memory: 8 << 30,
-            chosen: Vec::new(),
+            topology: contract::machine::Topology::flat(&(0..8).collect::<Vec<_>>()),
+            ..Default::default()
         };
-        let plan = crate::plan::plan(&job, &facts, &unnamed_run()).expect("a plan");
+        let hosts = super::super::targets::of(&job, &facts).expect("hosts");
+        let promised: Vec<_> = hosts.iter().map(|h| super::super::targets::promised(h, &facts)).collect();
+        let epoch = crate::plan::Epoch::default();
+        let plan = crate::plan::plan(&job, &promised, &unnamed_run(), &epoch).expect("a plan");
         let secrets = crate::secrets::Secrets::default();
-        Prepared { job, facts, plan, secrets, verdict, warnings }
+        Prepared { job, facts, hosts, plan, secrets, verdict, warnings }
     }
 
     fn verdict() -> contract::judge::Verdict {

@@ -1,14 +1,17 @@
 //! What `plan` and `run` begin with: load the job, find out about the machine, plan, judge.
+use super::targets::{self, Unfit};
 use crate::{
+    controller::HostTarget,
     discover::{self, Facts},
     error::{Failure, Kind},
-    plan::{self, Plan},
+    plan::{self, Epoch, Host, Plan},
     secrets::{self, Secrets},
 };
 use contract::{
     JobSpec, Problem, Source, SourceMap,
     ids::RunId,
-    judge::{TrainJudge, Verdict},
+    job::MinHosts,
+    judge::{Finding, TrainJudge, Verdict},
 };
 
 /// A job to prepare, and changes to it.
@@ -22,7 +25,10 @@ pub(crate) struct Asked {
 #[derive(Debug)]
 pub(crate) struct Prepared {
     pub(crate) job: JobSpec,
+    /// Of this machine.
     pub(crate) facts: Facts,
+    pub(crate) hosts: Vec<HostTarget>,
+    /// With what is promised of other hosts; the controller plans again with what their agents find.
     pub(crate) plan: Plan,
     pub(crate) secrets: Secrets,
     /// What the built-in runtime says of `train`; `None` without one.
@@ -50,7 +56,17 @@ pub(crate) fn prepare(asked: &Asked, run: &RunId, judge: &dyn TrainJudge) -> Res
             .cause(&e)
             .hint("launch reads them from /proc: is it mounted?")
     })?;
-    let plan = plan::plan(&job, &facts, run).map_err(|f| Failure::job(&file, located(&map, &f)))?;
+    let hosts = targets::of(&job, &facts).map_err(|e| match e {
+        Unfit::Job(findings) => Failure::job(&file, located(&map, &findings)),
+        Unfit::Cluster(failure) => failure,
+    })?;
+    let missing = too_few_hosts(&job, hosts.len());
+    if !missing.is_empty() {
+        return Err(Failure::job(&file, located(&map, &missing)));
+    }
+    let promised: Vec<Host> = hosts.iter().map(|host| targets::promised(host, &facts)).collect();
+    let plan = plan::plan(&job, &promised, run, &Epoch::default())
+        .map_err(|f| Failure::job(&file, located(&map, &f)))?;
     warnings.extend(located(&map, &plan.warnings));
     let verdict = match &job.train {
         Some(_) => {
@@ -65,11 +81,27 @@ pub(crate) fn prepare(asked: &Asked, run: &RunId, judge: &dyn TrainJudge) -> Res
         }
         None => None,
     };
-    Ok(Prepared { job, facts, plan, secrets, verdict, warnings })
+    Ok(Prepared { job, facts, hosts, plan, secrets, verdict, warnings })
 }
 
 fn located(map: &SourceMap, findings: &[contract::judge::Finding]) -> Vec<Problem> {
     findings.iter().map(|f| map.problem(f)).collect()
+}
+
+/// Keys that ask for more hosts than the job has.
+fn too_few_hosts(job: &JobSpec, hosts: usize) -> Vec<Finding> {
+    let used = job.cluster.use_hosts.map_or(hosts, |n| n as usize);
+    let fewest = if let MinHosts::AtLeast(n) = job.run.min_hosts { n as usize } else { 0 };
+    let asked =
+        [("cluster.use_hosts", used, hosts, "has"), ("run.min_hosts", fewest, used.min(hosts), "uses")];
+    let wrong = asked.into_iter().filter(|(_, asked, there, _)| asked > there);
+    wrong
+        .map(|(path, asked, there, verb)| Finding {
+            path: path.to_owned(),
+            message: format!("`{path}` is {asked}, and the job {verb} {there}"),
+            hint: Some("name more hosts, or ask for fewer".to_owned()),
+        })
+        .collect()
 }
 
 /// A warning when the workers together need more memory than the machine has.
@@ -91,4 +123,22 @@ fn too_little_memory(map: &SourceMap, facts: &Facts, verdict: &Verdict) -> Optio
             "a smaller `batch.micro`, `recompute: block` or a higher `zero.stage` needs less".to_owned(),
         ),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_hosts_than_there_are_can_not_be_asked_for() {
+        let mut job = crate::testing::job();
+        let mut paths = |use_hosts, min_hosts, hosts| {
+            (job.cluster.use_hosts, job.run.min_hosts) = (use_hosts, min_hosts);
+            too_few_hosts(&job, hosts).into_iter().map(|f| f.path).collect::<Vec<_>>()
+        };
+        assert!(paths(None, MinHosts::All, 1).is_empty());
+        assert!(paths(Some(2), MinHosts::AtLeast(2), 3).is_empty());
+        assert_eq!(paths(Some(2), MinHosts::All, 1), ["cluster.use_hosts"]);
+        assert_eq!(paths(Some(2), MinHosts::AtLeast(3), 3), ["run.min_hosts"]);
+    }
 }

@@ -2,19 +2,24 @@
 use super::prepare::{Asked, Prepared, prepare};
 use crate::{
     cli::RunArgs,
-    controller,
+    controller::{self, Starter},
     error::{Failure, Kind},
     report::plain,
+    transport::detached::{self, Start},
 };
 use contract::{
     Problem, Source,
+    control::ExitStatus,
     event::Event,
     ids::RunId,
     judge::{Finding, TrainJudge},
-    problem::Place,
+    problem::{Place, Severity, render},
 };
 use std::{
+    ffi::OsString,
+    fs::{self, OpenOptions},
     hash::{BuildHasher, RandomState},
+    io,
     path::Path,
     time::{Duration, Instant, SystemTime},
 };
@@ -24,7 +29,8 @@ pub(crate) fn run(args: &RunArgs, json: bool, typed: Vec<String>, judge: &dyn Tr
     let began = Instant::now();
     let outcome = asked(args).and_then(|asked| match args.dry_run {
         true => super::plan::dry_run(&asked, json, judge),
-        false => start(&asked, json, typed, judge),
+        false if args.detach => detach(args, &asked, json, judge),
+        false => start(args, &asked, json, typed, judge),
     });
     outcome.unwrap_or_else(|failure| {
         if json && !args.dry_run {
@@ -52,7 +58,7 @@ fn job_of_program(words: &[&str], workers: u32) -> String {
     let quoted: Vec<String> = words.iter().map(|word| yaml(word)).collect();
     let (name, command) = (program_name(words), quoted.join(", "));
     format!(
-        "name: {}\ncluster: {{workers_per_host: {workers}}}\nrun: {{command: [{command}]}}\n",
+        "name: {}\ncluster: {{hosts: local, workers_per_host: {workers}}}\nrun: {{command: [{command}]}}\n",
         yaml(&name)
     )
 }
@@ -84,12 +90,97 @@ fn yaml(text: &str) -> String {
     quoted + "\""
 }
 
-fn start(asked: &Asked, json: bool, typed: Vec<String>, judge: &dyn TrainJudge) -> Result<u8, Failure> {
+/// Starts a controller of its own session, and returns when its workers run.
+fn detach(args: &RunArgs, asked: &Asked, json: bool, judge: &dyn TrainJudge) -> Result<u8, Failure> {
     let run = new_run_id(SystemTime::now(), random());
-    let Prepared { mut plan, warnings, secrets, .. } = prepare(asked, &run, judge)?;
+    // What is wrong is told here; the controller would only find the same.
+    let Prepared { plan, warnings, .. } = prepare(asked, &run, judge)?;
+    plain::say(&render(&warnings, Severity::Warning, plain::color()));
+    let directory = &plan.run_dir;
+    let cannot = |what: &str, error: &io::Error| Failure::new(Kind::Cluster, what.to_owned()).cause(error);
+    let console = directory.join("console.log");
+    let file = fs::create_dir_all(directory)
+        .and_then(|()| OpenOptions::new().append(true).create(true).open(&console))
+        .map_err(|e| cannot(&format!("{} can't be written", console.display()), &e))?;
+    let started = detached::start(|fd| controller_args(args, &run, fd), file)
+        .map_err(|e| cannot("the controller can't be started", &e))?;
+    match started {
+        Start::Started(pid) => {
+            if json {
+                let told = serde_json::json!({"run": run.0, "run_dir": directory, "pid": pid});
+                return Ok(super::show(&format!("{told}\n")));
+            }
+            plain::say(&format!(
+                "launch: run {run} goes on without this terminal (pid {pid}, files in {})\n  \
+                 launch logs {run} --follow    launch events {run} --follow    launch stop {run}\n",
+                directory.display()
+            ));
+            Ok(super::show(&format!("{run}\n")))
+        }
+        Start::Ended(status) => {
+            plain::say(&fs::read_to_string(&console).unwrap_or_default());
+            Ok(match status {
+                ExitStatus::Code(code) => code,
+                ExitStatus::Signal(..) => contract::exit::FAILED,
+            })
+        }
+    }
+}
+
+/// The command line of a detached controller.
+fn controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
+    let mut all: Vec<OsString> = vec!["run".into()];
+    all.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
+    all.extend(["--detached".into(), format!("{run}:{fd}").into()]);
+    all.extend(args.requeue.then(|| "--requeue".into()));
+    if let Some(job) = &args.job {
+        // A file whose name begins with a dash is no option.
+        all.push(Path::new(".").join(job).into());
+        return all;
+    }
+    all.extend(args.workers.iter().flat_map(|n| ["--workers".into(), n.to_string().into()]));
+    all.push("--".into());
+    all.extend(args.command.iter().cloned());
+    all
+}
+
+/// The run's name and whom to tell of its start, for a detached controller.
+fn detached_run(text: &str) -> Result<(RunId, Starter), Failure> {
+    let wrong = || Failure::new(Kind::Usage, "--detached is launch's own: use --detach");
+    let (run, fd) = text.rsplit_once(':').ok_or_else(wrong)?;
+    let safe = !run.is_empty() && run.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
+    let fd = fd.parse().ok().filter(|_| safe).ok_or_else(wrong)?;
+    Ok((RunId(run.to_owned()), Starter::inherited(fd).map_err(|e| wrong().cause(&e))?))
+}
+
+fn start(
+    args: &RunArgs,
+    asked: &Asked,
+    json: bool,
+    mut typed: Vec<String>,
+    judge: &dyn TrainJudge,
+) -> Result<u8, Failure> {
+    let (run, starter) = match args.detached.as_deref().map(detached_run).transpose()? {
+        Some((run, starter)) => (run, Some(starter)),
+        None => (new_run_id(SystemTime::now(), random()), None),
+    };
+    if let Some(at) = typed.iter().position(|word| word == "--detached") {
+        typed.drain(at..(at + 2).min(typed.len()));
+    }
+    let Prepared { job, facts, hosts, mut plan, warnings, secrets, .. } = prepare(asked, &run, judge)?;
     // The controller tells them, so that they are in the run's journal too.
     plan.warnings = warnings.into_iter().map(located).collect();
-    Ok(controller::run(plan, controller::Options { json, command: typed, secrets }))
+    let fit = super::ckpt::resume::of_program;
+    fit(&job, &mut plan)?;
+    let transport = super::targets::transport(&job)?;
+    let requeue = if args.requeue { Some(super::targets::requeue(&job)?) } else { None };
+    let job_file = match &asked.source {
+        Source::File(path) => Some(controller::JobFile { path: path.clone(), set: asked.set.clone() }),
+        Source::Text { .. } => None,
+    };
+    let request = controller::Request { job, plan, hosts, transport, here: facts, fit };
+    let options = controller::Options { json, command: typed, secrets, requeue, starter, job_file };
+    Ok(controller::run(request, options))
 }
 
 /// A warning as a finding that still says where it was written.

@@ -54,9 +54,27 @@ pub(crate) fn describe(status: ExitStatus, builtin: bool) -> String {
     }
 }
 
+/// How a process ended that the kernel killed for want of memory.
+pub(crate) fn out_of_memory(status: ExitStatus) -> String {
+    let how = describe(status, false);
+    format!("{how}: the kernel killed it because memory ran out (OOM)")
+}
+
 /// What a person can do about this cause, if there is something to say that the cause does not say.
 pub(crate) fn advice(cause: &str) -> Option<&'static str> {
     let table = [
+        (
+            "memory ran out",
+            "it needs less memory (smaller batch, more hosts) or a higher limit: see the memory limit of its control group, and `dmesg | grep -i oom`",
+        ),
+        (
+            "no rank made progress",
+            "a rank that waits for one that never comes, most often: compare the stacks at the end of each rank's log",
+        ),
+        (
+            "nothing was heard of its agent",
+            "is the host down, frozen or cut off? `ping` it; its own log says why if it lives",
+        ),
         (
             "SIGKILL",
             "SIGKILL comes from a person, a batch system or the kernel when memory runs out: see `dmesg | grep -i -e oom -e killed`",

@@ -1,5 +1,5 @@
 use super::*;
-use contract::control::WorkerPlan;
+use contract::control::VERSION;
 use proptest::prelude::*;
 
 const DONE: ExitStatus = ExitStatus::Code(0);
@@ -9,29 +9,18 @@ const fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-/// `nodes` nodes of `local` workers.
-fn plans(nodes: u32, local: u32, builtin: bool) -> Vec<NodePlan> {
-    let worker = |rank: u32| WorkerPlan {
-        rank,
-        local_rank: rank % local,
-        local_world: local,
-        command: (!builtin).then(|| vec!["true".into()]),
-        env: Vec::new(),
-        workdir: "/".into(),
-        cpus: vec![rank % local],
-        threads: 1,
-        log: format!("/run/rank-{rank}.log").into(),
-    };
-    let node = |n: u32| NodePlan {
-        job: crate::testing::job(),
-        run: "run".into(),
-        run_dir: "/run".into(),
-        epoch: 0,
-        world: nodes * local,
-        workers: (n * local..(n + 1) * local).map(worker).collect(),
-        grace_ms: 3000,
-    };
-    (0..nodes).map(node).collect()
+/// `nodes` hosts on this machine.
+fn setup(nodes: u32, builtin: bool) -> Setup {
+    let host = |n: u32| HostSetup { name: format!("n{n}"), remote: false };
+    Setup {
+        hosts: (0..nodes).map(host).collect(),
+        builtin,
+        grace: ms(3000),
+        restarts: 0,
+        use_hosts: nodes as usize,
+        min_hosts: nodes as usize,
+        seed: 1,
+    }
 }
 
 struct Rig {
@@ -42,20 +31,35 @@ struct Rig {
 
 impl Rig {
     fn new(nodes: u32, local: u32, builtin: bool) -> Rig {
-        let mut core = Core::new(&plans(nodes, local, builtin));
-        assert_eq!(core.start(ms(0)).len(), nodes as usize);
+        Rig::with(setup(nodes, builtin), local)
+    }
+
+    fn with(setup: Setup, local: u32) -> Rig {
+        let nodes = setup.hosts.len();
+        let mut core = Core::new(setup);
+        assert_eq!(core.start(ms(0)).len(), nodes);
         Rig { core, now: ms(0), local }
     }
 
     fn running(nodes: u32, local: u32, builtin: bool) -> Rig {
-        let mut rig = Rig::new(nodes, local, builtin);
-        for node in 0..nodes as usize {
-            let outputs = rig.hello(node);
-            assert_eq!(outputs.contains(&Output::Start), node + 1 == nodes as usize);
+        Rig::run(setup(nodes, builtin), local)
+    }
+
+    /// All hosts join and all ranks start.
+    fn run(setup: Setup, local: u32) -> Rig {
+        let nodes = setup.hosts.len();
+        let mut rig = Rig::with(setup, local);
+        let mut prepared = Vec::new();
+        for node in 0..nodes {
+            prepared.extend(rig.hello(node).into_iter().filter_map(|o| match o {
+                Output::Prepare { nodes, .. } => Some(nodes),
+                _ => None,
+            }));
         }
-        for rank in 0..nodes * local {
-            rig.agent(rank, FromAgent::Started { rank, pid: 100 + rank });
-        }
+        assert_eq!(prepared.len(), 1, "one plan");
+        let outputs = rig.ready();
+        assert!(outputs.contains(&Output::Start), "{outputs:?}");
+        rig.started();
         rig
     }
 
@@ -64,27 +68,53 @@ impl Rig {
     }
 
     fn hello(&mut self, node: NodeId) -> Vec<Output> {
-        let hello =
-            FromAgent::Hello { version: VERSION, host: format!("h{node}"), pid: 9, cpus: vec![0, 1, 2, 3] };
-        self.feed(Input::Agent(node, hello))
+        let found = HostFacts { host: format!("h{node}"), cpus: vec![0, 1, 2, 3], ..HostFacts::default() };
+        self.feed(Input::Agent(node, FromAgent::Hello { version: VERSION, pid: 9, found }))
+    }
+
+    /// The plan of the hosts that were chosen.
+    fn ready(&mut self) -> Vec<Output> {
+        let worker = |i| Planned { log: format!("/run/{i}.log").into() };
+        let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
+        self.feed(Input::Ready { epoch: self.core.epoch, workers })
+    }
+
+    /// Every rank of this epoch starts.
+    fn started(&mut self) {
+        for (rank, node) in self.core.workers.iter().map(|w| w.node).enumerate().collect::<Vec<_>>() {
+            let (epoch, rank) = (self.core.epoch, rank as Rank);
+            self.feed(Input::Agent(node, FromAgent::Started { epoch, rank, pid: 100 + rank }));
+        }
     }
 
     /// A message of the agent that runs `rank`.
     fn agent(&mut self, rank: Rank, message: FromAgent) -> Vec<Output> {
-        self.feed(Input::Agent((rank / self.local) as usize, message))
+        let node = self.core.workers.get(rank as usize).map_or((rank / self.local) as usize, |w| w.node);
+        self.feed(Input::Agent(node, message))
     }
 
     fn exit(&mut self, rank: Rank, status: ExitStatus) -> Vec<Output> {
         let tail = vec![format!("last of {rank}")];
-        self.agent(rank, FromAgent::Exited { rank, pid: 100 + rank, status, tail, error: None })
+        self.agent(
+            rank,
+            FromAgent::Exited {
+                epoch: self.core.epoch,
+                oom: false,
+                rank,
+                pid: 100 + rank,
+                status,
+                tail,
+                error: None,
+            },
+        )
     }
 
     fn fatal(&mut self, rank: Rank, exit: WorkerExit, text: &str) -> Vec<Output> {
-        self.agent(rank, FromAgent::Fatal { rank, exit, message: text.into() })
+        self.agent(rank, FromAgent::Fatal { epoch: self.core.epoch, rank, exit, message: text.into() })
     }
 
     fn gone(&mut self, node: NodeId) -> Vec<Output> {
-        self.feed(Input::Agent(node, FromAgent::AllGone))
+        self.feed(Input::Agent(node, FromAgent::AllGone { epoch: self.core.epoch }))
     }
 
     fn at(&mut self, now: Duration) -> Vec<Output> {
@@ -121,7 +151,7 @@ fn a_job_that_goes_well_ends_with_0() {
         }
         assert!(rig.gone(0).is_empty());
         let outputs = rig.gone(1);
-        assert_eq!(end(&outputs), Some(&Outcome::default()));
+        assert_eq!(end(&outputs), Some(&Outcome { progress: !builtin, ..Outcome::default() }));
     }
 }
 
@@ -138,15 +168,23 @@ fn the_first_failure_is_the_cause_and_everyone_ends_at_once() {
     let outputs = rig.gone(1);
     let outcome = end(&outputs).unwrap();
     assert_eq!(outcome.exit_code, 1);
-    assert_eq!(outcome.others.iter().map(|(r, _)| *r).collect::<Vec<_>>(), [0, 1, 3]);
-    assert_eq!(outcome.others[0].1, "killed by SIGSEGV");
+    assert_eq!(outcome.others.iter().map(|o| o.rank).collect::<Vec<_>>(), [0, 1, 3]);
+    assert_eq!(outcome.others[0].how, "killed by SIGSEGV");
 }
 
 #[test]
 fn a_programs_own_account_is_part_of_the_cause() {
     let mut rig = Rig::running(1, 2, false);
     let (tail, error) = (Vec::new(), Some("ValueError: bad".to_owned()));
-    let exited = FromAgent::Exited { rank: 1, pid: 101, status: ExitStatus::Code(1), tail, error };
+    let exited = FromAgent::Exited {
+        epoch: 0,
+        oom: false,
+        rank: 1,
+        pid: 101,
+        status: ExitStatus::Code(1),
+        tail,
+        error,
+    };
     let outputs = rig.agent(1, exited);
     assert_eq!(failure(&outputs).map(|f| f.1), Some("exit code 1: ValueError: bad"));
 }
@@ -225,7 +263,7 @@ fn interrupt_saves_and_stops_built_in_workers() {
     for (stop, code) in [(Stop::Interrupt, 130), (Stop::Terminate, 143)] {
         let mut rig = Rig::running(1, 2, true);
         let outputs = rig.feed(Input::Stop(stop));
-        assert!(outputs.contains(&Output::Tell(0, ToAgent::Stop { deadline_ms: None })));
+        assert!(outputs.contains(&Output::Tell(0, ToAgent::Stop { epoch: 0, deadline_ms: None })));
         assert!(rig.at(ms(20_000)).is_empty() && rig.agent(0, FromAgent::Beat).is_empty());
         assert!(rig.exit(0, ExitStatus::Code(75)).is_empty());
         assert!(rig.exit(1, ExitStatus::Code(75)).is_empty());
@@ -239,7 +277,7 @@ fn interrupt_saves_and_stops_built_in_workers() {
 fn interrupt_gives_programs_their_grace_and_takes_any_exit() {
     let mut rig = Rig::running(1, 3, false);
     let outputs = rig.feed(Input::Stop(Stop::Interrupt));
-    assert!(outputs.contains(&Output::Tell(0, ToAgent::Stop { deadline_ms: Some(3000) })));
+    assert!(outputs.contains(&Output::Tell(0, ToAgent::Stop { epoch: 0, deadline_ms: Some(3000) })));
     for (rank, status) in [(0, DONE), (1, ExitStatus::Code(1)), (2, ExitStatus::Signal(15, false))] {
         assert!(rig.exit(rank, status).is_empty());
     }
@@ -259,6 +297,27 @@ fn a_second_signal_kills() {
         assert_eq!((outcome.exit_code, outcome.killed), (130, true), "the first signal says how it ends");
         assert_eq!(failure(&outputs), None);
     }
+}
+
+#[test]
+fn a_time_limit_that_is_near_stops_the_job_and_the_limit_itself_kills_nobody() {
+    for (then, limit) in [(None, true), (Some(Stop::Limit), true), (Some(Stop::Terminate), false)] {
+        let mut rig = Rig::running(1, 2, true);
+        let outputs = rig.feed(Input::Stop(Stop::Limit));
+        assert!(outputs.contains(&Output::Tell(0, ToAgent::Stop { epoch: 0, deadline_ms: None })));
+        if let Some(stop) = then {
+            assert!(rig.feed(Input::Stop(stop)).is_empty(), "no second signal");
+        }
+        rig.exit(0, ExitStatus::Code(75));
+        rig.exit(1, ExitStatus::Code(75));
+        let outputs = rig.gone(0);
+        let outcome = end(&outputs).unwrap();
+        assert_eq!((outcome.exit_code, outcome.stopped, outcome.limit), (143, true, limit), "then {then:?}");
+        assert!(!outcome.progress, "no step was seen");
+    }
+    let mut rig = Rig::running(1, 1, true);
+    rig.feed(Input::Stop(Stop::Limit));
+    assert_eq!(kills(&rig.feed(Input::Stop(Stop::Interrupt))), [(0, 0)], "a person's Ctrl-C does");
 }
 
 #[test]
@@ -315,7 +374,7 @@ fn a_dead_agent_is_a_failure_and_the_others_end() {
     rig.exit(0, ExitStatus::Code(76));
     let outputs = rig.gone(0);
     assert_eq!(
-        end(&outputs).unwrap().others,
+        end(&outputs).unwrap().others.iter().map(|o| (o.rank, o.how.clone())).collect::<Vec<_>>(),
         [(0, "gave up after the failure".into()), (1, "lost with its agent".into())]
     );
 }
@@ -347,22 +406,33 @@ fn an_agent_that_can_not_end_its_workers_is_killed() {
 }
 
 #[test]
-fn versions_and_cpus_are_checked_before_anything_starts() {
+fn versions_are_checked_before_anything_starts() {
     let mut rig = Rig::new(1, 2, true);
-    let hello = |version, cpus| FromAgent::Hello { version, host: "h".into(), pid: 1, cpus };
-    let outputs = rig.feed(Input::Agent(0, hello(VERSION + 1, vec![0, 1])));
+    let hello = FromAgent::Hello { version: VERSION + 1, pid: 1, found: HostFacts::default() };
+    let outputs = rig.feed(Input::Agent(0, hello));
     assert_eq!(end(&outputs).unwrap().exit_code, 3);
-    assert!(!outputs.contains(&Output::Start));
-    let mut rig = Rig::new(1, 2, true);
-    let outputs = rig.feed(Input::Agent(0, hello(VERSION, vec![0])));
-    assert!(failure(&outputs).unwrap().1.contains("[1]"));
+    assert!(!outputs.iter().any(|o| matches!(o, Output::Prepare { .. })));
+}
+
+#[test]
+fn what_can_not_be_planned_ends_the_job() {
+    let mut rig = Rig::new(2, 1, false);
+    rig.hello(0);
+    rig.hello(1);
+    let outputs = rig.feed(Input::Refused { epoch: 0, message: "8 slots and 4 GPUs".into() });
+    assert_eq!(failure(&outputs).map(|f| f.1), Some("8 slots and 4 GPUs"));
+    assert_eq!(end(&outputs).unwrap().exit_code, 3);
+    let mut rig = Rig::new(1, 1, false);
+    rig.hello(0);
+    assert!(failure(&rig.at(PREPARE_LIMIT)).is_some_and(|f| f.1.contains("rendezvous")));
 }
 
 #[test]
 fn a_failed_start_is_reported_with_its_reason() {
     let mut rig = Rig::new(1, 1, false);
     rig.hello(0);
-    let message = FromAgent::Failed { rank: Some(0), message: "no such program in PATH".into() };
+    rig.ready();
+    let message = FromAgent::Failed { epoch: 0, rank: Some(0), message: "no such program in PATH".into() };
     let outputs = rig.feed(Input::Agent(0, message));
     assert_eq!(failure(&outputs).map(|f| (f.0, f.1)), Some((Some(0), "no such program in PATH")));
     assert_eq!(end(&rig.gone(0)).unwrap().exit_code, 1);
@@ -372,9 +442,12 @@ fn a_failed_start_is_reported_with_its_reason() {
 fn workers_can_not_tell_the_controllers_events() {
     let mut rig = Rig::running(1, 1, true);
     let done = Event::Done { exit_code: 0, step: None, seconds: 1.0 };
-    assert!(rig.agent(0, FromAgent::Event { rank: 0, event: done }).is_empty());
+    assert!(rig.agent(0, FromAgent::Event { epoch: 0, rank: 0, event: done }).is_empty());
     let notice = Event::Notice { rank: None, message: "x".into() };
-    assert_eq!(rig.agent(0, FromAgent::Event { rank: 0, event: notice.clone() }), [Output::Event(notice)]);
+    assert_eq!(
+        rig.agent(0, FromAgent::Event { epoch: 0, rank: 0, event: notice.clone() }),
+        [Output::Event(notice)]
+    );
 }
 
 #[derive(Clone, Debug)]
@@ -424,7 +497,7 @@ fn apply(rig: &mut Rig, chance: Chance) -> Vec<Output> {
         Chance::Gone(node) => rig.gone(node),
         Chance::Failed(rank) => {
             let node = rank.unwrap_or(0) / rig.local;
-            rig.feed(Input::Agent(node as usize, FromAgent::Failed { rank, message: "m".into() }))
+            rig.feed(Input::Agent(node as usize, FromAgent::Failed { epoch: 0, rank, message: "m".into() }))
         }
     }
 }
@@ -436,13 +509,13 @@ proptest! {
         let mut rig = Rig::running(2, 2, builtin);
         let mut all = Vec::new();
         for chance in chances {
-            let was_gone: Vec<bool> = rig.core.nodes.iter().map(|n| n.gone).collect();
+            let was_gone: Vec<bool> = rig.core.nodes.iter().map(|n| !n.active).collect();
             let had_cause = rig.core.cause.is_some();
             let outputs = apply(&mut rig, chance);
             if !had_cause && rig.core.cause.is_some() {
                 for (node, was_gone) in was_gone.into_iter().enumerate() {
                     let told = kills(&outputs).iter().any(|(n, _)| *n == node);
-                    prop_assert!(told || was_gone || rig.core.nodes[node].gone, "node {} was not told", node);
+                    prop_assert!(told || was_gone || !rig.core.nodes[node].active, "node {} was not told", node);
                 }
             }
             all.extend(outputs);
@@ -472,4 +545,38 @@ proptest! {
         }
         prop_assert!(ended);
     }
+}
+
+#[test]
+fn workers_are_introduced_when_all_listen() {
+    let mut rig = Rig::running(2, 2, true);
+    let address = |rank: Rank| vec![std::net::SocketAddr::from(([192, 0, 2, 1], 4000 + rank as u16))];
+    let listening = |rank, epoch| FromAgent::Listening { rank, epoch, addresses: address(rank) };
+    assert!(rig.agent(3, listening(3, 1)).is_empty(), "of another epoch");
+    assert!(rig.feed(Input::Agent(0, listening(3, 0))).is_empty(), "another node's rank");
+    for rank in [3, 1, 0] {
+        assert!(rig.agent(rank, listening(rank, 0)).is_empty());
+    }
+    let members = (0..4).map(|r| PeerAddress { node: r / 2, addresses: address(r) }).collect();
+    assert_eq!(rig.agent(2, listening(2, 0)), [Output::Introduce { epoch: 0, members }]);
+}
+
+#[test]
+fn a_kill_needs_no_second_signal() {
+    let mut rig = Rig::running(1, 2, true);
+    assert_eq!(kills(&rig.feed(Input::Kill)), [(0, 0)]);
+    rig.exit(0, KILLED);
+    rig.exit(1, KILLED);
+    let outputs = rig.gone(0);
+    let outcome = end(&outputs).unwrap();
+    assert_eq!((outcome.exit_code, outcome.killed), (143, true));
+}
+
+#[test]
+fn changed_values_reach_the_hosts_that_run_and_name_their_start() {
+    let mut rig = Rig::running(2, 1, true);
+    let values = Reload::of(&crate::testing::job());
+    let message = ToAgent::Reload { epoch: 0, values: values.clone() };
+    let outputs = rig.feed(Input::Reload(values));
+    assert_eq!(outputs, [Output::Tell(0, message.clone()), Output::Tell(1, message)]);
 }

@@ -23,6 +23,15 @@ struct JobFile<'a> {
     job: &'a JobSpec,
 }
 
+/// A line of the journal.
+#[derive(Serialize)]
+struct Timed<'a> {
+    #[serde(flatten)]
+    event: &'a Event,
+    /// Seconds since 1970.
+    time: f64,
+}
+
 /// The open files of a run directory.
 #[derive(Debug)]
 pub(super) struct Journal {
@@ -37,7 +46,7 @@ impl Journal {
     pub(super) fn create(plan: &Plan, command: &[String]) -> io::Result<Journal> {
         fs::create_dir_all(&plan.run_dir)?;
         if let Some(node) = plan.nodes.first() {
-            let (version, job) = (VERSION, &node.job);
+            let (version, job) = (VERSION, &crate::secrets::hide(&node.job));
             let file = JobFile { version, run: &plan.run.0, world: plan.world, command, job };
             write_whole(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
         }
@@ -56,7 +65,8 @@ impl Journal {
     }
 
     fn append(&mut self, event: &Event) -> io::Result<()> {
-        let mut line = serde_json::to_vec(event)?;
+        let time = crate::agent::times::now_ms() as f64 / 1000.0;
+        let mut line = serde_json::to_vec(&Timed { event, time })?;
         line.push(b'\n');
         self.events.write_all(&line)?;
         if matches!(event, Event::Step { .. } | Event::Eval { .. }) {
@@ -71,7 +81,7 @@ impl Journal {
 }
 
 /// A file that is there with all its bytes, or not there.
-fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = directory.join(format!(".{name}.tmp"));
     let mut file = File::create(&temporary)?;
     file.write_all(bytes)?;
@@ -90,6 +100,7 @@ mod tests {
         let node = NodePlan {
             job: testing::job(),
             run: "r1".into(),
+            host: "here".into(),
             run_dir: run_dir.into(),
             epoch: 0,
             world: 1,
@@ -100,7 +111,9 @@ mod tests {
             run: RunId("r1".into()),
             run_dir: run_dir.into(),
             world: 1,
+            master: None,
             nodes: vec![node],
+            hosts: vec!["here".into()],
             warnings: Vec::new(),
         }
     }

@@ -3,6 +3,7 @@
 //!
 //! `wire` reads and writes bytes, `core` decides, `server` does the I/O on a thread of its own.
 mod core;
+pub(crate) mod hostile;
 mod server;
 mod wire;
 

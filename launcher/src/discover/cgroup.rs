@@ -40,6 +40,29 @@ pub(super) fn limits(root: &Path) -> Limits {
     limits
 }
 
+/// How many processes of this process's group the kernel has killed for want of memory; `None`: it can't be read.
+pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    let mount = root.join("sys/fs/cgroup");
+    let of_line = |line: &str| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (parts.next()?, parts.next()?);
+        let (mount, file) = match controllers {
+            "" => (mount.clone(), "memory.events"),
+            _ if controllers.split(',').any(|c| c == "memory") => {
+                (mount.join("memory"), "memory.oom_control")
+            }
+            _ => return None,
+        };
+        // Inside a container the group's own path may not be visible: the nearest that is.
+        group_and_parents(&mount, group).iter().find_map(|directory| {
+            let text = fs::read_to_string(directory.join(file)).ok()?;
+            text.lines().find_map(|l| l.strip_prefix("oom_kill ")).and_then(|n| n.trim().parse().ok())
+        })
+    };
+    groups.lines().find_map(of_line)
+}
+
 impl Limits {
     fn tighten(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
@@ -97,6 +120,21 @@ mod tests {
     #[test]
     fn nothing_readable_is_no_limit() {
         assert_eq!(limits(tree(&[]).path()), Limits::default());
+    }
+
+    #[test]
+    fn kills_are_counted_by_both_versions() {
+        let v2 = tree(&[
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/a/b/memory.events", "low 0\noom 4\noom_kill 3\noom_group_kill 0\n"),
+            ("sys/fs/cgroup/a/memory.events", "oom_kill 9\n"),
+        ]);
+        let v1 = tree(&[
+            ("proc/self/cgroup", "7:cpu:/x\n4:memory:/docker/x\n"),
+            ("sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+        ]);
+        assert_eq!((oom_kills(v2.path()), oom_kills(v1.path())), (Some(3), Some(2)));
+        assert_eq!(oom_kills(tree(&[("proc/self/cgroup", "0::/a\n")]).path()), None);
     }
 
     #[test]

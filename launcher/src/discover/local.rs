@@ -1,14 +1,17 @@
 //! Facts of this machine.
-use super::{Facts, cgroup};
-use contract::env;
-use std::{fs, io, path::Path};
+use super::{Facts, cgroup, gpus, topology};
+use contract::{control::Address, env};
+use std::{fs, io, net::IpAddr, path::Path};
 
 /// Most CPUs a machine may report.
 const MOST_CPUS: u32 = 65_536;
+/// Most addresses of a machine that are told.
+const MOST_ADDRESSES: usize = 256;
 
 /// Finds out about this machine; an error says what couldn't be read.
 pub fn facts() -> io::Result<Facts> {
-    Ok(Facts { chosen: chosen(), ..facts_below(Path::new("/"))? })
+    let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
+    Ok(Facts { chosen: chosen(), addresses: addresses(), shm, ..facts_below(Path::new("/"))? })
 }
 
 /// The same below another root directory.
@@ -28,12 +31,33 @@ fn facts_below(root: &Path) -> io::Result<Facts> {
         Some(limit) if installed == 0 || limit < installed => limit,
         _ => installed,
     };
-    Ok(Facts { host, cpus, quota: limits.cpus, memory, chosen: Vec::new() })
+    let (topology, gpus) = (topology::read(root, &cpus), gpus::find(root));
+    Ok(Facts { host, cpus, quota: limits.cpus, memory, topology, gpus, ..Facts::default() })
 }
 
 fn chosen() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    env::USERS_CHOICE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?))).collect()
+    let choices = env::USERS_CHOICE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?)));
+    // An empty list of devices means something: none.
+    let devices = env::VISIBLE_DEVICES.iter();
+    choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
+}
+
+/// Addresses of the interfaces that are up, in the kernel's order.
+fn addresses() -> Vec<Address> {
+    use nix::net::if_::InterfaceFlags;
+    let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
+    let up = interfaces.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP));
+    let address = |i: nix::ifaddrs::InterfaceAddress| {
+        let storage = i.address?;
+        let ip = match (storage.as_sockaddr_in(), storage.as_sockaddr_in6()) {
+            (Some(v4), _) => IpAddr::V4(v4.ip()),
+            (_, Some(v6)) => IpAddr::V6(v6.ip()),
+            _ => return None,
+        };
+        Some(Address { interface: i.interface_name, address: ip })
+    };
+    up.filter_map(address).take(MOST_ADDRESSES).collect()
 }
 
 fn read(root: &Path, path: &str) -> io::Result<String> {
@@ -41,7 +65,7 @@ fn read(root: &Path, path: &str) -> io::Result<String> {
 }
 
 /// `0-3,8,10-11` → the CPUs, ascending; `None` when there are none or it can't be read.
-fn cpu_list(text: &str) -> Option<Vec<u32>> {
+pub(super) fn cpu_list(text: &str) -> Option<Vec<u32>> {
     let mut cpus = Vec::new();
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -65,6 +89,7 @@ fn total_memory(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use contract::machine::{Gpu, Maker, Topology};
 
     #[test]
     fn lists_of_cpus() {
@@ -80,6 +105,7 @@ mod tests {
         let facts = facts().expect("facts");
         assert!(!facts.host.is_empty() && !facts.cpus.is_empty() && facts.memory > 0);
         assert!((1..=facts.cpus.len() as u32).contains(&facts.cores()));
+        assert!(facts.addresses.iter().any(|a| a.address.is_loopback()), "{:?}", facts.addresses);
     }
 
     #[test]
@@ -97,13 +123,18 @@ mod tests {
         write("sys/fs/cgroup/a/cpu.max", "250000 100000\n");
         write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
         write("sys/fs/cgroup/a/memory.max", "512000\n");
+        for file in ["nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia"] {
+            write(&format!("dev/{file}"), "");
+        }
         let facts = facts_below(root.path()).expect("facts");
         let expected = Facts {
             host: "node-7".into(),
             cpus: vec![2, 3, 4, 5],
             quota: Some(2.5),
             memory: 512_000,
-            chosen: vec![],
+            topology: Topology::flat(&[2, 3, 4, 5]),
+            gpus: vec![Gpu { maker: Maker::Nvidia, bus: None, uuid: None, node: None }; 2],
+            ..Facts::default()
         };
         assert_eq!(facts, expected);
         assert_eq!(facts.cores(), 2);

@@ -43,7 +43,7 @@ mod tests {
     fn frames_follow_one_another_and_the_end_is_clean() {
         let messages = vec![
             FromAgent::Beat,
-            FromAgent::Started { rank: 3, pid: 77 },
+            FromAgent::Started { epoch: 0, rank: 3, pid: 77 },
             FromAgent::Line { rank: 0, stderr: true, text: "π — not ASCII".into() },
         ];
         let bytes: Vec<u8> = messages.iter().flat_map(|m| encode(m).unwrap()).collect();
@@ -58,7 +58,9 @@ mod tests {
 
     #[test]
     fn a_cut_stream_is_an_error_at_every_byte() {
-        let bytes = encode(&ToAgent::Kill { reason: "a peer failed".into(), grace_ms: 5 }).unwrap();
+        let bytes =
+            encode(&ToAgent::Kill { epoch: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false })
+                .unwrap();
         for cut in 1..bytes.len() {
             let got = block(read::<_, ToAgent>(&mut &bytes[..cut]));
             assert!(matches!(got, Err(LinkError::Truncated)), "cut at {cut}: {got:?}");
@@ -86,10 +88,10 @@ mod tests {
 
     #[test]
     fn trailing_bytes_and_other_messages_are_refused() {
-        let mut body = encode(&ToAgent::Save).unwrap()[HEADER..].to_vec();
+        let mut body = encode(&ToAgent::Beat).unwrap()[HEADER..].to_vec();
         body.push(0);
         assert!(matches!(decode::<ToAgent>(&body), Err(LinkError::Malformed(_))));
-        let body = encode(&FromAgent::AllGone).unwrap()[HEADER..].to_vec();
+        let body = encode(&FromAgent::AllGone { epoch: 0 }).unwrap()[HEADER..].to_vec();
         assert!(matches!(decode::<ToAgent>(&body), Err(LinkError::Malformed(_))));
         // an array that claims four billion strings
         let body = [0x81, 0xa4, b'L', b'i', b'n', b'e', 0xdd, 0xff, 0xff, 0xff, 0xff];
@@ -119,7 +121,7 @@ mod tests {
         fn damaged_messages_never_panic(flip in 0usize..4000, value in any::<u8>()) {
             let tail = (0..20).map(|i| format!("line {i}")).collect();
             let status = contract::control::ExitStatus::Signal(11, true);
-            let mut frame = encode(&FromAgent::Exited { rank: 1, pid: 2, status, tail, error: None }).unwrap();
+            let mut frame = encode(&FromAgent::Exited { epoch: 0, rank: 1, pid: 2, status, oom: false, tail, error: None }).unwrap();
             let at = flip % frame.len();
             frame[at] ^= value;
             block(async {

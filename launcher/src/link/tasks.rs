@@ -108,6 +108,11 @@ impl<T> Outbox<T> {
         keep
     }
 
+    /// Are messages held back?
+    pub(crate) fn is_behind(&self) -> bool {
+        !self.overflow.is_empty()
+    }
+
     /// Moves held messages into the queue as far as there is room.
     pub(crate) fn flush(&mut self) {
         while !self.overflow.is_empty() {
@@ -136,7 +141,7 @@ mod tests {
         let news = (0..2 * OUTBOX).filter(|_| outbox.send(Priority::News, FromAgent::Beat)).count();
         assert_eq!(news, FOR_NEWS - FOR_MUST);
         for pid in 0..(FOR_MUST + 100) as u32 {
-            assert!(outbox.send(Priority::Must, FromAgent::Started { rank: 0, pid }));
+            assert!(outbox.send(Priority::Must, FromAgent::Started { epoch: 0, rank: 0, pid }));
         }
         assert!(!outbox.send(Priority::Chatter, line()), "nothing overtakes what must arrive");
         let mut pids = Vec::new();
@@ -156,7 +161,7 @@ mod tests {
             let (mut outbox, receiver) = Outbox::new();
             let (inbox, mut arrived) = mpsc::channel(1);
             for pid in 0..500 {
-                outbox.send(Priority::Must, FromAgent::Started { rank: 1, pid });
+                outbox.send(Priority::Must, FromAgent::Started { epoch: 0, rank: 1, pid });
             }
             drop(outbox);
             let writer = tokio::spawn(write_from(near, receiver));
@@ -164,7 +169,7 @@ mod tests {
             for pid in 0..500 {
                 let (who, message) = arrived.recv().await.unwrap();
                 assert_eq!(who, "node");
-                assert_eq!(message.unwrap(), Some(FromAgent::Started { rank: 1, pid }));
+                assert_eq!(message.unwrap(), Some(FromAgent::Started { epoch: 0, rank: 1, pid }));
             }
             assert!(matches!(arrived.recv().await, Some((_, Ok(None)))));
             assert!(arrived.recv().await.is_none());

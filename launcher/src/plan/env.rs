@@ -1,44 +1,63 @@
 //! The environment of a worker.
+use super::devices::Gpus;
 use crate::discover::Facts;
 use contract::{
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
-    job::{JobSpec, MasterPort, StoreHost},
+    job::{JobSpec, MasterPort, StoreHost, VisibleDevices},
     judge::Finding,
 };
+use core::net::IpAddr;
 use std::path::Path;
 
 /// Most threads of a worker.
 const MOST_THREADS: u32 = 4096;
 
-/// The worker whose environment is made. One machine has one node, so local and global numbers are the same.
-pub(super) struct Who<'a> {
+/// What is the same for all workers.
+pub(super) struct Whole<'a> {
+    pub(super) job: &'a JobSpec,
     pub(super) run: &'a RunId,
-    pub(super) rank: Rank,
     pub(super) world: u32,
-    pub(super) threads: u32,
+    /// Number of nodes.
+    pub(super) groups: u32,
     /// Directory of the logs.
     pub(super) logs: &'a Path,
+    pub(super) master: Option<IpAddr>,
+    /// How often the job was started again.
+    pub(super) restarts: u32,
+}
+
+/// The worker whose environment is made.
+pub(super) struct Who<'a> {
+    pub(super) rank: Rank,
+    pub(super) local_rank: u32,
+    pub(super) local_world: u32,
+    /// Number of its node.
+    pub(super) group: u32,
+    pub(super) threads: u32,
+    /// Of its host.
+    pub(super) gpus: &'a Gpus,
 }
 
 /// What a worker's environment gets: launch's names, then the job's own.
-pub(super) fn of_worker(job: &JobSpec, facts: &Facts, who: &Who<'_>) -> Vec<(String, String)> {
+pub(super) fn of_worker(whole: &Whole<'_>, facts: &Facts, who: &Who<'_>) -> Vec<(String, String)> {
+    let job = whole.job;
     let port = match job.cluster.master_port {
         MasterPort::Auto => "auto".to_owned(),
         MasterPort::Fixed(port) => port.to_string(),
     };
-    let (rank, world) = (who.rank.to_string(), who.world.to_string());
+    let master = whole.master.map_or_else(|| "auto".to_owned(), |address| address.to_string());
     let mut env = vec![
-        (env::RANK, rank.clone()),
-        (env::LOCAL_RANK, rank),
-        (env::WORLD_SIZE, world.clone()),
-        (env::LOCAL_WORLD_SIZE, world),
-        (env::MASTER_ADDR, "127.0.0.1".to_owned()),
+        (env::RANK, who.rank.to_string()),
+        (env::LOCAL_RANK, shown_local_rank(job, who.local_rank).to_string()),
+        (env::WORLD_SIZE, whole.world.to_string()),
+        (env::LOCAL_WORLD_SIZE, who.local_world.to_string()),
+        (env::MASTER_ADDR, master),
         (env::MASTER_PORT, port),
     ];
     let mut defaults = vec![(env::OMP_NUM_THREADS, who.threads.to_string())];
     if job.run.command.is_some() {
-        env.extend(of_program(job, who));
+        env.extend(of_program(whole, who));
         defaults.push((env::PYTHONUNBUFFERED, "1".to_owned()));
         defaults.push((env::TORCH_NCCL_ASYNC_ERROR_HANDLING, "1".to_owned()));
         for (name, value) in &mut defaults {
@@ -46,6 +65,7 @@ pub(super) fn of_worker(job: &JobSpec, facts: &Facts, who: &Who<'_>) -> Vec<(Str
                 value.clone_from(chosen);
             }
         }
+        defaults.extend(who.gpus.env(job.run.visible_devices, who.local_rank));
     }
     let run = &job.run;
     let given =
@@ -55,27 +75,35 @@ pub(super) fn of_worker(job: &JobSpec, facts: &Facts, who: &Who<'_>) -> Vec<(Str
     ours.chain(job.run.env.iter().cloned()).collect()
 }
 
+/// `LOCAL_RANK` picks a GPU of those that a worker sees.
+pub(super) fn shown_local_rank(job: &JobSpec, local_rank: Rank) -> Rank {
+    match job.run.visible_devices {
+        VisibleDevices::All => local_rank,
+        VisibleDevices::One => 0,
+    }
+}
+
 /// What torchrun's programs, and DeepSpeed's, find beside the rank.
-fn of_program(job: &JobSpec, who: &Who<'_>) -> [(&'static str, String); 14] {
-    let (first, one) = ("0".to_owned(), "1".to_owned());
-    let hosted = match job.cluster.store {
+fn of_program(whole: &Whole<'_>, who: &Who<'_>) -> [(&'static str, String); 14] {
+    let (group, groups) = (who.group.to_string(), whole.groups.to_string());
+    let hosted = match whole.job.cluster.store {
         StoreHost::Agent => "True",
         StoreHost::Rank0 => "False",
     };
-    let error_file = who.logs.join(format!("rank-{}.error.json", who.rank));
+    let error_file = whole.logs.join(format!("rank-{}.error.json", who.rank));
     [
-        (env::GROUP_RANK, first.clone()),
-        (env::GROUP_WORLD_SIZE, one.clone()),
+        (env::GROUP_RANK, group.clone()),
+        (env::GROUP_WORLD_SIZE, groups.clone()),
         (env::ROLE_RANK, who.rank.to_string()),
-        (env::ROLE_WORLD_SIZE, who.world.to_string()),
+        (env::ROLE_WORLD_SIZE, whole.world.to_string()),
         (env::ROLE_NAME, "default".to_owned()),
-        (env::NODE_RANK, first.clone()),
-        (env::LOCAL_SIZE, who.world.to_string()),
-        (env::CROSS_RANK, first.clone()),
-        (env::CROSS_SIZE, one),
-        (env::TORCHELASTIC_RUN_ID, who.run.0.clone()),
-        (env::TORCHELASTIC_RESTART_COUNT, first.clone()),
-        (env::TORCHELASTIC_MAX_RESTARTS, first),
+        (env::NODE_RANK, group.clone()),
+        (env::LOCAL_SIZE, who.local_world.to_string()),
+        (env::CROSS_RANK, group),
+        (env::CROSS_SIZE, groups),
+        (env::TORCHELASTIC_RUN_ID, whole.run.0.clone()),
+        (env::TORCHELASTIC_RESTART_COUNT, whole.restarts.to_string()),
+        (env::TORCHELASTIC_MAX_RESTARTS, whole.job.run.restarts.to_string()),
         (env::TORCHELASTIC_USE_AGENT_STORE, hosted.to_owned()),
         (env::TORCHELASTIC_ERROR_FILE, error_file.display().to_string()),
     ]

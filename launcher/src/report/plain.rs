@@ -10,6 +10,17 @@ pub(crate) fn data(text: &str) -> io::Result<()> {
     }
 }
 
+/// Data, to stdout; the error of a closed pipe too, for those that would go on for long.
+pub(crate) fn stream(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush())
+}
+
+/// Is data read by a person, whose terminal wants protection?
+pub(crate) fn to_person() -> bool {
+    io::stdout().is_terminal()
+}
+
 /// Talk, to stderr. Nobody is left to be told when that fails.
 pub(crate) fn say(text: &str) {
     _ = io::stderr().lock().write_all(text.as_bytes());

@@ -28,12 +28,12 @@ pub(super) fn bytes(n: u64) -> String {
 }
 
 /// `0.4 s`, `12:34`, `1:02:03`.
-pub(super) fn took(seconds: f64) -> String {
+pub(crate) fn took(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.1} s") } else { clock(seconds) }
 }
 
 /// `0:07`, `12:34`, `1:02:03`.
-pub(super) fn clock(seconds: f64) -> String {
+pub(crate) fn clock(seconds: f64) -> String {
     let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
     match s / 3600 {
         0 => format!("{}:{:02}", s / 60, s % 60),
@@ -42,7 +42,7 @@ pub(super) fn clock(seconds: f64) -> String {
 }
 
 /// `0, 2-5, 9`.
-pub(super) fn ranks(sorted: &[Rank]) -> String {
+pub(crate) fn ranks(sorted: &[Rank]) -> String {
     let mut runs: Vec<(Rank, Rank)> = Vec::new();
     for &rank in sorted {
         match runs.last_mut() {
@@ -93,7 +93,7 @@ fn name(phase: Phase) -> &'static str {
 }
 
 /// Without what would move the cursor or retitle the window; colours and tabs stay.
-pub(super) fn harmless(text: &str) -> String {
+pub(crate) fn harmless(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find(|c: char| c.is_control() && c != '\t') {

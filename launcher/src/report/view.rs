@@ -1,11 +1,14 @@
 //! What is shown of each thing that happens.
 use super::{
     Item, Setup, Summary,
+    collapse::{Collapse, Line},
     curve::Curve,
+    limit::{Limit, Verdict},
     live::Console,
-    text::{activity, by_rank, bytes, clock, harmless, short, took},
+    sentence::{failed, sentence},
+    text::{activity, by_rank, clock, harmless, ranks, short, took},
 };
-use crate::controller::advice;
+use crate::controller::{Other, advice};
 use contract::{
     event::{Event, Phase},
     ids::Rank,
@@ -40,12 +43,18 @@ pub(super) struct View {
     checkpoint: Option<(u64, PathBuf)>,
     weights: Option<PathBuf>,
     failed: bool,
+    collapse: Collapse,
+    limit: Limit,
+    began: Instant,
+    /// Are stdout and stderr terminals?
+    terminals: (bool, bool),
 }
 
 impl View {
     pub(super) fn new(setup: Setup) -> Self {
         // Two streams on one terminal: event lines on stdout would tear the live view on stderr.
         let live = !(setup.json && io::stdout().is_terminal());
+        let collapse = Collapse::new(setup.shown);
         let mut view = View {
             setup,
             console: Console::new(live),
@@ -59,15 +68,24 @@ impl View {
             checkpoint: None,
             weights: None,
             failed: false,
+            collapse,
+            limit: Limit::new(),
+            began: Instant::now(),
+            terminals: (io::stdout().is_terminal(), io::stderr().is_terminal()),
         };
         view.status(None);
         view
     }
 
     pub(super) fn show(&mut self, item: Item) {
+        // What a rank said before something happened is shown before it.
+        if !matches!(item, Item::Line { .. } | Item::Progress { .. }) {
+            let lines = self.collapse.flush();
+            self.lines(lines);
+        }
         match item {
             Item::Event(event) => self.event(&event),
-            Item::Line { rank, stderr, text } => self.line(rank, stderr, &text),
+            Item::Line { rank, stderr, text } => self.line(rank, stderr, text),
             Item::Progress { rank, phase } => {
                 if self.phases.insert(rank, phase) != Some(phase) {
                     self.status(None);
@@ -82,15 +100,58 @@ impl View {
         }
     }
 
-    fn line(&mut self, rank: Rank, stderr: bool, text: &str) {
-        let prefix = if self.setup.prefix { format!("[rank {rank}] ") } else { String::new() };
+    fn line(&mut self, rank: Rank, stderr: bool, text: String) {
+        if self.setup.prefix {
+            let lines = self.collapse.push(self.began.elapsed(), rank, stderr, text);
+            self.lines(lines);
+        } else {
+            self.write(String::new(), stderr, &text);
+        }
+    }
+
+    /// How long nothing needs to be done when nothing comes.
+    pub(super) fn pause(&self) -> Option<Duration> {
+        self.collapse.deadline().map(|at| at.saturating_sub(self.began.elapsed()))
+    }
+
+    /// Shows the lines that have waited long enough.
+    pub(super) fn on_time(&mut self) {
+        let lines = self.collapse.due(self.began.elapsed());
+        self.lines(lines);
+    }
+
+    fn lines(&mut self, lines: Vec<Line>) {
+        for line in lines {
+            let all: Vec<Rank> = line.ranks.into_iter().collect();
+            let s = if all.len() == 1 { "" } else { "s" };
+            self.write(format!("[rank{s} {}] ", ranks(&all)), line.stderr, &line.text);
+        }
+    }
+
+    /// Says that lines were left out.
+    fn left_out(&mut self, count: u64) {
+        let (s, logs) = (if count == 1 { "" } else { "s" }, self.setup.logs.display());
+        self.console.talk(&format!("[{count} line{s} left out here: {logs} has all of them]"));
+    }
+
+    fn write(&mut self, prefix: String, stderr: bool, text: &str) {
+        // A file or another program takes what it gets; a person reads only so fast.
+        let talk = stderr || self.setup.json || self.setup.builtin;
+        let person = self.setup.detached || if talk { self.terminals.1 } else { self.terminals.0 };
+        let verdict = if person { self.limit.line(self.began.elapsed()) } else { Verdict::Show };
+        match verdict {
+            Verdict::Show => {}
+            Verdict::ShowAfter(count) => self.left_out(count),
+            Verdict::LeaveOut => return,
+            Verdict::Tell(count) => return self.left_out(count),
+        }
         // On a pipe or in a file the worker's bytes are the reader's business; a terminal is protected.
         // What the built-in runtime prints is talk.
-        if stderr || self.setup.json || self.setup.builtin {
-            let text = if io::stderr().is_terminal() { harmless(text) } else { text.to_owned() };
+        if talk {
+            let text = if self.terminals.1 { harmless(text) } else { text.to_owned() };
             self.console.talk(&format!("{prefix}{text}"));
         } else {
-            let text = if io::stdout().is_terminal() { harmless(text) } else { text.to_owned() };
+            let text = if self.terminals.0 { harmless(text) } else { text.to_owned() };
             self.console.data(&format!("{prefix}{text}"));
         }
     }
@@ -102,39 +163,38 @@ impl View {
             self.console.data(&line);
         }
         match event {
-            Event::Start { run, run_dir, world } => {
-                if self.setup.builtin {
-                    let s = if *world == 1 { "" } else { "s" };
-                    self.say(&format!("run {run}: {world} worker{s}, files in {}", run_dir.display()));
-                }
+            Event::Start { .. } if !self.setup.builtin => {}
+            Event::Step { .. } => self.step(event),
+            Event::Done { .. } => {}
+            Event::Failure { .. } => self.failure(event),
+            Event::Restart { .. } => self.restart(event),
+            _ => {
+                self.note(event);
+                self.say(&sentence(event));
             }
-            Event::Ready { step, total_steps, parameters, tokens_per_step } => {
+        }
+    }
+
+    /// Keeps what the last words and the live line need.
+    fn note(&mut self, event: &Event) {
+        match event {
+            Event::Ready { step, total_steps, .. } => {
                 self.total_steps = *total_steps;
                 self.console.steps(*total_steps, *step);
-                let (parameters, tokens) = (short(*parameters as f64), short(*tokens_per_step as f64));
-                self.say(&format!("training {parameters} parameters from step {step} to {total_steps}, {tokens} tokens a step"));
             }
-            Event::Resume { step, path, world, stage } => {
-                let by = format!("written by {world} workers at ZeRO stage {stage}");
-                self.say(&format!("going on from step {step} of {} ({by})", path.display()));
+            Event::Checkpoint { step, path, .. } => self.checkpoint = Some((*step, path.clone())),
+            Event::Gathered { path, .. } => self.weights = Some(path.clone()),
+            Event::Reload { step, values } => {
+                if let Some(train) = &values.train {
+                    self.total_steps = train.steps;
+                    self.console.steps(train.steps, *step);
+                }
             }
-            Event::Step { .. } => self.step(event),
-            Event::Eval { step, loss, perplexity, .. } => {
-                self.say(&format!("step {step}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
+            Event::Placed { world, .. } => {
+                self.setup.world = *world;
+                self.phases.clear();
             }
-            Event::Checkpoint { step, path, bytes: size, seconds } => {
-                self.checkpoint = Some((*step, path.clone()));
-                let size = bytes(*size);
-                self.say(&format!("step {step}: checkpoint {} ({size} in {seconds:.1} s)", path.display()));
-            }
-            Event::Gathered { step, path, bytes: size } => {
-                self.weights = Some(path.clone());
-                self.say(&format!("step {step}: weights {} ({})", path.display(), bytes(*size)));
-            }
-            Event::Notice { rank: None, message } => self.say(message),
-            Event::Notice { rank: Some(rank), message } => self.say(&format!("rank {rank}: {message}")),
-            Event::Failure { .. } => self.failure(event),
-            Event::Done { .. } => {}
+            _ => {}
         }
     }
 
@@ -196,19 +256,29 @@ impl View {
         let Event::Failure { rank, host, pid, cause, log, tail } = event else { return };
         self.failed = true;
         self.console.clear();
-        let who = match rank {
-            Some(rank) if *pid != 0 => format!("rank {rank} (pid {pid} on {host}): "),
-            Some(rank) => format!("rank {rank} (on {host}): "),
-            None => String::new(),
+        self.say(&failed(*rank, host, *pid, cause));
+        self.cause(*pid, cause, log.as_ref(), tail);
+    }
+
+    fn restart(&mut self, event: &Event) {
+        let Event::Restart { epoch, left, pause_s, rank, host, pid, cause, log, tail } = event else {
+            return;
         };
-        self.say(&format!("failed: {who}{cause}"));
+        self.say(&failed(*rank, host, *pid, cause));
+        self.cause(*pid, cause, log.as_ref(), tail);
+        let total = u64::from(*epoch) + u64::from(*left);
+        self.say(&format!("restart {epoch} of {total} in {pause_s:.1} s"));
+    }
+
+    /// What is known of a failure beside its sentence.
+    fn cause(&mut self, pid: u32, cause: &str, log: Option<&PathBuf>, tail: &[String]) {
         if !tail.is_empty() {
             self.console.talk("  the last lines of its output:");
         }
         for line in tail {
             self.console.talk(&format!("  | {}", harmless(line)));
         }
-        if let Some(log) = log.as_ref().filter(|_| *pid != 0) {
+        if let Some(log) = log.filter(|_| pid != 0) {
             self.console.talk(&format!("  all of it: {}", log.display()));
         }
         if let Some(advice) = advice(cause) {
@@ -217,8 +287,12 @@ impl View {
     }
 
     fn finish(&mut self, summary: &Summary) {
+        if let count @ 1.. = self.limit.take() {
+            self.left_out(count);
+        }
         self.console.clear();
-        for (ranks, how) in by_rank(summary.others.iter().map(|(r, how)| (*r, how))) {
+        let ends: Vec<(Rank, String)> = summary.others.iter().map(|o| (o.rank, self.end_of(o))).collect();
+        for (ranks, how) in by_rank(ends.iter().map(|(rank, how)| (*rank, how))) {
             self.console.talk(&format!("  then: rank {ranks}: {how}"));
         }
         if self.setup.builtin && !self.setup.json {
@@ -235,6 +309,11 @@ impl View {
             Summary { exit_code, .. } => self.say(&format!("ended with exit code {exit_code}")),
         }
         self.whereabouts(summary);
+    }
+
+    /// How another rank ended; with several hosts also where.
+    fn end_of(&self, other: &Other) -> String {
+        if self.setup.hosts > 1 { format!("{} (on {})", other.how, other.host) } else { other.how.clone() }
     }
 
     /// Where things lie, and how to go on.

@@ -3,7 +3,7 @@ use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 /// What a tensor is for.
@@ -212,15 +212,20 @@ impl ModelCard {
         }
     }
 
-    /// The first tensor in which two models differ, as `(what, ours, theirs)`.
+    /// The first tensor in which two models differ, as `(what, ours, theirs)`. Tensors go by their names: other programs
+    /// list them in other orders.
     pub(crate) fn first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
-        let shown = |w: Option<&WeightShape>| match w {
+        fn by_name(all: &[WeightShape]) -> HashMap<&str, &WeightShape> {
+            all.iter().map(|w| (w.name.as_str(), w)).collect()
+        }
+        let shown = |w: Option<&&WeightShape>| match w {
             Some(w) => format!("{} {:?}", w.name, w.shape),
-            None => "no further tensor".to_owned(),
+            None => "no such tensor".to_owned(),
         };
-        (0..self.weights.len().max(other.len()))
-            .find(|&i| self.weights.get(i) != other.get(i))
-            .map(|i| (format!("tensor {i} of the model"), shown(self.weights.get(i)), shown(other.get(i))))
+        let (ours, theirs) = (by_name(&self.weights), by_name(other));
+        let listed = other.iter().chain(&self.weights).map(|w| w.name.as_str());
+        let name = listed.into_iter().find(|name| ours.get(name) != theirs.get(name))?;
+        Some((format!("tensor {name}"), shown(ours.get(name)), shown(theirs.get(name))))
     }
 }
 

@@ -3,18 +3,27 @@ use crate::catalog::{Facts, Role, TensorInfo, TextFile, WeightShape, require_sam
 use crate::cut;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
 use crate::error::{CkptError, Damage, Result};
+use crate::extras::{Extras, ParamGroup};
 use crate::hash::Hash;
-use crate::manifest::{Extent, Manifest, TensorEntry};
+use crate::manifest::{Extent, FileEntry, Manifest, TensorEntry};
+use crate::pickle::Object;
+use crate::scattered::{Elsewhere, Host};
 use crate::source::Source;
+use crate::state::TrainingState;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// An open checkpoint. It goes on being readable when its folder is renamed, not when it is removed.
 pub struct Checkpoint {
-    folder: Folder,
+    path: PathBuf,
+    /// `None`: nothing of it is here.
+    folder: Option<Folder>,
+    /// Of each file: is it in the folder?
+    here: Vec<bool>,
     manifest: Manifest,
     index: HashMap<(Role, String), usize>,
     buffers: Buffers,
@@ -22,7 +31,7 @@ pub struct Checkpoint {
 
 impl fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Checkpoint({})", self.folder.path().display())
+        write!(f, "Checkpoint({})", self.path.display())
     }
 }
 
@@ -36,6 +45,20 @@ pub struct Request<'a> {
     /// Filled; its length says how many elements are wanted.
     pub out: &'a mut [f32],
 }
+
+/// Consecutive 1 MiB blocks of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    /// Index of the file: the rank that wrote it.
+    pub file: usize,
+    pub blocks: Range<u64>,
+}
+
+/// Takes a block: file, index, bytes.
+pub type Sink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
+
+/// Brings the blocks that are lacking.
+pub type Fetch<'a> = dyn FnMut(Vec<Run>, &mut Sink<'_>) -> Result<()> + 'a;
 
 /// Some bytes of a file and where they go.
 struct Wanted<'a> {
@@ -54,23 +77,77 @@ impl Checkpoint {
         }
         let folder = Folder::open(path)?;
         let manifest = Manifest::load(&folder)?;
-        for file in &manifest.files {
-            match folder.size_of(&file.name)? {
-                Some(size) if size == file.bytes => {}
+        let own = Elsewhere::of(path, &manifest);
+        let mut here = Vec::with_capacity(manifest.files.len());
+        for (i, file) in manifest.files.iter().enumerate() {
+            here.push(match folder.size_of(&file.name)? {
+                Some(size) if size == file.bytes => true,
                 Some(size) => {
                     let why = format!("it has {size} bytes, the manifest says {}", file.bytes);
                     return Err(CkptError::damaged(path, &file.name, why));
                 }
+                None if own.host_of(i).is_some() => false,
                 None => return Err(CkptError::Missing { path: path.to_owned(), what: file.name.clone() }),
-            }
+            });
         }
+        Ok(Checkpoint::of(path, Some(folder), here, manifest))
+    }
+
+    /// A checkpoint that is scattered over hosts, from its manifest's text: what is in `folder` (if there is one) can be
+    /// read here, the rest by [`Checkpoint::read_many_with`].
+    pub fn from_manifest(path: &Path, text: Vec<u8>, in_folder: bool) -> Result<Checkpoint> {
+        let manifest = Manifest::parse(path, text)?;
+        let folder = if in_folder { Some(Folder::open(path)?) } else { None };
+        let has = |f: &FileEntry| {
+            folder.as_ref().is_some_and(|d| d.size_of(&f.name).is_ok_and(|n| n == Some(f.bytes)))
+        };
+        let here = manifest.files.iter().map(has).collect();
+        Ok(Checkpoint::of(path, folder, here, manifest))
+    }
+
+    fn of(path: &Path, folder: Option<Folder>, here: Vec<bool>, manifest: Manifest) -> Checkpoint {
         let index = manifest.tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
-        Ok(Checkpoint { folder, manifest, index, buffers: Buffers::default() })
+        Checkpoint { path: path.to_owned(), folder, here, manifest, index, buffers: Buffers::default() }
     }
 
     /// As given to [`Checkpoint::open`].
     pub fn path(&self) -> &Path {
-        self.folder.path()
+        &self.path
+    }
+
+    /// Of each file: is it in the folder?
+    pub fn here(&self) -> &[bool] {
+        &self.here
+    }
+
+    /// The host on which a file was written, when it isn't in one directory with the others.
+    pub fn host_of(&self, file: usize) -> Option<&Host> {
+        self.manifest.host_of(file)
+    }
+
+    /// Number of 1 MiB blocks of each file.
+    pub fn blocks(&self) -> Vec<u64> {
+        self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
+    }
+
+    /// Refuses a checkpoint of which some shards are on other hosts.
+    pub fn require_whole(&self) -> Result<()> {
+        self.require_here(|_| true)
+    }
+
+    fn require_here(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
+        let lacking = (0..self.here.len()).filter(|&i| !self.here[i] && needed(i));
+        let shards: Vec<(String, String)> = lacking.map(|i| self.whereabouts(i)).collect();
+        match shards.is_empty() {
+            true => Ok(()),
+            false => Err(CkptError::Elsewhere { path: self.path.clone(), shards }),
+        }
+    }
+
+    /// Name of a shard and where it lies.
+    fn whereabouts(&self, file: usize) -> (String, String) {
+        let host = self.host_of(file).map_or("(not said)".to_owned(), Host::to_string);
+        (self.manifest.files[file].name.clone(), host)
     }
 
     /// What the saving run supplied.
@@ -124,31 +201,67 @@ impl Checkpoint {
     /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::Mismatch`] when a tensor or range is
     /// not there.
     pub fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
+        self.read_many_with(requests, &mut |lacking, _| {
+            self.require_here(|file| lacking.iter().any(|run| run.file == file))
+        })
+    }
+
+    /// The same when some of the files aren't here: `fetch` is called once, after the others are read, with all blocks
+    /// that are lacking (sorted), and hands each over in that order; each is verified.
+    pub fn read_many_with(&self, requests: &mut [Request<'_>], fetch: &mut Fetch<'_>) -> Result<()> {
         let mut wanted = Vec::new();
         for request in requests {
             self.resolve(request, &mut wanted)?;
         }
         wanted.sort_by_key(|w| (w.file, w.bytes.start));
-        let mut jobs = Vec::new();
+        let (mut jobs, mut lacking) = (Vec::new(), Vec::new());
         for of_file in wanted.chunk_by(|a, b| a.file == b.file) {
             let file = of_file[0].file;
             let ranges = of_file.iter().map(|w| w.bytes.clone()).collect();
             let size = self.manifest.files[file].bytes;
-            jobs.extend(cut::blocks(ranges, BLOCK as u64).into_iter().map(|blocks| Job {
-                file,
-                size,
-                blocks,
-            }));
-        }
-        let open = |file: usize| BlockFile::open(&self.folder, &self.manifest.files[file].name);
-        let mut scatter = Scatter { wanted: &mut wanted, first: 0 };
-        stream(&self.buffers, &jobs, open, |(job, read)| {
-            let window = read.map_err(|e| self.explain(&job, e))?;
-            for (block, bytes) in job.blocks.clone().zip(window.chunks(BLOCK)) {
-                self.verify_block(job.file, block, bytes)?;
-                scatter.block(job.file, block * BLOCK as u64, bytes);
+            for blocks in cut::blocks(ranges, BLOCK as u64) {
+                match self.here[file] {
+                    true => jobs.push(Job { file, size, blocks }),
+                    false => lacking.push(Run { file, blocks }),
+                }
             }
+        }
+        let mut scatter = Scatter { wanted: &mut wanted, first: 0 };
+        let read = self.read_jobs(&jobs, &mut |file, block, bytes| {
+            self.verify_block(file, block, bytes)?;
+            scatter.block(file, block * BLOCK as u64, bytes);
             Ok(())
+        });
+        let mut scatter = Scatter { wanted: &mut wanted, first: 0 };
+        let fetched = fetch(lacking, &mut |file, block, bytes| {
+            self.verify_block(file, block, bytes)?;
+            scatter.block(file, block * BLOCK as u64, bytes);
+            Ok(())
+        });
+        read.and(fetched)
+    }
+
+    /// Reads blocks of a file that is here as they are, for a reader on another host, who verifies them.
+    pub fn read_blocks(&self, run: &Run, sink: &mut Sink<'_>) -> Result<()> {
+        let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
+        let file = file.ok_or_else(|| CkptError::Missing {
+            path: self.path.clone(),
+            what: format!("blocks {:?} of file {}", run.blocks, run.file),
+        })?;
+        self.read_jobs(&[Job { file: run.file, size: file.bytes, blocks: run.blocks.clone() }], sink)
+    }
+
+    fn read_jobs(&self, jobs: &[Job], sink: &mut Sink<'_>) -> Result<()> {
+        let open = |file: usize| {
+            let name = &self.manifest.files[file].name;
+            match &self.folder {
+                Some(folder) => BlockFile::open(folder, name),
+                None => Err(CkptError::Missing { path: self.path.clone(), what: name.clone() }),
+            }
+        };
+        stream(&self.buffers, jobs, open, |(job, read)| {
+            let window = read.map_err(|e| self.explain(&job, e))?;
+            job.blocks.clone().zip(window.chunks(BLOCK)).try_for_each(|(b, bytes)| sink(job.file, b, bytes))
         })
     }
 
@@ -191,7 +304,7 @@ impl Checkpoint {
 
     fn verify_block(&self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         let entry = &self.manifest.files[file];
-        if entry.blocks[block as usize] == Hash::of(bytes) {
+        if entry.blocks.get(block as usize) == Some(&Hash::of(bytes)) {
             return Ok(());
         }
         let damage = Damage {
@@ -239,8 +352,47 @@ impl Source for Checkpoint {
         Checkpoint::read_many(self, requests)
     }
 
+    fn extras(&self) -> Result<Extras> {
+        let facts = self.facts();
+        let mut groups: Vec<ParamGroup> =
+            facts.groups.as_array().into_iter().flatten().map(ParamGroup::from_json).collect();
+        for group in &mut groups {
+            group.steps = vec![Some(facts.step as f64); group.names.len()];
+        }
+        let converted = &facts.job["converted"];
+        Ok(Extras {
+            groups,
+            ties: facts.model.ties.clone(),
+            frozen: facts.model.frozen.clone(),
+            scheduler: Object::from_json(&converted["scheduler"]),
+            stage: Some(facts.stage),
+            world: Some(facts.world),
+            native: Some(Box::new(facts.clone())),
+            ..Extras::default()
+        })
+    }
+
     fn step(&self) -> Option<u64> {
         Some(self.facts().step)
+    }
+
+    fn state(&self) -> TrainingState {
+        let facts = self.facts();
+        let trained = facts.model.weights.iter().filter(|w| !facts.model.frozen.contains(&w.name));
+        TrainingState {
+            step: Some(facts.step),
+            world: Some(facts.world),
+            stage: Some(facts.stage),
+            // the worker writes them in this form; other forms are none
+            groups: serde_json::from_value(facts.groups.clone()).unwrap_or_default(),
+            steps: trained.map(|w| (w.name.clone(), facts.step)).collect(),
+            // the schedule is a function of the step
+            scheduler: Value::Null,
+            loss_scaler: Value::Null,
+            ties: facts.model.ties.clone(),
+            frozen: facts.model.frozen.clone(),
+            buffers: facts.model.buffers.iter().map(|b| b.name.clone()).collect(),
+        }
     }
 
     fn tokens(&self) -> Option<u64> {
@@ -253,6 +405,18 @@ impl Source for Checkpoint {
 
     fn texts(&self) -> &[TextFile] {
         &self.facts().tokenizer
+    }
+
+    fn require_weights(&self) -> Result<()> {
+        let state = |t: &&TensorEntry| !t.role.is_optimizer_state();
+        let files: HashSet<usize> = self
+            .manifest
+            .tensors
+            .iter()
+            .filter(state)
+            .flat_map(|t| t.pieces.iter().map(|p| p.file))
+            .collect();
+        self.require_here(|file| files.contains(&file))
     }
 }
 

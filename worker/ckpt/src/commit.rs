@@ -5,6 +5,7 @@ use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::fault;
 use crate::manifest::{Extent, FileEntry, MANIFEST, Manifest, TensorEntry, shard_name};
+use crate::parity::ParityReport;
 use crate::root::{
     DELETING, LATEST, LATEST_NEW, REPLACED, SAVING, latest_step, latest_text, list, step_name, step_of,
 };
@@ -27,13 +28,24 @@ pub struct Committed {
 /// exactly once; writes the manifest; gives the folder its name; then moves `latest`. A checkpoint of the same step is
 /// replaced, and stays complete until the new one is.
 pub fn commit(staging: Staging, facts: Facts, reports: Vec<ShardReport>) -> Result<Committed> {
-    commit_with(staging, facts, reports, Swap::Atomic)
+    commit_with(staging, facts, reports, None, Swap::Atomic)
+}
+
+/// The same of a save with parity: `parity` are the stripes of all ranks, from [`crate::write_parity`].
+pub fn commit_parity(
+    staging: Staging,
+    facts: Facts,
+    reports: Vec<ShardReport>,
+    parity: Vec<ParityReport>,
+) -> Result<Committed> {
+    commit_with(staging, facts, reports, Some(parity), Swap::Atomic)
 }
 
 pub(crate) fn commit_with(
     staging: Staging,
     facts: Facts,
     reports: Vec<ShardReport>,
+    parity: Option<Vec<ParityReport>>,
     swap: Swap,
 ) -> Result<Committed> {
     if facts.step != staging.step {
@@ -42,20 +54,7 @@ pub(crate) fn commit_with(
             staging.step, facts.step
         )));
     }
-    let manifest = assemble(facts, reports)?;
-    let folder = Folder::open(&staging.dir)?;
-    for file in &manifest.files {
-        let found = folder.size_of(&file.name)?;
-        if found != Some(file.bytes) {
-            let found = found.map_or("no such file".to_owned(), |n| format!("{n} bytes"));
-            return Err(CkptError::invalid(format!(
-                "{} should have {} bytes, found {found}",
-                file.name, file.bytes
-            )));
-        }
-    }
-    let bytes = manifest.bytes() + disk::write_file(staging.dir.join(MANIFEST), &manifest.encode()?)?;
-    disk::sync_dir(&staging.dir)?;
+    let bytes = write_manifest(&staging.dir, facts, reports, parity)?;
     let path = staging.root.join(step_name(staging.step));
     publish(&staging.dir, &path, swap)?;
     point_latest(&staging.root, staging.step)?;
@@ -64,8 +63,38 @@ pub(crate) fn commit_with(
     Ok(Committed { path, bytes })
 }
 
+/// Checks that the shards in `dir` are all there and hold every tensor, and writes the manifest. Bytes of all files.
+pub(crate) fn write_manifest(
+    dir: &Path,
+    facts: Facts,
+    reports: Vec<ShardReport>,
+    parity: Option<Vec<ParityReport>>,
+) -> Result<u64> {
+    let manifest = assemble(facts, reports, parity)?;
+    let folder = Folder::open(dir)?;
+    manifest.all_files().try_for_each(|file| require_file(&folder, file))?;
+    let files: u64 = manifest.all_files().map(|f| f.bytes).sum();
+    let bytes = files + disk::write_file(dir.join(MANIFEST), &manifest.encode()?)?;
+    disk::sync_dir(dir)?;
+    Ok(bytes)
+}
+
+/// The shard is in the folder, with all its bytes.
+pub(crate) fn require_file(folder: &Folder, file: &FileEntry) -> Result<()> {
+    let found = folder.size_of(&file.name)?;
+    if found == Some(file.bytes) {
+        return Ok(());
+    }
+    let found = found.map_or("no such file".to_owned(), |n| format!("{n} bytes"));
+    Err(CkptError::invalid(format!("{} should have {} bytes, found {found}", file.name, file.bytes)))
+}
+
 /// Pieces of every rank, as the manifest of whole tensors.
-fn assemble(facts: Facts, mut reports: Vec<ShardReport>) -> Result<Manifest> {
+pub(crate) fn assemble(
+    facts: Facts,
+    mut reports: Vec<ShardReport>,
+    parity: Option<Vec<ParityReport>>,
+) -> Result<Manifest> {
     reports.sort_by_key(|r| r.rank);
     let ranks: Vec<u32> = reports.iter().map(|r| r.rank).collect();
     if !ranks.iter().copied().eq(0..facts.world) {
@@ -84,7 +113,7 @@ fn assemble(facts: Facts, mut reports: Vec<ShardReport>) -> Result<Manifest> {
             let extent = Extent { start: p.start, count: p.count, file, offset: p.offset };
             pieces.entry((p.role, p.name)).or_default().push(extent);
         }
-        files.push(FileEntry { name: report.file, bytes: report.bytes, blocks: report.blocks });
+        files.push(FileEntry { name: report.file, bytes: report.bytes, blocks: report.blocks, host: None });
     }
     let frozen: HashSet<&str> = facts.model.frozen.iter().map(String::as_str).collect();
     let mut tensors = Vec::new();
@@ -105,7 +134,13 @@ fn assemble(facts: Facts, mut reports: Vec<ShardReport>) -> Result<Manifest> {
     if let Some((role, name)) = pieces.keys().next() {
         return Err(CkptError::invalid(format!("{role}/{name} is no tensor of the model")));
     }
-    let manifest = Manifest::new(facts, files, tensors);
+    let parity = parity.map(|mut stripes| {
+        stripes.sort_by_key(|p| p.rank);
+        let entry =
+            |p: ParityReport| FileEntry { name: p.file, bytes: p.bytes, blocks: p.blocks, host: None };
+        stripes.into_iter().map(entry).collect()
+    });
+    let manifest = Manifest::new(facts, files, tensors, parity);
     manifest.check().map_err(CkptError::invalid)?;
     Ok(manifest)
 }
@@ -159,11 +194,17 @@ fn rename(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Makes `latest` name this step.
-fn point_latest(root: &Path, step: u64) -> Result<()> {
-    let new = root.join(LATEST_NEW);
+pub(crate) fn point_latest(root: &Path, step: u64) -> Result<()> {
+    replace_file(root, LATEST_NEW, LATEST, latest_text(step).as_bytes())
+}
+
+/// Gives a small file in the directory this content, durably: it has the old or the new one, never a part. `new` is its
+/// name until it is whole.
+pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -> Result<()> {
+    let new = root.join(new);
     disk::unlink(&new)?;
-    disk::write_file(new.clone(), latest_text(step).as_bytes())?;
-    rename(&new, &root.join(LATEST))?;
+    disk::write_file(new.clone(), content)?;
+    rename(&new, &root.join(name))?;
     disk::sync_dir(root)
 }
 

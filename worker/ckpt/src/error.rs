@@ -45,6 +45,10 @@ pub enum CkptError {
     Damaged { path: PathBuf, damage: Damage },
     /// A file or tensor that belongs to the checkpoint is not there.
     Missing { path: PathBuf, what: String },
+    /// Some shards lie on other hosts: (shard, host).
+    Elsewhere { path: PathBuf, shards: Vec<(String, String)> },
+    /// Blocks on another host could not be had, or are not what they should be.
+    Fetch { path: PathBuf, why: String },
     /// The checkpoint is sound but of something else than was asked for.
     Mismatch { path: PathBuf, what: String, expected: String, found: String },
     /// Written by a program that knows a newer format.
@@ -91,6 +95,8 @@ impl CkptError {
             NotACheckpoint { .. }
             | Damaged { .. }
             | Missing { .. }
+            | Elsewhere { .. }
+            | Fetch { .. }
             | Mismatch { .. }
             | Unsupported { .. } => true,
             NoSpace { .. } | Busy { .. } | Invalid { .. } | Refused { .. } | Overflow { .. } | Io { .. } => {
@@ -113,6 +119,24 @@ impl fmt::Display for CkptError {
                 "checkpoint {} is not whole: {what} is missing; use another checkpoint or bring it back",
                 path.display()
             ),
+            Elsewhere { path, shards } => {
+                let list: Vec<String> =
+                    shards.iter().take(3).map(|(shard, host)| format!("{shard} on host {host}")).collect();
+                let more = match shards.len().saturating_sub(3) {
+                    0 => String::new(),
+                    n => format!(" and {n} more"),
+                };
+                write!(
+                    f,
+                    "checkpoint {} is not all here: it lacks {}{more}; copy these files into the folder from there, or \
+                     go on with a job that has those hosts (it gathers the weights at its end)",
+                    path.display(),
+                    list.join(", ")
+                )
+            }
+            Fetch { path, why } => {
+                write!(f, "checkpoint {} can't be read from the hosts that have it: {why}", path.display())
+            }
             Mismatch { path, what, expected, found } => write!(
                 f,
                 "checkpoint {} does not fit: {what}: expected {expected}, found {found}",

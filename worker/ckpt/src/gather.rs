@@ -2,7 +2,7 @@
 //!
 //! Extra memory is the same for every model size: three windows of 16 MiB, one converted window, and the buffers of
 //! one read and one write (24 MiB each).
-mod output;
+pub(crate) mod output;
 
 use self::output::Output;
 use crate::catalog::{Role, TensorInfo};
@@ -100,6 +100,7 @@ pub fn gather(
         names.push(name);
         disk::write_file(out.dir.join(name), text.as_bytes())?;
     }
+    checkpoint.settle(false)?;
     plan.check_written(&out.dir, &files)?;
     let gathered = json!({
         "format": GATHERED_FORMAT, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names,
@@ -212,11 +213,11 @@ impl Plan {
         checkpoint: &dyn Source,
         mut config: Map<String, Value>,
     ) -> Result<Vec<(String, String)>> {
-        // both names are in use: `torch_dtype` up to transformers 4, `dtype` from 5
-        for key in ["torch_dtype", "dtype"] {
-            if key == "torch_dtype" || config.contains_key(key) {
-                config.insert(key.into(), self.dtype.torch_name().into());
-            }
+        // both names are in use: `torch_dtype` up to transformers 4, `dtype` from 5; the older one is known to all
+        let named = ["torch_dtype", "dtype"].map(|key| config.contains_key(key).then_some(key));
+        let named = if named == [None, None] { [Some("torch_dtype"), None] } else { named };
+        for key in named.into_iter().flatten() {
+            config.insert(key.into(), self.dtype.torch_name().into());
         }
         let mut texts = vec![(CONFIG.to_owned(), pretty(&sorted(&config))?)];
         let own = |name: &str| checkpoint.texts().iter().any(|t| t.name == name);
@@ -397,7 +398,7 @@ fn read_window(
         let name = plan.tensors[*tensor].name.as_str();
         requests.push(Request { name, role: plan.tensors[*tensor].role, start_element: range.start, out });
     }
-    checkpoint.read_many(&mut requests)?;
+    checkpoint.read_unchecked(&mut requests)?;
     Ok((window, buffer))
 }
 

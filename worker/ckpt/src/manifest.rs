@@ -9,16 +9,23 @@ use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors;
 use crate::hash::Hash;
+use crate::scattered::Host;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
+use std::path::Path;
 
 /// Its name; a folder without it is no checkpoint.
 pub(crate) const MANIFEST: &str = "manifest.json";
 /// Larger ones are not read. 64 hex digits per MiB of state: enough for some 3 TB.
 const MANIFEST_MAX: u64 = 256 << 20;
 const FORMAT: &str = "launch checkpoint";
+/// Without parity; every version of the program reads it.
 const VERSION: u32 = 1;
+/// With parity, or with shards on several hosts: it says on which.
+const EXTENDED_VERSION: u32 = 2;
+/// The most hosts of one checkpoint.
+const HOSTS_MAX: usize = 65_536;
 const OPENING: &str = "{\"blake3\":\"";
 const HEX: Range<usize> = OPENING.len()..OPENING.len() + 64;
 
@@ -32,8 +39,14 @@ pub(crate) struct Manifest {
     version: u32,
     pub(crate) facts: Facts,
     block_bytes: u64,
+    /// Where the shards lie when that is not one directory; empty in version 1.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) hosts: Vec<Host>,
     pub(crate) files: Vec<FileEntry>,
     pub(crate) tensors: Vec<TensorEntry>,
+    /// A stripe of parity per rank; version 2 has them, version 1 has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
 /// The fields that every version has.
@@ -51,6 +64,9 @@ pub(crate) struct FileEntry {
     pub(crate) bytes: u64,
     /// BLAKE3 of each [`BLOCK`] of the file; the last may be shorter.
     pub(crate) blocks: Vec<Hash>,
+    /// Index into [`Manifest::hosts`]; only in version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) host: Option<usize>,
 }
 
 /// One logical tensor.
@@ -109,9 +125,30 @@ pub(crate) fn shard_name(rank: u32, world: u32) -> String {
 }
 
 impl Manifest {
-    pub(crate) fn new(facts: Facts, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Manifest {
+    pub(crate) fn new(
+        facts: Facts,
+        files: Vec<FileEntry>,
+        tensors: Vec<TensorEntry>,
+        parity: Option<Vec<FileEntry>>,
+    ) -> Manifest {
         let (blake3, format) = ("0".repeat(64), FORMAT.to_owned());
-        Manifest { blake3, format, version: VERSION, facts, block_bytes: BLOCK as u64, files, tensors }
+        let version = if parity.is_some() { EXTENDED_VERSION } else { VERSION };
+        let (block_bytes, hosts) = (BLOCK as u64, Vec::new());
+        Manifest { blake3, format, version, facts, block_bytes, hosts, files, tensors, parity }
+    }
+
+    /// The same with the host of each shard, by rank.
+    pub(crate) fn scattered(mut self, hosts: Vec<Host>, host_of: &[usize]) -> Manifest {
+        (self.version, self.hosts) = (EXTENDED_VERSION, hosts);
+        for (file, host) in self.files.iter_mut().zip(host_of) {
+            file.host = Some(*host);
+        }
+        self
+    }
+
+    /// Where this shard was written, when the manifest says so.
+    pub(crate) fn host_of(&self, file: usize) -> Option<&Host> {
+        self.hosts.get(self.files.get(file)?.host?)
     }
 
     /// The file's content.
@@ -140,24 +177,49 @@ impl Manifest {
 
     /// Reads and checks everything that can be checked without the shards.
     pub(crate) fn load(folder: &Folder) -> Result<Manifest> {
-        let text = match folder.read(MANIFEST, MANIFEST_MAX) {
+        Manifest::parse(folder.path(), Manifest::read(folder)?)
+    }
+
+    /// The file's content as it is.
+    pub(crate) fn read(folder: &Folder) -> Result<Vec<u8>> {
+        match folder.read(MANIFEST, MANIFEST_MAX) {
             Err(CkptError::Missing { path, .. }) => {
-                return Err(CkptError::NotACheckpoint { path, why: format!("it has no {MANIFEST}") });
+                Err(CkptError::NotACheckpoint { path, why: format!("it has no {MANIFEST}") })
             }
-            other => other?,
-        };
-        let bad = |why: String| CkptError::damaged(folder.path(), MANIFEST, why);
-        let stored = text.get(HEX).ok_or_else(|| bad("it is cut short".into()))?.to_owned();
-        let mut zeroed = text;
-        zeroed[HEX].fill(b'0');
-        if !zeroed.starts_with(OPENING.as_bytes()) || Hash::of(&zeroed).hex().as_bytes() != stored {
-            return Err(bad("its content does not fit its own BLAKE3".into()));
+            other => other,
         }
+    }
+
+    /// Puts the hash that fits into a manifest's text, if it is long enough to hold one.
+    pub(crate) fn seal(text: &mut [u8]) {
+        if text.get_mut(HEX).map(|hex| hex.fill(b'0')).is_some() {
+            let hash = Hash::of(text).hex();
+            text[HEX].copy_from_slice(hash.as_bytes());
+        }
+    }
+
+    /// The hash that a text says, which is the right one, and the text with zeros in its place.
+    pub(crate) fn unsealed(mut text: Vec<u8>) -> std::result::Result<(String, Vec<u8>), &'static str> {
+        let stored = text.get(HEX).ok_or("it is cut short")?.to_owned();
+        text[HEX].fill(b'0');
+        let hash = Hash::of(&text).hex();
+        match text.starts_with(OPENING.as_bytes()) && hash.as_bytes() == stored {
+            true => Ok((hash, text)),
+            false => Err("its content does not fit its own BLAKE3"),
+        }
+    }
+
+    /// The same of the text of the manifest in `path`.
+    pub(crate) fn parse(path: &Path, text: Vec<u8>) -> Result<Manifest> {
+        let bad = |why: String| CkptError::damaged(path, MANIFEST, why);
+        let (_, zeroed) = Manifest::unsealed(text).map_err(|why| bad(why.into()))?;
         let head: Head = serde_json::from_slice(&zeroed).map_err(|e| bad(e.to_string()))?;
-        if head.format != FORMAT || head.version != VERSION {
-            let what =
-                format!("it is {:?} version {}, not {FORMAT:?} version {VERSION}", head.format, head.version);
-            return Err(CkptError::Unsupported { path: folder.path().to_owned(), what });
+        if head.format != FORMAT || !(VERSION..=EXTENDED_VERSION).contains(&head.version) {
+            let what = format!(
+                "it is {:?} version {}, not {FORMAT:?} version {VERSION} or {EXTENDED_VERSION}",
+                head.format, head.version
+            );
+            return Err(CkptError::Unsupported { path: path.to_owned(), what });
         }
         let manifest: Manifest = serde_json::from_slice(&zeroed).map_err(|e| bad(e.to_string()))?;
         manifest.check().map_err(bad)?;
@@ -167,6 +229,11 @@ impl Manifest {
     /// Bytes of all shards.
     pub(crate) fn bytes(&self) -> u64 {
         self.files.iter().map(|f| f.bytes).sum()
+    }
+
+    /// Shards, then parity.
+    pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
+        self.files.iter().chain(self.parity.iter().flatten())
     }
 
     /// `role/name` of the tensors with bytes in this block.
@@ -190,6 +257,13 @@ impl Manifest {
             return Err(format!("blocks of {} bytes, not {BLOCK}", self.block_bytes));
         }
         self.check_files()?;
+        if (self.parity.is_some() || !self.hosts.is_empty()) != (self.version == EXTENDED_VERSION) {
+            return Err(format!("version {} with or without parity or hosts", self.version));
+        }
+        if let Some(parity) = &self.parity {
+            crate::parity::check(&self.files, parity)?;
+        }
+        self.check_hosts()?;
         let mut spans: Vec<Vec<Range<u64>>> = vec![Vec::new(); self.files.len()];
         let mut seen = HashMap::new();
         for tensor in &self.tensors {
@@ -230,6 +304,30 @@ impl Manifest {
             total = total.checked_add(file.bytes).ok_or("sizes of shards that overflow")?;
         }
         Ok(())
+    }
+
+    /// Version 2 says of every shard on which of its hosts it is; version 1 knows no hosts.
+    fn check_hosts(&self) -> std::result::Result<(), String> {
+        if self.hosts.is_empty() {
+            return match self.files.iter().all(|f| f.host.is_none()) {
+                true => Ok(()),
+                false => Err("shards on hosts that aren't listed".into()),
+            };
+        }
+        if self.hosts.len() > HOSTS_MAX {
+            return Err(format!("{} hosts, not 1 to {HOSTS_MAX}", self.hosts.len()));
+        }
+        let mut seen = HashSet::new();
+        for host in &self.hosts {
+            host.check()?;
+            if !seen.insert(&host.id) {
+                return Err(format!("host {} is listed twice", host.id));
+            }
+        }
+        match self.files.iter().find(|f| f.host.is_none_or(|h| h >= self.hosts.len())) {
+            Some(file) => Err(format!("{} is on no host that is listed", file.name)),
+            None => Ok(()),
+        }
     }
 
     fn check_tensor(

@@ -2,10 +2,10 @@
 use crate::checkpoint::Checkpoint;
 use crate::disk::{Folder, exists};
 use crate::error::{CkptError, Result};
-use crate::foreign::Foreign;
-use crate::formats::deepspeed;
+use crate::foreign::{self, Foreign};
 use crate::hash::Hash;
 use crate::manifest::MANIFEST;
+use crate::source::Source;
 use std::path::{Path, PathBuf};
 
 /// Name of the file that says which checkpoint was completed last.
@@ -122,7 +122,7 @@ pub fn newest(path: &Path) -> Result<Newest> {
     }
     match skipped.into_iter().next() {
         Some(first) => Err(first),
-        None => Err(CkptError::NotACheckpoint { path: path.to_owned(), why: foreign(path) }),
+        None => Err(CkptError::NotACheckpoint { path: path.to_owned(), why: seems(path) }),
     }
 }
 
@@ -135,49 +135,65 @@ pub enum Found {
     Foreign(Box<Foreign>),
 }
 
+impl Found {
+    /// Its tensors and its state, whatever format it has.
+    pub fn source(&self) -> &dyn Source {
+        match self {
+            Found::Native(newest) => &newest.checkpoint,
+            Found::Foreign(foreign) => &**foreign,
+        }
+    }
+}
+
 /// Opens the checkpoint at `path`, whatever program wrote it; of a directory of ours the newest that opens, of
 /// DeepSpeed's the one that `latest` names.
 pub fn find(path: &Path) -> Result<Found> {
-    let native = exists(&path.join(MANIFEST)) || !path.is_dir() || !list(path)?.is_empty();
-    if !native && let Some(foreign) = deepspeed::open(path)? {
+    let native = exists(&path.join(MANIFEST)) || !exists(path) || (path.is_dir() && !list(path)?.is_empty());
+    if !native && let Some(foreign) = foreign::open(path)? {
         return Ok(Found::Foreign(Box::new(foreign)));
     }
     newest(path).map(|n| Found::Native(Box::new(n)))
 }
 
-/// What a directory without a checkpoint seems to be.
-fn foreign(path: &Path) -> String {
+/// What a folder without a checkpoint seems to be, what it lacks, and what helps.
+pub(crate) fn seems(path: &Path) -> String {
     let has = |name: &str| exists(&path.join(name));
-    let weights = has("model.safetensors") || has("model.safetensors.index.json");
-    let unread = |what: &str| format!("it is {what}, which isn't read by this version");
+    let names = Folder::open(path).and_then(|f| f.names()).unwrap_or_default();
+    let any = |fits: &dyn Fn(&str) -> bool| names.iter().any(|n| fits(n));
+    let rng = any(&|n| n.starts_with("rng_state") || n.starts_with("random_states_"));
     match () {
-        () if has(".metadata") || has("pytorch_model_fsdp_0") || has("pytorch_model_fsdp.bin") => {
-            unread("a checkpoint of torch's FSDP or distributed checkpointing")
+        () if has("pytorch_model_fsdp_0") => {
+            "pytorch_model_fsdp_0 lacks its .metadata: the save was cut short before its last file, or it wasn't copied (it is hidden)".into()
         }
-        () if has("optimizer.pt") || has("optimizer.bin") => {
-            unread("a folder of HF Trainer or Accelerate without DeepSpeed")
+        () if any(&|n| n.ends_with(".distcp")) => {
+            "it holds .distcp files without .metadata: the save was cut short before its last file, or it wasn't copied (it is hidden)".into()
         }
-        () if has("latest_universal") => unread("a universal checkpoint of DeepSpeed"),
-        () if weights => {
-            format!(
-                "it has no {MANIFEST}; it is a folder of Hugging Face weights, which hold no training state"
-            )
+        () if any(&|n| n.starts_with("pytorch_model_fsdp_rank")) => {
+            "it holds FSDP's local shards, which only the same program on as many ranks can read; save with a sharded or full state dict".into()
+        }
+        () if has("adapter_model.safetensors") || has("adapter_model.bin") => {
+            "it is an adapter of PEFT, which is no whole model; merge it into its base model first".into()
+        }
+        () if has("optimizer.pt") || has("optimizer.bin") || has("trainer_state.json") || rng => {
+            "it is a folder of HF Trainer or Accelerate without weights: model.safetensors, pytorch_model.bin or the folder of FSDP or DeepSpeed is missing".into()
+        }
+        () if has("latest") => {
+            "`latest` names a folder that isn't here, and no other checkpoint is; bring that folder back".into()
+        }
+        () if any(&|n| n.ends_with(".ckpt")) => {
+            "it holds .ckpt files, which other programs than those known write".into()
+        }
+        () if any(&|n| n.starts_with("consolidated.") && n.ends_with(".pth")) => {
+            "it holds Meta's own weights (consolidated.*.pth); convert them to Hugging Face's form first".into()
         }
         () if step_of(&path.file_name().unwrap_or_default().to_string_lossy()).is_some() => {
             format!("it has no {MANIFEST}: a save or a removal of it was cut short")
         }
-        () => match trainer_folder(path) {
-            Some(name) => {
-                format!("it is a folder of HF Trainer; give one of its checkpoints, for example {name}")
-            }
-            None => format!("it has no {MANIFEST}, no folders step-… and no DeepSpeed state"),
+        () => match names.iter().find(|n| path.join(n).join("latest").symlink_metadata().is_ok()) {
+            Some(name) => format!("it has no checkpoint of its own, but {name} may hold one: give its path"),
+            None => format!(
+                "it has no {MANIFEST}, no folders step-…, no DeepSpeed state and no weights (model.safetensors, pytorch_model.bin, .metadata)"
+            ),
         },
     }
-}
-
-/// The last `checkpoint-N` in a directory.
-fn trainer_folder(path: &Path) -> Option<String> {
-    let names = Folder::open(path).and_then(|f| f.names()).ok()?;
-    let step = |name: &String| name.strip_prefix("checkpoint-").and_then(|n| n.parse::<u64>().ok());
-    names.into_iter().filter(|n| step(n).is_some()).max_by_key(step)
 }

@@ -22,6 +22,8 @@ pub struct Staging {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
     pub(crate) step: u64,
+    /// Stays when this is dropped: other hosts may have completed it.
+    pub(crate) prepared: bool,
     _lock: DirLock,
 }
 
@@ -42,7 +44,7 @@ impl Staging {
         }
         let dir = root.join(unique_name(&step_name(step)));
         disk::make_dir(&dir)?;
-        Ok(Staging { root: root.to_owned(), dir, step, _lock: lock })
+        Ok(Staging { root: root.to_owned(), dir, step, prepared: false, _lock: lock })
     }
 
     /// Where the ranks write their shards; rank 0 tells them.
@@ -53,8 +55,10 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // what can't be removed now is removed by the next `begin`
-        let _ = disk::remove_tree(&self.dir);
+        if !self.prepared {
+            // what can't be removed now is removed by the next `begin`
+            let _ = disk::remove_tree(&self.dir);
+        }
     }
 }
 
@@ -115,9 +119,7 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) 
     if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {
         return Err(CkptError::invalid(format!("rank {rank} gives {} twice", twice.name)));
     }
-    let metadata =
-        [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
-    let header = safetensors::header(&metadata, &planned).map_err(CkptError::invalid)?;
+    let header = safetensors::shard_header(rank, world, &planned).map_err(CkptError::invalid)?;
 
     let file = shard_name(rank, world);
     let mut writer = FileWriter::create(staging.join(&file), WritePath::Direct, true)?;

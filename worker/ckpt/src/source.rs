@@ -1,7 +1,9 @@
 //! What weights can be gathered from: a checkpoint of ours or of others.
-use crate::catalog::{TensorInfo, TextFile};
+use crate::catalog::{Role, TensorInfo, TextFile};
 use crate::checkpoint::Request;
-use crate::error::Result;
+use crate::error::{CkptError, Result};
+use crate::extras::Extras;
+use crate::state::TrainingState;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -16,8 +18,35 @@ pub trait Source: Sync {
     /// Fills all requests. After an error the contents of the outputs mean nothing.
     fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()>;
 
+    /// As [`Source::read_many`], but what is wrong with the bytes may be found by [`Source::settle`] only: each byte is read
+    /// once. For results that are thrown away when that fails.
+    fn read_unchecked(&self, requests: &mut [Request<'_>]) -> Result<()> {
+        self.read_many(requests)
+    }
+
+    /// Checks what [`Source::read_unchecked`] has given since it was opened; with `all`, everything that it could give.
+    fn settle(&self, all: bool) -> Result<()> {
+        let _ = all;
+        Ok(())
+    }
+
+    /// Fills `out` with elements from `start_element` on of a tensor of any type, as they are stored (little-endian).
+    fn read_raw(&self, name: &str, role: Role, start_element: u64, out: &mut [u8]) -> Result<()> {
+        let _ = (start_element, out);
+        let what = format!("{role}/{name} is no tensor of floating point numbers");
+        Err(CkptError::Unsupported { path: self.path().to_owned(), what })
+    }
+
+    /// What a training state has beside tensors.
+    fn extras(&self) -> Result<Extras> {
+        Ok(Extras::default())
+    }
+
     /// Optimizer steps done, where it says so.
     fn step(&self) -> Option<u64>;
+
+    /// What it says of itself beside its tensors.
+    fn state(&self) -> TrainingState;
 
     /// Tokens trained on, where it says so.
     fn tokens(&self) -> Option<u64>;

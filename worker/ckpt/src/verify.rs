@@ -1,10 +1,14 @@
 //! Checks every byte of a checkpoint, or of a directory of them, and finds all problems at once.
+use crate::checkpoint::Checkpoint;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, exists, stream};
 use crate::error::{CkptError, Damage, Result};
-use crate::formats::{deepspeed, safetensors};
+use crate::foreign::values::not_finite;
+use crate::foreign::{self, sweep};
+use crate::formats::safetensors;
 use crate::hash::Hash;
-use crate::manifest::{MANIFEST, Manifest};
+use crate::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::root::{self, DELETING, LATEST, LATEST_NEW, REPLACED, SAVING};
+use crate::scattered::Elsewhere;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -16,12 +20,22 @@ pub struct VerifyReport {
     pub checkpoints: Vec<CheckpointReport>,
     /// Problems of the directory that holds them: `latest`.
     pub problems: Vec<Damage>,
-    /// Things to know that are no damage.
+    /// What is likely a mistake, though nothing is damaged: a stale `latest`, a missing random state, values that are no
+    /// numbers.
+    pub warnings: Vec<String>,
+    /// Things to know.
     pub notes: Vec<String>,
 }
 
+/// How to verify.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct VerifyOptions {
+    /// Look at the values of every tensor as well.
+    pub values: bool,
+}
+
 /// One checkpoint.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckpointReport {
     pub path: PathBuf,
     /// Unknown when the manifest can't be read.
@@ -31,6 +45,17 @@ pub struct CheckpointReport {
     /// Blocks (of other programs: members of files) read and compared.
     pub blocks: u64,
     pub problems: Vec<Damage>,
+    /// Shards that lie on other hosts, which were not looked at.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub elsewhere: Vec<Shard>,
+}
+
+/// A shard on another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Shard {
+    pub file: String,
+    /// Its name and id.
+    pub host: String,
 }
 
 impl VerifyReport {
@@ -47,15 +72,40 @@ impl VerifyReport {
     }
 }
 
+/// [`verify_with`] its defaults.
+pub fn verify(path: &Path) -> Result<VerifyReport> {
+    verify_with(path, VerifyOptions::default())
+}
+
 /// Verifies the checkpoint at `path`, or each one in the directory `path` and `latest`.
 ///
 /// # Errors
 /// Only when there is no checkpoint at all, or the directory can't be listed; damage is in the report.
-pub fn verify(path: &Path) -> Result<VerifyReport> {
+pub fn verify_with(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
+    let mut report = look(path, options)?;
+    for c in &report.checkpoints {
+        let lacks = |s: &Shard| {
+            format!("{}: {} lies on host {}, and was not looked at", c.path.display(), s.file, s.host)
+        };
+        report.notes.extend(c.elsewhere.iter().map(lacks));
+    }
+    let native = report
+        .checkpoints
+        .iter()
+        .filter(|c| exists(&c.path.join(MANIFEST)) && c.problems.is_empty() && c.elsewhere.is_empty());
+    for path in native.filter(|_| options.values).map(|c| c.path.clone()).collect::<Vec<_>>() {
+        let said = not_finite(&Checkpoint::open(&path)?)?;
+        report.warnings.extend(said.into_iter().map(|line| format!("{}: {line}", path.display())));
+    }
+    Ok(report)
+}
+
+fn look(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let mut report = VerifyReport {
         path: path.to_owned(),
         checkpoints: Vec::new(),
         problems: Vec::new(),
+        warnings: Vec::new(),
         notes: Vec::new(),
     };
     let not_here = |why: &str| CkptError::NotACheckpoint { path: path.to_owned(), why: why.into() };
@@ -72,7 +122,7 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
         let path = root::locate(path, step).unwrap_or_else(|| path.join(root::step_name(step)));
         report.checkpoints.push(verify_one(&path, Some(step))?);
     }
-    if steps.is_empty() && verify_foreign(path, &name, &mut report)? {
+    if steps.is_empty() && verify_foreign(path, &name, options, &mut report)? {
         return Ok(report);
     }
     if steps.is_empty() && !exists(&path.join(LATEST)) {
@@ -90,25 +140,55 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
 }
 
 /// A checkpoint of another program: every byte against the CRCs of its files. False when there is none.
-fn verify_foreign(path: &Path, name: &str, report: &mut VerifyReport) -> Result<bool> {
-    match deepspeed::open(path).and_then(|f| f.map(|f| f.verify()).transpose()) {
+fn verify_foreign(
+    path: &Path,
+    name: &str,
+    options: VerifyOptions,
+    report: &mut VerifyReport,
+) -> Result<bool> {
+    let opened = match foreign::open(path) {
         Ok(None) => return Ok(false),
-        Ok(Some((one, notes))) => {
-            report.checkpoints.push(one);
-            report.notes.extend(notes);
-        }
+        Ok(Some(found)) => found,
         Err(e) if e.is_checkpoint_at_fault() => {
-            let (path, problems) = (path.to_owned(), vec![damage_of(name, e)]);
-            report.checkpoints.push(CheckpointReport { path, step: None, bytes: 0, blocks: 0, problems });
+            report.checkpoints.push(closed(path, name, e)?);
+            return Ok(true);
         }
         Err(e) => return Err(e),
+    };
+    let (one, warnings) = opened.verify()?;
+    report.warnings.extend(warnings);
+    report.notes.extend(opened.facts().notices.iter().cloned());
+    if options.values && one.problems.is_empty() {
+        report.warnings.extend(not_finite(&opened)?);
     }
+    report.checkpoints.push(one);
     Ok(true)
+}
+
+/// A checkpoint that doesn't open: why, and what is wrong with each of its files.
+fn closed(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
+    let at = match &e {
+        CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),
+        _ => path.to_owned(),
+    };
+    let mut problems = vec![damage_of(name, e)];
+    let swept = match at.is_dir() {
+        true => sweep::sweep(&at, &Default::default(), sweep::DEPTH)?,
+        false => sweep::Swept::default(),
+    };
+    problems.extend(swept.problems.into_iter().filter(|p| p.file != problems[0].file).collect::<Vec<_>>());
+    Ok(CheckpointReport {
+        path: at,
+        bytes: swept.bytes,
+        blocks: swept.members,
+        problems,
+        ..Default::default()
+    })
 }
 
 fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
     match (root::latest(path).and_then(|_| root::latest_step(path)), steps.first()) {
-        (Ok(Some(step)), Some(&newest)) if step < newest => report.notes.push(format!(
+        (Ok(Some(step)), Some(&newest)) if step < newest => report.warnings.push(format!(
             "`latest` names {}, though {} is newer: a save was cut short after it was complete",
             root::step_name(step),
             root::step_name(newest)
@@ -133,8 +213,7 @@ fn damage_of(file: &str, e: CkptError) -> Damage {
 }
 
 fn verify_one(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
-    let mut report =
-        CheckpointReport { path: path.to_owned(), step: None, bytes: 0, blocks: 0, problems: Vec::new() };
+    let mut report = CheckpointReport { path: path.to_owned(), ..CheckpointReport::default() };
     let loaded = Folder::open(path).and_then(|folder| Ok((Manifest::load(&folder)?, folder)));
     let (manifest, folder) = match loaded {
         Ok(loaded) => loaded,
@@ -150,11 +229,23 @@ fn verify_one(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
         report.problems.push(Damage { file: MANIFEST.into(), block: None, tensors: Vec::new(), why });
     }
     let buffers = Buffers::default();
+    let own = Elsewhere::of(path, &manifest);
     for file in 0..manifest.files.len() {
+        let name = &manifest.files[file].name;
+        if let Some(host) = own.host_of(file)
+            && !folder.has(name)?
+        {
+            let host = host.to_string();
+            report.elsewhere.push(Shard { file: name.clone(), host });
+            continue;
+        }
         verify_file(&folder, &manifest, file, &buffers, &mut report)?;
     }
+    for file in manifest.parity.iter().flatten() {
+        verify_parity(&folder, file, &buffers, &mut report)?;
+    }
     for name in folder.names()? {
-        if name != MANIFEST && manifest.files.iter().all(|f| f.name != name) {
+        if name != MANIFEST && manifest.all_files().all(|f| f.name != name) {
             let why = "it does not belong to the checkpoint".into();
             report.problems.push(Damage { file: name, block: None, tensors: Vec::new(), why });
         }
@@ -228,6 +319,55 @@ fn verify_file(
         report.problems.extend(why.map(|why| problem(Some(0), Vec::new(), why)));
     }
     Ok(())
+}
+
+/// A file of parity, which holds no tensors.
+fn verify_parity(
+    folder: &Folder,
+    entry: &FileEntry,
+    buffers: &Buffers,
+    report: &mut CheckpointReport,
+) -> Result<()> {
+    let problem = |block, why| Damage { file: entry.name.clone(), block, tensors: Vec::new(), why };
+    match folder.size_of(&entry.name) {
+        Ok(Some(size)) if size == entry.bytes => {}
+        Ok(Some(size)) => {
+            let why = format!("it has {size} bytes, the manifest says {}", entry.bytes);
+            report.problems.push(problem(None, why));
+            return Ok(());
+        }
+        Ok(None) => {
+            report.problems.push(problem(None, "it is missing".into()));
+            return Ok(());
+        }
+        Err(e) => {
+            report.problems.push(damage_of(&entry.name, e));
+            return Ok(());
+        }
+    }
+    let jobs = [Job { file: 0, size: entry.bytes, blocks: 0..entry.blocks.len() as u64 }];
+    stream(
+        buffers,
+        &jobs,
+        |_| BlockFile::open(folder, &entry.name),
+        |(job, read)| {
+            let window = match read {
+                Ok(window) => window,
+                Err(e) => {
+                    report.problems.push(problem(Some(job.blocks.start), e.to_string()));
+                    return Ok(());
+                }
+            };
+            for (block, bytes) in job.blocks.clone().zip(window.chunks(BLOCK)) {
+                report.blocks += 1;
+                report.bytes += bytes.len() as u64;
+                if entry.blocks.get(block as usize) != Some(&Hash::of(bytes)) {
+                    report.problems.push(problem(Some(block), "its bytes do not fit their BLAKE3".into()));
+                }
+            }
+            Ok(())
+        },
+    )
 }
 
 /// What the shard's own header says differently from the manifest.

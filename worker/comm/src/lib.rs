@@ -3,14 +3,15 @@
 //! Every rank calls the same collectives in the same order. Sums have one fixed order, so results are bit-equal however
 //! the ranks are spread. No call waits for ever: when the job is aborted, every waiting call returns [`CommError`].
 //!
-//! Two transports: [`local`] (ranks are threads of one process, for tests of a whole engine) and [`shm`] (ranks are
-//! processes of one node). Every collective is also a barrier: it returns only after every rank has entered it.
+//! Three transports: [`local`] (ranks are threads of one process, for tests of a whole engine), [`shm`] (ranks are
+//! processes of one node) and [`tcp`] (nodes are connected by a network; the ranks of each meet in shared memory). Every collective is also a barrier: it returns only after every rank has entered it.
 use device::{View, ViewMut};
 
 mod call;
 pub mod local;
 pub mod shm;
 mod sum;
+pub mod tcp;
 
 /// The most bytes that one rank gives to [`Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;

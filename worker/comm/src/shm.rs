@@ -23,12 +23,16 @@ use std::{
 use wait::{Stopped, publish};
 
 mod fold;
+mod part;
 mod reduce;
 mod segment;
 mod stream;
 #[cfg(test)]
 mod tests;
 mod wait;
+
+pub(crate) use fold::windows;
+pub(crate) use part::{Outgoing, fits};
 
 /// Bytes that a rank shows in one round of a streaming collective, unless staging is smaller.
 const CHUNK: usize = 512 << 10;
@@ -56,6 +60,8 @@ impl Default for Limits {
 /// One rank of a group of processes. Dropping it leaves the group: peers that need it then get [`CommError::Aborted`].
 pub struct ShmComm {
     at: Place,
+    /// What the ranks of this segment are called in errors: their ranks in the job, of which this may be one host's part.
+    names: Names,
     limits: Limits,
     /// May a wait begin with a short spin? Only when every rank can have a processor of its own.
     spin: bool,
@@ -64,7 +70,14 @@ pub struct ShmComm {
     turn: Mutex<Turn>,
 }
 
-struct Turn {
+/// The job's ranks that meet in a segment, by their place in it, and the job's number of ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct Names {
+    pub(crate) ranks: Vec<usize>,
+    pub(crate) world: usize,
+}
+
+pub(crate) struct Turn {
     /// Collectives called so far.
     seq: u64,
     /// Rounds entered so far.
@@ -90,6 +103,12 @@ impl ShmComm {
     /// Joins a group as `rank` of `world`. `fd` is one memfd that every rank inherited, of size 0 at first. Returns when
     /// all ranks have joined; fails when they don't within `limits.join`, and when ranks disagree about world or staging.
     pub fn join(fd: OwnedFd, rank: usize, world: usize, limits: Limits) -> Result<ShmComm> {
+        ShmComm::join_part(fd, rank, limits, Names { ranks: (0..world).collect(), world })
+    }
+
+    /// As [`ShmComm::join`] for one host's part of a job: `place` is this rank's place among `names.ranks`.
+    pub(crate) fn join_part(fd: OwnedFd, place: usize, limits: Limits, names: Names) -> Result<ShmComm> {
+        let (rank, world) = (place, names.ranks.len());
         let seg = Segment::open(fd.as_fd(), world, &limits)?;
         if rank >= world {
             return Err(CommError::Io(format!("rank {rank} in a group of {world} ranks")));
@@ -106,7 +125,7 @@ impl ShmComm {
             seg.header().abort(&what);
             return Err(CommError::Io(what));
         }
-        let comm = ShmComm { at: Place { rank, world }, limits, spin, seg, turn };
+        let comm = ShmComm { at: Place { rank, world }, names, limits, spin, seg, turn };
         comm.seg.header().ring();
         match comm.seg.await_join(limits.join) {
             Ok(()) => comm.healthy().map(|()| comm),
@@ -119,10 +138,16 @@ impl ShmComm {
         self.seg.header().aborted().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
     }
 
+    /// Peers that need this rank fail from now on.
+    pub(crate) fn leave(&self) {
+        self.seg.line(self.at.rank).left.store(1, Ordering::SeqCst);
+        self.seg.header().ring();
+    }
+
     /// Begins a collective; fails when the group is aborted or the arguments don't fit.
     fn enter(&self, call: std::result::Result<Call, String>) -> Result<(MutexGuard<'_, Turn>, Call)> {
         let mut turn = self.turn.lock().map_err(|_| {
-            let reason = format!("rank {} panicked inside a collective", self.at.rank);
+            let reason = format!("rank {} panicked inside a collective", self.names.ranks[self.at.rank]);
             self.abort(&reason);
             CommError::Aborted(reason)
         })?;
@@ -141,16 +166,18 @@ impl ShmComm {
 
     /// The error for a wait that ended early; a rank that gives up ends the group.
     fn stopped(&self, why: Stopped, what: &str, limit: Duration) -> CommError {
-        let me = self.at.rank;
+        let me = self.names.ranks[self.at.rank];
         match why {
             Stopped::Aborted(reason) => CommError::Aborted(reason),
             Stopped::Left(rank) => {
+                let rank = self.names.ranks[rank];
                 let reason = format!("rank {rank} left the group before {what}");
                 self.abort(&reason);
                 CommError::Aborted(reason)
             }
             Stopped::Late(missing) => {
-                let missing = call::ranks(&missing, self.at.world);
+                let missing: Vec<usize> = missing.into_iter().map(|r| self.names.ranks[r]).collect();
+                let missing = call::ranks(&missing, self.names.world);
                 let reason =
                     format!("rank {me} waited {limit:?} in {what} for {missing}, which did not come");
                 self.abort(&reason);
@@ -174,7 +201,8 @@ impl ShmComm {
         let slot = (turn.round % 2) as usize;
         for peer in self.peers() {
             let words = self.seg.line(peer).call[slot].each_ref().map(|w| w.load(Ordering::Relaxed));
-            call.agree(self.at.rank, peer, words).map_err(|what| self.disagree(what))?;
+            let (me, peer) = (self.names.ranks[self.at.rank], self.names.ranks[peer]);
+            call.agree(me, peer, words).map_err(|what| self.disagree(what))?;
         }
         Ok(())
     }
@@ -436,9 +464,8 @@ impl Comm for ShmComm {
 impl Drop for ShmComm {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.abort(&format!("rank {} panicked", self.at.rank));
+            self.abort(&format!("rank {} panicked", self.names.ranks[self.at.rank]));
         }
-        self.seg.line(self.at.rank).left.store(1, Ordering::SeqCst);
-        self.seg.header().ring();
+        self.leave();
     }
 }

@@ -28,6 +28,24 @@ pub struct AttentionShape {
     pub head_dim: usize,
 }
 
+/// Some heads inside rows of a wider matrix: `rows` of `stride` elements, in each of which the heads lie side by side from
+/// column `first` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadRows {
+    pub rows: usize,
+    pub first: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    pub stride: usize,
+}
+
+impl HeadRows {
+    /// Elements of the heads of one row.
+    pub fn width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+}
+
 /// Numbers of one AdamW update (decoupled weight decay; arithmetic as torch.optim.AdamW, single tensor).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
@@ -122,6 +140,19 @@ pub trait Ops: Send + Sync {
         d: usize,
         write: Write,
     );
+
+    /// RMSNorm of each head alone, in place on `x[rows, stride]`, with one weight `w[head_dim]` for all of them. What the
+    /// heads were is left in `raw[rows, heads·head_dim]`, and 1/rms of each in `rstd[rows, heads]`.
+    fn rmsnorm_heads_forward(&self, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32);
+    /// In place on `dx[rows, stride]`: gradient of the normed heads in, of the heads before out. `dw[head_dim] += …`
+    fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows);
+
+    // --- bias ---------------------------------------------------------------------------------------------------
+
+    /// `y[m,n] += bias[n]`
+    fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize);
+    /// `dbias[n] += Σ_m dy[m,n]`
+    fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize);
 
     // --- rotary position embedding (Hugging Face "rotate half") -----------------------------------------------------
 

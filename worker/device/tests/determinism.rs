@@ -1,7 +1,7 @@
 //! Results don't depend on threads, on where the buffers lie, or (with fused multiply-add) on the instruction set.
 mod reference;
 
-use device::ops::{AdamW, AttentionShape, ClassifierGrads, IGNORE, Sgd, Write};
+use device::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, IGNORE, Sgd, Write};
 use device::{Cpu, Ops, View, ViewMut};
 use proptest::prelude::*;
 use reference::Random;
@@ -159,6 +159,20 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         let mut plain = place(&dy);
         cpu.rmsnorm_forward(plain.view_mut(), rstd.view_mut(), pdelta.view(), pw.view(), m, d, 1e-5);
         vec![sum.bits(), y.bits(), rstd.bits(), dx.bits(), dw.bits(), plain.bits()]
+    });
+    assert_same_bits(&format!("bias and heads' rmsnorm {m} {d}"), |cpu, place| {
+        let (mut y, pb, pdy, mut db) = (place(&x), place(&w), place(&dy), place(&w));
+        cpu.bias_forward(y.view_mut(), pb.view(), m, d);
+        cpu.bias_backward(db.view_mut(), pdy.view(), m, d);
+        // The last head of each row, where a row holds two.
+        let head_dim = (d / 2).max(1);
+        let h = HeadRows { rows: m, first: d - head_dim, heads: 1, head_dim, stride: d };
+        let pw = place(&w[..head_dim]);
+        let (mut raw, mut rstd) = (place(&vec![0.0; m * head_dim]), place(&vec![0.0; m]));
+        cpu.rmsnorm_heads_forward(y.view_mut(), raw.view_mut(), rstd.view_mut(), pw.view(), h, 1e-5);
+        let (mut dx, mut dw) = (place(&dy), place(&w[..head_dim]));
+        cpu.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), pw.view(), h);
+        vec![y.bits(), db.bits(), raw.bits(), rstd.bits(), dx.bits(), dw.bits()]
     });
     let tokens: Vec<u32> = (0..m).map(|_| r.below(9) as u32).collect();
     let table = r.vec(9 * d);

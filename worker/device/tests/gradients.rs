@@ -2,7 +2,7 @@
 //! every instruction set of this machine.
 mod reference;
 
-use device::ops::{AttentionShape, ClassifierGrads, IGNORE, Write};
+use device::ops::{AttentionShape, ClassifierGrads, HeadRows, IGNORE, Write};
 use device::{Cpu, Ops};
 use reference::*;
 
@@ -133,6 +133,60 @@ fn rmsnorm() {
             let want: Vec<f32> = x.iter().zip(&delta).map(|(a, b)| a + b).collect();
             assert_eq!(sum, want);
             assert_close(&what, &y, &reference::rmsnorm(&wide(&want), &wide(&w), f64::from(eps)), 1e-6);
+        }
+    }
+}
+
+#[test]
+fn bias() {
+    let mut r = Random::new(9);
+    for (m, n) in [(0, 3), (1, 1), (3, 17), (70, 37), (33, 100)] {
+        let (x, b, dy) = (r.vec(m * n), r.vec(n), r.vec(m * n));
+        for cpu in backends() {
+            let mut y = x.clone();
+            cpu.bias_forward((&mut y[..]).into(), (&b[..]).into(), m, n);
+            let want: Vec<f32> = x.iter().enumerate().map(|(i, x)| x + b[i % n]).collect();
+            assert_eq!(y, want);
+            let mut db = vec![0.5; n];
+            cpu.bias_backward((&mut db[..]).into(), (&dy[..]).into(), m, n);
+            let want: Vec<f64> =
+                (0..n).map(|j| 0.5 + (0..m).map(|i| f64::from(dy[i * n + j])).sum::<f64>()).collect();
+            assert_close(&format!("{} {m}x{n}", cpu.describe()), &db, &want, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn rmsnorm_of_heads() {
+    let mut r = Random::new(10);
+    for (rows, first, heads, head_dim, stride) in
+        [(0, 0, 1, 2, 2), (1, 0, 1, 3, 3), (5, 7, 3, 5, 25), (67, 4, 2, 16, 41)]
+    {
+        let h = HeadRows { rows, first, heads, head_dim, stride };
+        let (x, w, dy) = (r.vec(rows * stride), r.vec(head_dim), r.vec(rows * stride));
+        let eps = 1e-5;
+        let normed = |x: &[f64], w: &[f64]| {
+            let mut y = x.to_vec();
+            for row in y.chunks_exact_mut(stride) {
+                let heads = &mut row[first..first + heads * head_dim];
+                heads.copy_from_slice(&reference::rmsnorm(heads, w, f64::from(eps)));
+            }
+            y
+        };
+        for cpu in backends() {
+            let what = format!("{} {h:?}", cpu.describe());
+            let (mut y, mut raw, mut rstd) = (x.clone(), r.vec(rows * h.width()), r.vec(rows * heads));
+            let wv = (&w[..]).into();
+            let (rawv, rstdv) = ((&mut raw[..]).into(), (&mut rstd[..]).into());
+            cpu.rmsnorm_heads_forward((&mut y[..]).into(), rawv, rstdv, wv, h, eps);
+            assert_close(&what, &y, &normed(&wide(&x), &wide(&w)), 1e-6);
+            let (mut dx, mut dw) = (dy.clone(), vec![0.5; head_dim]);
+            let (rawv, rstdv) = ((&raw[..]).into(), (&rstd[..]).into());
+            cpu.rmsnorm_heads_backward((&mut dx[..]).into(), (&mut dw[..]).into(), rawv, rstdv, wv, h);
+            dw.iter_mut().for_each(|w| *w -= 0.5);
+            let objective = |x: &[f64], w: &[f64]| dot(&normed(x, w), &wide(&dy));
+            assert_gradient(&what, &dx, &wide(&x), 1 + x.len() / 300, 1e-5, |x| objective(x, &wide(&w)));
+            assert_gradient(&what, &dw, &wide(&w), 1, 2e-6, |w| objective(&wide(&x), w));
         }
     }
 }

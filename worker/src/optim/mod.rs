@@ -8,7 +8,7 @@ use device::{
     ops::{AdamW, Sgd},
 };
 use globset::{Glob, GlobSet, GlobSetBuilder};
-use std::ops::Range;
+use std::{collections::HashMap, ops::Range};
 
 /// Parameters that share hyper-parameters, as checkpoints list them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -45,6 +45,8 @@ pub struct Optimizer {
     spec: OptimizerSpec,
     /// Per unit, per parameter: is it decayed?
     decay: Vec<Vec<bool>>,
+    /// Per unit, per parameter: updates that it has had fewer than the run has done steps.
+    late: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
 }
 
@@ -84,7 +86,21 @@ impl Optimizer {
             second: Buf::zeroed(if second { range.len() } else { 0 }),
             range,
         });
-        Ok(Optimizer { spec: spec.clone(), decay, units: states.collect() })
+        let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
+        Ok(Optimizer { spec: spec.clone(), decay, late, units: states.collect() })
+    }
+
+    /// Says by how many updates parameters are behind the run; those not named are not. (A group that another program
+    /// added to the optimizer later has its own count, which decides its bias correction.)
+    pub fn set_late(&mut self, units: &[Unit], late: &HashMap<String, u64>) {
+        let of = |u: &Unit| u.params.iter().map(|p| late.get(&p.name).copied().unwrap_or(0)).collect();
+        self.late = units.iter().map(of).collect();
+    }
+
+    /// Parameters that are behind the run, with the number of updates.
+    pub fn late(&self, units: &[Unit]) -> HashMap<String, u64> {
+        let all = units.iter().zip(&self.late).flat_map(|(u, l)| u.params.iter().zip(l));
+        all.filter(|(_, late)| **late > 0).map(|(p, late)| (p.name.clone(), *late)).collect()
     }
 
     /// States of unit `u`.
@@ -155,7 +171,7 @@ impl Optimizer {
                         beta2: self.spec.betas.1,
                         eps: self.spec.eps,
                         weight_decay,
-                        step: step.step,
+                        step: step.step.saturating_sub(self.late[u][seg.param]).max(1),
                         grad_scale: step.grad_scale,
                     };
                     ops.adamw(p, g, st.first.view_mut().slice(r.clone()), st.second.view_mut().slice(r), &h);

@@ -1,9 +1,10 @@
 //! The run: steps, and what happens between them.
 use super::{
-    boundary::{SAVE, STOP, WRITING},
+    boundary::{RELOAD, SAVE, STOP, WRITING},
     step::{Outcome, Source, Word},
 };
 use crate::{
+    agree::exchange,
     error::{Error, Result},
     save::Saver,
     session::Session,
@@ -12,7 +13,7 @@ use crate::{
 use contract::{
     event::{Event, Phase},
     exit::WorkerExit,
-    job::{Every, JobSpec},
+    job::{Every, JobSpec, Reload},
 };
 use std::time::{Duration, Instant};
 
@@ -42,12 +43,16 @@ pub struct Run<'a> {
 
 /// Takes steps until all are done or a stop is asked for; returns how it ended.
 pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<WorkerExit> {
-    let steps = running.train().steps;
+    let mut values = Reload::of(run.job);
     let mut last_save = Instant::now();
     run.session.phase(Phase::Training)?;
-    while running.at.step < steps {
+    if running.at.step >= running.train().steps && saver.last().is_none() {
+        // Resumed at the end from another program's checkpoint: the run leaves one of its own all the same.
+        save(running, run, saver, true)?;
+    }
+    while running.at.step < running.train().steps {
         let began = Instant::now();
-        let word = word(run, saver, last_save);
+        let word = word(run, &values, saver, last_save);
         let (outcome, lr) = running.step(run.source, word)?;
         if !is_finite(&outcome) {
             // What was saved before is complete before the run ends.
@@ -62,13 +67,17 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
         if saver.pending() && flags & WRITING == 0 {
             finish(running, run, saver)?;
         }
-        evaluate(running, run)?;
+        if flags & RELOAD != 0 {
+            reload(running, run, &mut values)?;
+        }
+        let last = running.at.step >= running.train().steps;
+        evaluate(running, run, &values)?;
         let stop = flags & STOP != 0;
-        if stop || running.at.step == steps || flags & SAVE != 0 || due(run, running.at.step) {
-            save(running, run, saver, stop || running.at.step == steps)?;
+        if stop || last || flags & SAVE != 0 || due(&values, running.at.step) {
+            save(running, run, saver, stop || last)?;
             last_save = Instant::now();
         }
-        if stop && running.at.step < steps {
+        if stop && !last {
             return Ok(WorkerExit::Stopped);
         }
     }
@@ -76,19 +85,35 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
     Ok(WorkerExit::Done)
 }
 
-fn word(run: &Run, saver: &Saver, last_save: Instant) -> Word {
-    let timed = match run.job.checkpoint.every {
+fn word(run: &Run, values: &Reload, saver: &Saver, last_save: Instant) -> Word {
+    let timed = match values.checkpoint_every {
         Every::Duration(ms) => last_save.elapsed() >= Duration::from_millis(ms),
         Every::Never | Every::Steps(_) => false,
     };
     // One ask reaches the ranks at slightly different moments: only the leader's counts, or it would be answered twice.
     let save = run.leader && (run.session.asks.take_save() || timed);
-    let bits = [(STOP, run.session.asks.stop()), (SAVE, save), (WRITING, saver.writing())];
+    let changed = run.leader && run.session.asks.reload();
+    let bits = [(STOP, run.session.asks.stop()), (SAVE, save), (WRITING, saver.writing()), (RELOAD, changed)];
     Word { flags: bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum(), peak_rss: peak_rss() }
 }
 
-fn due(run: &Run, step: u64) -> bool {
-    matches!(run.job.checkpoint.every, Every::Steps(n) if step.is_multiple_of(n))
+/// All ranks go on with the values that rank 0 has.
+fn reload(running: &mut Running, run: &Run, values: &mut Reload) -> Result<()> {
+    let mine = if run.leader { run.session.asks.take_reload() } else { None };
+    let all = exchange(running.trainer.engine.queue(), Ok(&mine))?;
+    let Some(first) = all.into_iter().next().transpose()?.flatten() else { return Ok(()) };
+    if let Some(train) = &first.train {
+        running.reload(train);
+    }
+    *values = first;
+    if run.leader {
+        run.session.event(Event::Reload { step: running.at.step, values: values.clone() })?;
+    }
+    Ok(())
+}
+
+fn due(values: &Reload, step: u64) -> bool {
+    matches!(values.checkpoint_every, Every::Steps(n) if step.is_multiple_of(n))
 }
 
 fn is_finite(outcome: &Outcome) -> bool {
@@ -122,10 +147,11 @@ fn step_event(running: &Running, outcome: &Outcome, lr: f64, took: Duration) -> 
     }
 }
 
-fn evaluate(running: &mut Running, run: &Run) -> Result<()> {
+fn evaluate(running: &mut Running, run: &Run, values: &Reload) -> Result<()> {
     let Some(h) = &run.held_out else { return Ok(()) };
     let step = running.at.step;
-    if !step.is_multiple_of(h.every) && step != running.train().steps {
+    let every = values.train.as_ref().and_then(|t| t.eval_every).unwrap_or(h.every);
+    if !step.is_multiple_of(every) && step < running.train().steps {
         return Ok(());
     }
     run.session.phase(Phase::Evaluating)?;

@@ -95,7 +95,7 @@ impl Trainer {
         for round in 0..rounds {
             let slot = self.engine.slots.slot(self.engine.rank(), round);
             if let Some(s) = slot {
-                source.fill(first + (s * self.micro) as u64, &mut self.batch)?;
+                self.fill(source, first + (s * self.micro) as u64)?;
             }
             self.forward(slot.is_some())?;
             self.backward(round, slot.is_some())?;
@@ -116,7 +116,7 @@ impl Trainer {
         for round in 0..rounds {
             let slot = Some(round * world + rank).filter(|&s| s < slots);
             if let Some(s) = slot {
-                source.fill(first + (s * self.micro) as u64, &mut self.batch)?;
+                self.fill(source, first + (s * self.micro) as u64)?;
             }
             self.forward(slot.is_some())?;
             self.head(None, slot.is_some())?;
@@ -125,6 +125,15 @@ impl Trainer {
             }
         }
         self.gather_losses(&mine, slots, Word::default())
+    }
+
+    /// The micro-batch that begins with sample `first`.
+    fn fill(&mut self, source: &dyn Source, first: u64) -> Result<()> {
+        source.fill(first, &mut self.batch)?;
+        if let Some(window) = self.model.window() {
+            self.batch.slide(window);
+        }
+        Ok(())
     }
 
     /// Units in the order of their fetches in one round.
@@ -167,7 +176,13 @@ impl Trainer {
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, before[l].view());
         let y = output.then(|| after[0].view_mut());
         self.engine.with_params(held, |params| {
-            m.layer_forward(ops, &LayerInput { params, batch, x }, y, &mut w.saved[saved], &mut w.scratch);
+            m.layer_forward(
+                ops,
+                &LayerInput { params, batch, x, layer: l },
+                y,
+                &mut w.saved[saved],
+                &mut w.scratch,
+            );
         });
     }
 
@@ -214,7 +229,7 @@ impl Trainer {
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.x[l].view());
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
         self.engine.with_params(held, |params| {
-            let input = LayerInput { params, batch, x };
+            let input = LayerInput { params, batch, x, layer: l };
             m.layer_backward(ops, &input, g, w.dx.view_mut(), &mut w.saved[saved], &mut w.scratch);
         });
     }

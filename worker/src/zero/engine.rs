@@ -51,7 +51,7 @@ pub struct Engine {
     rank: usize,
     world: usize,
     ops: Arc<dyn Ops>,
-    queue: Queue,
+    queue: Arc<Queue>,
     prefetch: usize,
     gathered: Arc<Mutex<Pool>>,
     whole_grads: Arc<Mutex<Pool>>,
@@ -94,7 +94,7 @@ impl Engine {
             rank,
             world,
             ops,
-            queue,
+            queue: Arc::new(queue),
             prefetch,
             gathered: Arc::default(),
             whole_grads: Arc::default(),
@@ -116,7 +116,7 @@ impl Engine {
     }
 
     /// The collectives, in order with the engine's own.
-    pub fn queue(&self) -> &Queue {
+    pub fn queue(&self) -> &Arc<Queue> {
         &self.queue
     }
 

@@ -1,20 +1,29 @@
 //! A whole training engine in one process: ranks are threads, samples are made up.
 #![allow(dead_code)] // each test file uses a part of it
+pub(crate) mod golden;
 
-use comm::{Comm, local};
+use comm::{
+    Comm, local,
+    tcp::{Endpoint, Group, Limits, Member, Stopper},
+};
 use contract::job::*;
 use device::{Ops, cpu::Cpu, ops::IGNORE};
-use std::sync::Arc;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
     error::Result,
     model::Batch,
+    save::{Identity, Saver},
     stages::{Running, ScheduleBound, Spec},
+    state::model_card,
+    storage::Layout,
     train::step::{Outcome, Source, Word},
 };
 
 /// A tiny model whose sizes nothing divides.
 pub(crate) fn odd_model() -> ModelSpec {
     ModelSpec {
+        from: None,
         family: "llama".into(),
         vocab_size: 131,
         hidden_size: 42,
@@ -113,6 +122,35 @@ pub(crate) fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + S
     })
 }
 
+/// As [`on_ranks`], but rank r is on host `hosts[r]`: shared memory inside a host, TCP between them.
+pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
+    let loopback = std::net::IpAddr::from([127, 0, 0, 1]);
+    let endpoints: Vec<Endpoint> = hosts.iter().map(|_| Endpoint::bind(loopback).unwrap()).collect();
+    let member =
+        |(e, host): (&Endpoint, &usize)| Member { host: *host, addresses: vec![e.address().unwrap()] };
+    let members: Vec<Member> = endpoints.iter().zip(hosts).map(member).collect();
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    let memory: Vec<OwnedFd> =
+        (0..hosts.len()).map(|_| memfd_create("worker-test", flags).unwrap()).collect();
+    std::thread::scope(|s| {
+        let ranks: Vec<_> = endpoints
+            .into_iter()
+            .enumerate()
+            .map(|(rank, endpoint)| {
+                let group =
+                    Group { rank, members: members.clone(), run: "test".into(), epoch: 0, key: [1; 32] };
+                let memory = memory[hosts[rank]].try_clone().unwrap();
+                let f = &f;
+                s.spawn(move || {
+                    let stopper = Stopper::new(rank, group.members.len()).unwrap();
+                    f(Arc::new(endpoint.join(&group, Some(memory), Limits::default(), &stopper).unwrap()))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
 /// Takes `steps` steps; losses and norms as bits.
 pub(crate) fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
     let source = MadeUp { vocab: running.train().model.vocab_size };
@@ -129,4 +167,32 @@ pub(crate) fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) 
     let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).fresh(), n));
     assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
     all.into_iter().next().unwrap()
+}
+
+/// A job that trains this in `dir`.
+pub(crate) fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
+    let text = format!(
+        "name: test\nrun: {{workdir: {dir:?}}}\ntrain: {{data: {{files: [none]}}}}\ncheckpoint: {{keep: 2, async: {asynchronous}, every: never}}\n"
+    );
+    let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
+    let mut job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
+    (job.checkpoint.parity, job.checkpoint.gather_16bit_weights_on_model_save) = (asynchronous, false);
+    job.resume = ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile };
+    job.train = Some(train.clone());
+    job
+}
+
+/// Saves under `root`.
+pub(crate) fn saver(running: &Running, job: &JobSpec, root: &Path) -> Saver {
+    let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let identity = Identity {
+        model: model_card(running.trainer.model.as_ref(), &units, &running.train().model, 0),
+        tokenizer: Vec::new(),
+        job: job.clone(),
+        data_digest: "made up".into(),
+        rng_generation: 0,
+        rng_decision: serde_json::Value::Null,
+    };
+    let layout = Layout::shared(running.trainer.engine.world());
+    Saver::new(root.into(), job.checkpoint.clone(), identity, None, layout)
 }

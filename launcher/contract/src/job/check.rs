@@ -1,15 +1,21 @@
 //! What keys mean together: checks that need no data and no machine.
 use super::{
-    EvalSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec, ScheduleName, ScheduleSpec, Tokenizer,
-    TrainSpec, decode::Decoder,
+    Devices, EvalSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec, ResumeFrom, ScheduleName,
+    ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder, keys::names_in,
 };
+use crate::env::looks_secret;
 
+/// A key of the built-in runtime.
+const SHARED: &str = "checkpoint.require_shared";
+const GATHER: &str = "checkpoint.gather_16bit_weights_on_model_save";
 /// Ids of the embedded byte tokenizer: 256 bytes and the end of a document.
 const BYTE_TOKENS: u32 = 257;
 
 /// Checks a whole decoded job. A check whose keys have problems already is left out.
 pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
     what_runs(d, job);
+    programs(d, job);
+    secrets(d, job);
     if let Some(train) = &job.train {
         batch(d, train);
         model(d, &train.model);
@@ -36,15 +42,64 @@ fn what_runs(d: &mut Decoder, job: &JobSpec) {
             "`run.command` and `train` are both given",
             "`train` runs the built-in training; remove the one that isn't meant",
         ),
-        (true, false) => {
-            for section in ["checkpoint", "resume"] {
-                if d.map.is_given(section) {
-                    let message = format!("`{section}` has no effect on a job with `run.command`");
-                    d.refuse(section, message, "the program saves and resumes by itself: remove the section");
-                }
+        (true, false) => program_resumes(d, job),
+        (false, true) => {}
+    }
+}
+
+/// A program saves by itself, and resumes from what launch prepares for it: of these sections it needs no other keys.
+fn program_resumes(d: &mut Decoder, job: &JobSpec) {
+    for key in
+        ["checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.parity", SHARED, GATHER]
+    {
+        if d.map.is_given(key) {
+            let message = format!("`{key}` has no effect on a job with `run.command`");
+            d.refuse(key, message, "the program saves by itself: remove the key");
+        }
+    }
+    if !d.clean(&["resume.from", "checkpoint.dir"]) {
+        return;
+    }
+    let auto = d.map.is_given("resume.from") && job.resume.from == ResumeFrom::Auto;
+    let dir = d.map.is_given("checkpoint.dir");
+    if auto && !dir {
+        let hint = "give `checkpoint.dir`, the directory in which the program saves its checkpoint-N folders";
+        d.refuse("resume.from", "`resume.from: auto` doesn't know where a program saves", hint);
+    } else if dir && !auto {
+        let message =
+            "`checkpoint.dir` has an effect on a job with `run.command` only with `resume.from: auto`";
+        d.refuse("checkpoint.dir", message, "the program saves by itself: remove the key");
+    }
+    if d.map.is_given("resume.rng") && job.resume.from == ResumeFrom::Never {
+        d.refuse("resume.rng", "`resume.rng` has no effect without `resume.from`", "give `resume.from` too");
+    }
+}
+
+/// Keys of `run` that only programs have, and keys that need GPUs.
+fn programs(d: &mut Decoder, job: &JobSpec) {
+    if !d.clean(&["run.command", "cluster.devices", "run.visible_devices"]) {
+        return;
+    }
+    if job.run.command.is_none() {
+        for key in ["run.visible_devices", "run.local_rank_argument"] {
+            if d.map.is_given(key) {
+                d.refuse(key, format!("`{key}` has an effect with `run.command` only"), "remove it");
             }
         }
-        (false, true) => {}
+    } else if job.cluster.devices == Devices::Cpu && job.run.visible_devices == VisibleDevices::One {
+        let message = "`run.visible_devices: one` gives each worker a GPU, `cluster.devices: cpu` hides them";
+        d.refuse("run.visible_devices", message, "remove one of them");
+    }
+}
+
+/// A secret's place is not the job file.
+fn secrets(d: &mut Decoder, job: &JobSpec) {
+    for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
+        d.warn(
+            &format!("run.env.{name}"),
+            format!("`{name}` looks like a secret and is written in the job"),
+            &format!("`{name}: {{from_env: {name}}}` or `{{from_file: …}}` keeps it out of files; plans show it as `***`"),
+        );
     }
 }
 
@@ -62,6 +117,16 @@ fn batch(d: &mut Decoder, train: &TrainSpec) {
 }
 
 fn model(d: &mut Decoder, m: &ModelSpec) {
+    const FROM: &str = "train.model.from";
+    if m.from.is_some() {
+        for (name, key) in names_in("train.model").filter(|(_, key)| key.path != FROM) {
+            if d.map.is_given(key.path) {
+                let message = format!("`{}` is given beside `{FROM}`", key.path);
+                d.refuse(key.path, message, &format!("the folder's config.json says {name}: remove the key"));
+            }
+        }
+        return;
+    }
     const HIDDEN: &str = "train.model.hidden_size";
     const HEADS: &str = "train.model.num_attention_heads";
     const KV: &str = "train.model.num_key_value_heads";

@@ -12,6 +12,11 @@ pub struct CheckpointSpec {
     pub keep: u32,
     /// Copy the shards aside and write while training goes on.
     pub r#async: bool,
+    /// Write XOR parity beside the shards: one lost or damaged shard can be rebuilt.
+    pub parity: bool,
+    /// Refuse hosts that do not share `dir`; else each keeps the shards of its own ranks.
+    #[serde(default)]
+    pub require_shared: bool,
     /// Gather `model.safetensors` (bf16) from the last checkpoint of the run.
     pub gather_16bit_weights_on_model_save: bool,
 }

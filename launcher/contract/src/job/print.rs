@@ -1,8 +1,9 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::{
-    CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Hosts, JobSpec, MasterPort, ModelSpec,
-    OptimizerName, OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec,
-    ScheduleName, ScheduleSpec, StoreHost, Tokenizer, TrainSpec, scalar, tree::Value,
+    Bind, CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Hosts, Interface, JobSpec,
+    KnownHosts, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
+    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec,
+    SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -17,7 +18,13 @@ impl JobSpec {
             y.section("train", |y| self::train(y, train));
             y.section("checkpoint", |y| checkpoint(y, &self.checkpoint));
             y.section("resume", |y| resume(y, &self.resume));
+        } else if self.resume.from != ResumeFrom::Never {
+            if self.resume.from == ResumeFrom::Auto {
+                y.section("checkpoint", |y| y.key("dir", text(&self.checkpoint.dir.to_string_lossy())));
+            }
+            y.section("resume", |y| resume(y, &self.resume));
         }
+        y.section("slurm", |y| slurm(y, &self.slurm));
         y.out
     }
 }
@@ -46,19 +53,26 @@ impl Yaml {
 fn cluster(y: &mut Yaml, c: &ClusterSpec) {
     y.key(
         "hosts",
-        match c.hosts {
-            Hosts::Local => "local",
+        match &c.hosts {
+            Hosts::Auto => "auto".to_owned(),
+            Hosts::Slurm => "slurm".to_owned(),
+            Hosts::Local => "local".to_owned(),
+            Hosts::List(hosts) => texts(hosts),
+            Hosts::File(path) => format!("{{file: {}}}", text(&path.to_string_lossy())),
         },
     );
+    y.key("use_hosts", c.use_hosts.map_or_else(|| "all".to_owned(), |n| n.to_string()));
     match c.workers_per_host {
         Count::Auto => y.key("workers_per_host", "auto"),
         Count::Exactly(n) => y.key("workers_per_host", n),
     }
     y.key(
         "devices",
-        match c.devices {
-            Devices::Auto => "auto",
-            Devices::Cpu => "cpu",
+        match &c.devices {
+            Devices::Auto => "auto".to_owned(),
+            Devices::Cpu => "cpu".to_owned(),
+            Devices::Cuda => "cuda".to_owned(),
+            Devices::List(numbers) => list(numbers.iter().map(u32::to_string)),
         },
     );
     match c.master_port {
@@ -72,6 +86,42 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec) {
             StoreHost::Rank0 => "rank0",
         },
     );
+    y.key("include", texts(&c.include));
+    y.key("exclude", texts(&c.exclude));
+    match &c.interface {
+        Interface::Auto => y.key("interface", "auto"),
+        Interface::Named(name) => y.key("interface", text(name)),
+    }
+    y.section("ssh", |y| ssh(y, &c.ssh));
+}
+
+fn ssh(y: &mut Yaml, s: &SshSpec) {
+    if let Some(user) = &s.user {
+        y.key("user", text(user));
+    }
+    if let Some(port) = s.port {
+        y.key("port", port);
+    }
+    if let Some(key) = &s.key {
+        y.key("key", text(&key.to_string_lossy()));
+    }
+    match &s.config {
+        SshConfig::Usual => y.key("config", "usual"),
+        SshConfig::None => y.key("config", "none"),
+        SshConfig::File(path) => y.key("config", text(&path.to_string_lossy())),
+    }
+    y.key(
+        "known_hosts",
+        match s.known_hosts {
+            KnownHosts::Strict => "strict",
+            KnownHosts::AcceptNew => "accept_new",
+        },
+    );
+    if let Some(jump) = &s.jump {
+        y.key("jump", text(jump));
+    }
+    y.key("connect_timeout", duration(s.connect_timeout_ms));
+    y.key("parallel", s.parallel);
 }
 
 fn run(y: &mut Yaml, r: &RunSpec) {
@@ -94,13 +144,52 @@ fn run(y: &mut Yaml, r: &RunSpec) {
             }
         });
     }
+    y.key("pass_env", texts(&r.pass_env));
+    y.key(
+        "bind",
+        match r.bind {
+            Bind::Auto => "auto",
+            Bind::None => "none",
+            Bind::Numa => "numa",
+            Bind::Cores => "cores",
+        },
+    );
+    if r.command.is_some() {
+        y.key(
+            "visible_devices",
+            match r.visible_devices {
+                VisibleDevices::All => "all",
+                VisibleDevices::One => "one",
+            },
+        );
+        y.key("local_rank_argument", r.local_rank_argument);
+    }
+    y.key("restarts", r.restarts);
+    match r.min_hosts {
+        MinHosts::All => y.key("min_hosts", "all"),
+        MinHosts::AtLeast(n) => y.key("min_hosts", n),
+    }
     y.key("grace", duration(r.grace_ms));
+    y.key("hang_timeout", r.hang_timeout_ms.map_or_else(|| "off".to_owned(), duration));
+    y.key("progress", r.progress.as_deref().map_or_else(|| "off".to_owned(), text));
+    let Signals { usr1, usr2, term } = r.signals;
+    let of = |(name, action)| format!("{name}: {}", action_name(action));
+    let named = [("SIGUSR1", usr1), ("SIGUSR2", usr2), ("SIGTERM", term)].map(of);
+    y.key("signals", format!("{{{}}}", named.join(", ")));
     y.section("logs", |y| {
         y.key("dir", text(&r.logs.dir));
         y.key("show", list(r.logs.show.iter().map(u32::to_string)));
         y.key("prefix", r.logs.prefix);
         y.key("max_size", format!("{}B", r.logs.max_size));
     });
+}
+
+fn action_name(action: SignalAction) -> &'static str {
+    match action {
+        SignalAction::Save => "save",
+        SignalAction::SaveAndStop => "save_and_stop",
+        SignalAction::Ignore => "ignore",
+    }
 }
 
 fn train(y: &mut Yaml, t: &TrainSpec) {
@@ -154,6 +243,9 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
 }
 
 fn model(y: &mut Yaml, m: &ModelSpec) {
+    if let Some(folder) = &m.from {
+        return y.key("from", text(&folder.to_string_lossy()));
+    }
     let or_auto = |n: u32| if n == 0 { "auto".to_owned() } else { n.to_string() };
     y.key("family", text(&m.family));
     y.key("vocab_size", or_auto(m.vocab_size));
@@ -215,6 +307,8 @@ fn checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
     }
     y.key("keep", c.keep);
     y.key("async", c.r#async);
+    y.key("parity", c.parity);
+    y.key("require_shared", c.require_shared);
     y.key("gather_16bit_weights_on_model_save", c.gather_16bit_weights_on_model_save);
 }
 
@@ -232,6 +326,29 @@ fn resume(y: &mut Yaml, r: &ResumeSpec) {
             RngPolicy::Reseed => "reseed",
         },
     );
+}
+
+fn slurm(y: &mut Yaml, s: &SlurmSpec) {
+    for (key, value) in [("partition", &s.partition), ("account", &s.account), ("qos", &s.qos)] {
+        if let Some(value) = value {
+            y.key(key, text(value));
+        }
+    }
+    y.key("nodes", s.nodes);
+    if let Some(ms) = s.time_ms {
+        y.key("time", duration(ms));
+    }
+    y.key("gpus_per_node", s.gpus_per_node);
+    if let Some(cpus) = s.cpus_per_task {
+        y.key("cpus_per_task", cpus);
+    }
+    if let Some(bytes) = s.mem {
+        y.key("mem", format!("{bytes}B"));
+    }
+    y.key("extra", texts(&s.extra));
+    y.key("notice", duration(s.notice_ms));
+    y.key("requeues", s.requeues);
+    y.key("bcast", s.bcast);
 }
 
 /// Plain where nothing else could be meant, else in double quotes.

@@ -61,7 +61,7 @@ fn float(text: &str) -> Option<f64> {
 }
 
 /// A duration such as `500ms`, `10s`, `1.5h`, in milliseconds. Units: ms, s, m, h, d.
-pub(crate) fn duration(text: &str) -> Option<u64> {
+pub fn duration(text: &str) -> Option<u64> {
     let (number, unit) = number_and_unit(text)?;
     let unit = match unit {
         "ms" => 1.0,

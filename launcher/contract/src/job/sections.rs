@@ -1,17 +1,25 @@
 //! Decoding section by section: the tree → [`JobSpec`]. Ranges are checked here, what keys mean together in `check`.
 use super::{
-    CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Hosts, JobSpec, LogsSpec, MasterPort,
-    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, StoreHost,
+    Bind, CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Interface, JobSpec, LogsSpec,
+    MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SignalAction, Signals, StoreHost,
+    VisibleDevices,
     decode::{Decoder, Table},
-    read::{self, Read, boolean, choice, duration, expected, int, int32, list, size, text, word, word_or},
-    train,
+    hosts,
+    read::{Read, boolean, choice, duration, expected, int, int32, list, size, text, word, word_or},
+    slurm, train,
     tree::{Entry, Fault, Node, Value, shown},
 };
 use crate::env;
 use std::path::PathBuf;
 
+/// Most GPUs of a host.
+const MOST_GPUS: u32 = 1024;
 /// Most workers of a host.
 const MOST_WORKERS: u32 = 1024;
+/// Most hosts of a job.
+const MOST_HOSTS: u32 = 65_536;
+/// Most restarts of a job.
+const MOST_RESTARTS: u32 = 10_000;
 
 /// The whole job. `stem` is the name it has when none is given.
 pub(crate) fn job(d: &mut Decoder, root: &Node, stem: &str) -> JobSpec {
@@ -22,8 +30,13 @@ pub(crate) fn job(d: &mut Decoder, root: &Node, stem: &str) -> JobSpec {
     let train_table = d.section(&top, "train");
     let train = train_table.given().then(|| train::decode(d, &train_table));
     let checkpoint = checkpoint(d, &top, &name);
-    let resume = resume(d, &top);
-    JobSpec { name, cluster, run, train, checkpoint, resume }
+    let mut resume = resume(d, &top);
+    if d.map.is_given("run.command") && !d.map.is_given("resume.from") {
+        // a program resumes by itself, unless it is asked to resume by launch
+        resume.from = ResumeFrom::Never;
+    }
+    let slurm = slurm::decode(d, &top);
+    JobSpec { name, cluster, run, train, checkpoint, resume, slurm }
 }
 
 /// A name that is one safe component of a path.
@@ -40,7 +53,15 @@ fn job_name(node: &Node) -> Read<String> {
 fn cluster(d: &mut Decoder, top: &Table<'_>) -> ClusterSpec {
     let t = d.section(top, "cluster");
     ClusterSpec {
-        hosts: d.get(&t, "cluster.hosts", hosts),
+        hosts: d.get(&t, "cluster.hosts", hosts::hosts),
+        include: d.get(&t, "cluster.include", hosts::filters),
+        exclude: d.get(&t, "cluster.exclude", hosts::filters),
+        ssh: hosts::ssh(d, &t),
+        use_hosts: d.get(
+            &t,
+            "cluster.use_hosts",
+            word_or("all", None, |n| int32(1..=MOST_HOSTS)(n).map(Some)),
+        ),
         workers_per_host: d.get(
             &t,
             "cluster.workers_per_host",
@@ -59,20 +80,30 @@ fn cluster(d: &mut Decoder, top: &Table<'_>) -> ClusterSpec {
             "cluster.store",
             choice(&[("agent", StoreHost::Agent), ("rank0", StoreHost::Rank0)], &[]),
         ),
+        interface: d.get(&t, "cluster.interface", word_or("auto", Interface::Auto, interface)),
     }
 }
 
-fn hosts(node: &Node) -> Read<Hosts> {
-    match node.value {
-        Value::List(_) | Value::Map(_) => Err(read::unsupported(node, "`local`, this machine")),
-        _ => choice(&[("local", Hosts::Local)], &["slurm"])(node),
+fn interface(node: &Node) -> Read<Interface> {
+    let name = text(node)?;
+    match Interface::is_sound(&name) {
+        true => Ok(Interface::Named(name)),
+        false => Err(expected("the name of an interface or a network such as `10.1.0.0/16`", node)),
     }
 }
 
 fn devices(node: &Node) -> Read<Devices> {
     match node.value {
-        Value::List(_) => Err(read::unsupported(node, "`auto` or `cpu`")),
-        _ => choice(&[("auto", Devices::Auto), ("cpu", Devices::Cpu)], &["cuda"])(node),
+        Value::List(_) => {
+            let numbers = list("a list of GPU numbers", int32(0..=MOST_GPUS - 1))(node)?;
+            let twice = numbers.iter().enumerate().find(|(i, n)| numbers[..*i].contains(n));
+            match twice {
+                _ if numbers.is_empty() => Err(expected("a list of at least one GPU number", node)),
+                Some((_, n)) => Err(Fault::at(node.span, format!("names GPU {n} twice"))),
+                None => Ok(Devices::List(numbers)),
+            }
+        }
+        _ => choice(&[("auto", Devices::Auto), ("cpu", Devices::Cpu), ("cuda", Devices::Cuda)], &[])(node),
     }
 }
 
@@ -85,7 +116,31 @@ fn run(d: &mut Decoder, top: &Table<'_>) -> RunSpec {
         workdir: d.get(&t, "run.workdir", path),
         env,
         env_from,
+        pass_env: d.get(&t, "run.pass_env", list("a list of patterns of names", name_pattern)),
+        bind: d.get(
+            &t,
+            "run.bind",
+            choice(
+                &[("auto", Bind::Auto), ("none", Bind::None), ("numa", Bind::Numa), ("cores", Bind::Cores)],
+                &[],
+            ),
+        ),
+        visible_devices: d.get(
+            &t,
+            "run.visible_devices",
+            choice(&[("all", VisibleDevices::All), ("one", VisibleDevices::One)], &[]),
+        ),
+        local_rank_argument: d.get(&t, "run.local_rank_argument", boolean),
         grace_ms: d.get(&t, "run.grace", duration),
+        restarts: d.get(&t, "run.restarts", int32(0..=MOST_RESTARTS)),
+        min_hosts: d.get(
+            &t,
+            "run.min_hosts",
+            word_or("all", MinHosts::All, |n| int32(1..=MOST_HOSTS)(n).map(MinHosts::AtLeast)),
+        ),
+        hang_timeout_ms: d.get(&t, "run.hang_timeout", word_or("off", None, |n| hang_timeout(n).map(Some))),
+        progress: d.get(&t, "run.progress", word_or("off", None, |n| marker(n).map(Some))),
+        signals: d.get(&t, "run.signals", signals),
         logs: LogsSpec {
             dir: d.get(&logs, "run.logs.dir", template(&["name", "run"])),
             show: d.get(&logs, "run.logs.show", list("a list of ranks", int32(0..=u32::MAX - 1))),
@@ -93,6 +148,49 @@ fn run(d: &mut Decoder, top: &Table<'_>) -> RunSpec {
             max_size: d.get(&logs, "run.logs.max_size", log_size),
         },
     }
+}
+
+fn hang_timeout(node: &Node) -> Read<u64> {
+    match duration(node)? {
+        0..1000 => Err(expected("a duration of 1s or more", node)),
+        ms => Ok(ms),
+    }
+}
+
+/// Text that a line of output may have.
+fn marker(node: &Node) -> Read<String> {
+    match text(node)? {
+        marker if marker.is_empty() => Err(expected("`off` or a text that some lines have", node)),
+        marker => Ok(marker),
+    }
+}
+
+/// What the named signals do; the others keep their default.
+fn signals(node: &Node) -> Read<Signals> {
+    let Value::Map(entries) = &node.value else {
+        return Err(expected("a mapping of signals to what they do", node));
+    };
+    const ACTIONS: &[(&str, SignalAction)] = &[
+        ("save", SignalAction::Save),
+        ("save_and_stop", SignalAction::SaveAndStop),
+        ("ignore", SignalAction::Ignore),
+    ];
+    let mut signals =
+        Signals { usr1: SignalAction::Save, usr2: SignalAction::Ignore, term: SignalAction::SaveAndStop };
+    for entry in entries {
+        let slot = match entry.key.as_str() {
+            "SIGUSR1" => &mut signals.usr1,
+            "SIGUSR2" => &mut signals.usr2,
+            "SIGTERM" => &mut signals.term,
+            other => {
+                let message = format!("has the signal `{}`", shown(other));
+                let hint = "it can have SIGUSR1, SIGUSR2 and SIGTERM";
+                return Err(Fault::at(entry.key_span, message).hint(hint));
+            }
+        };
+        *slot = choice(ACTIONS, &[])(&entry.value)?;
+    }
+    Ok(signals)
 }
 
 fn command(node: &Node) -> Read<Vec<String>> {
@@ -107,6 +205,16 @@ fn command(node: &Node) -> Read<Vec<String>> {
         Some(program) if program.is_empty() => Err(Fault::at(node.span, "has an empty program name")),
         Some(_) => Ok(words),
     }
+}
+
+/// A pattern of names of the environment: letters, digits, `_`, and `*` for any of them.
+fn name_pattern(node: &Node) -> Read<String> {
+    let pattern = text(node)?;
+    let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';
+    if pattern.chars().all(fits) && !pattern.is_empty() && pattern.len() <= 200 {
+        return Ok(pattern);
+    }
+    Err(expected("a name or a pattern such as `HF_*`", node))
 }
 
 /// A path: text without control characters.
@@ -144,8 +252,14 @@ const RESERVED: &[(&str, &str)] = &[
     (env::TORCHELASTIC_USE_AGENT_STORE, "use `cluster.store`"),
     (env::TORCHELASTIC_ERROR_FILE, "it lies in the run directory"),
     (env::LAUNCH_CONTROL_FD, "it is launch's own"),
+    (env::LAUNCH_RESUME_FROM, "use `resume.from`"),
     (env::LAUNCH_SHM_FD, "it is launch's own"),
 ];
+
+/// Is this a name of the environment that `launch` sets itself?
+pub fn is_reserved(name: &str) -> bool {
+    RESERVED.iter().any(|(reserved, _)| *reserved == name)
+}
 
 /// Variables with their values, and those whose values are elsewhere.
 type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
@@ -232,6 +346,8 @@ fn checkpoint(d: &mut Decoder, top: &Table<'_>, name: &str) -> CheckpointSpec {
         every: d.get(&t, "checkpoint.every", every),
         keep: d.get(&t, "checkpoint.keep", int32(0..=u32::MAX)),
         r#async: d.get(&t, "checkpoint.async", boolean),
+        parity: d.get(&t, "checkpoint.parity", boolean),
+        require_shared: d.get(&t, "checkpoint.require_shared", boolean),
         gather_16bit_weights_on_model_save: d.get(
             &t,
             "checkpoint.gather_16bit_weights_on_model_save",
@@ -268,7 +384,14 @@ fn resume(d: &mut Decoder, top: &Table<'_>) -> ResumeSpec {
         rng: d.get(
             &t,
             "resume.rng",
-            choice(&[("reconcile", RngPolicy::Reconcile), ("strict", RngPolicy::Strict)], &["reseed"]),
+            choice(
+                &[
+                    ("reconcile", RngPolicy::Reconcile),
+                    ("strict", RngPolicy::Strict),
+                    ("reseed", RngPolicy::Reseed),
+                ],
+                &[],
+            ),
         ),
     }
 }

@@ -6,7 +6,7 @@ use super::{
     tree::Node,
 };
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What the built-in runtime trains.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,6 +30,10 @@ pub struct TrainSpec {
 /// `model:` — the family and its numbers, by their Hugging Face names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelSpec {
+    /// A Hugging Face folder whose config.json says everything here and whose weights training begins with; relative
+    /// to the workdir.
+    #[serde(default)]
+    pub from: Option<PathBuf>,
     /// A name of the families table, e.g. `llama`.
     pub family: String,
     /// 0: the tokenizer's size.
@@ -47,6 +51,13 @@ pub struct ModelSpec {
     pub rope_theta: f64,
     pub tie_word_embeddings: bool,
     pub initializer_range: f64,
+}
+
+impl ModelSpec {
+    /// The same with `from` as it is found from the workdir.
+    pub fn at(&self, workdir: &Path) -> ModelSpec {
+        ModelSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
+    }
 }
 
 /// `data:` — text to samples.
@@ -162,11 +173,14 @@ pub struct EvalSpec {
 
 /// Decodes `train:`.
 pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
+    let model = model(d, t);
     let optimizer = optimizer(d, t);
-    let steps = d.get(t, "train.steps", int(1..=u64::MAX));
+    // Without a step, what is left of a run is the conversion of given weights.
+    let least = u64::from(model.from.is_none());
+    let steps = d.get(t, "train.steps", int(least..=u64::MAX));
     TrainSpec {
-        model: model(d, t),
-        data: data(d, t),
+        data: data(d, t, model.from.as_deref()),
+        model,
         zero: zero(d, t),
         precision: d.get(t, "train.precision", choice(&[("fp32", Precision::Fp32)], &["bf16"])),
         batch: batch(d, t),
@@ -195,6 +209,7 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
     let hidden_size = d.get(&t, "train.model.hidden_size", int32(1..=1 << 20));
     let heads = d.get(&t, "train.model.num_attention_heads", int32(1..=1 << 16));
     ModelSpec {
+        from: d.opt(&t, "train.model.from", path),
         family: d.get(&t, "train.model.family", text),
         vocab_size: d.get(&t, "train.model.vocab_size", auto(1..=1 << 24)),
         hidden_size,
@@ -215,7 +230,8 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
     }
 }
 
-fn data(d: &mut Decoder, train: &Table<'_>) -> DataSpec {
+/// `from`: the folder that the model comes from, whose tokenizer is used unless another one is named.
+fn data(d: &mut Decoder, train: &Table<'_>, from: Option<&Path>) -> DataSpec {
     let t = d.section(train, "train.data");
     let files = d.opt(&t, "train.data.files", files).unwrap_or_default();
     if !d.map.is_given("train.data.files") {
@@ -228,12 +244,7 @@ fn data(d: &mut Decoder, train: &Table<'_>) -> DataSpec {
     DataSpec {
         files,
         field: d.get(&t, "train.data.field", text),
-        tokenizer: d.get(&t, "train.data.tokenizer", |node| {
-            Ok(match text(node)?.as_str() {
-                "bytes" => Tokenizer::Bytes,
-                path => Tokenizer::File(path.into()),
-            })
-        }),
+        tokenizer: tokenizer(d, &t, from),
         seq_len: d.get(&t, "train.data.seq_len", int32(1..=1 << 20)),
         pack: d.get(&t, "train.data.pack", boolean),
         shuffle: d.get(&t, "train.data.shuffle", boolean),
@@ -244,6 +255,17 @@ fn data(d: &mut Decoder, train: &Table<'_>) -> DataSpec {
         ),
         cache: d.get(&t, "train.data.cache", path),
     }
+}
+
+fn tokenizer(d: &mut Decoder, data: &Table<'_>, from: Option<&Path>) -> Tokenizer {
+    let given = d.opt(data, "train.data.tokenizer", |node| {
+        Ok(match text(node)?.as_str() {
+            "bytes" => Tokenizer::Bytes,
+            path => Tokenizer::File(path.into()),
+        })
+    });
+    let default = || from.map_or(Tokenizer::Bytes, |folder| Tokenizer::File(folder.join("tokenizer.json")));
+    given.unwrap_or_else(default)
 }
 
 /// At least one file or glob.

@@ -1,13 +1,19 @@
 //! What `launch ckpt inspect` shows.
-use ckpt::{Checkpoint, Foreign, Role, Source, TensorInfo, Tie};
+use ckpt::{
+    Checkpoint, Foreign, Role, Source, TensorInfo, Tie,
+    rng_files::folder::{self, StreamDigest},
+};
 use serde_json::{Map, Value, json};
 
 /// All that is known about a checkpoint of ours.
 pub(super) fn native_json(checkpoint: &Checkpoint) -> Value {
     let facts = checkpoint.facts();
     let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_json(&t)).collect();
-    let files: Vec<Value> =
-        checkpoint.files().map(|(name, bytes)| json!({"name": name, "bytes": bytes})).collect();
+    let files: Vec<Value> = checkpoint
+        .files()
+        .enumerate()
+        .map(|(i, (name, bytes))| file_json(checkpoint, i, name, bytes))
+        .collect();
     json!({
         "kind": "native", "path": checkpoint.path(), "step": facts.step, "world": facts.world, "stage": facts.stage,
         "tokens": facts.tokens, "run_seed": facts.run_seed, "program": facts.program, "family": facts.model.family,
@@ -16,6 +22,27 @@ pub(super) fn native_json(checkpoint: &Checkpoint) -> Value {
         "tokenizer": facts.tokenizer.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(),
         "config": facts.model.hf_config, "job": facts.job, "missing": missing(checkpoint),
     })
+}
+
+/// A shard; of a checkpoint that is scattered over hosts, also where it was written and whether it is here.
+fn file_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Value {
+    let mut value = json!({"name": name, "bytes": bytes});
+    if let Some(host) = checkpoint.host_of(file) {
+        value["host"] = json!(host);
+        value["here"] = json!(checkpoint.here().get(file));
+    }
+    value
+}
+
+/// The shards that lie on other hosts, with the host.
+fn elsewhere(checkpoint: &Checkpoint) -> Option<String> {
+    let absent = checkpoint.files().zip(checkpoint.here()).enumerate().filter(|(_, (_, here))| !**here);
+    let lines: Vec<String> = absent
+        .filter_map(|(i, ((name, _), _))| {
+            Some(format!("{name} on host {}", clean(&checkpoint.host_of(i)?.to_string())))
+        })
+        .collect();
+    (!lines.is_empty()).then(|| lines.join(", "))
 }
 
 /// What a full training state has and this checkpoint has not.
@@ -48,6 +75,7 @@ pub(super) fn native(checkpoint: &Checkpoint) -> String {
         ("bytes", format!("{} ({})", checkpoint.bytes(), human(checkpoint.bytes()))),
         ("program", facts.program.clone()),
     ];
+    lines.extend(elsewhere(checkpoint).map(|said| ("elsewhere", said)));
     lines.extend(roles(&tensors));
     lines.push(("ties", ties(&facts.model.ties)));
     lines.push(("cursor", facts.cursor.to_string()));
@@ -67,20 +95,61 @@ pub(super) fn foreign(checkpoint: &Foreign) -> String {
         ("writer", facts.writer.clone()),
         ("tag", facts.tag.clone()),
         ("step", facts.step.map_or("unknown".into(), |s| s.to_string())),
-        ("world", facts.world.to_string()),
-        ("stage", facts.stage.to_string()),
+        ("world", facts.world.map_or("unknown".into(), |w| w.to_string())),
+        ("stage", facts.stage.map_or("-".into(), |s| s.to_string())),
         ("bytes", format!("{bytes} ({}) in {} files", human(bytes), checkpoint.files().count())),
     ];
     lines.extend(roles(&tensors));
     lines.push(("ties", ties(&facts.ties)));
     lines.push(("frozen", or(facts.frozen.join(", "), "none")));
     lines.push(("scheduler", facts.scheduler.to_string()));
+    if !facts.loss_scaler.is_null() {
+        lines.push(("scaler", facts.loss_scaler.to_string()));
+    }
+    lines.push(("updates", updates(facts.steps.values())));
     lines.push(("rng files", or(facts.rng_files.join(", "), "none")));
     lines.push(("missing", or(facts.missing.join(", "), "nothing")));
     if !facts.lost.is_empty() {
         lines.push(("lost", facts.lost.join(", ")));
     }
-    page(&lines, &facts.groups, &tensors)
+    page(&lines, &json!(facts.groups), &tensors) + &streams(checkpoint)
+}
+
+/// Updates of the optimizer: one number when all weights have the same.
+fn updates<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
+    let all: std::collections::BTreeSet<u64> = steps.copied().collect();
+    match (all.first(), all.last()) {
+        (Some(a), Some(b)) if a == b => a.to_string(),
+        (Some(a), Some(b)) => format!("{a} to {b}, by weight"),
+        _ => "unknown".into(),
+    }
+}
+
+/// A row per rank and stream of its random states; equal digests go on with the same numbers.
+fn streams(checkpoint: &Foreign) -> String {
+    let rows = match random_states(checkpoint) {
+        Ok(rows) if rows.is_empty() => return String::new(),
+        Ok(rows) => rows,
+        Err(why) => return format!("\nrandom states: {}\n", clean(&why)),
+    };
+    let mut table = vec![["RANK", "STREAM", "DIGEST", "FILE"].map(str::to_owned).to_vec()];
+    table.extend(rows.iter().map(|s| {
+        vec![s.rank.to_string(), s.kind.to_string(), s.digest.chars().take(16).collect(), clean(&s.file)]
+    }));
+    format!("\n{}", aligned(&table))
+}
+
+/// The streams beside a checkpoint: in the folder itself, or, of a tag's folder, in the one around it.
+fn random_states(checkpoint: &Foreign) -> Result<Vec<StreamDigest>, String> {
+    if checkpoint.facts().rng_files.is_empty() {
+        return Ok(Vec::new());
+    }
+    let path = checkpoint.path();
+    let around = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(path);
+    match folder::digests(path) {
+        Ok(rows) if rows.is_empty() => folder::digests(around).map_err(|e| e.to_string()),
+        other => other.map_err(|e| e.to_string()),
+    }
 }
 
 /// All that is known about a checkpoint of another program.
@@ -92,6 +161,10 @@ pub(super) fn foreign_json(checkpoint: &Foreign) -> Value {
     value["bytes"] = checkpoint.files().map(|(_, bytes)| bytes).sum::<u64>().into();
     value["files"] = files.into();
     value["tensors"] = checkpoint.tensors().iter().map(tensor_json).collect();
+    value["streams"] = match random_states(checkpoint) {
+        Ok(rows) => json!(rows),
+        Err(why) => json!({ "error": why }),
+    };
     value["config"] = checkpoint.hf_config().map_or(Value::Null, |c| Value::Object(c.clone()));
     value
 }

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// A connection.
 pub(super) type Client = u64;
-/// Most bytes of all keys, values and queues together, with [`ENTRY`] for each.
+/// Most bytes of all keys, values, queues and waits together, with [`ENTRY`] for each.
 pub(super) const MAX_TOTAL: usize = 1 << 30;
-/// What an entry costs beside its bytes.
+/// What an entry, or a key that is waited for, costs beside its bytes.
 const ENTRY: usize = 128;
 /// Answer of CHECK, and what ends a WAIT or BARRIER.
 const READY: u8 = 0;
@@ -21,8 +21,8 @@ pub(super) type Replies = Vec<(Client, Reply)>;
 /// What a client waits for.
 #[derive(Debug)]
 enum Waiting {
-    /// All of these keys.
-    Keys(Vec<Key>),
+    /// All of these keys; so many of them aren't there.
+    Keys(Vec<Key>, usize),
     /// Others at this barrier.
     Barrier(Key),
 }
@@ -42,7 +42,7 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// Bytes that the keys, values and queues take.
+    /// Bytes that the keys, values, queues and waits take.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -100,9 +100,10 @@ impl Store {
     pub(super) fn leave(&mut self, client: Client) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
-            Some(Waiting::Keys(keys)) => (&mut self.waiters, keys),
+            Some(Waiting::Keys(keys, _)) => (&mut self.waiters, keys),
             Some(Waiting::Barrier(key)) => (&mut self.arrived, vec![key]),
         };
+        self.bytes -= cost_of_wait(&keys);
         for key in keys {
             if let Some(clients) = map.get_mut(&key) {
                 clients.retain(|c| *c != client);
@@ -141,7 +142,14 @@ impl Store {
         }
         let before = self.values.get(&key).map_or(0, |old| cost(&key, old));
         self.grow(before, cost(&key, &value))?;
+        // Of those who wait for a queue, its items may have woken only some.
+        let (new, queue) = (!self.has(&key), self.queues.contains_key(&key));
         self.values.insert(key.clone(), value);
+        if new {
+            self.appeared(&key);
+        } else if !queue {
+            return Ok(());
+        }
         // Taken out first: thousands may wait for one key.
         let waiters = self.waiters.remove(&key).unwrap_or_default();
         let still: Vec<Client> = waiters.into_iter().filter(|c| !self.wake_if_ready(*c, out)).collect();
@@ -149,6 +157,25 @@ impl Store {
             self.waiters.insert(key, still);
         }
         Ok(())
+    }
+
+    /// A key is there: those who wait for it lack one less. Counting makes a key cost the same for each who waits,
+    /// however many others they wait for.
+    fn appeared(&mut self, key: &[u8]) {
+        for client in self.waiters.get(key).into_iter().flatten() {
+            if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
+                *missing -= 1;
+            }
+        }
+    }
+
+    /// A key is gone.
+    fn vanished(&mut self, key: &[u8]) {
+        for client in self.waiters.get(key).into_iter().flatten() {
+            if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
+                *missing += 1;
+            }
+        }
     }
 
     fn grow(&mut self, before: usize, after: usize) -> Result<(), String> {
@@ -163,6 +190,9 @@ impl Store {
     fn delete(&mut self, key: &[u8]) -> i64 {
         let Some(value) = self.values.remove(key) else { return 0 };
         self.bytes -= cost(key, &value);
+        if !self.has(key) {
+            self.vanished(key);
+        }
         1
     }
 
@@ -197,7 +227,11 @@ impl Store {
 
     fn push(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), String> {
         self.grow(0, cost(&key, &value))?;
+        let new = !self.has(&key);
         self.queues.entry(key.clone()).or_default().push_back(value);
+        if new {
+            self.appeared(&key);
+        }
         // One item is for one client: a second one would find the queue empty.
         for client in self.waiters.get(&key).cloned().unwrap_or_default() {
             if self.wake_if_ready(client, out) {
@@ -211,10 +245,14 @@ impl Store {
         let Some(queue) = self.queues.get_mut(key) else { return Reply::Number(0) };
         let length = len(queue);
         let value = queue.pop_front().unwrap_or_default();
-        if queue.is_empty() {
-            self.queues.remove(key);
-        }
+        let empty = queue.is_empty();
         self.bytes -= cost(key, &value);
+        if empty {
+            self.queues.remove(key);
+            if !self.has(key) {
+                self.vanished(key);
+            }
+        }
         Reply::Popped(length, value)
     }
 
@@ -224,11 +262,16 @@ impl Store {
         self.may_wait(client)?;
         keys.sort_unstable();
         keys.dedup();
+        let missing = keys.iter().filter(|key| !self.has(key)).count();
+        if missing == 0 {
+            out.push((client, Reply::Byte(READY)));
+            return Ok(());
+        }
+        self.grow(0, cost_of_wait(&keys))?;
         for key in &keys {
             self.waiters.entry(key.clone()).or_default().push(client);
         }
-        self.waiting.insert(client, Waiting::Keys(keys));
-        self.wake_if_ready(client, out);
+        self.waiting.insert(client, Waiting::Keys(keys, missing));
         Ok(())
     }
 
@@ -241,10 +284,7 @@ impl Store {
 
     /// Ends a client's wait for keys when all are there.
     fn wake_if_ready(&mut self, client: Client, out: &mut Replies) -> bool {
-        let ready = match self.waiting.get(&client) {
-            Some(Waiting::Keys(keys)) => keys.iter().all(|key| self.has(key)),
-            _ => false,
-        };
+        let ready = matches!(self.waiting.get(&client), Some(Waiting::Keys(_, 0)));
         if ready {
             self.leave(client);
             out.push((client, Reply::Byte(READY)));
@@ -257,12 +297,14 @@ impl Store {
         self.may_wait(client)?;
         let count = self.add(key.clone(), 1, out)?;
         if count < world {
+            self.grow(0, cost_of_wait(std::slice::from_ref(&key)))?;
             self.arrived.entry(key.clone()).or_default().push(client);
             self.waiting.insert(client, Waiting::Barrier(key));
             return Ok(());
         }
         for waiter in self.arrived.remove(&key).unwrap_or_default() {
             self.waiting.remove(&waiter);
+            self.bytes -= cost_of_wait(std::slice::from_ref(&key));
             out.push((waiter, Reply::Byte(READY)));
         }
         out.push((client, Reply::Byte(READY)));
@@ -272,6 +314,11 @@ impl Store {
 
 fn cost(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY
+}
+
+/// Keys that are waited for are held twice: by client and by key.
+fn cost_of_wait(keys: &[Key]) -> usize {
+    keys.iter().map(|key| 2 * key.len() + ENTRY).sum()
 }
 
 fn len(queue: &VecDeque<Value>) -> i64 {

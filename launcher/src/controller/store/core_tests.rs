@@ -123,8 +123,10 @@ fn what_can_not_be_is_refused_and_changes_nothing() {
         assert_eq!(store.bytes(), before);
     }
     store.bytes = MAX_TOTAL - 10;
-    let error = store.handle(2, Request::Push(b("q"), b("")), &mut Vec::new()).expect_err("refused");
-    assert!(error.contains("full"), "{error}");
+    for request in [Request::Push(b("q"), b("")), Request::Wait(vec![b("k")]), Request::Barrier(b("b"), 2)] {
+        let error = store.handle(2, request, &mut Vec::new()).expect_err("refused");
+        assert!(error.contains("full"), "{error}");
+    }
 }
 
 /// A store that only knows what is there.
@@ -237,7 +239,17 @@ proptest! {
         }
         let values: usize = store.values.iter().map(|(k, v)| cost(k, v)).sum();
         let queues: usize = store.queues.iter().flat_map(|(k, q)| q.iter().map(|v| cost(k, v))).sum();
-        prop_assert_eq!(store.bytes(), values + queues);
+        let mut waits = 0;
+        for waiting in store.waiting.values() {
+            waits += match waiting {
+                Waiting::Keys(keys, missing) => {
+                    prop_assert_eq!(*missing, keys.iter().filter(|key| !store.has(key)).count());
+                    cost_of_wait(keys)
+                }
+                Waiting::Barrier(key) => cost_of_wait(std::slice::from_ref(key)),
+            };
+        }
+        prop_assert_eq!(store.bytes(), values + queues + waits);
         for client in 0..4 {
             store.leave(client);
         }

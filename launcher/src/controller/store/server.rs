@@ -10,9 +10,9 @@ use nix::sys::{
 };
 use std::{
     cell::RefCell,
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     io,
-    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener as StdListener},
+    net::{IpAddr, SocketAddr, TcpListener as StdListener},
     rc::Rc,
     thread::{self, JoinHandle},
     time::Duration,
@@ -26,6 +26,8 @@ use tokio::{
 
 /// Most connections at once. A rank has one or two.
 const MAX_CONNECTIONS: usize = 65_536;
+/// Files that its process has open beside them.
+const OTHER_FILES: u64 = 64;
 /// Bytes read at once.
 const CHUNK: usize = 64 << 10;
 /// Replies gathered before they are written while more requests are at hand, bytes.
@@ -42,10 +44,17 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Binds `port` (0: any free one) on the loopback interface and serves the peers of this machine. `talk` gets what
-    /// a person should know.
-    pub(crate) fn start(port: u16, talk: mpsc::Sender<String>) -> io::Result<Server> {
-        let listener = StdListener::bind((Ipv4Addr::LOCALHOST, port))?;
+    /// Binds `port` (0: any free one) at `address` and serves this machine's processes and the `allowed` peers. `talk`
+    /// gets what a person should know.
+    pub(crate) fn start(
+        address: IpAddr,
+        port: u16,
+        allowed: &[IpAddr],
+        talk: mpsc::Sender<String>,
+    ) -> io::Result<Server> {
+        let listener = StdListener::bind((address, port))?;
+        // A process of this machine that connects to this address comes from it.
+        let allowed: HashSet<IpAddr> = allowed.iter().chain([&address]).map(|ip| ip.to_canonical()).collect();
         // All ranks connect at the same moment: the longest queue that the kernel allows.
         listen(&listener, Backlog::MAXCONN)?;
         listener.set_nonblocking(true)?;
@@ -57,7 +66,7 @@ impl Server {
             local.block_on(&runtime, async {
                 tokio::select! {
                     _ = stopped => {}
-                    () = serve(listener, talk) => {}
+                    () = serve(listener, allowed, talk) => {}
                 }
             });
         })?;
@@ -67,6 +76,13 @@ impl Server {
     /// Where it listens.
     pub(crate) fn port(&self) -> u16 {
         self.port
+    }
+
+    /// Can so many clients be had? The error says what is missing.
+    pub(crate) fn has_room(clients: u32) -> Result<(), String> {
+        let (_, hard) =
+            getrlimit(Resource::RLIMIT_NOFILE).map_err(|e| format!("no limit of open files: {e}"))?;
+        room(clients, hard)
     }
 
     /// Lets this process open as many files as it may: each client is one. Processes that are started afterwards
@@ -87,12 +103,28 @@ impl Drop for Server {
     }
 }
 
+/// A rank has a connection, in newer versions of torch two: one must fit at least.
+fn room(clients: u32, open_files: u64) -> Result<(), String> {
+    let elsewhere = "or let rank 0 serve (`cluster.store: rank0`)";
+    if clients as usize > MAX_CONNECTIONS {
+        return Err(format!(
+            "the rendezvous store has at most {MAX_CONNECTIONS} clients, and the job has {clients} ranks: use fewer, {elsewhere}"
+        ));
+    }
+    if u64::from(clients) + OTHER_FILES > open_files {
+        return Err(format!(
+            "the rendezvous store of {clients} ranks needs as many open files, and this host allows a process              {open_files} (`ulimit -Hn`): raise that, {elsewhere}"
+        ));
+    }
+    Ok(())
+}
+
 /// What all connections share.
 struct Shared {
     store: RefCell<Store>,
     mailboxes: RefCell<HashMap<Client, Rc<Mailbox>>>,
-    /// Unfinished requests, bytes.
-    unfinished: RefCell<usize>,
+    /// Unfinished requests, and replies that were not written yet, bytes.
+    underway: RefCell<usize>,
     scratch: RefCell<Vec<u8>>,
     talk: mpsc::Sender<String>,
 }
@@ -111,11 +143,11 @@ impl Shared {
     }
 }
 
-async fn serve(listener: StdListener, talk: mpsc::Sender<String>) {
+async fn serve(listener: StdListener, peers: HashSet<IpAddr>, talk: mpsc::Sender<String>) {
     let shared = Rc::new(Shared {
         store: RefCell::default(),
         mailboxes: RefCell::default(),
-        unfinished: RefCell::new(0),
+        underway: RefCell::new(0),
         scratch: RefCell::new(vec![0; CHUNK]),
         talk,
     });
@@ -138,7 +170,7 @@ async fn serve(listener: StdListener, talk: mpsc::Sender<String>) {
                 }
             }
         };
-        if !allowed(peer) {
+        if !allowed(&peers, peer) {
             shared.tell(format!("turned away {}: not a host of this job", peer.ip()));
         } else if shared.mailboxes.borrow().len() >= MAX_CONNECTIONS {
             shared.tell(format!("turned away {peer}: there are {MAX_CONNECTIONS} connections"));
@@ -148,12 +180,10 @@ async fn serve(listener: StdListener, talk: mpsc::Sender<String>) {
     }
 }
 
-/// Only this machine's own processes take part.
-fn allowed(peer: SocketAddr) -> bool {
-    match peer.ip() {
-        IpAddr::V4(ip) => ip.is_loopback(),
-        IpAddr::V6(ip) => ip.to_canonical().is_loopback(),
-    }
+/// Only the job's own hosts take part.
+fn allowed(peers: &HashSet<IpAddr>, peer: SocketAddr) -> bool {
+    let ip = peer.ip().to_canonical();
+    ip.is_loopback() || peers.contains(&ip)
 }
 
 struct Connection {
@@ -165,6 +195,8 @@ struct Connection {
     /// Bytes of `input` that are needed to read on.
     need: usize,
     validated: bool,
+    /// Replies that have left the mailbox and are being written, bytes.
+    writing: usize,
 }
 
 impl Connection {
@@ -174,7 +206,8 @@ impl Connection {
         let mailbox = Rc::new(Mailbox::default());
         shared.mailboxes.borrow_mut().insert(client, mailbox.clone());
         let (input, need) = (Vec::new(), 1);
-        let mut connection = Connection { client, stream, shared, mailbox, input, need, validated: false };
+        let mut connection =
+            Connection { client, stream, shared, mailbox, input, need, validated: false, writing: 0 };
         if let Err(why) = connection.serve().await {
             connection.shared.tell(format!("closed the connection of {peer}: {why}"));
         }
@@ -201,14 +234,18 @@ impl Connection {
     /// Writes what others' requests, and its own, have brought it.
     async fn write(&mut self) -> io::Result<()> {
         let bytes = std::mem::take(&mut *self.mailbox.bytes.borrow_mut());
-        self.stream.write_all(&bytes).await
+        self.writing = bytes.len();
+        self.stream.write_all(&bytes).await?;
+        self.writing = 0;
+        *self.shared.underway.borrow_mut() -= bytes.len();
+        Ok(())
     }
 
     fn read(&mut self) -> io::Result<usize> {
         let mut scratch = self.shared.scratch.borrow_mut();
         let n = self.stream.try_read(&mut scratch)?;
         self.input.extend_from_slice(&scratch[..n]);
-        *self.shared.unfinished.borrow_mut() += n;
+        *self.shared.underway.borrow_mut() += n;
         Ok(n)
     }
 
@@ -233,9 +270,12 @@ impl Connection {
             // Thousands of clients may be idle.
             self.input = Vec::new();
         }
-        *self.shared.unfinished.borrow_mut() -= at;
-        let held = *self.shared.unfinished.borrow() + self.shared.store.borrow().bytes();
-        if held > MAX_TOTAL { Err("unfinished requests fill the memory".to_owned()) } else { Ok(()) }
+        *self.shared.underway.borrow_mut() -= at;
+        let held = *self.shared.underway.borrow() + self.shared.store.borrow().bytes();
+        match held > MAX_TOTAL {
+            true => Err("unfinished requests and replies that nobody takes fill the memory".to_owned()),
+            false => Ok(()),
+        }
     }
 
     fn ask(&mut self, request: Request) -> Result<(), String> {
@@ -254,7 +294,10 @@ impl Connection {
         let mailboxes = self.shared.mailboxes.borrow();
         for (client, reply) in replies {
             if let Some(mailbox) = mailboxes.get(&client) {
-                wire::encode(&reply, &mut mailbox.bytes.borrow_mut());
+                let mut bytes = mailbox.bytes.borrow_mut();
+                let before = bytes.len();
+                wire::encode(&reply, &mut bytes);
+                *self.shared.underway.borrow_mut() += bytes.len() - before;
                 if client != self.client {
                     mailbox.filled.notify_one();
                 }
@@ -268,7 +311,8 @@ impl Drop for Connection {
     fn drop(&mut self) {
         self.shared.store.borrow_mut().leave(self.client);
         self.shared.mailboxes.borrow_mut().remove(&self.client);
-        *self.shared.unfinished.borrow_mut() -= self.input.len();
+        let unwritten = self.writing + self.mailbox.bytes.borrow().len();
+        *self.shared.underway.borrow_mut() -= self.input.len() + unwritten;
     }
 }
 

@@ -1,4 +1,5 @@
 use super::{super::wire::tests::request, *};
+use std::net::Ipv4Addr;
 use std::{
     io::{Read, Write},
     net::TcpStream as Socket,
@@ -9,7 +10,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 fn server() -> (Server, mpsc::Receiver<String>) {
     let (talk, heard) = mpsc::channel(16);
-    (Server::start(0, talk).expect("a server"), heard)
+    (start(0, talk).expect("a server"), heard)
 }
 
 fn connect(server: &Server) -> Socket {
@@ -174,12 +175,64 @@ fn a_port_is_held_until_the_end() {
     let (server, _heard) = server();
     let port = server.port();
     let (talk, _also_heard) = mpsc::channel(1);
-    let error = Server::start(port, talk.clone()).expect_err("taken");
+    let error = start(port, talk.clone()).expect_err("taken");
     assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     let mut client = connect(&server);
     settle(&mut client);
     drop(server);
     let mut rest = Vec::new();
     assert_eq!(client.read_to_end(&mut rest).expect("closed"), 0);
-    Server::start(port, talk).expect("free again");
+    start(port, talk).expect("free again");
+}
+
+/// A server for this machine alone.
+fn start(port: u16, talk: mpsc::Sender<String>) -> io::Result<Server> {
+    Server::start(Ipv4Addr::LOCALHOST.into(), port, &[], talk)
+}
+
+#[test]
+fn only_the_jobs_hosts_are_let_in() {
+    let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
+    let peers: HashSet<IpAddr> = [ip("10.0.0.7"), ip("2001:db8::7")].into();
+    for (peer, expected) in [
+        ("127.0.0.1", true),
+        ("::1", true),
+        ("10.0.0.7", true),
+        ("::ffff:10.0.0.7", true),
+        ("2001:db8::7", true),
+        ("10.0.0.8", false),
+        ("2001:db8::8", false),
+    ] {
+        assert_eq!(allowed(&peers, SocketAddr::new(ip(peer), 1)), expected, "{peer}");
+    }
+}
+
+#[test]
+fn a_limit_of_open_files_that_is_too_low_is_named() {
+    assert_eq!(room(10_000, 16_384), Ok(()));
+    let error = room(10_000, 4096).expect_err("too low");
+    assert!(error.contains("4096 (`ulimit -Hn`)") && error.contains("10000 ranks"), "{error}");
+    let error = room(70_000, 1 << 20).expect_err("too many");
+    assert!(error.contains("at most 65536"), "{error}");
+}
+
+#[test]
+fn replies_that_nobody_takes_are_counted_until_they_are_gone() {
+    let (server, _heard) = server();
+    let mut greedy = connect(&server);
+    let large = vec![7; wire::MAX_VALUE as usize];
+    send(&mut greedy, Request::Set(k("/large"), large));
+    settle(&mut greedy);
+    // Each asks for 8 MiB and reads nothing: only the next one's counting would tell that something is off.
+    for _ in 0..20 {
+        let mut idle = connect(&server);
+        send(&mut idle, Request::Get(k("/large")));
+        settle(&mut greedy);
+    }
+    for _ in 0..200 {
+        let mut client = connect(&server);
+        send(&mut client, Request::Get(k("/large")));
+        let mut length = [0; 8];
+        client.read_exact(&mut length).expect("the connections before it have left nothing behind");
+    }
 }

@@ -70,8 +70,10 @@ pub(super) enum Parsed {
 
 /// Reads the request that `bytes` begin with.
 pub(super) fn parse(bytes: &[u8]) -> Parsed {
-    let mut input = Input { bytes, at: 0 };
-    match input.request() {
+    // A long request that arrives piece by piece is looked at often: nothing is copied before it is whole.
+    let whole = Input { bytes, at: 0, copies: false }.request();
+    let mut input = Input { bytes, at: 0, copies: true };
+    match whole.and_then(|_| input.request()) {
         Ok(request) => Parsed::Whole(request, input.at),
         Err(Stop::Part(need)) if need > MAX_MESSAGE => {
             Parsed::Malformed(format!("a request is longer than {MAX_MESSAGE} bytes"))
@@ -89,6 +91,8 @@ enum Stop {
 struct Input<'b> {
     bytes: &'b [u8],
     at: usize,
+    /// Keys, values and lists are made; else they stay empty.
+    copies: bool,
 }
 
 impl Input<'_> {
@@ -153,12 +157,18 @@ impl Input<'_> {
 
     fn key(&mut self) -> Result<Key, Stop> {
         let length = self.length("a key's length", MAX_KEY)?;
-        Ok(self.take(length)?.to_vec())
+        self.text(length)
     }
 
     fn value(&mut self) -> Result<Value, Stop> {
         let length = self.length("a value's length", MAX_VALUE)?;
-        Ok(self.take(length)?.to_vec())
+        self.text(length)
+    }
+
+    fn text(&mut self, length: usize) -> Result<Vec<u8>, Stop> {
+        let copies = self.copies;
+        let bytes = self.take(length)?;
+        Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
     fn keys(&mut self) -> Result<Vec<Key>, Stop> {
@@ -175,7 +185,10 @@ impl Input<'_> {
             if end > self.bytes.len() {
                 return Err(Stop::Part(end));
             }
-            items.push(item(self)?);
+            let item = item(self)?;
+            if self.copies {
+                items.push(item);
+            }
         }
         Ok(items)
     }

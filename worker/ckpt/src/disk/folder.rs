@@ -3,9 +3,11 @@ use crate::error::{CkptError, Result};
 use crate::fault;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, Flock, FlockArg, OFlag, openat};
-use nix::sys::stat::{Mode, SFlag, fstat, fstatat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
+use nix::unistd::syncfs;
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 /// True when something, even a dangling link, has this path.
@@ -53,6 +55,13 @@ pub(crate) fn parent_of(path: &Path) -> PathBuf {
 pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
     fault::around("fsync directory", || dir.sync_all()).map_err(CkptError::io("fsync directory", path))
+}
+
+/// Makes everything durable that was written to the file system of a directory.
+pub(crate) fn sync_all_of(path: &Path) -> Result<()> {
+    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    fault::around("sync file system", || syncfs(&dir))
+        .map_err(CkptError::errno("sync the file system of", path))
 }
 
 /// Removes a file; one that is already gone is fine.
@@ -131,12 +140,62 @@ impl Folder {
 
     /// Size of the regular file of this name; `None` when there is no such entry.
     pub(crate) fn size_of(&self, name: &str) -> Result<Option<u64>> {
-        let st = match fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Err(Errno::ENOENT) => return Ok(None),
-            other => other.map_err(CkptError::errno("look at", &self.path.join(name)))?,
+        match self.stat(name)? {
+            None => Ok(None),
+            Some(st) => {
+                self.require_regular(name, st.st_mode)?;
+                Ok(Some(st.st_size.max(0) as u64))
+            }
+        }
+    }
+
+    /// True when this name is a folder in here (and no link to one).
+    pub(crate) fn has_folder(&self, name: &str) -> Result<bool> {
+        let mode = self.stat(name)?.map_or(0, |st| st.st_mode);
+        Ok(SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFDIR)
+    }
+
+    /// True when something, even a link, has this name in here.
+    pub(crate) fn has(&self, name: &str) -> Result<bool> {
+        Ok(self.stat(name)?.is_some())
+    }
+
+    fn stat(&self, name: &str) -> Result<Option<FileStat>> {
+        let found = match self.enter(name)? {
+            Some((inner, last)) => {
+                let fd = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+                fstatat(fd, last, AtFlags::AT_SYMLINK_NOFOLLOW)
+            }
+            None => return Ok(None),
         };
-        self.require_regular(name, st.st_mode)?;
-        Ok(Some(st.st_size.max(0) as u64))
+        match found {
+            Err(Errno::ENOENT) => Ok(None),
+            other => other.map(Some).map_err(CkptError::errno("look at", &self.path.join(name))),
+        }
+    }
+
+    /// The folder in here that a name's last part is in (`None` in the pair: this one), and that part. Links are not
+    /// followed on the way, and no part leads out. `None` when a folder on the way isn't there.
+    fn enter<'n>(&self, name: &'n str) -> Result<Option<(Option<OwnedFd>, &'n str)>> {
+        let outside = || CkptError::damaged(&self.path, name, "its name leads out of the folder");
+        if name.starts_with('/') || name.split('/').any(|part| matches!(part, "" | "." | "..")) {
+            return Err(outside());
+        }
+        let Some((folders, last)) = name.rsplit_once('/') else { return Ok(Some((None, name))) };
+        let mut inner: Option<OwnedFd> = None;
+        for part in folders.split('/') {
+            let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+            let at = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+            inner = Some(match openat(at, part, flags, Mode::empty()) {
+                Err(Errno::ENOENT) => return Ok(None),
+                Err(Errno::ELOOP | Errno::ENOTDIR) => {
+                    let why = format!("{part} on the way to it is no folder (links are not followed)");
+                    return Err(CkptError::damaged(&self.path, name, why));
+                }
+                other => other.map_err(CkptError::errno("open", &self.path.join(name)))?,
+            });
+        }
+        Ok(Some((inner, last)))
     }
 
     fn require_regular(&self, name: &str, mode: u32) -> Result<()> {
@@ -155,10 +214,11 @@ impl Folder {
         // O_NONBLOCK: a FIFO put in place of a file must not hang us
         let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | extra;
         let path = self.path.join(name);
-        let fd = match openat(&self.fd, name, flags, Mode::empty()) {
-            Err(Errno::ENOENT) => {
-                return Err(CkptError::Missing { path: self.path.clone(), what: name.to_owned() });
-            }
+        let missing = || CkptError::Missing { path: self.path.clone(), what: name.to_owned() };
+        let Some((inner, last)) = self.enter(name)? else { return Err(missing()) };
+        let at = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+        let fd = match openat(at, last, flags, Mode::empty()) {
+            Err(Errno::ENOENT) => return Err(missing()),
             Err(Errno::ELOOP) => {
                 return Err(CkptError::damaged(
                     &self.path,
@@ -190,7 +250,15 @@ impl Folder {
         Ok(content)
     }
 
-    /// Names of all entries.
+    /// Names in a folder in here, sorted.
+    pub(crate) fn names_in(&self, name: &str) -> Result<Vec<String>> {
+        match self.has_folder(name)? {
+            true => Folder::open(&self.path.join(name))?.names(),
+            false => Err(CkptError::damaged(&self.path, name, "it is no folder (links are not followed)")),
+        }
+    }
+
+    /// Names of all entries, sorted.
     pub(crate) fn names(&self) -> Result<Vec<String>> {
         let entries = fs::read_dir(&self.path).map_err(CkptError::io("list", &self.path))?;
         let mut names = Vec::new();

@@ -6,8 +6,8 @@ mod write;
 
 pub(crate) use buffer::Buffers;
 pub(crate) use folder::{
-    DirLock, Folder, exists, free_bytes, lock_dir, make_dir, make_dirs, parent_of, remove_tree, sync_dir,
-    unlink,
+    DirLock, Folder, exists, free_bytes, lock_dir, make_dir, make_dirs, parent_of, remove_tree, sync_all_of,
+    sync_dir, unlink,
 };
 pub(crate) use read::{BlockFile, Job, stream};
 pub(crate) use write::{FileWriter, Path as WritePath, write_file};

@@ -83,12 +83,15 @@ impl Target {
         Ok(())
     }
 
-    /// Cuts the padding off and makes the content durable.
-    fn finish(self, len: u64) -> io::Result<()> {
+    /// Cuts the padding off and, with `sync`, makes the content durable.
+    fn finish(self, len: u64, sync: bool) -> io::Result<()> {
         if self.at > len {
             fault::around("truncate", || self.file.set_len(len))?;
         }
-        fault::around("fsync file", || self.file.sync_all())
+        match sync {
+            true => fault::around("fsync file", || self.file.sync_all()),
+            false => Ok(()),
+        }
     }
 }
 
@@ -202,13 +205,22 @@ impl FileWriter {
     }
 
     /// Writes the rest and makes the file durable: its size and, when wanted, the hash of every block.
-    pub(crate) fn finish(mut self) -> Result<(u64, Vec<Hash>)> {
+    pub(crate) fn finish(self) -> Result<(u64, Vec<Hash>)> {
+        self.finish_with(true)
+    }
+
+    /// Writes the rest and returns the size; many files are made durable at once by [`super::sync_all_of`].
+    pub(crate) fn finish_unsynced(self) -> Result<u64> {
+        Ok(self.finish_with(false)?.0)
+    }
+
+    fn finish_with(mut self, sync: bool) -> Result<(u64, Vec<Hash>)> {
         if !self.filled.is_multiple_of(BLOCK) {
             self.hash(self.filled % BLOCK);
         }
         let done = self.join().and_then(|mut target| {
             target.append(&mut self.window, self.filled)?;
-            target.finish(self.len)
+            target.finish(self.len, sync)
         });
         done.map_err(CkptError::io("write", &self.path))?;
         Ok((self.len, self.hashes.take().unwrap_or_default()))
@@ -284,7 +296,7 @@ mod tests {
         target.append(&mut window, WINDOW).expect("written");
         target.leave_direct().expect("left");
         target.append(&mut window, 4099).expect("written");
-        target.finish(WINDOW as u64 + 4099).expect("durable");
+        target.finish(WINDOW as u64 + 4099, true).expect("durable");
         assert!(std::fs::read(&path).expect("read") == vec![7u8; WINDOW + 4099]);
     }
 

@@ -1,16 +1,29 @@
 //! Checkpoints that other programs wrote, read where they lie.
+mod beside;
+mod detect;
+pub(crate) mod draft;
+mod facts;
 pub(crate) mod store;
+mod sums;
+pub(crate) mod sweep;
+pub(crate) mod values;
+
+pub(crate) use self::beside::add as add_beside;
+pub(crate) use self::detect::open;
+pub use self::facts::ForeignFacts;
 
 use self::store::{Part, Store, Wanted};
-use crate::catalog::{Role, TensorInfo, TextFile, Tie};
+use crate::catalog::{Role, TensorInfo, TextFile};
 use crate::checkpoint::Request;
 use crate::cut;
 use crate::disk::Folder;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Damage, Result};
+use crate::extras::{Extras, ParamGroup};
+use crate::pickle::Object;
 use crate::source::Source;
+use crate::state::TrainingState;
 use crate::verify::CheckpointReport;
-use serde::Serialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fmt;
@@ -20,8 +33,6 @@ use std::path::{Path, PathBuf};
 const TEXT_MAX: u64 = 64 << 20;
 /// How one rank's missing file is called among what is missing.
 pub(crate) const RANDOM_STATE_OF: &str = "random state of rank";
-/// Elements looked at in one go.
-const VALUES_AT_A_TIME: u64 = 1 << 20;
 /// Files beside a model that belong into a Hugging Face folder.
 const TEXTS: [&str; 8] = [
     "generation_config.json",
@@ -33,38 +44,6 @@ const TEXTS: [&str; 8] = [
     "merges.txt",
     "chat_template.jinja",
 ];
-
-/// What a checkpoint of another program says about itself, and what was found out about it.
-#[derive(Clone, Debug, Serialize)]
-pub struct ForeignFacts {
-    /// The format, for example `deepspeed`.
-    pub kind: &'static str,
-    /// The program that wrote it, with its version where known.
-    pub writer: String,
-    /// The folder that holds the state.
-    pub tag: String,
-    /// Optimizer steps done.
-    pub step: Option<u64>,
-    /// Ranks that wrote it.
-    pub world: u32,
-    /// ZeRO stage.
-    pub stage: u8,
-    /// Hyper-parameters per optimizer group.
-    pub groups: Value,
-    /// State of the learning rate scheduler.
-    pub scheduler: Value,
-    pub ties: Vec<Tie>,
-    /// Weights that are not trained.
-    pub frozen: Vec<String>,
-    /// Weights that are named but nowhere stored.
-    pub lost: Vec<String>,
-    /// Files with states of random generators.
-    pub rng_files: Vec<String>,
-    /// What contradicts itself or deserves to be known.
-    pub notices: Vec<String>,
-    /// What a full training state has and this checkpoint has not.
-    pub missing: Vec<String>,
-}
 
 /// One tensor and where its elements are.
 pub(crate) struct Entry {
@@ -82,6 +61,8 @@ pub struct Foreign {
     index: HashMap<(Role, String), usize>,
     config: Option<Map<String, Value>>,
     texts: Vec<TextFile>,
+    /// What goes along when it is written anew, where the format's reader gave it.
+    extras: Option<Extras>,
 }
 
 impl fmt::Debug for Foreign {
@@ -114,6 +95,9 @@ impl Foreign {
                 return Err(wrong("it is there twice".into()));
             }
         }
+        let of_role = |role: Role| entries.iter().filter(move |e| e.info.role == role);
+        facts.buffers = of_role(Role::Buffer).map(|e| e.info.name.clone()).collect();
+        facts.root = beside.to_owned();
         let beside = Folder::open(beside)?;
         let config = config(&beside)?;
         let texts = texts(&beside)?;
@@ -123,12 +107,29 @@ impl Foreign {
         if !texts.iter().any(|t| t.name != TEXTS[0]) {
             facts.missing.push("tokenizer".into());
         }
-        Ok(Foreign { path: path.to_owned(), facts, store, entries, index, config, texts })
+        Ok(Foreign { path: path.to_owned(), facts, store, entries, index, config, texts, extras: None })
+    }
+
+    /// The same with what goes along when it is written anew.
+    pub(crate) fn with_extras(mut self, extras: Extras) -> Foreign {
+        self.extras = Some(extras);
+        self
     }
 
     /// What is known about it.
     pub fn facts(&self) -> &ForeignFacts {
         &self.facts
+    }
+
+    /// Adds warnings.
+    pub(crate) fn warn(&mut self, lines: Vec<String>) {
+        self.facts.warnings.extend(lines);
+    }
+
+    /// Puts notices before the others.
+    fn say_first(&mut self, mut lines: Vec<String>) {
+        lines.append(&mut self.facts.notices);
+        self.facts.notices = lines;
     }
 
     /// Name and size of every file that holds tensors.
@@ -142,9 +143,9 @@ impl Foreign {
         held.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
     }
 
-    /// Reads every byte: what is damaged, and notes on values that are no finite numbers.
+    /// Reads every byte of every file, also of those that hold no tensors: what is damaged, and what is to be warned of.
     pub(crate) fn verify(&self) -> Result<(CheckpointReport, Vec<String>)> {
-        let (bytes, blocks, mut problems) = self.store.check(|inside| self.holders(inside))?;
+        let (mut bytes, mut blocks, mut problems) = self.store.check(|inside| self.holders(inside))?;
         let lost = |name: &String| Damage {
             file: self.facts.tag.clone(),
             block: None,
@@ -152,40 +153,40 @@ impl Foreign {
             why: "nothing of it is stored".into(),
         };
         problems.extend(self.facts.lost.iter().map(lost));
-        let mut notes = self.facts.notices.clone();
+        for other in self.others()? {
+            bytes += other.bytes;
+            blocks += other.members;
+            problems.extend(other.problems);
+        }
+        let mut warnings = self.facts.warnings.clone();
         // some ranks have one, so all should
         let alone = self.facts.missing.iter().filter(|m| m.starts_with(RANDOM_STATE_OF));
-        notes.extend(alone.map(|m| format!("the {m} is missing")));
-        if problems.is_empty() {
-            notes.extend(self.not_finite()?);
-        }
-        let report =
-            CheckpointReport { path: self.path.clone(), step: self.facts.step, bytes, blocks, problems };
-        Ok((report, notes))
+        warnings.extend(alone.map(|m| format!("the {m} is missing")));
+        let report = CheckpointReport {
+            path: self.path.clone(),
+            step: self.facts.step,
+            bytes,
+            blocks,
+            problems,
+            ..Default::default()
+        };
+        Ok((report, warnings))
     }
 
-    /// A line for each tensor with values that are no finite numbers.
-    fn not_finite(&self) -> Result<Vec<String>> {
-        let (mut lines, mut buffer) = (Vec::new(), Vec::new());
-        for info in self.entries.iter().map(|e| &e.info).filter(|i| is_float(i.dtype)) {
-            let (mut nans, mut infinite, mut at) = (0u64, 0u64, 0);
-            while at < info.elements() {
-                buffer.resize((info.elements() - at).min(VALUES_AT_A_TIME) as usize, 0.0);
-                let (name, role, out) = (info.name.as_str(), info.role, buffer.as_mut_slice());
-                self.read_many(&mut [Request { name, role, start_element: at, out }])?;
-                nans += buffer.iter().filter(|x| x.is_nan()).count() as u64;
-                infinite += buffer.iter().filter(|x| x.is_infinite()).count() as u64;
-                at += buffer.len() as u64;
-            }
-            if nans + infinite > 0 {
-                let label = format!("{}/{}", info.role, info.name);
-                lines.push(format!(
-                    "{label} has {nans} NaN and {infinite} infinite of {} values",
-                    info.elements()
-                ));
-            }
+    /// The files that hold nothing that was read: random states, schedulers, what programs added.
+    fn others(&self) -> Result<Vec<sweep::Swept>> {
+        let tag = self.store.files.first().map(|f| f.folder().path().to_owned());
+        let mut paths = vec![(self.facts.root.clone(), 0)];
+        if let Some(tag) = tag.filter(|tag| *tag != self.facts.root) {
+            paths.push((tag, 3));
         }
-        Ok(lines)
+        let mut all = Vec::new();
+        for (path, depth) in paths {
+            let own = |f: &store::StoredFile| (f.folder().path() == path).then(|| f.name.clone());
+            let known = self.store.files.iter().filter_map(own).collect();
+            all.push(sweep::sweep(&path, &known, depth)?);
+        }
+        Ok(all)
     }
 
     fn entry(&self, name: &str, role: Role) -> Result<&Entry> {
@@ -245,8 +246,58 @@ impl Source for Foreign {
         self.store.read(wanted, |inside| self.holders(inside))
     }
 
+    fn read_unchecked(&self, requests: &mut [Request<'_>]) -> Result<()> {
+        let mut wanted = Vec::new();
+        for request in requests {
+            self.resolve(request, &mut wanted)?;
+        }
+        self.store.read_unchecked(wanted, |inside| self.holders(inside))
+    }
+
+    fn settle(&self, all: bool) -> Result<()> {
+        self.store.settle(all, |inside| self.holders(inside))
+    }
+
+    fn read_raw(&self, name: &str, role: Role, start_element: u64, out: &mut [u8]) -> Result<()> {
+        let entry = self.entry(name, role)?;
+        let size = entry.info.dtype.size();
+        let end = start_element.saturating_add(out.len() as u64 / size);
+        let mut rest = out;
+        for (i, range) in cut::cover(&entry.parts, Part::elements, start_element..end) {
+            let bytes = ((range.end - range.start) * size) as usize;
+            let (now, later) = std::mem::take(&mut rest).split_at_mut(bytes);
+            rest = later;
+            let holders = |inside: &dyn Fn(&Part) -> bool| self.holders(inside);
+            self.store.read_raw(&entry.parts[i], entry.info.dtype, range, now, holders)?;
+        }
+        match rest.is_empty() {
+            true => Ok(()),
+            false => Err(CkptError::invalid(format!("{role}/{name} is shorter than what is asked of it"))),
+        }
+    }
+
+    fn extras(&self) -> Result<Extras> {
+        if let Some(extras) = &self.extras {
+            return Ok(extras.clone());
+        }
+        let facts = &self.facts;
+        Ok(Extras {
+            groups: facts.groups.iter().map(|group| ParamGroup::of(group, &facts.steps)).collect(),
+            ties: facts.ties.clone(),
+            frozen: facts.frozen.clone(),
+            scheduler: Object::from_json(&facts.scheduler),
+            stage: facts.stage,
+            world: facts.world,
+            ..Extras::default()
+        })
+    }
+
     fn step(&self) -> Option<u64> {
         self.facts.step
+    }
+
+    fn state(&self) -> TrainingState {
+        self.facts.state()
     }
 
     fn tokens(&self) -> Option<u64> {
@@ -273,7 +324,7 @@ impl Source for Foreign {
 }
 
 /// What is read as F32 without loss.
-fn is_float(dtype: Dtype) -> bool {
+pub(crate) fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 

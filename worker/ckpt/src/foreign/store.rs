@@ -1,8 +1,10 @@
 //! Tensors as pieces of files that others wrote: read where they lie, each stretch of a file checked before its first use.
+use super::sums::Sums;
 use crate::disk::Folder;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Damage, Result};
 use crate::formats::torch_file::{TensorView, TorchFile, crc_flaw};
+use crate::formats::zip::Member;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::fs::File;
@@ -32,9 +34,12 @@ pub(crate) struct StoredFile {
 struct Stretch {
     name: String,
     bytes: Range<u64>,
-    crc: u32,
+    /// Legacy torch files and safetensors have none: what they hold can't be checked.
+    crc: Option<u32>,
     /// Its CRC fits.
     sound: AtomicBool,
+    /// Of what was read before it was known to be sound.
+    sums: Sums,
 }
 
 /// Consecutive elements of a tensor, in one file.
@@ -125,19 +130,33 @@ pub(crate) struct Wanted<'a> {
 }
 
 impl StoredFile {
+    /// A file of `size` bytes of which no stretch is known yet.
+    pub(crate) fn new(folder: Arc<Folder>, name: String, size: u64) -> StoredFile {
+        StoredFile { folder, name, size, stretches: Vec::new() }
+    }
+
+    /// A file of torch's; members of the file are stretches of the same index.
     pub(crate) fn torch(folder: Arc<Folder>, name: String, file: TorchFile) -> StoredFile {
-        let stretch = |m: crate::formats::zip::Member| Stretch {
+        let mut stored = StoredFile::new(folder, name, file.size);
+        stored.add(file.members);
+        stored
+    }
+
+    /// Adds stretches; returns the index of the first.
+    pub(crate) fn add(&mut self, members: Vec<Member>) -> usize {
+        let first = self.stretches.len();
+        self.stretches.extend(members.into_iter().map(|m| Stretch {
             name: m.name,
             bytes: m.data,
             crc: m.crc,
-            sound: AtomicBool::new(false),
-        };
-        StoredFile {
-            folder,
-            name,
-            size: file.size,
-            stretches: file.members.into_iter().map(stretch).collect(),
-        }
+            sound: AtomicBool::new(m.crc.is_none()),
+            sums: Sums::default(),
+        }));
+        first
+    }
+
+    pub(crate) fn folder(&self) -> &Folder {
+        &self.folder
     }
 
     fn open(&self) -> Result<File> {
@@ -157,6 +176,28 @@ impl StoredFile {
         CkptError::damaged(self.folder.path(), &self.name, why)
     }
 
+    /// The CRC of a range of bytes.
+    fn crc(&self, open: &File, bytes: Range<u64>, buffer: &mut [u8]) -> Result<u32> {
+        let mut hasher = crc32fast::Hasher::new();
+        let mut at = bytes.start;
+        while at < bytes.end {
+            let len = (bytes.end - at).min(buffer.len() as u64) as usize;
+            self.read(open, at, &mut buffer[..len])?;
+            hasher.update(&buffer[..len]);
+            at += len as u64;
+        }
+        Ok(hasher.finalize())
+    }
+
+    /// Reads bytes of a stretch; their CRC is kept until the stretch is known to be sound.
+    fn read_summed(&self, open: &File, stretch: &Stretch, at: u64, out: &mut [u8]) -> Result<()> {
+        self.read(open, at, out)?;
+        if !stretch.sound.load(Ordering::Acquire) {
+            stretch.sums.add(at..at + out.len() as u64, crc32fast::hash(out));
+        }
+        Ok(())
+    }
+
     fn read(&self, open: &File, at: u64, out: &mut [u8]) -> Result<()> {
         open.read_exact_at(out, at).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => self.damaged("it is cut short".into()),
@@ -166,10 +207,56 @@ impl StoredFile {
 }
 
 impl Store {
-    /// Reads all that is wanted. `holders(is it in the part?)` names the tensors with such a part, for an error.
+    /// Reads all that is wanted, checked. `holders(is it in the part?)` names the tensors with such a part, for an error.
     pub(crate) fn read(
         &self,
+        wanted: Vec<Wanted<'_>>,
+        holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
+    ) -> Result<()> {
+        self.read_wanted(wanted, true, holders)
+    }
+
+    /// Reads all that is wanted, once; [`Store::settle`] says whether it was sound.
+    pub(crate) fn read_unchecked(
+        &self,
+        wanted: Vec<Wanted<'_>>,
+        holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
+    ) -> Result<()> {
+        self.read_wanted(wanted, false, holders)
+    }
+
+    /// Checks every stretch of which something was read unchecked, or with `all` every one: what was not read is read now.
+    pub(crate) fn settle(
+        &self,
+        all: bool,
+        holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
+    ) -> Result<()> {
+        let mut buffer = vec![0u8; CHUNK];
+        for (index, file) in self.files.iter().enumerate() {
+            let is_due = |s: &Stretch| !s.sound.load(Ordering::Acquire) && (all || !s.sums.is_empty());
+            if !file.stretches.iter().any(is_due) {
+                continue;
+            }
+            let open = file.open()?;
+            for (s, stretch) in file.stretches.iter().enumerate().filter(|(_, s)| is_due(s)) {
+                for gap in stretch.sums.gaps(stretch.bytes.clone()) {
+                    let crc = file.crc(&open, gap.clone(), &mut buffer)?;
+                    stretch.sums.add(gap, crc);
+                }
+                if stretch.sums.whole(stretch.bytes.clone()) != stretch.crc {
+                    let damage = file.flaw(stretch, holders(&|p: &Part| p.is_in(index, s)));
+                    return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
+                }
+                stretch.sound.store(true, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+
+    fn read_wanted(
+        &self,
         mut wanted: Vec<Wanted<'_>>,
+        checked: bool,
         holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
     ) -> Result<()> {
         wanted.sort_by_key(|w| (w.part.file, w.part.stretch, w.part.offset, w.range.start));
@@ -180,7 +267,9 @@ impl Store {
             let open = file.open()?;
             for w in of_file {
                 let stretch = &file.stretches[w.part.stretch];
-                if !stretch.sound.load(Ordering::Acquire) {
+                // elements here and there make no pieces of a sum
+                let first = checked || w.part.strided.is_some();
+                if first && !stretch.sound.load(Ordering::Acquire) {
                     if !self.is_sound(index, stretch, &open, &mut buffer)? {
                         let tensors = holders(&|p: &Part| p.is_in(index, w.part.stretch));
                         let damage = file.flaw(stretch, tensors);
@@ -195,15 +284,8 @@ impl Store {
     }
 
     fn is_sound(&self, index: usize, stretch: &Stretch, open: &File, buffer: &mut [u8]) -> Result<bool> {
-        let mut hasher = crc32fast::Hasher::new();
-        let mut at = stretch.bytes.start;
-        while at < stretch.bytes.end {
-            let len = (stretch.bytes.end - at).min(buffer.len() as u64) as usize;
-            self.files[index].read(open, at, &mut buffer[..len])?;
-            hasher.update(&buffer[..len]);
-            at += len as u64;
-        }
-        Ok(hasher.finalize() == stretch.crc)
+        let crc = self.files[index].crc(open, stretch.bytes.clone(), buffer)?;
+        Ok(stretch.crc.is_none_or(|expected| expected == crc))
     }
 
     /// Reads and checks every stretch of every file: bytes, stretches and what is damaged.
@@ -226,12 +308,44 @@ impl Store {
         Ok((bytes, count, damaged))
     }
 
+    /// Elements `range` of the tensor of which `part` is a part, as they are stored.
+    pub(crate) fn read_raw(
+        &self,
+        part: &Part,
+        dtype: Dtype,
+        range: Range<u64>,
+        out: &mut [u8],
+        holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
+    ) -> Result<()> {
+        let file = &self.files[part.file];
+        let stretch = &file.stretches[part.stretch];
+        let open = file.open()?;
+        if !stretch.sound.load(Ordering::Acquire) {
+            if !self.is_sound(part.file, stretch, &open, &mut vec![0u8; CHUNK])? {
+                let damage = file.flaw(stretch, holders(&|p: &Part| p.is_in(part.file, part.stretch)));
+                return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
+            }
+            stretch.sound.store(true, Ordering::Release);
+        }
+        let (size, mut done) = (dtype.size(), 0usize);
+        part.runs(range, |element, count| {
+            let bytes = (count * size) as usize;
+            let out = &mut out[done..done + bytes];
+            done += bytes;
+            file.read(&open, stretch.bytes.start + element * size, out)
+        })
+    }
+
     /// One number of a small tensor.
     pub(crate) fn scalar(&self, file: usize, view: &TensorView) -> Result<f32> {
-        let part = Part::of(file, view, 0..1, 0);
+        self.number(&Part::of(file, view, 0..1, 0), view.dtype)
+    }
+
+    /// The first number of a part.
+    pub(crate) fn number(&self, part: &Part, dtype: Dtype) -> Result<f32> {
         let mut out = [0.0];
-        let wanted = Wanted { part: &part, dtype: view.dtype, range: 0..1, out: &mut out };
-        self.read(vec![wanted], |_| Vec::new())?;
+        let range = part.start..part.start + 1;
+        self.read(vec![Wanted { part, dtype, range, out: &mut out }], |_| Vec::new())?;
         Ok(out[0])
     }
 }
@@ -251,12 +365,17 @@ fn read_part(
         let mut rest = &mut out[done..done + count as usize];
         done += count as usize;
         if w.dtype == Dtype::F32 {
-            return file.read(open, at, bytemuck::cast_slice_mut(rest));
+            // piece by piece, so that each is summed while it is in the cache
+            for piece in bytemuck::cast_slice_mut::<f32, u8>(rest).chunks_mut(CHUNK) {
+                file.read_summed(open, stretch, at, piece)?;
+                at += piece.len() as u64;
+            }
+            return Ok(());
         }
         while !rest.is_empty() {
             let n = rest.len().min(buffer.len() / size as usize);
             let bytes = &mut buffer[..n * size as usize];
-            file.read(open, at, bytes)?;
+            file.read_summed(open, stretch, at, bytes)?;
             let (now, later) = rest.split_at_mut(n);
             widen(w.dtype, bytes, now).map_err(|why| file.damaged(why))?;
             rest = later;

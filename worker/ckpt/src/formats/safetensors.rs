@@ -176,6 +176,13 @@ pub(crate) fn header(metadata: &[(&str, String)], tensors: &[Planned<'_>]) -> Re
     Ok(bytes)
 }
 
+/// The first bytes of a rank's shard of a checkpoint of ours.
+pub(crate) fn shard_header(rank: u32, world: u32, pieces: &[Planned<'_>]) -> Result<Vec<u8>, String> {
+    let metadata =
+        [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
+    header(&metadata, pieces)
+}
+
 /// Name of a piece of a logical tensor in a shard.
 pub(crate) fn piece_key(role: Role, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")

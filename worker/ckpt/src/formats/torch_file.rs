@@ -1,4 +1,6 @@
-//! What `torch.save` writes: a zip with a pickle of the values and one member per storage. Tensors are byte ranges.
+//! What `torch.save` writes: a zip with a pickle of the values and one member per storage, or the legacy form of the
+//! same. Tensors are byte ranges.
+use super::legacy;
 use super::zip::{self, Member};
 use crate::catalog::elements;
 use crate::disk::Folder;
@@ -6,12 +8,16 @@ use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::pickle::{self, Items, Tree, View};
 use std::collections::HashMap;
+use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 /// Globals of tensors: every file with tensors may name them.
 pub(crate) const TENSORS: &[&str] = &[
     "collections.OrderedDict",
+    "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
     "torch._utils._rebuild_parameter",
     "torch._tensor._rebuild_from_type_v2",
     "torch.Tensor",
@@ -26,7 +32,50 @@ pub(crate) const TENSORS: &[&str] = &[
     "torch.IntStorage",
     "torch.LongStorage",
     "torch.ShortStorage",
+    "torch.storage.UntypedStorage",
+    "torch.bfloat16",
+    "torch.bool",
+    "torch.float16",
+    "torch.float32",
+    "torch.float64",
+    "torch.float8_e4m3fn",
+    "torch.float8_e5m2",
+    "torch.int16",
+    "torch.int32",
+    "torch.int64",
+    "torch.int8",
+    "torch.uint16",
+    "torch.uint32",
+    "torch.uint64",
+    "torch.uint8",
 ];
+/// Globals of plain values that programs keep beside tensors. Nothing of them is executed, so they may be named.
+pub(crate) const PLAIN: &[&str] = &[
+    "__builtin__.set",
+    "__builtin__.complex",
+    "_codecs.encode",
+    "argparse.Namespace",
+    "builtins.complex",
+    "builtins.frozenset",
+    "builtins.set",
+    "collections.Counter",
+    "collections.defaultdict",
+    "builtins.dict",
+    "builtins.int",
+    "builtins.list",
+    "datetime.datetime",
+    "datetime.timedelta",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.ndarray",
+    "pathlib.PosixPath",
+    "torch.device",
+];
+/// Files up to this size are read in one go.
+const SMALL: u64 = 64 << 10;
 /// Most dimensions of a tensor.
 const RANK_MAX: usize = 16;
 
@@ -56,6 +105,11 @@ pub(crate) struct TensorView {
 }
 
 impl TensorView {
+    /// Nothing yet: one number of the first member.
+    pub(crate) fn scalar() -> TensorView {
+        TensorView { dtype: Dtype::F32, shape: Vec::new(), strides: Vec::new(), member: 0, offset: 0 }
+    }
+
     /// Number of elements.
     pub(crate) fn elements(&self) -> u64 {
         elements(&self.shape).unwrap_or(0)
@@ -76,24 +130,43 @@ impl TorchFile {
     /// Reads the values of a file; `globals` may be named in it. Storages are not read.
     pub(crate) fn open(folder: &Folder, name: &str, globals: &[&[&'static str]]) -> Result<TorchFile> {
         let (file, size) = folder.open_file(name, nix::fcntl::OFlag::empty())?;
-        TorchFile::parse(size, |at, out| file.read_exact_at(out, at), globals)
-            .map_err(|why| CkptError::damaged(folder.path(), name, why))
+        TorchFile::within(&file, 0..size, globals).map_err(|why| CkptError::damaged(folder.path(), name, why))
     }
 
-    fn parse(
+    /// The same of a file that is a stretch of another one.
+    pub(crate) fn within(
+        file: &File,
+        bytes: Range<u64>,
+        globals: &[&[&'static str]],
+    ) -> std::result::Result<TorchFile, String> {
+        let size = bytes.end.saturating_sub(bytes.start);
+        let mut found = if size <= SMALL {
+            let mut all = vec![0u8; size as usize];
+            file.read_exact_at(&mut all, bytes.start).map_err(|e| e.to_string())?;
+            TorchFile::parse(size, |at, out| copy(&all, at, out), globals)
+        } else {
+            TorchFile::parse(size, |at, out| file.read_exact_at(out, bytes.start + at), globals)
+        }?;
+        for member in &mut found.members {
+            member.data = bytes.start + member.data.start..bytes.start + member.data.end;
+        }
+        Ok(found)
+    }
+
+    /// Reads the values of `size` bytes that `read_at(offset, buffer)` gives.
+    pub(crate) fn parse(
         size: u64,
         mut read_at: impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
         globals: &[&[&'static str]],
     ) -> std::result::Result<TorchFile, String> {
-        let mut magic = [0u8; 2];
-        if size >= 2 {
+        let mut magic = [0u8; legacy::MAGIC.len()];
+        if size >= magic.len() as u64 {
             read_at(0, &mut magic).map_err(|e| e.to_string())?;
         }
-        if size > 0 && magic == [0x80, 0x02] {
-            return Err(
-                "it is in torch's format from before version 1.6; load it and save it with a newer torch"
-                    .into(),
-            );
+        if magic == legacy::MAGIC {
+            let width = |class: &str| storage_dtype(class).map(Dtype::size);
+            let legacy = legacy::parse(size, &mut read_at, globals, width)?;
+            return Ok(TorchFile::of(size, String::new(), legacy.members, legacy.tree));
         }
         let members = zip::members(size, &mut read_at)?;
         let mut pickles = members.iter().filter(|m| m.name.split('/').nth(1) == Some("data.pkl"));
@@ -108,11 +181,15 @@ impl TorchFile {
         {
             return Err("its numbers are not little-endian".into());
         }
-        let keys = prefix("data/");
+        let tree = pickle::load(&input, globals)?;
+        Ok(TorchFile::of(size, root, members, tree))
+    }
+
+    fn of(size: u64, root: String, members: Vec<Member>, tree: Tree) -> TorchFile {
+        let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &Member)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
         let storages = members.iter().enumerate().filter_map(key).collect();
-        let tree = pickle::load(&input, globals)?;
-        Ok(TorchFile { size, root, storages, tree, members })
+        TorchFile { size, root, storages, tree, members }
     }
 
     /// What was saved.
@@ -126,11 +203,17 @@ impl TorchFile {
         let args = args.items();
         let arg = |i: usize| args.and_then(|a| a.get(i));
         match function {
-            "torch._utils._rebuild_tensor_v2" => self.rebuilt(args.ok_or_else(unusual)?).map(Some),
+            "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor" => {
+                self.rebuilt(args.ok_or_else(unusual)?, None).map(Some)
+            }
+            "torch._utils._rebuild_tensor_v3" => {
+                let dtype = arg(6).and_then(View::global).and_then(named_dtype).ok_or_else(unusual)?;
+                self.rebuilt(args.ok_or_else(unusual)?, Some(dtype)).map(Some)
+            }
             "torch._utils._rebuild_parameter" => self.tensor(arg(0).ok_or_else(unusual)?),
             "torch._tensor._rebuild_from_type_v2" => match arg(0).and_then(View::global) {
                 Some("torch._utils._rebuild_tensor_v2") => {
-                    self.rebuilt(arg(2).and_then(View::items).ok_or_else(unusual)?).map(Some)
+                    self.rebuilt(arg(2).and_then(View::items).ok_or_else(unusual)?, None).map(Some)
                 }
                 _ => Err(unusual()),
             },
@@ -138,16 +221,18 @@ impl TorchFile {
         }
     }
 
-    /// `(storage, offset, size, stride, …)`.
-    fn rebuilt(&self, args: Items<'_>) -> std::result::Result<TensorView, String> {
+    /// `(storage, offset, size, stride, …)`; an untyped storage is of elements of `dtype`.
+    fn rebuilt(&self, args: Items<'_>, dtype: Option<Dtype>) -> std::result::Result<TensorView, String> {
         let counts = |i: usize| {
             let value = args.get(i).ok_or_else(unusual)?;
             let sizes = shape_of(value).ok_or_else(unusual)?;
             (sizes.len() <= RANK_MAX).then_some(sizes).ok_or_else(unusual)
         };
         let storage = args.get(0).and_then(View::persistent).and_then(View::items).ok_or_else(unusual)?;
-        let (dtype, member, stored) = self.storage(storage)?;
-        let offset = args.get(1).and_then(View::count).ok_or_else(unusual)?;
+        let (dtype, member, held) = self.storage(storage, dtype)?;
+        let stored = held.end;
+        let offset =
+            args.get(1).and_then(View::count).and_then(|o| o.checked_add(held.start)).ok_or_else(unusual)?;
         let (shape, strides) = (counts(2)?, counts(3)?);
         let total = elements(&shape).ok_or_else(|| format!("a tensor has the impossible shape {shape:?}"))?;
         if shape.len() != strides.len() {
@@ -165,22 +250,64 @@ impl TorchFile {
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
-    /// `('storage', class, key, device, elements)` → dtype, member and elements.
-    fn storage(&self, id: Items<'_>) -> std::result::Result<(Dtype, usize, u64), String> {
+    /// `('storage', class, key, device, elements[, view])` → dtype, member and which of its elements. A view is
+    /// `(key, first element, elements)`.
+    fn storage(
+        &self,
+        id: Items<'_>,
+        untyped: Option<Dtype>,
+    ) -> std::result::Result<(Dtype, usize, Range<u64>), String> {
         let class = id.get(1).and_then(View::global).ok_or_else(unusual)?;
-        let dtype = storage_dtype(class).ok_or_else(unusual)?;
+        let width = storage_dtype(class).ok_or_else(unusual)?;
+        let dtype = match (class == UNTYPED, untyped) {
+            (true, Some(dtype)) => dtype,
+            (false, None) => width,
+            _ => return Err(unusual()),
+        };
         let key = id.get(2).and_then(View::str).ok_or_else(unusual)?;
         let count = id.get(4).and_then(View::count).ok_or_else(unusual)?;
         let member = *self.storages.get(key).ok_or_else(|| format!("its storage {key} is missing"))?;
         let data = &self.members[member].data;
-        match count.checked_mul(dtype.size()) == Some(data.end - data.start) {
-            true => Ok((dtype, member, count)),
-            false => Err(format!(
+        if count.checked_mul(width.size()) != Some(data.end - data.start) {
+            return Err(format!(
                 "its storage {key} should have {count} elements of {dtype}, but has {} bytes",
                 data.end - data.start
-            )),
+            ));
         }
+        let all = (data.end - data.start) / dtype.size();
+        let held = match id.get(5).filter(|v| !v.is_none()) {
+            None => 0..all,
+            Some(view) => {
+                let part = |i: usize| view.items().and_then(|v| v.get(i)).and_then(View::count);
+                let (start, count) = part(1).zip(part(2)).ok_or_else(unusual)?;
+                let end = start.checked_add(count).filter(|&end| end <= all).ok_or_else(unusual)?;
+                start..end
+            }
+        };
+        Ok((dtype, member, held))
     }
+}
+
+/// Storages of bytes, whose tensors say the dtype.
+const UNTYPED: &str = "torch.storage.UntypedStorage";
+
+fn copy(all: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
+    let start = usize::try_from(at).ok();
+    match start.and_then(|s| all.get(s..)?.get(..out.len())) {
+        Some(bytes) => {
+            out.copy_from_slice(bytes);
+            Ok(())
+        }
+        None => Err(std::io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+/// The dtype that a global such as `torch.float32` is.
+pub(crate) fn named_dtype(global: &str) -> Option<Dtype> {
+    use Dtype::*;
+    let all = [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL];
+    let name = global.strip_prefix("torch.")?;
+    all.into_iter().find(|d| d.torch_name() == name)
 }
 
 /// A `torch.Size`, list or tuple of sizes.
@@ -208,6 +335,7 @@ fn storage_dtype(class: &str) -> Option<Dtype> {
         "torch.IntStorage" => Dtype::I32,
         "torch.LongStorage" => Dtype::I64,
         "torch.ShortStorage" => Dtype::I16,
+        UNTYPED => Dtype::U8,
         _ => return None,
     })
 }
@@ -224,7 +352,7 @@ fn contents(
     }
     let mut bytes = vec![0u8; len as usize];
     read_at(member.data.start, &mut bytes).map_err(|e| e.to_string())?;
-    match crc32fast::hash(&bytes) == member.crc {
+    match member.crc.is_none_or(|crc| crc32fast::hash(&bytes) == crc) {
         true => Ok(bytes),
         false => Err(crc_flaw(&member.name)),
     }
@@ -313,7 +441,8 @@ mod tests {
         for (file, reason) in [
             (vec![], "no zip directory"),
             (vec![0; 100_000], "no zip directory"),
-            (b"\x80\x02\x8a\x0al\xfc\x9c".to_vec(), "before version 1.6"),
+            (b"\x80\x02\x8a\x0al\xfc\x9c".to_vec(), "no zip directory"),
+            (legacy::MAGIC.to_vec(), "cut short"),
             (zip::pack(&[("x/other", b"N.")]), "without exactly one data.pkl"),
             (zip::pack(&[("x/data.pkl", b"N."), ("y/data.pkl", b"N.")]), "without exactly one data.pkl"),
             (zip::pack(&[("x/data.pkl", b"N."), ("x/byteorder", b"big")]), "not little-endian"),

@@ -17,8 +17,8 @@ pub(crate) struct Member {
     pub(crate) name: String,
     /// Its bytes in the container.
     pub(crate) data: Range<u64>,
-    /// CRC-32 of them.
-    pub(crate) crc: u32,
+    /// CRC-32 of them; a legacy file has none.
+    pub(crate) crc: Option<u32>,
 }
 
 /// The members of a container of `size` bytes in the order of their bytes; `read_at(offset, buffer)` fills the buffer.
@@ -152,7 +152,7 @@ fn entry(bytes: &[u8]) -> Result<(Member, usize), String> {
         return Err(format!("its zip member {name:?} has {packed} bytes stored and {whole} bytes whole"));
     }
     let data = at..at.checked_add(whole).ok_or_else(damaged)?;
-    Ok((Member { name: name.to_owned(), data, crc: u32_at(bytes, 16) as u32 }, used))
+    Ok((Member { name: name.to_owned(), data, crc: Some(u32_at(bytes, 16) as u32) }, used))
 }
 
 /// The 64-bit numbers of the zip64 extra field.
@@ -264,7 +264,7 @@ mod tests {
         let of = |i: usize| &file[members[i].data.start as usize..members[i].data.end as usize];
         assert_eq!(members[1].name, "a/data/0");
         assert_eq!((of(0), of(1), of(2)), (&b"N."[..], &b"12345678"[..], &b"3\n"[..]));
-        assert_eq!(members[1].crc, crc32fast::hash(b"12345678"));
+        assert_eq!(members[1].crc, Some(crc32fast::hash(b"12345678")));
         let mut commented = file.clone();
         let at = commented.len() - 2;
         commented[at] = 5;

@@ -8,6 +8,23 @@ pub(crate) fn load(input: &[u8], globals: &[&[&'static str]]) -> Result<Tree, St
     if input.len() as u64 > BYTES_MAX {
         return Err(format!("it has {} bytes of pickle, more than the {BYTES_MAX} allowed", input.len()));
     }
+    let (tree, end) = load_first(input, globals).map_err(|e| e.why)?;
+    if end != input.len() {
+        return Err(format!("its pickle ends at byte {end}, the file's at {}", input.len()));
+    }
+    Ok(tree)
+}
+
+/// Why a pickle wasn't read.
+#[derive(Debug)]
+pub(crate) struct Unread {
+    pub(crate) why: String,
+    /// It reaches beyond the input.
+    pub(crate) more: bool,
+}
+
+/// Reads the pickle at the beginning of `input`: its values and its length.
+pub(crate) fn load_first(input: &[u8], globals: &[&[&'static str]]) -> Result<(Tree, usize), Unread> {
     let mut machine = Machine {
         input,
         at: 0,
@@ -17,20 +34,12 @@ pub(crate) fn load(input: &[u8], globals: &[&[&'static str]]) -> Result<Tree, St
         nodes: Vec::new(),
         memo: HashMap::new(),
         made: 0,
+        more: false,
     };
-    let root = loop {
-        let op = machine.take(1)?[0];
-        if op == b'.' {
-            break machine.pop()?;
-        }
-        machine.step(op)?;
-    };
-    if machine.at != input.len() {
-        return Err(format!("its pickle ends at byte {}, the file's at {}", machine.at, input.len()));
-    }
-    let tree = Tree { nodes: machine.nodes, root };
-    tree.check_depth()?;
-    Ok(tree)
+    let root = machine.run().map_err(|why| Unread { why, more: machine.more })?;
+    let (at, tree) = (machine.at, Tree { nodes: machine.nodes, root });
+    tree.check_depth().map_err(|why| Unread { why, more: false })?;
+    Ok((tree, at))
 }
 
 struct Machine<'a> {
@@ -44,9 +53,22 @@ struct Machine<'a> {
     memo: HashMap<u32, Value>,
     /// Values pushed so far.
     made: usize,
+    /// More bytes were asked for than there are.
+    more: bool,
 }
 
 impl<'a> Machine<'a> {
+    /// All opcodes up to the end of the pickle; the value that it is of.
+    fn run(&mut self) -> Result<Value, String> {
+        loop {
+            let op = self.take(1)?[0];
+            if op == b'.' {
+                return self.pop();
+            }
+            self.step(op)?;
+        }
+    }
+
     fn step(&mut self, op: u8) -> Result<(), String> {
         match op {
             0x80 => self.protocol(),
@@ -105,6 +127,7 @@ impl<'a> Machine<'a> {
     fn take(&mut self, n: usize) -> Result<&'a [u8], String> {
         let rest = &self.input[self.at..];
         let taken = rest.get(..n).ok_or_else(|| {
+            self.more = true;
             format!("its pickle claims {n} bytes at byte {}, where it has {}", self.at, rest.len())
         })?;
         self.at += n;
@@ -184,6 +207,7 @@ impl<'a> Machine<'a> {
 
     fn frame(&mut self) -> Result<(), String> {
         let (len, left) = (self.size(8)?, self.input.len() - self.at);
+        self.more |= len > left;
         match len <= left {
             true => Ok(()),
             false => Err(format!("its pickle claims a frame of {len} bytes, where it has {left}")),
@@ -300,7 +324,10 @@ impl<'a> Machine<'a> {
 
     fn line(&mut self) -> Result<&'a str, String> {
         let rest = &self.input[self.at..];
-        let end = rest.iter().position(|&b| b == b'\n').ok_or("its pickle has a name without an end")?;
+        let Some(end) = rest.iter().position(|&b| b == b'\n') else {
+            self.more = true;
+            return Err("its pickle has a name without an end".into());
+        };
         self.at += end + 1;
         std::str::from_utf8(&rest[..end]).map_err(|_| "its pickle has a name that is no UTF-8".into())
     }

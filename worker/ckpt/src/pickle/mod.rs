@@ -4,11 +4,16 @@
 //! tree of plain values in which dicts keep their order. Shared values stay shared, so that a small file can't unfold
 //! into a large tree, and a value that holds itself is refused.
 mod machine;
+mod object;
 #[cfg(test)]
 mod tests;
+mod write;
 
-pub(crate) use machine::load;
+pub(crate) use machine::{Unread, load, load_first};
+pub use object::Object;
+pub(crate) use object::StoredTensor;
 use serde_json::{Map, Number, Value as Json};
+pub(crate) use write::encode;
 
 /// Most bytes of one pickle.
 pub(crate) const BYTES_MAX: u64 = 64 << 20;
@@ -69,6 +74,14 @@ impl Tree {
     /// The value that the pickle is of.
     pub(crate) fn root(&self) -> View<'_> {
         View { tree: self, value: self.root }
+    }
+
+    /// What stands for things outside of the pickle.
+    pub(crate) fn persistent(&self) -> impl Iterator<Item = View<'_>> {
+        self.nodes.iter().filter_map(|node| match node {
+            Node::Persistent(value) => Some(View { tree: self, value: *value }),
+            _ => None,
+        })
     }
 
     /// Refuses values that hold themselves and nesting beyond [`DEPTH_MAX`].
@@ -152,6 +165,13 @@ impl<'t> View<'t> {
     pub(crate) fn int(self) -> Option<i64> {
         match self.value {
             Value::Int(i) => Some(i),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn float(self) -> Option<f64> {
+        match self.value {
+            Value::Float(f) => Some(f),
             _ => None,
         }
     }

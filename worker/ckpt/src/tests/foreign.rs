@@ -24,11 +24,11 @@ const GOLDEN: [(&str, u8, u32); 6] = [
     ("z3_buffers", 3, 2),
 ];
 
-fn golden(name: &str) -> PathBuf {
+pub(super) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-fn open(path: &Path) -> Result<Box<Foreign>> {
+pub(super) fn open(path: &Path) -> Result<Box<Foreign>> {
     match find(path)? {
         Found::Foreign(foreign) => Ok(foreign),
         Found::Native(_) => panic!("{} is of DeepSpeed", path.display()),
@@ -42,7 +42,7 @@ fn error(path: &Path) -> String {
     e.to_string()
 }
 
-fn read(foreign: &Foreign, name: &str, role: Role) -> Result<Vec<f32>> {
+pub(super) fn read(foreign: &Foreign, name: &str, role: Role) -> Result<Vec<f32>> {
     let target = foreign.facts().ties.iter().find(|t| t.alias == name).map_or(name, |t| &t.target);
     let infos = foreign.tensors();
     let info = infos.iter().find(|t| t.name == target && t.role == role).expect("there");
@@ -52,7 +52,7 @@ fn read(foreign: &Foreign, name: &str, role: Role) -> Result<Vec<f32>> {
 }
 
 /// `role/name` → BLAKE3 of the bytes, of all that is F32.
-fn references(name: &str) -> BTreeMap<String, String> {
+pub(super) fn references(name: &str) -> BTreeMap<String, String> {
     let text = fs::read(golden(name).join("reference.json")).expect("there");
     let all: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
     let floats = all.into_iter().filter(|(_, v)| v["dtype"] == "F32");
@@ -63,12 +63,12 @@ fn role_of(name: &str) -> Role {
     Role::ALL.into_iter().find(|r| r.name() == name).expect("a role")
 }
 
-fn hash(values: &[f32]) -> String {
+pub(super) fn hash(values: &[f32]) -> String {
     Hash::of(bytemuck::cast_slice(values)).hex()
 }
 
 /// What differs from the reference.
-fn differences(foreign: &Foreign, name: &str) -> Result<Vec<String>> {
+pub(super) fn differences(foreign: &Foreign, name: &str) -> Result<Vec<String>> {
     let mut wrong = Vec::new();
     for (key, expected) in references(name) {
         let (role, tensor) = key.split_once('/').expect("role/name");
@@ -84,7 +84,7 @@ fn real_folders_are_read_bit_for_bit() {
     for (name, stage, world) in GOLDEN {
         let foreign = open(&golden(name)).expect("whole");
         let facts = foreign.facts();
-        assert_eq!((facts.step, facts.world, facts.stage), (Some(3), world, stage), "{name}");
+        assert_eq!((facts.step, facts.world, facts.stage), (Some(3), Some(world), Some(stage)), "{name}");
         assert_eq!((facts.writer.as_str(), facts.kind), ("DeepSpeed 0.19.8", "DeepSpeed"));
         assert_eq!(differences(&foreign, name).expect("sound"), [""; 0], "{name}");
         // nothing is there that the reference hasn't
@@ -94,7 +94,10 @@ fn real_folders_are_read_bit_for_bit() {
             floats.map(|t| format!("{}/{}", t.role, t.name)).filter(|k| !known.contains_key(k)).collect();
         assert_eq!(others, [""; 0], "{name}");
         assert_eq!(facts.notices, [""; 0], "{name}");
-        assert!(facts.groups[0]["lr"].is_f64() && facts.groups[0].get("params").is_none(), "{name}");
+        assert!(
+            facts.groups[0].hyper["lr"].is_f64() && facts.groups[0].hyper.get("params").is_none(),
+            "{name}"
+        );
     }
 }
 
@@ -251,7 +254,7 @@ fn latest_is_checked() {
     fs::write(&latest, "global_step2\n").expect("written");
     let stale = open(dir.path()).expect("as it says");
     assert_eq!(stale.facts().tag, "global_step2");
-    assert!(stale.facts().notices[0].contains("a newer complete checkpoint is there: global_step3"));
+    assert!(stale.facts().warnings[0].contains("a newer complete checkpoint is there: global_step3"));
 }
 
 #[test]
@@ -411,7 +414,10 @@ fn partitions_are_padded_where_no_stage_is_written() {
     padded.push(("base_optimizer_state", dict(vec![("state", P::Dict(vec![]))])));
     let dir = made(vec![("module", dict(vec![]))], padded);
     let foreign = open(dir.path()).expect("whole");
-    assert_eq!((foreign.facts().stage, read(&foreign, "b", Role::Weight).expect("sound")), (1, vec![3.0]));
+    assert_eq!(
+        (foreign.facts().stage, read(&foreign, "b", Role::Weight).expect("sound")),
+        (Some(1), vec![3.0])
+    );
     assert!(foreign.facts().missing.contains(&"optimizer state".to_owned()));
     // with a stage the same is a contradiction
     let mut lean = adam(0);
@@ -491,9 +497,9 @@ fn verify_reads_every_byte_and_looks_at_the_values() {
     assert!(report.is_sound() && report.notes.is_empty(), "{report:?}");
     assert_eq!(report.checkpoints[0].step, Some(3));
     let (dir, tag) = copy("z2_frozen");
-    fs::write(dir.path().join("rng_state_0.pth"), "").expect("written");
+    fs::write(dir.path().join("rng_state_0.pth"), zip::pack(&[("rng/version", b"3")])).expect("written");
     let report = crate::verify(dir.path()).expect("a report");
-    assert_eq!(report.notes, ["the random state of rank 1 is missing"]);
+    assert_eq!(report.warnings, ["the random state of rank 1 is missing"]);
     for rank in [0, 1] {
         let mut bytes = fs::read(optimizer(&tag, rank)).expect("there");
         let middle = bytes.len() / 2;
@@ -514,12 +520,13 @@ fn values_that_are_no_numbers_are_named() {
     let mut odd = adam(0);
     odd[3].1 = P::List(vec![tensor(&[f32::NAN, f32::INFINITY, 3.0])]);
     let dir = made(vec![("module", dict(vec![]))], odd);
-    let report = crate::verify(dir.path()).expect("a report");
+    let options = crate::VerifyOptions { values: true };
+    let report = crate::verify_with(dir.path(), options).expect("a report");
     assert!(report.is_sound(), "they are what was saved");
     assert!(
-        report.notes.contains(&"weight/a has 1 NaN and 1 infinite of 2 values".to_owned()),
+        report.warnings.contains(&"weight/a has 1 NaN and 1 infinite of 2 values".to_owned()),
         "{:?}",
-        report.notes
+        report.warnings
     );
     let foreign = open(dir.path()).expect("whole");
     let out = fast_dir();
@@ -528,13 +535,14 @@ fn values_that_are_no_numbers_are_named() {
 }
 
 #[test]
-fn folders_that_are_not_read_are_called_by_their_names() {
+fn folders_that_hold_nothing_usable_are_called_by_their_names() {
     for (files, reason) in [
-        (&["model.safetensors", "optimizer.bin"][..], "HF Trainer or Accelerate without DeepSpeed"),
-        (&[".metadata"], "FSDP or distributed checkpointing"),
-        (&["latest_universal"], "a universal checkpoint"),
-        (&["model.safetensors"], "which hold no training state"),
-        (&["checkpoint-9", "checkpoint-10"], "for example checkpoint-10"),
+        (&["optimizer.bin", "random_states_0.pkl"][..], "HF Trainer or Accelerate without weights"),
+        (&["__0_0.distcp"], "without .metadata"),
+        (&["pytorch_model_fsdp_rank0.bin"], "local shards"),
+        (&["adapter_model.safetensors"], "adapter of PEFT"),
+        (&["latest_universal"], "names no folder in here"),
+        (&["consolidated.00.pth"], "Meta's own"),
         (&[], "no DeepSpeed state"),
     ] {
         let dir = fast_dir();

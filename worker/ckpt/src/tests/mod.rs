@@ -1,13 +1,20 @@
 //! Whole-crate tests, and small checkpoints for them.
+mod convert;
 mod damage;
+mod diff;
 mod foreign;
 mod full;
 mod gather;
 mod hostile;
 mod kill;
+mod kinds;
+mod parity;
 mod pickled;
+mod repair;
 mod roundtrip;
 mod saving;
+mod scattered;
+mod watch;
 
 use crate::catalog::{Facts, ModelCard, Role, TextFile, WeightShape};
 use crate::commit::{Committed, Swap, commit_with};
@@ -102,7 +109,7 @@ fn save_with(root: &Path, facts: &Facts, swap: Swap) -> Result<Committed> {
     let total = facts.model.weights.iter().map(|w| elements(w) * 12).sum();
     let staging = Staging::begin(root, facts.step, total)?;
     let reports = write_shards(staging.path(), facts)?;
-    commit_with(staging, facts.clone(), reports, swap)
+    commit_with(staging, facts.clone(), reports, None, swap)
 }
 
 /// Asserts that everything in the checkpoint is what [`save`] wrote with these facts.

@@ -20,7 +20,7 @@ const WINDOW: usize = 8;
 const MAX_PARTIALS: u64 = 1 << 16;
 
 /// The partials of one window: of each rank a range of its indices.
-type Window = Vec<Range<usize>>;
+pub(crate) type Window = Vec<Range<usize>>;
 
 /// Aborts the group when the sink panics, so that peers don't wait for this rank.
 struct OnPanic<'a>(&'a ShmComm);
@@ -28,7 +28,8 @@ struct OnPanic<'a>(&'a ShmComm);
 impl Drop for OnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.abort(&format!("rank {} panicked inside a collective", self.0.at.rank));
+            self.0
+                .abort(&format!("rank {} panicked inside a collective", self.0.names.ranks[self.0.at.rank]));
         }
     }
 }
@@ -233,7 +234,7 @@ fn padded(n: usize) -> usize {
 
 /// Cuts the partials of all ranks, in the order (rank, index), into windows of which no rank assembles more than `most`
 /// elements, or of one partial where even that is more.
-fn windows(numbers: &[usize], counts: &[usize], most: usize) -> Vec<Window> {
+pub(crate) fn windows(numbers: &[usize], counts: &[usize], most: usize) -> Vec<Window> {
     let world = numbers.len();
     let empty = || (0..world).map(|_| 0..0).collect::<Window>();
     let mut all = Vec::new();

@@ -2,3 +2,5 @@
 mod checks;
 mod local;
 mod shm;
+mod tcp;
+mod tcp_processes;

@@ -4,9 +4,11 @@
 //! fused multiply-add excepted), and neither does the machine's C library: logarithms and powers are our own build's.
 mod attention;
 mod attention_backward;
+mod bias;
 mod classifier;
 mod embedding;
 mod flat;
+mod head_norm;
 mod kernel;
 mod matmul;
 mod norm;
@@ -20,7 +22,7 @@ mod swiglu;
 mod x86;
 
 use crate::mem::{View, ViewMut};
-use crate::ops::{AdamW, AttentionShape, ClassifierGrads, Ops, Sgd, Write};
+use crate::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, Ops, Sgd, Write};
 use matmul::{Product, product};
 use pack::Operand;
 use pool::{Parts, Pool, Scratch};
@@ -173,6 +175,22 @@ impl Ops for Cpu {
         write: Write,
     ) {
         norm::backward(self, dx.host(), dw.host(), dy.host(), x.host(), w.host(), rstd.host(), m, d, write);
+    }
+
+    fn rmsnorm_heads_forward(&self, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
+        head_norm::forward(self, x.host(), raw.host(), rstd.host(), w.host(), h, eps);
+    }
+
+    fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows) {
+        head_norm::backward(self, dx.host(), dw.host(), raw.host(), rstd.host(), w.host(), h);
+    }
+
+    fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
+        bias::forward(self, y.host(), bias.host(), m, n);
+    }
+
+    fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {
+        bias::backward(self, dbias.host(), dy.host(), m, n);
     }
 
     fn rope_forward(

@@ -1,4 +1,5 @@
 //! RMSNorm, alone and after a residual add.
+use super::bias::add_in_order;
 use super::simd::{LANES, Simd, get, multiversion, put};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::Write;
@@ -74,15 +75,7 @@ pub(crate) fn backward(
         let given = Rows { dy: &dy[elements.clone()], x: &x[elements], w, rstd: &rstd[rows] };
         differentiate(cpu.level, dx, dw, given, write);
     });
-    for chunk in 1..chunks {
-        let (first, rest) = sums.split_at_mut(d);
-        for (a, b) in first.iter_mut().zip(&rest[(chunk - 1) * d..]) {
-            *a += b;
-        }
-    }
-    if chunks > 0 {
-        dw.iter_mut().zip(&sums[..d]).for_each(|(dw, s)| *dw += s);
-    }
+    add_in_order(dw, &mut sums[..chunks * d]);
 }
 
 fn check(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m: usize, d: usize) {
@@ -95,7 +88,7 @@ fn check(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m: usize, 
 }
 
 multiversion! {
-    fn normalise = normalise_rows(y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32)
+    pub(super) fn normalise = normalise_rows(y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32)
 }
 multiversion! {
     fn add_normalise = add_normalise_rows(
@@ -103,7 +96,7 @@ multiversion! {
     )
 }
 multiversion! {
-    fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], given: Rows, write: Write)
+    pub(super) fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], given: Rows, write: Write)
 }
 
 #[inline(always)]
@@ -158,11 +151,11 @@ fn scale_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squares: S::V, 
 
 /// Inputs of the backward over some rows.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
-    dy: &'a [f32],
-    x: &'a [f32],
-    w: &'a [f32],
-    rstd: &'a [f32],
+pub(super) struct Rows<'a> {
+    pub(super) dy: &'a [f32],
+    pub(super) x: &'a [f32],
+    pub(super) w: &'a [f32],
+    pub(super) rstd: &'a [f32],
 }
 
 /// With x̂ = x·rstd and g = dy·w: `dx = rstd·(g − x̂·mean(g·x̂))`, `dw += dy·x̂`.

@@ -5,6 +5,7 @@ use super::states::ModelStates;
 use crate::catalog::{Role, Tie};
 use crate::error::{CkptError, Result};
 use crate::foreign::Entry;
+use crate::foreign::draft::some;
 use crate::formats::torch_file::TensorView;
 use std::collections::{HashMap, HashSet};
 
@@ -32,14 +33,6 @@ pub(super) fn weights(tag: &Tag, stage: u8) -> Result<Collected> {
     Ok(found)
 }
 
-/// `a, b and 3 more`.
-fn some(names: &[String]) -> String {
-    match names {
-        [a, b, more @ ..] if !more.is_empty() => format!("{a}, {b} and {} more", more.len()),
-        few => few.join(" and "),
-    }
-}
-
 impl Collected {
     fn weights(&self) -> HashSet<&str> {
         self.entries.iter().filter(|e| e.info.role == Role::Weight).map(|e| e.info.name.as_str()).collect()
@@ -48,11 +41,6 @@ impl Collected {
     /// Trained parameters: fp32 masters and states of the optimizer.
     fn groups(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
         if stage == 0 {
-            if model.own_optimizer.is_some() {
-                self.notices.push(
-                    "stage 0 numbers its optimizer state without names: it isn't read, and weights are those of the 16-bit module".into(),
-                );
-            }
             return Ok(());
         }
         let damaged = |file: &str, why: String| CkptError::damaged(&tag.path, file, why);
@@ -80,7 +68,7 @@ impl Collected {
         Ok(())
     }
 
-    fn frozen(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
+    pub(super) fn frozen(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
         let trained: HashSet<String> = self.weights().into_iter().map(str::to_owned).collect();
         let (both, only): (Vec<_>, Vec<_>) =
             model.frozen_shapes.iter().partition(|(n, _)| trained.contains(n));
@@ -117,7 +105,7 @@ impl Collected {
     }
 
     /// An alias of a stored weight, unless it is stored itself.
-    fn ties(&mut self, model: &ModelStates) {
+    pub(super) fn ties(&mut self, model: &ModelStates) {
         let stored: HashSet<String> = self.weights().into_iter().map(str::to_owned).collect();
         for tie in &model.ties {
             if stored.contains(&tie.alias) {
@@ -132,14 +120,14 @@ impl Collected {
     }
 
     /// Buffers, and what is in no list and so is left to the 16-bit module.
-    fn module(&mut self, file: usize, model: &ModelStates, stage: u8) {
+    pub(super) fn module(&mut self, file: usize, model: &ModelStates, stage: u8) {
         let mut known: HashSet<String> = self.weights().into_iter().map(str::to_owned).collect();
         known.extend(self.ties.iter().map(|t| t.alias.clone()));
         let buffers: HashSet<&str> = model.buffers.iter().map(String::as_str).collect();
         let mut fallback = Vec::new();
         for (name, view) in &model.module {
             if buffers.contains(name.as_str()) {
-                self.entries.push(layout::whole(name, Role::Buffer, file, view));
+                self.entries.push(Entry::whole(name, Role::Buffer, file, view));
             } else if known.contains(name) {
                 continue;
             } else if stage == 3 && view.elements() == 0 {
@@ -149,7 +137,7 @@ impl Collected {
             {
                 self.ties.push(Tie { alias: name.clone(), target: target.to_owned() });
             } else {
-                self.entries.push(layout::whole(name, Role::Weight, file, view));
+                self.entries.push(Entry::whole(name, Role::Weight, file, view));
                 known.insert(name.clone());
                 fallback.push(name.clone());
             }
@@ -168,7 +156,7 @@ impl Collected {
     }
 
     /// The module's order is the model's own.
-    fn in_module_order(&mut self, model: &ModelStates) {
+    pub(super) fn in_module_order(&mut self, model: &ModelStates) {
         let order: HashMap<&str, usize> =
             model.module.iter().enumerate().map(|(i, (name, _))| (name.as_str(), i)).collect();
         self.entries.sort_by_key(|e| order.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));

@@ -168,10 +168,3 @@ pub(super) fn frozen(name: &str, shape: &[u64], slices: &[(usize, &TensorView)])
     let dtype = slices.first().map_or(Dtype::F32, |(_, v)| v.dtype);
     Ok(entry(name, shape, Role::Weight, dtype, parts))
 }
-
-/// A tensor that is whole in one file.
-pub(super) fn whole(name: &str, role: Role, file: usize, view: &TensorView) -> Entry {
-    let count = view.elements();
-    let parts = if count > 0 { vec![Part::of(file, view, 0..count, 0)] } else { Vec::new() };
-    entry(name, &view.shape, role, view.dtype, parts)
-}

@@ -3,45 +3,72 @@
 //! `DIR/latest` names a tag; `DIR/TAG` holds model states and, per rank, optimizer states. Where sources of a weight
 //! contradict, one in the flat groups (`param_shapes`) wins, then a frozen one, then the 16-bit `module`.
 mod collect;
+pub(crate) mod donor;
+mod extras;
 mod layout;
 mod names;
+mod stage0;
 mod states;
+pub(crate) mod universal;
 
-use self::collect::Collected;
 use self::names::Names;
-use self::states::{GLOBALS, ModelStates, OptimizerStates, Step};
+use self::states::{GLOBALS, ModelStates, OptimizerStates, Shard, Step};
 use crate::catalog::is_plain_file_name;
 use crate::disk::{Folder, exists, parent_of};
 use crate::error::{CkptError, Result};
 use crate::foreign::store::{Store, StoredFile};
-use crate::foreign::{Foreign, ForeignFacts, RANDOM_STATE_OF};
+use crate::foreign::{Entry, Foreign, ForeignFacts, add_beside};
 use crate::formats::torch_file::TorchFile;
+use crate::state::Group;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const LATEST: &str = "latest";
-const LATEST_UNIVERSAL: &str = "latest_universal";
+pub(crate) const LATEST: &str = "latest";
+pub(crate) const LATEST_UNIVERSAL: &str = "latest_universal";
 
 /// Opens a folder of DeepSpeed's, or a tag's folder inside one. `None` when it is neither.
 pub(crate) fn open(path: &Path) -> Result<Option<Foreign>> {
     let folder = Folder::open(path)?;
-    if is_universal(path) || (exists(&path.join(LATEST_UNIVERSAL)) && !exists(&path.join(LATEST))) {
-        return Ok(None);
+    if universal::is(path) {
+        return universal::open(path, &parent_of(path), Vec::new()).map(Some);
+    }
+    let universal = match folder.size_of(LATEST_UNIVERSAL)? {
+        Some(_) => Some(latest(&folder, LATEST_UNIVERSAL)?),
+        None => None,
+    };
+    if let Some(tag) = universal.as_ref().filter(|_| !exists(&path.join(LATEST)) && !is_any_tag(path)) {
+        return match universal::is(&path.join(tag)) {
+            true => universal::open(&path.join(tag), path, Vec::new()).map(Some),
+            false => {
+                let what = format!("{tag}, which `{LATEST_UNIVERSAL}` names,");
+                Err(CkptError::Missing { path: path.to_owned(), what })
+            }
+        };
     }
     if !Names::of(&folder)?.model.is_empty() {
         return open_tag(path, path, &parent_of(path), Vec::new()).map(Some);
     }
     let tags = tags(path)?;
     let latest = match folder.size_of(LATEST)? {
-        Some(_) => Some(latest(&folder)?),
+        Some(_) => Some(latest(&folder, LATEST)?),
         None => None,
     };
     match latest {
         Some(tag) if is_tag(&path.join(&tag)) => {
-            let notices = stale(path, &tag, &tags)?;
-            open_tag(path, &path.join(&tag), path, notices).map(Some)
+            let warnings = stale(path, &tag, &tags)?;
+            let beside = universal.map(|other| {
+                let (tag, other) = (path.join(&tag), path.join(other));
+                format!(
+                    "{} is used; a universal checkpoint lies beside it: {}",
+                    tag.display(),
+                    other.display()
+                )
+            });
+            let mut found = open_tag(path, &path.join(&tag), path, beside.into_iter().collect())?;
+            found.warn(warnings);
+            Ok(Some(found))
         }
         Some(_) if tags.is_empty() => Ok(None),
         Some(tag) => {
@@ -53,24 +80,24 @@ pub(crate) fn open(path: &Path) -> Result<Option<Foreign>> {
     }
 }
 
-/// The tag that `latest` names.
-fn latest(folder: &Folder) -> Result<String> {
-    let text = folder.read(LATEST, 4096)?;
+/// The folder that the file `latest` or `latest_universal` names.
+pub(crate) fn latest(folder: &Folder, file: &str) -> Result<String> {
+    let text = folder.read(file, 4096)?;
     let tag = std::str::from_utf8(&text).map(str::trim).unwrap_or_default();
     match is_plain_file_name(tag) {
         true => Ok(tag.to_owned()),
-        false => Err(CkptError::damaged(folder.path(), LATEST, "it names no folder in here")),
+        false => Err(CkptError::damaged(folder.path(), file, "it names no folder in here")),
     }
 }
 
-/// True for a folder of a universal checkpoint: a folder per parameter.
-fn is_universal(path: &Path) -> bool {
-    path.join("zero").symlink_metadata().is_ok_and(|m| m.is_dir())
+/// True when tags are in the folder.
+fn is_any_tag(path: &Path) -> bool {
+    tags(path).is_ok_and(|tags| !tags.is_empty())
 }
 
 /// True for a folder with files of DeepSpeed's.
-fn is_tag(path: &Path) -> bool {
-    if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) || is_universal(path) {
+pub(crate) fn is_tag(path: &Path) -> bool {
+    if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) || universal::is(path) {
         return false;
     }
     match Folder::open(path).and_then(|f| Names::of(&f)) {
@@ -81,7 +108,7 @@ fn is_tag(path: &Path) -> bool {
 }
 
 /// All tags, the oldest first.
-fn tags(path: &Path) -> Result<Vec<String>> {
+pub(crate) fn tags(path: &Path) -> Result<Vec<String>> {
     let mut tags = Folder::open(path)?.names()?;
     tags.retain(|t| is_plain_file_name(t) && is_tag(&path.join(t)));
     tags.sort_by_key(|t| (names::step_of(t), t.clone()));
@@ -129,16 +156,19 @@ struct Tag {
 }
 
 impl Tag {
-    fn load(path: &Path) -> Result<Tag> {
-        let folder = Arc::new(Folder::open(path)?);
-        let names = Names::of(&folder)?;
-        let mut tag = Tag {
+    fn empty(path: &Path) -> Result<Tag> {
+        Ok(Tag {
             path: path.to_owned(),
-            folder,
+            folder: Arc::new(Folder::open(path)?),
             model: BTreeMap::new(),
             optimizer: BTreeMap::new(),
             store: Store::default(),
-        };
+        })
+    }
+
+    fn load(path: &Path) -> Result<Tag> {
+        let mut tag = Tag::empty(path)?;
+        let names = Names::of(&tag.folder)?;
         for (&rank, name) in &names.model {
             let states = tag.read(rank, name, ModelStates::read)?;
             tag.model.insert(rank, states);
@@ -187,11 +217,11 @@ impl Tag {
         };
         if stage > 0 {
             all_there(&self.optimizer, world)
-                .map_err(|r| self.missing(format!("the optimizer file of rank {r} of {world}")))?;
+                .map_err(|ranks| self.missing(format!("the optimizer file of {ranks} of {world}")))?;
         }
         if stage == 3 {
             all_there(&self.model, world)
-                .map_err(|r| self.missing(format!("the model file of rank {r} of {world}")))?;
+                .map_err(|ranks| self.missing(format!("the model file of {ranks} of {world}")))?;
         }
         let of_rank = |(&rank, &(file, _)): (&u32, &(usize, OptimizerStates))| (rank, file);
         let of_model = |(&rank, &(file, _)): (&u32, &(usize, ModelStates))| (rank, file);
@@ -218,11 +248,7 @@ impl Tag {
         for (&rank, (file, states)) in &self.optimizer {
             let mut own: Option<f64> = None;
             for shard in &states.shards {
-                let step = match &shard.step {
-                    Some(Step::Number(n)) => *n,
-                    Some(Step::Tensor(view)) => f64::from(self.store.scalar(*file, view)?),
-                    None => continue,
-                };
+                let Some(step) = self.step_of(*file, shard)? else { continue };
                 // groups may differ (one that began later); ranks may not
                 own = Some(own.map_or(step, |s| s.max(step)));
             }
@@ -251,17 +277,70 @@ impl Tag {
     }
 }
 
+impl Tag {
+    /// The optimizer's groups by name, and the state of the loss scaler.
+    fn groups(&self, model: &ModelStates, stage: u8) -> (Vec<Group>, Json) {
+        let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
+        let names = |g: usize| model.groups.get(g).into_iter().flatten().map(|(name, _)| name.clone());
+        let mut groups: Vec<Group> = first
+            .groups
+            .iter()
+            .map(|g| Group {
+                hyper: g.hyper.clone(),
+                names: g.ids.iter().flat_map(|&i| names(i as usize)).collect(),
+            })
+            .collect();
+        if groups.is_empty() && stage < 3 {
+            // an elastic checkpoint keeps no hyper-parameters
+            groups = (0..model.groups.len())
+                .map(|g| Group { names: names(g).collect(), ..Group::default() })
+                .collect();
+        }
+        (groups, first.loss_scaler.clone())
+    }
+
+    /// Updates per weight, as rank 0's flat groups say.
+    fn steps(&self, model: &ModelStates) -> Result<BTreeMap<String, u64>> {
+        let mut steps = BTreeMap::new();
+        let Some((file, first)) = self.optimizer.get(&0) else { return Ok(steps) };
+        for (shard, group) in first.shards.iter().zip(&model.groups) {
+            if let Some(step) = self.step_of(*file, shard)? {
+                steps.extend(group.iter().map(|(name, _)| (name.clone(), step as u64)));
+            }
+        }
+        Ok(steps)
+    }
+
+    /// The step of a flat group.
+    fn step_of(&self, file: usize, shard: &Shard) -> Result<Option<f64>> {
+        let step = match &shard.step {
+            Some(Step::Number(n)) => *n,
+            Some(Step::Tensor(view)) => f64::from(self.store.scalar(file, view)?),
+            None => return Ok(None),
+        };
+        match step >= 0.0 && step.fract() == 0.0 && step < 9e15 {
+            true => Ok(Some(step)),
+            false => Err(self.damaged(file, format!("its optimizer state is of step {step}, which is none"))),
+        }
+    }
+}
+
 impl Names {
     fn count(&self) -> usize {
         self.model.len() + self.optimizer.len()
     }
 }
 
-/// `Err` is the first rank that isn't there.
-fn all_there<T>(found: &BTreeMap<u32, T>, world: u32) -> std::result::Result<(), u32> {
-    match (0..world).find(|rank| !found.contains_key(rank)) {
-        Some(rank) => Err(rank),
-        None => Ok(()),
+/// `Err` names the ranks that aren't there.
+fn all_there<T>(found: &BTreeMap<u32, T>, world: u32) -> std::result::Result<(), String> {
+    // a world may be as large as a file claims: only so many are named
+    let absent: Vec<String> =
+        (0..world).filter(|rank| !found.contains_key(rank)).take(17).map(|r| r.to_string()).collect();
+    match absent.as_slice() {
+        [] => Ok(()),
+        [one] => Err(format!("rank {one}")),
+        [.., _] if absent.len() == 17 => Err(format!("ranks {} and more", absent[..16].join(", "))),
+        [first @ .., last] => Err(format!("ranks {} and {last}", first.join(", "))),
     }
 }
 
@@ -269,49 +348,55 @@ fn all_there<T>(found: &BTreeMap<u32, T>, world: u32) -> std::result::Result<(),
 fn open_tag(given: &Path, path: &Path, beside: &Path, mut notices: Vec<String>) -> Result<Foreign> {
     let tag = Tag::load(path)?;
     let stage = tag.check_ranks()?;
-    let steps = tag.check_steps()?;
-    let Collected { entries, frozen, lost, ties, notices: said } = collect::weights(&tag, stage)?;
-    notices.extend(said);
+    let done = tag.check_steps()?;
+    let mut found = collect::weights(&tag, stage)?;
     let Some((_, model)) = tag.model.get(&0) else { return Err(tag.missing("the model file".into())) };
-    if let (Some(done), Some(step)) = (model.step, steps)
+    let mut contradiction = None;
+    if let (Some(done), Some(step)) = (model.step, done)
         && done.saturating_sub(model.skipped) as f64 != step
     {
-        notices.push(format!(
+        contradiction = Some(format!(
             "the model is of step {done} ({} skipped), the optimizer state of step {step}",
             model.skipped
         ));
     }
-    let rng_files = rng_files(beside)?;
-    let first = tag.optimizer.get(&0).map(|(_, states)| &states.groups);
-    let groups = first.or(model.own_optimizer.as_ref()).cloned().unwrap_or(Json::Null);
-    let mut missing = Vec::new();
-    if !entries.iter().any(|e| e.info.role.is_optimizer_state()) {
-        missing.push("optimizer state".into());
+    let (mut groups, loss_scaler) = tag.groups(model, stage);
+    let mut steps = tag.steps(model)?;
+    if let Some((file, _)) = tag.model.get(&0).filter(|_| stage == 0) {
+        (groups, steps) = stage0::add(&tag, *file, model, &mut found)?;
     }
-    if model.scheduler.is_null()
-        && !exists(&beside.join("scheduler.pt"))
-        && !exists(&beside.join("scheduler.bin"))
-    {
-        missing.push("scheduler".into());
-    }
-    missing.extend(missing_rng(&rng_files, model.world));
+    notices.append(&mut found.notices);
     let facts = ForeignFacts {
         kind: kind(beside),
         writer: format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version")),
         tag: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         step: model.step,
-        world: model.world,
-        stage,
+        samples: model.samples,
+        world: Some(model.world),
+        stage: Some(stage),
         groups,
+        steps,
+        loss_scaler,
         scheduler: model.scheduler.clone(),
-        ties,
-        frozen,
-        lost,
-        rng_files,
+        ties: found.ties,
+        frozen: found.frozen,
+        lost: found.lost,
         notices,
-        missing,
+        warnings: contradiction.into_iter().collect(),
+        ..ForeignFacts::default()
     };
-    Foreign::new(given, beside, facts, tag.store, entries)
+    let extras = extras::of(&tag, &facts)?;
+    let facts = beside_facts(facts, beside, &found.entries)?;
+    Ok(Foreign::new(given, beside, facts, tag.store, found.entries)?.with_extras(extras))
+}
+
+/// Adds what lies beside a tag, and what is missing.
+fn beside_facts(mut facts: ForeignFacts, beside: &Path, entries: &[Entry]) -> Result<ForeignFacts> {
+    if !entries.iter().any(|e| e.info.role.is_optimizer_state()) {
+        facts.missing.push("optimizer state".into());
+    }
+    add_beside(&mut facts, &Folder::open(beside)?)?;
+    Ok(facts)
 }
 
 /// Which program drove DeepSpeed, by what lies beside the tag.
@@ -321,26 +406,5 @@ fn kind(beside: &Path) -> &'static str {
         () if has("trainer_state.json") => "HF Trainer with DeepSpeed",
         () if has("random_states_0.pkl") => "Accelerate with DeepSpeed",
         () => "DeepSpeed",
-    }
-}
-
-fn rng_files(beside: &Path) -> Result<Vec<String>> {
-    let mut names = Folder::open(beside)?.names()?;
-    names.retain(|n| {
-        (n.starts_with("rng_state") && n.ends_with(".pth"))
-            || (n.starts_with("random_states_") && n.ends_with(".pkl"))
-    });
-    Ok(names)
-}
-
-/// Where some ranks have a file of random states, those that have none.
-fn missing_rng(found: &[String], world: u32) -> Vec<String> {
-    let there = |rank: u32| {
-        let own = [format!("rng_state_{rank}.pth"), format!("random_states_{rank}.pkl")];
-        found.iter().any(|n| own.contains(n) || (n == "rng_state.pth" && world == 1))
-    };
-    match found.is_empty() {
-        true => vec!["random states".into()],
-        false => (0..world).filter(|&r| !there(r)).map(|r| format!("{RANDOM_STATE_OF} {r}")).collect(),
     }
 }

@@ -25,6 +25,15 @@ enum Kind {
 impl Names {
     /// Looks at the names in a tag's folder.
     pub(super) fn of(folder: &Folder) -> Result<Names> {
+        Names::find(folder, false)
+    }
+
+    /// The same of a universal checkpoint, which may have both forms of rank 0's model file: then the whole one counts.
+    pub(super) fn of_universal(folder: &Folder) -> Result<Names> {
+        Names::find(folder, true)
+    }
+
+    fn find(folder: &Folder, both: bool) -> Result<Names> {
         let mut found = Names::default();
         for name in folder.names()? {
             let (map, rank) = match kind(&name) {
@@ -36,6 +45,9 @@ impl Names {
                 }
                 Kind::Other => continue,
             };
+            if both && map.contains_key(&rank) {
+                continue;
+            }
             if let Some(other) = map.insert(rank, name.clone()) {
                 let why = format!("{other} is of the same rank");
                 return Err(CkptError::damaged(folder.path(), name, why));

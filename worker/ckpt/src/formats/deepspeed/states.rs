@@ -1,19 +1,18 @@
 //! What DeepSpeed's files say.
+use super::extras::{ModelExtras, OptimizerExtras};
+use super::stage0::Own;
 use crate::catalog::{Role, Tie};
 use crate::dtype::Dtype;
-use crate::formats::torch_file::{TENSORS, TensorView, TorchFile, shape_of};
+pub(super) use crate::formats::optimizer::Step;
+use crate::formats::torch_file::{PLAIN, TENSORS, TensorView, TorchFile, shape_of};
 use crate::pickle::View;
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 /// Globals in the files beside those of tensors.
 pub(super) const GLOBALS: &[&[&str]] = &[
     TENSORS,
+    PLAIN,
     &[
-        "__builtin__.set",
-        "builtins.set",
-        "torch.bfloat16",
-        "torch.float16",
-        "torch.float32",
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.utils.tensor_fragment.fragment_address",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -36,12 +35,15 @@ pub(super) struct ModelStates {
     pub(super) ties: Vec<Tie>,
     pub(super) scheduler: Json,
     pub(super) step: Option<u64>,
+    /// Of all ranks together.
+    pub(super) samples: Option<u64>,
     pub(super) skipped: u64,
     pub(super) world: u32,
     pub(super) stage: Option<u8>,
     pub(super) version: Option<String>,
-    /// Groups of an optimizer that is kept in this file (stage 0).
-    pub(super) own_optimizer: Option<Json>,
+    /// The optimizer, where it is kept in this file (stage 0).
+    pub(super) own_optimizer: Option<Own>,
+    pub(super) extras: ModelExtras,
 }
 
 /// A rank's part of one flat group.
@@ -57,12 +59,6 @@ pub(super) struct Shard {
     pub(super) unknown: Vec<String>,
 }
 
-/// A step is a number or a tensor of one.
-pub(super) enum Step {
-    Number(f64),
-    Tensor(TensorView),
-}
-
 /// An optimizer file.
 pub(super) struct OptimizerStates {
     pub(super) stage: u8,
@@ -71,8 +67,18 @@ pub(super) struct OptimizerStates {
     /// Ranks that share each group.
     pub(super) partitions: Vec<u64>,
     pub(super) shards: Vec<Shard>,
-    /// Hyper-parameters per group.
-    pub(super) groups: Json,
+    /// Hyper-parameters per group, and the numbers of its flat groups.
+    pub(super) groups: Vec<NumberedGroup>,
+    /// State of the loss scaler; null for one that never scales.
+    pub(super) loss_scaler: Json,
+    pub(super) extras: OptimizerExtras,
+}
+
+/// A group as torch's `state_dict` has it: parameters are numbers.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct NumberedGroup {
+    pub(crate) hyper: Map<String, Json>,
+    pub(crate) ids: Vec<u64>,
 }
 
 fn need<'a>(value: View<'a>, key: &str) -> Said<View<'a>> {
@@ -129,7 +135,6 @@ impl ModelStates {
         };
         let world = count("dp_world_size").ok_or("it has no dp_world_size")?;
         let zero = optional("ds_config").and_then(|c| c.get("zero_optimization"));
-        let own = optional("optimizer").and_then(|o| o.get("optimizer_state_dict").or(Some(o)));
         Ok(ModelStates {
             module: tensors(file, "module", need(root, "module")?)?,
             buffers: optional("buffer_names").and_then(texts).unwrap_or_default(),
@@ -139,6 +144,7 @@ impl ModelStates {
             ties: ties.collect(),
             scheduler: optional("lr_scheduler").map_or(Json::Null, View::json),
             step: count("global_steps"),
+            samples: count("global_samples"),
             skipped: count("skipped_steps").unwrap_or(0),
             world: u32::try_from(world)
                 .ok()
@@ -146,7 +152,11 @@ impl ModelStates {
                 .ok_or("its dp_world_size is no number of ranks")?,
             stage: zero.and_then(|z| z.get("stage")).and_then(View::count).and_then(|s| u8::try_from(s).ok()),
             version: optional("ds_version").and_then(View::str).map(str::to_owned),
-            own_optimizer: own.map(groups_of),
+            own_optimizer: match optional("optimizer") {
+                Some(own) => Own::read(file, own)?,
+                None => None,
+            },
+            extras: ModelExtras::read(file),
         })
     }
 }
@@ -178,13 +188,15 @@ impl OptimizerStates {
             lean: stage.is_some(),
             partitions: partitions.ok_or("its partition_count is no number")?,
             shards,
-            groups: groups_of(base),
+            groups: groups_of(base)?,
+            loss_scaler: root.get("loss_scaler").map_or(Json::Null, scaler),
+            extras: OptimizerExtras::read(root, base),
         })
     }
 }
 
 /// A stage is a number, or an enum of one.
-fn stage_of(value: View<'_>) -> Option<u8> {
+pub(super) fn stage_of(value: View<'_>) -> Option<u8> {
     let number = match value.object() {
         Some((_, args, _)) => args.items()?.get(0)?,
         None => value,
@@ -192,16 +204,27 @@ fn stage_of(value: View<'_>) -> Option<u8> {
     number.count().and_then(|n| u8::try_from(n).ok())
 }
 
-/// Hyper-parameters per group: everything but the parameters' numbers.
-fn groups_of(optimizer: View<'_>) -> Json {
-    let Some(groups) = optimizer.get("param_groups") else { return Json::Null };
-    let mut json = groups.json();
-    for group in json.as_array_mut().into_iter().flatten() {
-        if let Some(group) = group.as_object_mut() {
-            group.remove("params");
-        }
+/// Hyper-parameters per group: everything but the parameters' numbers. Nothing when there are no groups.
+pub(crate) fn groups_of(optimizer: View<'_>) -> Said<Vec<NumberedGroup>> {
+    let Some(groups) = optimizer.get("param_groups") else { return Ok(Vec::new()) };
+    let wrong = || "its param_groups are no list of dicts".to_owned();
+    let one = |group: View<'_>| {
+        let Json::Object(mut hyper) = group.json() else { return Err(wrong()) };
+        hyper.remove("params");
+        let ids = group.get("params").and_then(View::items).and_then(|i| i.counts());
+        Ok(NumberedGroup { hyper, ids: ids.ok_or_else(wrong)? })
+    };
+    groups.items().ok_or_else(wrong)?.iter().map(one).collect()
+}
+
+/// What a loss scaler keeps; null for one that never scales.
+pub(super) fn scaler(value: View<'_>) -> Json {
+    let Some((_, _, state)) = value.object() else { return Json::Null };
+    let fixed = state.get("dynamic").is_some_and(|d| d.json() == false);
+    match fixed && state.get("cur_scale").is_some_and(|s| s.json() == 1.0) {
+        true => Json::Null,
+        false => state.json(),
     }
-    json
 }
 
 impl Shard {

@@ -1,0 +1,381 @@
+//! What the answers mean: each thing that was looked at, how bad it is, and the next thing to do.
+use super::{Check, Checked, HostChecked, Level, ask::Asked};
+use crate::{cmd::plan::bytes, discover::hosts::ClusterHost, transport::ssh::Stage};
+use contract::{JobSpec, probe::NodeLook};
+use std::collections::BTreeSet;
+
+/// Clocks further apart than this make logs and timeouts hard to read, seconds.
+const MOST_SKEW: f64 = 1.0;
+/// Open files that a job's processes need, with room.
+const LEAST_FILES: u64 = 4096;
+/// Of /dev/shm and of a disk, bytes.
+const LEAST_SHM: u64 = 1 << 30;
+const LEAST_DISK: u64 = 1 << 30;
+
+/// The stages of getting an agent, as the table names them.
+const STAGES: [(Stage, &str); 7] = [
+    (Stage::Config, "config"),
+    (Stage::Name, "dns"),
+    (Stage::Tcp, "tcp"),
+    (Stage::HostKey, "host key"),
+    (Stage::Authentication, "authentication"),
+    (Stage::Exec, "exec"),
+    (Stage::Agent, "agent"),
+];
+
+/// Judges all hosts.
+pub(super) fn judge(job: &JobSpec, hosts: Option<&[ClusterHost]>, asked: Vec<Asked>) -> Checked {
+    let checks = together(job, &asked);
+    let first = asked.iter().find_map(|a| a.look.clone());
+    let slots = |index: usize| hosts.and_then(|h| h.get(index)).and_then(|h| h.slots.count());
+    let own = asked.into_iter().enumerate().map(|(index, a)| {
+        let mut checks = way(&a, hosts.is_some());
+        if let Some(look) = &a.look {
+            checks.extend(node(job, look, first.as_ref(), slots(index)));
+            checks.extend(clock(&a));
+            checks.extend(peers(&a));
+        }
+        HostChecked { name: a.name, look: a.look, skew: a.skew, checks }
+    });
+    Checked { name: job.name.clone(), hosts: own.collect(), checks }
+}
+
+fn ok(what: &'static str, found: impl Into<String>) -> Check {
+    Check { what, level: Level::Ok, found: found.into(), hint: None }
+}
+
+fn bad(level: Level, what: &'static str, found: impl Into<String>, hint: impl Into<String>) -> Check {
+    Check { what, level, found: found.into(), hint: Some(hint.into()) }
+}
+
+/// How far the way to the host led.
+fn way(asked: &Asked, remote: bool) -> Vec<Check> {
+    let reached = if asked.look.is_some() { Stage::Agent } else { asked.stage };
+    let mut checks = Vec::new();
+    for (stage, what) in STAGES.into_iter().filter(|(stage, _)| remote || *stage == Stage::Agent) {
+        checks.push(match &asked.refusal {
+            Some(refusal) if stage == reached => {
+                Check { what, level: Level::Fail, found: refusal.message.clone(), hint: refusal.hint.clone() }
+            }
+            _ if stage > reached => Check { what, level: Level::Skipped, found: String::new(), hint: None },
+            _ => ok(what, ""),
+        });
+    }
+    if !asked.noise.is_empty() {
+        let lines = asked.noise.lines().count();
+        let hint = "it does no harm here; other programs (scp, rsync) may stumble over it";
+        checks.push(bad(Level::Warn, "login shell", format!("prints {lines} lines on its own"), hint));
+    }
+    checks
+}
+
+/// One node by itself, and beside the first.
+fn node(job: &JobSpec, look: &NodeLook, first: Option<&NodeLook>, slots: Option<u32>) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for (dir, writable) in &look.writable {
+        checks.push(match writable {
+            Ok(()) => ok("home", dir.display().to_string()),
+            Err(e) => bad(
+                Level::Warn,
+                "home",
+                format!("{} can't be written: {e}", dir.display()),
+                "many programs keep caches there",
+            ),
+        });
+    }
+    let first = first.unwrap_or(look);
+    checks.push(match (look.arch == first.arch, look.executable == first.executable) {
+        (true, true) => ok("version", format!("{} {}", look.version, look.arch)),
+        (false, _) => bad(
+            Level::Fail,
+            "version",
+            format!("{} here, {} on {}", look.arch, first.arch, first.hostname),
+            "hosts of one job have the same architecture",
+        ),
+        (true, false) => bad(
+            Level::Fail,
+            "version",
+            format!("another executable than on {}", first.hostname),
+            "remove ~/.cache/launch/bin there; it is copied again",
+        ),
+    });
+    checks.extend(directories(job, look));
+    checks.extend(gpus(look, first, slots));
+    checks.extend(limits(look));
+    checks
+}
+
+fn directories(job: &JobSpec, look: &NodeLook) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let names = ["workdir", "logs", "checkpoints"];
+    for (index, (what, dir)) in names.into_iter().zip(&look.dirs).enumerate() {
+        let at = dir.at.display();
+        let missing = index == 0 && dir.at != job.run.workdir;
+        checks.push(match &dir.writable {
+            _ if missing => bad(
+                Level::Fail,
+                what,
+                format!("{} doesn't exist there", job.run.workdir.display()),
+                "make it on the host, or name a directory that all hosts have as `run.workdir`",
+            ),
+            Err(e) if index > 0 => bad(
+                Level::Fail,
+                what,
+                format!("{at} can't be written: {e}"),
+                "make it writable for the user on this host",
+            ),
+            _ if dir.free < LEAST_DISK => {
+                let found = format!("{} free in {at} ({})", bytes(dir.free), dir.filesystem);
+                bad(Level::Warn, what, found, "free some space: checkpoints and logs need it")
+            }
+            _ => ok(what, format!("{} free in {at} ({})", bytes(dir.free), dir.filesystem)),
+        });
+    }
+    checks
+}
+
+fn gpus(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Vec<Check> {
+    let (gpus, theirs) = (&look.gpus, &first.gpus);
+    let mut checks = Vec::new();
+    let count = gpus.gpus.len() as u32;
+    let name = gpus.gpus.first().map_or("", |g| g.name.as_str());
+    checks.push(match &gpus.trouble {
+        Some(why) => bad(
+            Level::Warn,
+            "gpus",
+            format!("{} devices, but {why}", gpus.devices),
+            "does `nvidia-smi` work on the host?",
+        ),
+        None if slots.is_some_and(|slots| count > 0 && slots > count) => {
+            let found = format!("{count}, and the hostfile says {} slots", slots.unwrap_or(0));
+            bad(Level::Warn, "gpus", found, "ranks share GPUs, unless the job computes on the CPU")
+        }
+        None if count != theirs.gpus.len() as u32 => bad(
+            Level::Warn,
+            "gpus",
+            format!("{count}, {} has {}", first.hostname, theirs.gpus.len()),
+            "uneven hosts: is a GPU missing?",
+        ),
+        None if count == 0 => ok("gpus", "none"),
+        None => ok("gpus", format!("{count} × {name}")),
+    });
+    if let Some(driver) = &gpus.driver {
+        checks.push(match theirs.driver.as_ref().filter(|other| *other != driver) {
+            Some(other) => bad(
+                Level::Warn,
+                "driver",
+                format!("{driver}, {} has {other}", first.hostname),
+                "install the same driver on all hosts",
+            ),
+            None => ok("driver", driver.clone()),
+        });
+    }
+    checks.push(match (&gpus.nccl, &theirs.nccl) {
+        (Some((_, own)), Some((_, other))) if own != other => bad(
+            Level::Warn,
+            "nccl",
+            format!("{own}, {} has {other}", first.hostname),
+            "install the same NCCL on all hosts",
+        ),
+        (Some((path, version)), _) => ok("nccl", format!("{version} ({path})")),
+        (None, _) => ok("nccl", "not found by the loader (programs may bring their own)"),
+    });
+    checks.extend(gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
+        let pids: Vec<String> =
+            g.processes.iter().map(|(pid, used)| format!("{pid} ({})", bytes(*used))).collect();
+        let found = format!(
+            "GPU {i}: {} free of {}, used by {}",
+            bytes(g.memory_free),
+            bytes(g.memory),
+            pids.join(", ")
+        );
+        bad(
+            Level::Warn,
+            "gpu memory",
+            found,
+            "someone else computes there: wait, or leave the GPU out with `cluster.exclude`",
+        )
+    }));
+    checks
+}
+
+fn limits(look: &NodeLook) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
+    if let Some(limit) = look.limits.get("nofile") {
+        checks.push(match limit.is_some_and(|n| n < LEAST_FILES) {
+            true => {
+                bad(Level::Warn, "open files", shown(*limit), "raise `nofile` in /etc/security/limits.conf")
+            }
+            false => ok("open files", shown(*limit)),
+        });
+    }
+    if let Some(limit) = look.limits.get("memlock") {
+        checks.push(match limit.is_some() && !look.gpus.gpus.is_empty() {
+            true => bad(
+                Level::Warn,
+                "locked memory",
+                shown(*limit),
+                "GPUs and InfiniBand pin memory: set `memlock unlimited` in /etc/security/limits.conf",
+            ),
+            false => ok("locked memory", shown(*limit)),
+        });
+    }
+    checks.push(match look.shm {
+        Some((size, _)) if size < LEAST_SHM => bad(
+            Level::Warn,
+            "/dev/shm",
+            bytes(size),
+            "data loaders and NCCL need more: mount it larger (docker: --shm-size)",
+        ),
+        Some((size, free)) => ok("/dev/shm", format!("{} free of {}", bytes(free), bytes(size))),
+        None => bad(Level::Warn, "/dev/shm", "not there", "mount a tmpfs at /dev/shm"),
+    });
+    checks
+}
+
+fn clock(asked: &Asked) -> Option<Check> {
+    let (skew, about) = asked.skew?;
+    let found = format!("{skew:+.3} s (± {about:.3} s)");
+    Some(match skew.abs() - about > MOST_SKEW {
+        true => bad(Level::Warn, "clock", found, "set the clocks by NTP: times in logs can't be compared"),
+        false => ok("clock", found),
+    })
+}
+
+fn peers(asked: &Asked) -> Vec<Check> {
+    if asked.peers.is_empty() {
+        return Vec::new();
+    }
+    let failed = asked.peers.iter().filter_map(|(name, result)| Some((name, result.as_ref().err()?)));
+    let mut checks: Vec<Check> = failed
+        .map(|(name, why)| {
+            let hint = "ranks talk to each other over TCP: open the ports between the hosts (firewall), or fix the route";
+            bad(Level::Fail, "ports", format!("{name} can't be connected to: {why}"), hint)
+        })
+        .collect();
+    if checks.is_empty() {
+        let slowest =
+            asked.peers.iter().filter_map(|(_, r)| r.as_ref().ok()).fold(0.0, |a: f64, b| a.max(*b));
+        checks.push(ok("ports", format!("{} peers, slowest {slowest:.1} ms", asked.peers.len())));
+    }
+    checks
+}
+
+/// What concerns all hosts together: is the directory of the checkpoints one?
+fn together(job: &JobSpec, asked: &[Asked]) -> Vec<Check> {
+    let answered: Vec<&Asked> = asked.iter().filter(|a| !a.nonces.is_empty()).collect();
+    if answered.len() < 2 {
+        return Vec::new();
+    }
+    let own: BTreeSet<&String> = answered.iter().map(|a| &a.nonce).collect();
+    let shared = |dir: usize| {
+        answered.iter().all(|a| a.nonces.get(dir).is_some_and(|seen| own.iter().all(|n| seen.contains(n))))
+    };
+    let place = |dir: usize| {
+        asked
+            .iter()
+            .find_map(|a| a.look.as_ref()?.dirs.get(dir))
+            .map_or_else(String::new, |d| d.at.display().to_string())
+    };
+    let mut checks = Vec::new();
+    if job.train.is_some() {
+        checks.push(match shared(2) {
+            true => ok("shared storage", format!("{} is one directory on all hosts", place(2))),
+            false => bad(Level::Warn, "shared storage", format!("{} is not one directory on all hosts", place(2)), "name a directory on shared storage as `checkpoint.dir`: a resume needs the parts of all hosts"),
+        });
+    }
+    let found = if shared(0) { "one directory on all hosts" } else { "each host has its own" };
+    checks.push(ok("workdir", format!("{}: {found}", place(0))));
+    checks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::probe::{DirLook, Gpu};
+
+    fn look() -> NodeLook {
+        let dir = |path: &str| DirLook {
+            at: path.into(),
+            filesystem: "ext4".into(),
+            free: 1 << 40,
+            writable: Ok(()),
+        };
+        NodeLook {
+            hostname: "n1".into(),
+            arch: "x86_64".into(),
+            executable: "h".into(),
+            dirs: vec![dir("/"), dir("/")],
+            limits: [("nofile".to_owned(), Some(1 << 20)), ("memlock".to_owned(), None)].into(),
+            shm: Some((1 << 34, 1 << 34)),
+            ..NodeLook::default()
+        }
+    }
+
+    fn asked(look: Option<NodeLook>) -> Asked {
+        Asked {
+            name: "n1".into(),
+            stage: Stage::Agent,
+            refusal: None,
+            look,
+            skew: Some((0.0, 0.001)),
+            peers: Vec::new(),
+            nonces: Vec::new(),
+            nonce: String::new(),
+            noise: String::new(),
+        }
+    }
+
+    fn told(changed: impl FnOnce(&mut Asked)) -> Vec<(&'static str, Level)> {
+        let job = crate::testing::job();
+        let mut second = asked(Some(look()));
+        changed(&mut second);
+        let checked = judge(&job, Some(&[]), vec![asked(Some(look())), second]);
+        let host = checked.hosts.last().expect("two hosts");
+        host.checks.iter().filter(|c| c.level != Level::Ok).map(|c| (c.what, c.level)).collect()
+    }
+
+    #[test]
+    fn a_good_host_has_no_complaints() {
+        assert_eq!(told(|_| ()), []);
+    }
+
+    #[test]
+    fn each_trouble_is_told() {
+        use Level::{Fail, Skipped, Warn};
+        type Change = fn(&mut Asked);
+        let with: Vec<(Change, Vec<(&str, Level)>)> = vec![
+            (|a| a.skew = Some((-3.0, 0.1)), vec![("clock", Warn)]),
+            (
+                |a| a.peers = vec![("x".into(), Err("no".into())), ("y".into(), Ok(1.0))],
+                vec![("ports", Fail)],
+            ),
+            (|a| a.noise = "hello".into(), vec![("login shell", Warn)]),
+            (|a| a.look.as_mut().expect("look").shm = Some((64 << 20, 1)), vec![("/dev/shm", Warn)]),
+            (|a| a.look.as_mut().expect("look").executable = "other".into(), vec![("version", Fail)]),
+            (|a| a.look.as_mut().expect("look").dirs[0].at = "/tmp".into(), vec![("logs", Fail)]),
+            (|a| a.look.as_mut().expect("look").dirs[1].writable = Err("no".into()), vec![("logs", Fail)]),
+            (
+                |a| {
+                    a.look.as_mut().expect("look").gpus.gpus =
+                        vec![Gpu { name: "G".into(), memory: 9, memory_free: 3, processes: vec![(7, 6)] }];
+                },
+                vec![("gpus", Warn), ("gpu memory", Warn)],
+            ),
+            (
+                |a| {
+                    (a.look, a.stage) = (None, Stage::Authentication);
+                    a.refusal = Some(crate::transport::Refusal { message: "no".into(), hint: None });
+                },
+                vec![("authentication", Fail), ("exec", Skipped), ("agent", Skipped)],
+            ),
+        ];
+        for (index, (change, mut expected)) in with.into_iter().enumerate() {
+            if expected == [("logs", Fail)] && index == 5 {
+                expected = vec![("workdir", Fail)];
+            }
+            assert_eq!(told(change), expected, "case {index}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! `launch ckpt convert`.
+use super::describe::{clean, human};
+use super::{Failure, Precision, Progress, gather, open, print, say, size};
+use ckpt::{ConvertOptions, Dtype, Found, GatherOptions, Source, Target};
+use clap::{Args, ValueEnum};
+use contract::exit;
+use serde_json::Value;
+use std::path::PathBuf;
+
+/// Arguments of `launch ckpt convert`.
+#[derive(Debug, Args)]
+pub(super) struct ConvertArgs {
+    /// A checkpoint as for inspect, or a directory of them: then its newest
+    dir: PathBuf,
+    /// The folder to make
+    out: PathBuf,
+    /// The format to write
+    #[arg(long, value_enum)]
+    to: Format,
+    /// ZeRO stage to write; that of the source when not given
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=3))]
+    stage: Option<u8>,
+    /// Number of ranks to write for; that of the source when not given
+    #[arg(long)]
+    world: Option<u32>,
+    /// `sub_group_size` of the config that will load a ZeRO-3 checkpoint
+    #[arg(long, default_value_t = 1_000_000_000)]
+    sub_group_size: u64,
+    /// Type of the model's own copies of its weights; that of the source when not given
+    #[arg(long, value_enum)]
+    dtype: Option<Precision>,
+    /// Memory to use at most
+    #[arg(long, default_value = "512MB", value_parser = size)]
+    memory: u64,
+    /// Replace a folder that was made by converting
+    #[arg(long)]
+    force: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// A checkpoint of ours
+    Native,
+    /// DeepSpeed's universal format
+    Universal,
+    /// Weights as a Hugging Face folder, without optimizer states
+    Safetensors,
+    /// A ZeRO checkpoint as DeepSpeed writes it
+    Deepspeed,
+}
+
+/// Runs it; returns the exit code.
+pub(super) fn run(args: &ConvertArgs, json: bool) -> Result<u8, Failure> {
+    let dtype = args.dtype.map(|d| match d {
+        Precision::Bf16 => Dtype::BF16,
+        Precision::Fp16 => Dtype::F16,
+        Precision::Fp32 => Dtype::F32,
+    });
+    let to = match args.to {
+        Format::Native => Target::Native,
+        Format::Universal => Target::Universal,
+        Format::Deepspeed => Target::DeepSpeed,
+        Format::Safetensors => {
+            say(format_args!("note: optimizer states are left out"));
+            let options = GatherOptions { dtype, force: args.force, ..GatherOptions::default() };
+            return gather(&args.dir, &args.out, &options, json);
+        }
+    };
+    let options = ConvertOptions {
+        to,
+        stage: args.stage,
+        world: args.world,
+        sub_group_size: args.sub_group_size,
+        dtype,
+        memory: args.memory,
+        force: args.force,
+    };
+    let found = open(&args.dir)?;
+    let source: &dyn Source = match &found {
+        Found::Native(newest) => &newest.checkpoint,
+        Found::Foreign(foreign) => &**foreign,
+    };
+    let mut progress = Progress::of("converting");
+    let done = ckpt::convert(source, &args.out, &options, |done, total| progress.show(done, total));
+    progress.end();
+    let done = done?;
+    for notice in &done.notices {
+        say(format_args!("note: {}", clean(notice)));
+    }
+    if json {
+        print(&format!("{}\n", serde_json::to_value(&done).unwrap_or(Value::Null)))?;
+        return Ok(exit::DONE);
+    }
+    let stage = done.stage.map_or("all stages".into(), |s| format!("stage {s}"));
+    let kept = match done.reused {
+        0 => String::new(),
+        n => format!(", {n} of them from an earlier run"),
+    };
+    say(format_args!(
+        "step {} for {stage} and {} rank(s): {} in {} files{kept}",
+        done.step,
+        done.world,
+        human(done.bytes),
+        done.files
+    ));
+    print(&format!("{}\n", done.path.display()))?;
+    Ok(exit::DONE)
+}

@@ -1,0 +1,650 @@
+//! A seeded simulator of a whole job: the controller's core and the agents' cores, with links between them, workers,
+//! and faults. A discrete-event loop; no thread, no clock, no I/O.
+//!
+//! A stream never reorders or repeats what it carries; it delays, breaks (both ends see it) or goes silent (nobody sees
+//! anything). Messages of an agent that was replaced still arrive at the driver, which knows them by their number; here
+//! they are given to the core now and then all the same, as a repeated message of an old epoch.
+use super::super::core::{Core, HostSetup, Input, NodeId, Output, Planned, Setup, Stop};
+use crate::agent::simulated::{Command, Core as AgentCore, Ending, Input as AgentInput};
+use contract::{
+    control::{ExitStatus, FromAgent, HostFacts, NodePlan, ToAgent, WorkerPlan},
+    event::Event,
+    ids::Rank,
+};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap, VecDeque},
+    time::Duration,
+};
+
+/// SplitMix64.
+pub(super) struct Chance(u64);
+
+impl Chance {
+    pub(super) fn new(seed: u64) -> Self {
+        Chance(seed)
+    }
+
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    /// From 0 to below `n`.
+    pub(super) fn below(&mut self, n: u64) -> u64 {
+        self.next() % n.max(1)
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    fn ms(&mut self, from: u64, to: u64) -> Duration {
+        Duration::from_millis(from + self.below(to - from + 1))
+    }
+}
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    WorkerExits(Rank, u8),
+    WorkerKilled(Rank),
+    /// kill -9 of the agent.
+    AgentKilled(NodeId),
+    /// The link breaks: both ends see its end.
+    LinkBreaks(NodeId),
+    /// The cable is cut: nobody sees anything.
+    Silence(NodeId),
+    /// The host is gone, and nobody says so.
+    HostDies(NodeId),
+    /// Everything on the host stands still, this long (milliseconds).
+    HostFreezes(NodeId, u64),
+    /// kill -9 of the controller.
+    ControllerKilled,
+    Interrupt,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Scene {
+    pub(super) seed: u64,
+    pub(super) hosts: usize,
+    pub(super) local: u32,
+    pub(super) remote: bool,
+    pub(super) builtin: bool,
+    pub(super) restarts: u32,
+    pub(super) min_hosts: usize,
+    pub(super) use_hosts: usize,
+    pub(super) faults: Vec<(Duration, Fault)>,
+    /// How long workers work.
+    pub(super) work: Duration,
+}
+
+#[derive(Debug)]
+enum What {
+    ToAgent(NodeId, u32, ToAgent),
+    ToController(NodeId, u32, FromAgent),
+    /// The agent sees the end of its stream.
+    AgentSeesEnd(NodeId, u32),
+    ControllerSeesEnd(NodeId, u32),
+    AgentTick(NodeId, u32),
+    ControllerTick,
+    Planned(u32),
+    Feed(NodeId, u32, AgentInput),
+    WorkerEnds {
+        node: NodeId,
+        epoch: u32,
+        rank: Rank,
+        status: ExitStatus,
+    },
+    Fault(Fault),
+    Thaw(NodeId),
+}
+
+/// An agent's process.
+struct Agent {
+    number: u32,
+    core: AgentCore,
+    plan: Option<NodePlan>,
+    /// Bytes get through.
+    linked: bool,
+    /// Bytes are lost without a word.
+    silent: bool,
+    tick_at: Duration,
+}
+
+#[derive(Default)]
+struct Host {
+    agents: Vec<Agent>,
+    /// Workers that live: by epoch and rank, with the agent that started them.
+    workers: BTreeMap<(u32, Rank), u32>,
+    dead: bool,
+    cut: bool,
+    frozen: bool,
+    /// What waits for the thaw.
+    held: VecDeque<What>,
+}
+
+pub(super) struct World {
+    scene: Scene,
+    chance: Chance,
+    now: Duration,
+    queue: BinaryHeap<Reverse<(Duration, u64)>>,
+    events: BTreeMap<u64, What>,
+    count: u64,
+    core: Core,
+    controller_alive: bool,
+    hosts: Vec<Host>,
+    numbers: u32,
+    /// The plan of this epoch, by node.
+    plans: Vec<(NodeId, NodePlan)>,
+    preparing: Option<(u32, u32, Vec<NodeId>)>,
+    pub(super) told: Vec<Event>,
+    pub(super) outcome: Option<super::super::core::Outcome>,
+    pub(super) ended_at: Duration,
+    /// Messages to and from the controller.
+    pub(super) messages: u64,
+    /// Real time that its core has taken.
+    pub(super) spent: Duration,
+    tick_at: Duration,
+    pub(super) injected: Vec<Fault>,
+    max_pid: u32,
+}
+
+impl World {
+    pub(super) fn new(scene: Scene) -> World {
+        let setup = Setup {
+            hosts: (0..scene.hosts)
+                .map(|i| HostSetup { name: format!("h{i}"), remote: scene.remote })
+                .collect(),
+            builtin: scene.builtin,
+            grace: Duration::from_secs(3),
+            restarts: scene.restarts,
+            use_hosts: scene.use_hosts,
+            min_hosts: scene.min_hosts,
+            seed: scene.seed,
+        };
+        let mut world = World {
+            chance: Chance::new(scene.seed),
+            now: Duration::ZERO,
+            queue: BinaryHeap::new(),
+            events: BTreeMap::new(),
+            count: 0,
+            core: Core::new(setup),
+            controller_alive: true,
+            hosts: (0..scene.hosts).map(|_| Host::default()).collect(),
+            numbers: 0,
+            plans: Vec::new(),
+            preparing: None,
+            told: Vec::new(),
+            outcome: None,
+            ended_at: Duration::ZERO,
+            messages: 0,
+            spent: Duration::ZERO,
+            tick_at: Duration::MAX,
+            injected: Vec::new(),
+            max_pid: 100,
+            scene,
+        };
+        for node in 0..world.scene.hosts {
+            world.start_agent(node);
+        }
+        let outputs = world.core.start(world.now);
+        world.carry_out(outputs);
+        for (at, fault) in world.scene.faults.clone() {
+            world.at(at, What::Fault(fault));
+        }
+        world
+    }
+
+    fn at(&mut self, when: Duration, what: What) {
+        self.count += 1;
+        self.events.insert(self.count, what);
+        self.queue.push(Reverse((when.max(self.now), self.count)));
+    }
+
+    /// On a stream: never before what was sent on it earlier, since all take the same time in one direction.
+    fn latency(&self, node: NodeId) -> Duration {
+        Duration::from_micros(200 + (self.scene.seed ^ node as u64) % 3000)
+    }
+
+    /// Until nothing is left that could happen, or the limit.
+    pub(super) fn run(&mut self, limit: Duration) -> Result<(), String> {
+        let mut left = 2_000_000 + 5000 * self.scene.hosts;
+        while let Some(Reverse((when, key))) = self.queue.pop() {
+            left -= 1;
+            if left == 0 {
+                return Err(format!("it goes round in circles at {when:?}"));
+            }
+            if when > limit {
+                return Ok(());
+            }
+            self.now = when;
+            if let Some(what) = self.events.remove(&key) {
+                self.happen(what)?;
+            }
+            let over = self.outcome.is_some() || !self.controller_alive;
+            // Looking at all hosts at every event would take longer than everything else.
+            let look = over && left.is_multiple_of(1 + self.hosts.len() / 8);
+            if look && self.living().is_empty() && self.hosts.iter().all(|h| h.agents.is_empty() || h.dead) {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// Workers that live on hosts that do.
+    pub(super) fn living(&self) -> Vec<(NodeId, u32, Rank)> {
+        let hosts = self.hosts.iter().enumerate().filter(|(_, h)| !h.dead);
+        hosts.flat_map(|(node, h)| h.workers.keys().map(move |(e, r)| (node, *e, *r))).collect()
+    }
+
+    // ---- what happens ----
+
+    fn happen(&mut self, what: What) -> Result<(), String> {
+        let node = match &what {
+            What::ToAgent(n, ..) | What::AgentSeesEnd(n, _) | What::AgentTick(n, _) | What::Feed(n, ..) => {
+                Some(*n)
+            }
+            What::WorkerEnds { node, .. } => Some(*node),
+            _ => None,
+        };
+        if let Some(node) = node {
+            let host = &mut self.hosts[node];
+            if host.dead {
+                return Ok(());
+            }
+            if host.frozen {
+                host.held.push_back(what);
+                return Ok(());
+            }
+        }
+        match what {
+            What::ToAgent(node, number, message) => self.feed(node, number, AgentInput::Controller(message)),
+            What::AgentSeesEnd(node, number) => self.feed(node, number, AgentInput::ControllerGone),
+            What::AgentTick(node, number) => {
+                if let Some(agent) = self.agent(node, number) {
+                    agent.tick_at = Duration::MAX;
+                }
+                self.feed(node, number, AgentInput::Tick)
+            }
+            What::Feed(node, number, input) => self.feed(node, number, input),
+            What::WorkerEnds { node, epoch, rank, status } => self.worker_ends(node, epoch, rank, status),
+            What::ToController(node, number, message) => {
+                // The driver drops what a replaced agent says; the core is tried with it all the same.
+                let current = self.hosts[node].agents.last().is_none_or(|a| a.number == number);
+                if current || self.chance.one_in(2) && !matches!(message, FromAgent::Hello { .. }) {
+                    self.tell_controller(Input::Agent(node, message));
+                }
+                Ok(())
+            }
+            What::ControllerSeesEnd(node, number) => {
+                if self.hosts[node].agents.last().is_none_or(|a| a.number <= number) {
+                    self.tell_controller(Input::AgentGone {
+                        node,
+                        how: "is lost: its stream has ended".into(),
+                    });
+                }
+                Ok(())
+            }
+            What::ControllerTick => {
+                self.tick_at = Duration::MAX;
+                self.tell_controller(Input::Tick);
+                Ok(())
+            }
+            What::Planned(epoch) => {
+                self.planned(epoch);
+                Ok(())
+            }
+            What::Fault(fault) => self.fault(fault),
+            What::Thaw(node) => {
+                self.hosts[node].frozen = false;
+                let held: Vec<What> = self.hosts[node].held.drain(..).collect();
+                held.into_iter().try_for_each(|what| self.happen(what))
+            }
+        }
+    }
+
+    fn agent(&mut self, node: NodeId, number: u32) -> Option<&mut Agent> {
+        self.hosts[node].agents.iter_mut().find(|a| a.number == number)
+    }
+
+    fn feed(&mut self, node: NodeId, number: u32, input: AgentInput) -> Result<(), String> {
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            let now = self.now;
+            let Some(agent) = self.agent(node, number) else { return Ok(()) };
+            for command in agent.core.handle(now, input) {
+                inputs.extend(self.execute(node, number, command)?);
+            }
+        }
+        let Some(agent) = self.agent(node, number) else { return Ok(()) };
+        let due = agent.core.deadline();
+        if due < agent.tick_at {
+            agent.tick_at = due;
+            self.at(due, What::AgentTick(node, number));
+        }
+        Ok(())
+    }
+
+    fn execute(&mut self, node: NodeId, number: u32, command: Command) -> Result<Option<AgentInput>, String> {
+        Ok(match command {
+            Command::Send(message) => {
+                let passes = self.agent(node, number).is_some_and(|a| a.linked && !a.silent);
+                if passes && !self.hosts[node].cut {
+                    let at = self.now + self.latency(node);
+                    self.at(at, What::ToController(node, number, message));
+                }
+                None
+            }
+            Command::Begin(plan) => {
+                // As the driver does: nobody of an earlier start may live on this host under another agent.
+                let older = self.hosts[node].workers.values().any(|owner| *owner != number);
+                if let Some(agent) = self.agent(node, number) {
+                    agent.plan = (!older).then(|| (*plan).clone());
+                }
+                let rank = plan.workers.first().map_or(0, |w| w.rank);
+                older.then(|| AgentInput::SpawnFailed {
+                    rank,
+                    message: "an earlier start still lives here".into(),
+                })
+            }
+            Command::Spawn(index) => self.spawn(node, number, index)?,
+            Command::Tell(rank, message) => {
+                use contract::control::ToWorker;
+                let status = match message {
+                    ToWorker::Abort { .. } => Some(76),
+                    ToWorker::Stop => Some(75),
+                    _ => None,
+                };
+                if let Some(code) = status {
+                    let at = self.now + self.chance.ms(1, 60);
+                    self.end_rank(node, rank, at, ExitStatus::Code(code));
+                }
+                None
+            }
+            Command::Signal(rank, ending) => {
+                let (number, at) = match ending {
+                    Ending::Kill => (9, self.now + self.chance.ms(0, 3)),
+                    // Some don't listen.
+                    Ending::Term if self.chance.one_in(4) => return Ok(None),
+                    Ending::Term => (15, self.now + self.chance.ms(1, 100)),
+                };
+                self.end_rank(node, rank, at, ExitStatus::Signal(number, false));
+                None
+            }
+            Command::Drain(rank) => {
+                Some(AgentInput::Drained { rank, tail: vec!["last".into()], error: None })
+            }
+            Command::Show(_) => None,
+            Command::Sweep => {
+                let at = self.now + self.chance.ms(0, 10);
+                self.at(at, What::Feed(node, number, AgentInput::Swept { left: Vec::new() }));
+                None
+            }
+            Command::Bind(bind) => Some(AgentInput::Bound { epoch: bind.epoch, port: Ok(4000) }),
+            Command::Stacks(_) => Some(AgentInput::StacksWritten),
+            Command::Watch | Command::Notify(..) => None,
+            Command::Exit(_) => {
+                self.agent_ends(node, number);
+                None
+            }
+        })
+    }
+
+    fn spawn(&mut self, node: NodeId, number: u32, index: usize) -> Result<Option<AgentInput>, String> {
+        let now = self.now;
+        let Some(plan) = self.agent(node, number).and_then(|a| a.plan.clone()) else { return Ok(None) };
+        let Some(rank) = plan.workers.get(index).map(|w| w.rank) else { return Ok(None) };
+        if let Some(((epoch, old), _)) = self.hosts[node].workers.iter().find(|((e, _), _)| *e != plan.epoch)
+        {
+            return Err(format!(
+                "at {now:?} rank {rank} of epoch {} starts on h{node} while rank {old} of epoch {epoch} lives there",
+                plan.epoch
+            ));
+        }
+        self.max_pid += 1;
+        let pid = self.max_pid;
+        self.hosts[node].workers.insert((plan.epoch, rank), number);
+        let done = now + self.scene.work + self.chance.ms(0, 20);
+        let epoch = plan.epoch;
+        self.at(done, What::WorkerEnds { node, epoch, rank, status: ExitStatus::Code(0) });
+        if self.scene.builtin {
+            let hello = contract::control::FromWorker::Hello { version: contract::control::VERSION, pid };
+            let at = now + self.chance.ms(1, 50);
+            self.at(at, What::Feed(node, number, AgentInput::Worker { rank, message: hello }));
+            // Its heartbeat, as seldom as its lease allows.
+            for beat in (10..).step_by(10).map(Duration::from_secs).take_while(|beat| now + *beat < done) {
+                let phase = contract::event::Phase::Training;
+                let message = contract::control::FromWorker::Progress { phase, step: beat.as_secs() };
+                self.at(now + beat, What::Feed(node, number, AgentInput::Worker { rank, message }));
+            }
+        }
+        Ok(Some(AgentInput::Spawned { rank, pid }))
+    }
+
+    fn end_rank(&mut self, node: NodeId, rank: Rank, at: Duration, status: ExitStatus) {
+        let epochs: Vec<u32> =
+            self.hosts[node].workers.keys().filter(|(_, r)| *r == rank).map(|(e, _)| *e).collect();
+        for epoch in epochs {
+            self.at(at, What::WorkerEnds { node, epoch, rank, status });
+        }
+    }
+
+    fn worker_ends(
+        &mut self,
+        node: NodeId,
+        epoch: u32,
+        rank: Rank,
+        status: ExitStatus,
+    ) -> Result<(), String> {
+        let Some(number) = self.hosts[node].workers.remove(&(epoch, rank)) else { return Ok(()) };
+        let of_plan = self.agent(node, number).and_then(|a| a.plan.as_ref().map(|p| p.epoch)) == Some(epoch);
+        if !of_plan {
+            return Ok(());
+        }
+        if self.scene.builtin {
+            self.feed(node, number, AgentInput::WorkerLink { rank, error: None })?;
+        }
+        self.feed(node, number, AgentInput::Ended { rank, status, oom: false })
+    }
+
+    /// The agent's process is gone, and its workers with it.
+    fn agent_ends(&mut self, node: NodeId, number: u32) {
+        let linked = self.agent(node, number).is_some_and(|a| a.linked && !a.silent) && !self.hosts[node].cut;
+        let host = &mut self.hosts[node];
+        host.agents.retain(|a| a.number != number);
+        host.workers.retain(|_, owner| *owner != number);
+        if linked {
+            let at = self.now + self.latency(node);
+            self.at(at, What::ControllerSeesEnd(node, number));
+        }
+    }
+
+    // ---- the controller ----
+
+    fn start_agent(&mut self, node: NodeId) {
+        self.numbers += 1;
+        let number = self.numbers;
+        if self.hosts[node].dead || self.hosts[node].cut {
+            return; // nobody answers
+        }
+        let found = HostFacts { host: format!("h{node}"), cpus: vec![0], ..HostFacts::default() };
+        let core = AgentCore::new(number, found);
+        let agent = Agent { number, core, plan: None, linked: true, silent: false, tick_at: Duration::MAX };
+        self.hosts[node].agents.push(agent);
+    }
+
+    fn tell_controller(&mut self, input: Input) {
+        if !self.controller_alive || self.outcome.is_some() {
+            return;
+        }
+        self.messages += 1;
+        let began = std::time::Instant::now();
+        let outputs = self.core.handle(self.now, input);
+        self.spent += began.elapsed();
+        self.carry_out(outputs);
+    }
+
+    fn carry_out(&mut self, outputs: Vec<Output>) {
+        for output in outputs {
+            match output {
+                Output::Tell(node, message) => self.tell(node, message),
+                Output::Prepare { epoch, restarts, nodes, .. } => {
+                    self.preparing = Some((epoch, restarts, nodes));
+                    let at = self.now + self.chance.ms(0, 20);
+                    self.at(at, What::Planned(epoch));
+                }
+                Output::Start => {
+                    for (node, plan) in std::mem::take(&mut self.plans) {
+                        self.tell(node, ToAgent::Start(plan));
+                    }
+                }
+                Output::StartAgent(node) => self.start_agent(node),
+                // workers of the simulation have no collectives
+                Output::Introduce { .. } => {}
+                Output::KillAgent(node) => self.break_link(node),
+                Output::Event(event) => self.told.push(event),
+                Output::End(outcome) => {
+                    self.outcome = Some(outcome);
+                    self.ended_at = self.now;
+                    (0..self.hosts.len()).for_each(|node| self.break_link(node));
+                }
+                Output::Found(..) | Output::Line { .. } | Output::Progress { .. } => {}
+            }
+        }
+        if let Some(due) = self.core.deadline().filter(|_| self.outcome.is_none())
+            && due < self.tick_at
+        {
+            self.tick_at = due;
+            self.at(due, What::ControllerTick);
+        }
+    }
+
+    fn tell(&mut self, node: NodeId, message: ToAgent) {
+        self.messages += 1;
+        let host = &self.hosts[node];
+        let Some(agent) = host.agents.last().filter(|a| a.linked && !a.silent) else { return };
+        if !host.cut {
+            let (number, at) = (agent.number, self.now + self.latency(node));
+            self.at(at, What::ToAgent(node, number, message));
+        }
+    }
+
+    /// Both ends see the end of the stream, unless nothing passes.
+    fn break_link(&mut self, node: NodeId) {
+        let at = self.now + self.latency(node);
+        let cut = self.hosts[node].cut;
+        let Some(agent) = self.hosts[node].agents.last_mut().filter(|a| a.linked) else { return };
+        let (number, passes) = (agent.number, !agent.silent && !cut);
+        agent.linked = false;
+        if passes {
+            self.at(at, What::AgentSeesEnd(node, number));
+        }
+        self.at(at, What::ControllerSeesEnd(node, number));
+    }
+
+    fn planned(&mut self, epoch: u32) {
+        let Some((of, restarts, nodes)) = self.preparing.take().filter(|(of, ..)| *of == epoch) else {
+            return;
+        };
+        let (local, world) = (self.scene.local, nodes.len() as u32 * self.scene.local);
+        let builtin = self.scene.builtin;
+        let worker = |rank: Rank| WorkerPlan {
+            rank,
+            local_rank: rank % local,
+            local_world: local,
+            command: (!builtin).then(|| vec!["true".into()]),
+            env: vec![(contract::env::TORCHELASTIC_RESTART_COUNT.into(), restarts.to_string())],
+            workdir: "/".into(),
+            cpus: Vec::new(),
+            threads: 1,
+            log: "/log".into(),
+        };
+        let plan = |(at, node): (u32, &NodeId)| {
+            let workers = (at * local..(at + 1) * local).map(worker).collect();
+            let job = crate::testing::job();
+            let (run, run_dir) = ("r".into(), "/r".into());
+            (
+                *node,
+                NodePlan {
+                    job,
+                    run,
+                    host: String::new(),
+                    run_dir,
+                    epoch: of,
+                    world,
+                    workers,
+                    grace_ms: 3000,
+                },
+            )
+        };
+        self.plans = (0..).zip(&nodes).map(plan).collect();
+        let planned = |(_, plan): &(NodeId, NodePlan)| {
+            plan.workers.iter().map(|w| Planned { log: w.log.clone() }).collect()
+        };
+        let workers = self.plans.iter().map(planned).collect();
+        self.tell_controller(Input::Ready { epoch, workers });
+    }
+
+    // ---- faults ----
+
+    fn fault(&mut self, fault: Fault) -> Result<(), String> {
+        if self.outcome.is_some() {
+            return Ok(());
+        }
+        let happened = match fault {
+            Fault::WorkerExits(rank, code) => self.hit(rank, ExitStatus::Code(code))?,
+            Fault::WorkerKilled(rank) => self.hit(rank, ExitStatus::Signal(9, false))?,
+            Fault::AgentKilled(node) => {
+                let number =
+                    self.hosts[node].agents.last().map(|a| a.number).filter(|_| !self.hosts[node].dead);
+                number.map(|number| self.agent_ends(node, number)).is_some()
+            }
+            Fault::LinkBreaks(node) => {
+                self.break_link(node);
+                true
+            }
+            Fault::Silence(node) => {
+                self.hosts[node].cut = true;
+                true
+            }
+            Fault::HostDies(node) => {
+                let host = &mut self.hosts[node];
+                (host.dead, host.cut) = (true, true);
+                true
+            }
+            Fault::HostFreezes(node, ms) => {
+                self.hosts[node].frozen = true;
+                let at = self.now + Duration::from_millis(ms);
+                self.at(at, What::Thaw(node));
+                true
+            }
+            Fault::ControllerKilled => {
+                self.controller_alive = false;
+                self.ended_at = self.now;
+                (0..self.hosts.len()).for_each(|node| self.break_link(node));
+                true
+            }
+            Fault::Interrupt => {
+                self.tell_controller(Input::Stop(Stop::Interrupt));
+                true
+            }
+        };
+        if happened {
+            self.injected.push(fault);
+        }
+        Ok(())
+    }
+
+    /// A worker of the newest epoch ends by itself; `false`: it doesn't live.
+    fn hit(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
+        let newest =
+            self.living().into_iter().filter(|(_, _, r)| *r == rank).max_by_key(|(_, epoch, _)| *epoch);
+        let Some((node, epoch, _)) = newest.filter(|(node, ..)| !self.hosts[*node].frozen) else {
+            return Ok(false);
+        };
+        self.worker_ends(node, epoch, rank, status).map(|()| true)
+    }
+}

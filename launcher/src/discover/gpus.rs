@@ -1,0 +1,120 @@
+//! Which GPUs this machine has, as its drivers list them: no GPU library is loaded.
+use contract::machine::{Gpu, Maker};
+use std::{fs, path::Path};
+
+/// Most GPUs of a machine that are looked at.
+const MOST_GPUS: usize = 1024;
+
+/// The GPUs of this machine by their numbers: in the order of the PCI bus, which is CUDA's order too where all are alike.
+pub(super) fn find(root: &Path) -> Vec<Gpu> {
+    let mut found = nvidia(root);
+    if found.is_empty() {
+        found = amd(root);
+    }
+    found.truncate(MOST_GPUS);
+    found
+}
+
+fn nvidia(root: &Path) -> Vec<Gpu> {
+    let mut buses: Vec<String> = names(&root.join("proc/driver/nvidia/gpus"));
+    buses.sort();
+    if buses.is_empty() {
+        // A container may hide the driver's list, not the devices.
+        let numbered = |name: &String| name.strip_prefix("nvidia").is_some_and(|n| n.parse::<u32>().is_ok());
+        let devices = names(&root.join("dev")).into_iter().filter(numbered).count();
+        return vec![Gpu { maker: Maker::Nvidia, bus: None, uuid: None, node: None }; devices];
+    }
+    let gpu = |bus: String| {
+        let information = root.join("proc/driver/nvidia/gpus").join(&bus).join("information");
+        let text = fs::read_to_string(information).unwrap_or_default();
+        let uuid = text.lines().find_map(|l| l.strip_prefix("GPU UUID:"));
+        let uuid = uuid.map(|u| u.trim().to_owned()).filter(|u| !u.contains('?'));
+        Gpu { maker: Maker::Nvidia, uuid, node: node(root, &bus), bus: Some(bus) }
+    };
+    buses.into_iter().map(gpu).collect()
+}
+
+/// AMD's compute driver lists CPUs and GPUs as nodes; GPUs have SIMD units.
+fn amd(root: &Path) -> Vec<Gpu> {
+    let nodes = root.join("sys/class/kfd/kfd/topology/nodes");
+    let mut numbers: Vec<u32> = names(&nodes).iter().filter_map(|n| n.parse().ok()).collect();
+    numbers.sort_unstable();
+    let gpu = |number: &u32| {
+        let text = fs::read_to_string(nodes.join(number.to_string()).join("properties")).ok()?;
+        let value = |name: &str| {
+            let line = text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' '))?;
+            line.trim().parse::<u64>().ok()
+        };
+        if value("simd_count")? == 0 {
+            return None;
+        }
+        // Bus, device and function in one number.
+        let bus = value("location_id").map(|id| {
+            let domain = value("domain").unwrap_or(0);
+            format!("{domain:04x}:{:02x}:{:02x}.{:x}", id >> 8 & 0xff, id >> 3 & 0x1f, id & 7)
+        });
+        let node = bus.as_deref().and_then(|bus| node(root, bus));
+        Some(Gpu { maker: Maker::Amd, bus, uuid: None, node })
+    };
+    numbers.iter().filter_map(gpu).collect()
+}
+
+/// `-1` where the machine doesn't say.
+fn node(root: &Path, bus: &str) -> Option<u32> {
+    let file = root.join("sys/bus/pci/devices").join(bus.to_lowercase()).join("numa_node");
+    fs::read_to_string(file).ok()?.trim().parse().ok()
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).map(|d| d.flatten().collect::<Vec<_>>()).unwrap_or_default();
+    entries.into_iter().filter_map(|e| e.file_name().into_string().ok()).collect()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    fn write(root: &Path, path: &str, text: &str) {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().expect("a parent")).expect("directory");
+        fs::write(path, text).expect("file");
+    }
+
+    #[test]
+    fn nvidia_gpus_in_the_order_of_the_bus() {
+        let root = tempfile::tempdir().expect("directory");
+        for (bus, node) in [("0000:C1:00.0", "1"), ("0000:17:00.0", "0"), ("0000:65:00.0", "-1")] {
+            let text = format!("Model: \t\t H100\nGPU UUID: \t GPU-{bus}\nDevice Minor: \t 0\n");
+            write(root.path(), &format!("proc/driver/nvidia/gpus/{bus}/information"), &text);
+            write(root.path(), &format!("sys/bus/pci/devices/{}/numa_node", bus.to_lowercase()), node);
+        }
+        let found = find(root.path());
+        let nodes: Vec<_> = found.iter().map(|g| (g.bus.as_deref().unwrap_or(""), g.node)).collect();
+        assert_eq!(nodes, [("0000:17:00.0", Some(0)), ("0000:65:00.0", None), ("0000:C1:00.0", Some(1))]);
+        assert_eq!(found[0].uuid.as_deref(), Some("GPU-0000:17:00.0"));
+    }
+
+    #[test]
+    fn devices_without_the_drivers_list_and_other_makers() {
+        let root = tempfile::tempdir().expect("directory");
+        assert!(find(root.path()).is_empty());
+        for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"] {
+            write(root.path(), &format!("dev/{name}"), "");
+        }
+        assert_eq!(find(root.path()).len(), 2);
+        let root = tempfile::tempdir().expect("directory");
+        write(
+            root.path(),
+            "sys/class/kfd/kfd/topology/nodes/0/properties",
+            "cpu_cores_count 8\nsimd_count 0\n",
+        );
+        write(
+            root.path(),
+            "sys/class/kfd/kfd/topology/nodes/1/properties",
+            "simd_count 440\nlocation_id 5888\ndomain 0\n",
+        );
+        write(root.path(), "sys/bus/pci/devices/0000:17:00.0/numa_node", "1\n");
+        let bus = Some("0000:17:00.0".to_owned());
+        assert_eq!(find(root.path()), [Gpu { maker: Maker::Amd, bus, uuid: None, node: Some(1) }]);
+    }
+}

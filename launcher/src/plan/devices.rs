@@ -1,0 +1,241 @@
+//! Which GPUs the workers of a host see.
+use crate::discover::Facts;
+use contract::{
+    env::{CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
+    job::{Devices, JobSpec, VisibleDevices},
+    judge::Finding,
+    machine::Maker,
+};
+
+/// The GPUs of a job on this host, by the number that a program gives them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Gpus {
+    /// As `CUDA_VISIBLE_DEVICES` names them; never empty entries.
+    names: Vec<String>,
+    /// The NUMA node of each, where that is known.
+    nodes: Vec<Option<u32>>,
+    /// The variable that decides on this host.
+    decides: &'static str,
+    /// Say to programs which they are, whatever launch's own environment says.
+    told: bool,
+    /// GPUs are hidden.
+    hidden: bool,
+    /// The host wasn't asked yet which it has.
+    unknown: bool,
+}
+
+/// The GPUs that the job's programs use on a host like this.
+pub(super) fn of_job(job: &JobSpec, facts: &Facts) -> Result<Gpus, Finding> {
+    let chosen = |name: &str| facts.chosen.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
+    let unknown = facts.is_promised();
+    let hip = chosen(HIP_VISIBLE_DEVICES).is_some_and(|v| !v.is_empty())
+        || facts.gpus.first().is_some_and(|gpu| gpu.maker == Maker::Amd)
+            && chosen(CUDA_VISIBLE_DEVICES).is_none();
+    let decides = if hip { HIP_VISIBLE_DEVICES } else { CUDA_VISIBLE_DEVICES };
+    let found = || (0..facts.gpus.len()).map(|n| n.to_string()).collect::<Vec<_>>();
+    if job.run.command.is_none() {
+        return match job.cluster.devices {
+            Devices::Auto | Devices::Cpu => Ok(Gpus { decides, ..Gpus::default() }),
+            Devices::Cuda | Devices::List(_) => Err(problem(
+                "cluster.devices",
+                "the built-in training runs on CPUs in this version".to_owned(),
+                "use `auto` or `cpu`",
+            )),
+        };
+    }
+    let (names, told) = match &job.cluster.devices {
+        Devices::Cpu => return Ok(Gpus { decides, hidden: true, ..Gpus::default() }),
+        Devices::List(numbers) => {
+            let absent = numbers.iter().find(|n| **n as usize >= facts.gpus.len());
+            if let Some(absent) = absent.filter(|_| !unknown) {
+                let message = format!("there is no GPU {absent} on {}: {}", facts.host, had(facts));
+                return Err(problem(
+                    "cluster.devices",
+                    message,
+                    "GPUs count from 0, in the order of the PCI bus",
+                ));
+            }
+            (numbers.iter().map(u32::to_string).collect(), true)
+        }
+        Devices::Auto | Devices::Cuda => match chosen(decides) {
+            Some(list) => (entries(list), false),
+            None => (found(), false),
+        },
+    };
+    if names.is_empty() && job.cluster.devices == Devices::Cuda && !unknown {
+        let message = format!("`cluster.devices: cuda` needs a GPU on {}: {}", facts.host, had(facts));
+        return Err(problem(
+            "cluster.devices",
+            message,
+            "is the driver loaded? `nvidia-smi` shows what it sees",
+        ));
+    }
+    let nodes = names.iter().map(|name| node(facts, name)).collect();
+    Ok(Gpus { names, nodes, decides, told, hidden: false, unknown })
+}
+
+impl Gpus {
+    pub(super) fn count(&self) -> usize {
+        self.names.len()
+    }
+
+    /// The NUMA node of a worker's GPU.
+    pub(super) fn node(&self, local_rank: u32) -> Option<u32> {
+        self.nodes.get(local_rank as usize).copied().flatten()
+    }
+
+    /// What a person calls a worker's device.
+    pub(super) fn label(&self, local_rank: u32) -> String {
+        let none = if self.unknown { "unknown" } else { "cpu" };
+        self.names.get(local_rank as usize).map_or_else(|| none.to_owned(), |name| format!("gpu {name}"))
+    }
+
+    /// Can each of these workers have what the job says?
+    pub(super) fn check(&self, job: &JobSpec, workers: u32, facts: &Facts) -> Result<(), Finding> {
+        let (count, host) = (self.count(), &facts.host);
+        let few = count < workers as usize && !(self.unknown && count == 0);
+        if job.run.visible_devices == VisibleDevices::One && few {
+            let message = format!("{workers} workers need a GPU each, {host} has {count} for them");
+            return Err(problem("run.visible_devices", message, "use fewer workers, or `all`"));
+        }
+        Ok(())
+    }
+
+    /// What a worker is told of them.
+    pub(super) fn env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
+        let seen = match (policy, self.names.get(local_rank as usize)) {
+            _ if self.hidden => String::new(),
+            (VisibleDevices::One, Some(own)) => own.clone(),
+            _ if self.told => self.names.join(","),
+            _ => return Vec::new(),
+        };
+        // Programs for ROCm read CUDA's variable too, as torchrun sets it.
+        let mut env = vec![(CUDA_VISIBLE_DEVICES, seen.clone())];
+        if self.decides == HIP_VISIBLE_DEVICES {
+            env.push((HIP_VISIBLE_DEVICES, seen));
+        }
+        env
+    }
+}
+
+/// Names that [`Gpus::env`] or the user's own environment decides, never a pattern of `run.pass_env`.
+pub(crate) fn is_device_variable(name: &str) -> bool {
+    VISIBLE_DEVICES.contains(&name)
+}
+
+fn entries(list: &str) -> Vec<String> {
+    // CUDA stops at the first entry that is none.
+    let all = list.split(',').map(str::trim);
+    all.take_while(|entry| !entry.is_empty() && !entry.starts_with('-')).map(str::to_owned).collect()
+}
+
+fn node(facts: &Facts, name: &str) -> Option<u32> {
+    let by_number = name.parse::<usize>().ok().and_then(|n| facts.gpus.get(n));
+    let by_uuid = || facts.gpus.iter().find(|g| g.uuid.as_deref().is_some_and(|u| u.starts_with(name)));
+    by_number.or_else(by_uuid)?.node
+}
+
+fn had(facts: &Facts) -> String {
+    match facts.gpus.len() {
+        0 => "none was found".to_owned(),
+        1 => "it has GPU 0".to_owned(),
+        n => format!("it has GPUs 0 to {}", n - 1),
+    }
+}
+
+fn problem(path: &str, message: String, hint: &str) -> Finding {
+    Finding { path: path.to_owned(), message, hint: Some(hint.to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::machine::Gpu;
+
+    fn machine(maker: Maker, nodes: &[u32], chosen: &[(&str, &str)]) -> Facts {
+        let gpu = |(i, node): (usize, &u32)| Gpu {
+            maker,
+            bus: None,
+            uuid: Some(format!("GPU-{i}f")),
+            node: Some(*node),
+        };
+        let chosen = chosen.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
+        Facts {
+            host: "h".into(),
+            cpus: vec![0],
+            gpus: nodes.iter().enumerate().map(gpu).collect(),
+            chosen,
+            ..Facts::default()
+        }
+    }
+
+    fn job(devices: Devices) -> JobSpec {
+        let mut job = crate::testing::job();
+        job.cluster.devices = devices;
+        job
+    }
+
+    fn said(facts: &Facts, devices: Devices, policy: VisibleDevices, rank: u32) -> String {
+        let gpus = of_job(&job(devices), facts).expect("GPUs");
+        gpus.env(policy, rank).iter().map(|(n, v)| format!("{n}={v}")).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn each_policy_on_each_kind_of_machine() {
+        use VisibleDevices::{All, One};
+        let cuda = |chosen: &[(&str, &str)]| machine(Maker::Nvidia, &[0, 0, 1, 1], chosen);
+        let (plain, some) = (cuda(&[]), cuda(&[("CUDA_VISIBLE_DEVICES", "3, GPU-1f")]));
+        for (facts, devices, policy, rank, want) in [
+            (&plain, Devices::Auto, All, 2, ""),
+            (&plain, Devices::Auto, One, 2, "CUDA_VISIBLE_DEVICES=2"),
+            (&plain, Devices::List(vec![2, 0]), All, 1, "CUDA_VISIBLE_DEVICES=2,0"),
+            (&plain, Devices::List(vec![2, 0]), One, 1, "CUDA_VISIBLE_DEVICES=0"),
+            (&plain, Devices::Cpu, All, 0, "CUDA_VISIBLE_DEVICES="),
+            (&some, Devices::Auto, All, 1, ""),
+            (&some, Devices::Cuda, One, 1, "CUDA_VISIBLE_DEVICES=GPU-1f"),
+            (&some, Devices::List(vec![0]), All, 0, "CUDA_VISIBLE_DEVICES=0"),
+            (
+                &cuda(&[("HIP_VISIBLE_DEVICES", "1,2"), ("CUDA_VISIBLE_DEVICES", "0")]),
+                Devices::Auto,
+                One,
+                1,
+                "CUDA_VISIBLE_DEVICES=2 HIP_VISIBLE_DEVICES=2",
+            ),
+            (
+                &machine(Maker::Amd, &[0], &[]),
+                Devices::Auto,
+                One,
+                0,
+                "CUDA_VISIBLE_DEVICES=0 HIP_VISIBLE_DEVICES=0",
+            ),
+            (&machine(Maker::Nvidia, &[], &[]), Devices::Auto, All, 0, ""),
+        ] {
+            assert_eq!(said(facts, devices, policy, rank), want);
+        }
+        let gpus = of_job(&job(Devices::Auto), &some).expect("GPUs");
+        assert_eq!((gpus.count(), gpus.node(0), gpus.node(1), gpus.node(2)), (2, Some(1), Some(0), None));
+    }
+
+    #[test]
+    fn an_empty_choice_means_none() {
+        let hidden = machine(Maker::Nvidia, &[0], &[("CUDA_VISIBLE_DEVICES", "")]);
+        assert_eq!(of_job(&job(Devices::Auto), &hidden).expect("GPUs").count(), 0);
+        assert!(of_job(&job(Devices::Cuda), &hidden).is_err());
+        assert_eq!(entries("0,-1,2"), ["0"]);
+    }
+
+    #[test]
+    fn what_was_asked_for_is_had_or_refused() {
+        let facts = machine(Maker::Nvidia, &[0, 0], &[]);
+        let why = of_job(&job(Devices::List(vec![0, 2])), &facts).expect_err("refused").message;
+        assert_eq!(why, "there is no GPU 2 on h: it has GPUs 0 to 1");
+        let mut one = job(Devices::Auto);
+        one.run.visible_devices = VisibleDevices::One;
+        let gpus = of_job(&one, &facts).expect("GPUs");
+        assert!(gpus.check(&one, 2, &facts).is_ok());
+        assert_eq!(
+            gpus.check(&one, 3, &facts).expect_err("refused").message,
+            "3 workers need a GPU each, h has 2 for them"
+        );
+    }
+}

@@ -1,0 +1,79 @@
+"""A script with HF Trainer as people write them; it knows nothing of launch but one environment variable.
+
+    trainer.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json]
+
+Eight samples a step however many ranks there are, no dropout, so that losses don't depend on their number. Each rank writes
+what it saw at its first step into REPORT_DIR/rank-R.json; rank 0 writes the history into REPORT_DIR/history.json.
+"""
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("output_dir"), arguments.add_argument("report_dir"), arguments.add_argument("steps", type=int)
+arguments.add_argument("--resume_from_checkpoint", default=None)
+arguments.add_argument("--deepspeed", default=None)
+arguments = arguments.parse_args()
+resume = arguments.resume_from_checkpoint or os.environ.get("LAUNCH_RESUME_FROM") or None
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+torch.set_num_threads(1)
+if arguments.deepspeed:
+    import deepspeed.comm.torch
+
+    # a faster way to reduce on one machine, which DeepSpeed would compile first; gloo does it as well
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+os.makedirs(arguments.report_dir, exist_ok=True)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        ids = torch.randint(0, 128, (12,), generator=torch.Generator().manual_seed(500 + i))
+        return dict(input_ids=ids, labels=ids.clone())
+
+
+class FirstStep(transformers.TrainerCallback):
+    seen = False
+
+    def on_step_begin(self, args, state, control, **given):
+        if self.seen:
+            return
+        self.seen = True
+        digest = lambda data: hashlib.sha256(data).hexdigest()
+        groups = given["optimizer"].param_groups
+        report = dict(
+            step=state.global_step, lr=[g["lr"] for g in groups], weight_decay=[g["weight_decay"] for g in groups], resume=resume,
+            torch=digest(torch.get_rng_state().numpy().tobytes()), numpy=digest(np.random.get_state()[1].tobytes()),
+            python=digest(repr(random.getstate()).encode()))
+        with open(f"{arguments.report_dir}/rank-{rank}.json", "w") as f:
+            json.dump(report, f)
+        # ranks that draw by themselves, as dropout and augmentation make them
+        torch.rand(1 + rank)
+
+
+torch.manual_seed(1)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    vocab_size=128, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=32, attn_implementation="eager"))
+trainer = transformers.Trainer(
+    model=model, train_dataset=Samples(), callbacks=[FirstStep()],
+    args=transformers.TrainingArguments(
+        output_dir=arguments.output_dir, per_device_train_batch_size=8 // world, max_steps=arguments.steps, save_steps=3, logging_steps=1,
+        learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", use_cpu=True, report_to=[], seed=3,
+        deepspeed=arguments.deepspeed, ddp_backend="gloo" if world > 1 or arguments.deepspeed else None, disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch"))
+trainer.train(resume_from_checkpoint=resume)
+if rank == 0:
+    with open(f"{arguments.report_dir}/history.json", "w") as f:
+        json.dump([line for line in trainer.state.log_history if "loss" in line], f)
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

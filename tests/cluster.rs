@@ -1,0 +1,378 @@
+//! The main job over real SSH: the losses of one machine, on any number of hosts, through saves, faults and restarts; programs
+//! that were written for torchrun; two jobs beside one another.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+mod support;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{BufRead, BufReader, Read},
+    process::{Child, ChildStdout, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+use support::{Place, Ran, TINY, hosts::Hosts};
+
+const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// A place that all hosts see under the same path, so that its checkpoint directory is shared.
+fn up(test: &str) -> Option<(Place, Hosts)> {
+    let place = Place::new();
+    let hosts = Hosts::sharing(test, 4, &place.path(""))?;
+    fs::create_dir(place.path("home")).unwrap();
+    fs::create_dir(place.path("far")).unwrap();
+    Some((place, hosts))
+}
+
+/// The job of `place` on these hosts, written to `far/NAME.yaml`; the settings that start it.
+fn on(place: &Place, hosts: &Hosts, name: &str, job: &str, list: &str) -> Vec<String> {
+    let text = job.replace("name: tiny", &format!("name: {name}"));
+    fs::write(place.path(&format!("far/{name}.yaml")), text).unwrap();
+    let root = place.path("").display().to_string();
+    let set = [
+        format!("cluster.hosts={list}"),
+        format!("cluster.ssh.config={}", hosts.config().display()),
+        format!("run.workdir={}", root.trim_end_matches('/')),
+        "run.logs.dir=/scratch/runs/{run}".to_owned(),
+    ];
+    let file = [format!("far/{name}.yaml"), "--json".to_owned()];
+    file.into_iter().chain(set.into_iter().flat_map(|s| ["--set".to_owned(), s])).collect()
+}
+
+struct Running {
+    child: Child,
+    reader: BufReader<ChildStdout>,
+    out: String,
+}
+
+fn start(place: &Place, args: &[String], more: &[&str]) -> Running {
+    let args: Vec<&str> =
+        args.iter().map(String::as_str).chain(more.iter().flat_map(|s| ["--set", s])).collect();
+    let mut command = place.command(&args);
+    command.env("HOME", place.path("home")).env_remove("SSH_AUTH_SOCK");
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let reader = BufReader::new(child.stdout.take().unwrap());
+    Running { child, reader, out: String::new() }
+}
+
+impl Running {
+    /// Reads events until one of `kind`, at or after `step`.
+    fn until(&mut self, kind: &str, step: u64) -> Value {
+        loop {
+            let mut line = String::new();
+            if self.reader.read_line(&mut line).unwrap() == 0 {
+                let mut talk = String::new();
+                self.child.stderr.take().unwrap().read_to_string(&mut talk).unwrap();
+                panic!("no {kind} event in:\n{}\n{talk}", self.out);
+            }
+            self.out.push_str(&line);
+            let event: Value = serde_json::from_str(&line).unwrap();
+            if event["event"] == kind && event["step"].as_u64().unwrap_or(step) >= step {
+                return event;
+            }
+        }
+    }
+
+    fn end(mut self) -> Ran {
+        let mut talk = self.child.stderr.take().unwrap();
+        let talk = thread::spawn(move || {
+            let mut text = Vec::new();
+            talk.read_to_end(&mut text).map(|_| text).unwrap()
+        });
+        self.reader.read_to_string(&mut self.out).unwrap();
+        let status = self.child.wait().unwrap();
+        let stdout = std::mem::take(&mut self.out).into_bytes();
+        Ran::of(&std::process::Output { status, stdout, stderr: talk.join().unwrap() })
+    }
+}
+
+/// No process of a job and no shared memory on any of the hosts.
+fn nothing_stays(hosts: &Hosts, names: &[&str]) {
+    let began = Instant::now();
+    loop {
+        let left: Vec<_> = names.iter().flat_map(|host| hosts.processes(host)).collect();
+        if left.is_empty() {
+            break;
+        }
+        assert!(began.elapsed() < LIMIT, "still there: {left:?}");
+        thread::sleep(Duration::from_millis(10));
+    }
+    for host in names {
+        let files = hosts.shell(host, "ls -A /dev/shm; ls -A /root/.cache/launch/bin | wc -l");
+        assert_eq!(files, "1\n", "files on {host}");
+    }
+}
+
+const ALL: &str = "[\"h[0-3]\"]";
+
+#[test]
+fn four_hosts_have_the_losses_of_one_machine_and_others_go_on() {
+    let Some((place, hosts)) = up("cluster::four_hosts_have_the_losses_of_one_machine_and_others_go_on")
+    else {
+        return;
+    };
+    let whole = place.run(&["resume.from=never", "checkpoint.every=never"]).succeeded().losses();
+    assert_eq!(whole.len(), 20);
+    for stage in [1, 3] {
+        let name = format!("stage{stage}");
+        let args = on(&place, &hosts, &name, TINY, ALL);
+        let stage = format!("train.zero.stage={stage}");
+        let far = start(&place, &args, &[&stage, "checkpoint.keep=0"]).end().succeeded();
+        assert_eq!(far.losses(), whole, "{stage}");
+        assert_eq!(far.kind("start")[0]["world"], 8);
+        for (list, workers) in [("[h0, h1, h3]", 1), ("[h2]", 4)] {
+            let args = on(&place, &hosts, &name, TINY, list);
+            let from = format!("resume.from=runs/{name}/checkpoints/step-00000010");
+            let workers = format!("cluster.workers_per_host={workers}");
+            let more = [stage.as_str(), &from, &workers, "checkpoint.dir=elsewhere-{name}"];
+            let rest = start(&place, &args, &more).end().succeeded();
+            assert_eq!(rest.losses(), whole[10..], "{stage}, {list}");
+            assert_eq!(rest.kind("resume")[0]["world"], 8);
+        }
+    }
+    nothing_stays(&hosts, &HOSTS);
+}
+
+/// Kills a worker of host 1 from outside: which of its processes doesn't matter to anyone.
+fn kill_a_worker(hosts: &Hosts) {
+    let all = hosts.processes("h1");
+    let worker = all.iter().find(|(_, line)| line.contains(" worker") || line.ends_with("worker"));
+    kill(Pid::from_raw(worker.unwrap_or_else(|| panic!("{all:?}")).0), Signal::SIGKILL).unwrap();
+}
+
+#[test]
+fn a_job_that_loses_a_worker_and_a_host_has_the_losses_of_an_undisturbed_one() {
+    let test = "cluster::a_job_that_loses_a_worker_and_a_host_has_the_losses_of_an_undisturbed_one";
+    let Some((place, hosts)) = up(test) else { return };
+    let long = "train.steps=150";
+    let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
+    let args = on(&place, &hosts, "again", TINY, ALL);
+    let set = [long, "checkpoint.every=10", "run.restarts=2", "run.min_hosts=3"];
+    let mut job = start(&place, &args, &set);
+    job.until("checkpoint", 10);
+    kill_a_worker(&hosts);
+    let first = job.until("restart", 0);
+    assert_eq!((first["host"].as_str(), first["left"].as_u64()), (Some("h1"), Some(1)), "{first}");
+    assert!(first["cause"].as_str().unwrap().contains("SIGKILL"), "{first}");
+    job.until("checkpoint", 30);
+    hosts.do_(&["crash", "h2"]);
+    let second = job.until("restart", 0);
+    assert_eq!((second["host"].as_str(), second["left"].as_u64()), (Some("h2"), Some(0)), "{second}");
+    let ran = job.end().succeeded();
+    let placed: Vec<_> =
+        ran.kind("placed").iter().map(|e| (e["epoch"].clone(), e["world"].clone())).collect();
+    assert_eq!(placed, [(0.into(), 8.into()), (1.into(), 8.into()), (2.into(), 6.into())]);
+    assert_eq!(ran.kind("placed")[2]["hosts"], serde_json::json!(["h0", "h1", "h3"]));
+    assert_eq!(ran.kind("resume").len(), 2);
+    for step in ran.losses() {
+        assert_eq!(step, whole[step.0 as usize - 1]);
+    }
+    assert_eq!(ran.losses().last().unwrap().0, 150);
+    nothing_stays(&hosts, &["h0", "h1", "h3"]);
+}
+
+/// Both hosts live and the controller hears both: only their ranks miss each other.
+#[test]
+fn hosts_that_no_longer_reach_each_other_end_the_job_and_are_named() {
+    let test = "cluster::hosts_that_no_longer_reach_each_other_end_the_job_and_are_named";
+    let Some((place, hosts)) = up(test) else { return };
+    let args = on(&place, &hosts, "apart", TINY, ALL);
+    let mut job = start(&place, &args, &["train.steps=100000"]);
+    job.until("step", 3);
+    hosts.do_(&["partition", "h1", "h2"]);
+    let began = Instant::now();
+    let ran = job.end();
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    let cause = ran.cause();
+    println!("after {:?}: {cause}", began.elapsed());
+    assert_eq!(ran.code, 1);
+    // Ranks 2 and 3 are on h1, 4 and 5 on h2. Whoever tells it, the two ranks that miss each other are named.
+    let ends = |near: [u32; 2], far: [u32; 2]| {
+        let one =
+            |near: u32, far: u32| cause.contains(&format!("rank {near} is silent: rank {far} has heard"));
+        near.iter().any(|near| far.iter().any(|far| one(*near, *far)))
+    };
+    assert!(ends([2, 3], [4, 5]) || ends([4, 5], [2, 3]), "{cause}");
+    nothing_stays(&hosts, &HOSTS);
+}
+
+#[test]
+fn two_jobs_on_the_same_hosts_never_touch_each_other() {
+    let Some((place, hosts)) = up("cluster::two_jobs_on_the_same_hosts_never_touch_each_other") else {
+        return;
+    };
+    let long = "train.steps=300";
+    let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
+    let [left, right] = ["left", "right"].map(|name| on(&place, &hosts, name, TINY, ALL));
+    let (mut left, mut right) =
+        (start(&place, &left, &["train.steps=100000"]), start(&place, &right, &[long]));
+    left.until("step", 3);
+    right.until("step", 3);
+    kill(Pid::from_raw(left.child.id() as i32), Signal::SIGINT).unwrap();
+    let left = left.end();
+    assert_eq!(left.code, 130, "{}", left.stderr);
+    assert_eq!(right.end().succeeded().losses(), whole);
+    nothing_stays(&hosts, &HOSTS);
+}
+
+#[test]
+fn ten_starts_in_a_row_leave_nothing_on_the_hosts() {
+    let Some((place, hosts)) = up("cluster::ten_starts_in_a_row_leave_nothing_on_the_hosts") else { return };
+    let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo met";
+    let job =
+        format!("name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [bash, -c, '{script}']}}\n");
+    let args = on(&place, &hosts, "row", &job, ALL);
+    for _ in 0..10 {
+        let ran = start(&place, &args, &[]).end();
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        nothing_stays(&hosts, &HOSTS);
+    }
+    for host in HOSTS {
+        assert_eq!(hosts.shell(host, "ls -A /tmp | grep -v '^[.]tmp' || true"), "", "{host}");
+    }
+}
+
+#[test]
+fn the_store_outlives_the_ranks_of_its_host() {
+    let Some((place, hosts)) = up("cluster::the_store_outlives_the_ranks_of_its_host") else { return };
+    let script = "[ $RANK -lt 2 ] && exit; until [ -e go ]; do sleep 0.05; done; exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT";
+    let job =
+        format!("name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [bash, -c, '{script}']}}\n");
+    let mut run = start(&place, &on(&place, &hosts, "store", &job, ALL), &[]);
+    run.until("placed", 0);
+    let shells =
+        |host: &str| hosts.processes(host).iter().filter(|(_, l)| l.contains("until [ -e go ]")).count();
+    let began = Instant::now();
+    while HOSTS.iter().map(|host| shells(host)).ne([0, 2, 2, 2]) {
+        assert!(began.elapsed() < LIMIT);
+        thread::sleep(Duration::from_millis(10));
+    }
+    fs::write(place.path("go"), "").unwrap();
+    run.end().succeeded();
+    nothing_stays(&hosts, &HOSTS);
+}
+
+/// What torchrun (torch 2.15) and DeepSpeed's launcher (0.19) give every worker on a machine without GPUs, as dumped by workers under
+/// them. `accelerate launch` adds names of its own (`ACCELERATE_*`) that only carry its configuration file.
+const GIVEN: [(&str, &str); 2] = [
+    (
+        "torchrun",
+        "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME LOCAL_WORLD_SIZE WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR \
+         MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE \
+         TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING OMP_NUM_THREADS",
+    ),
+    ("deepspeed", "MASTER_ADDR MASTER_PORT WORLD_SIZE CROSS_RANK CROSS_SIZE LOCAL_SIZE RANK LOCAL_RANK"),
+];
+
+#[test]
+fn every_rank_on_every_host_has_what_torchrun_and_deepspeed_give() {
+    let test = "cluster::every_rank_on_every_host_has_what_torchrun_and_deepspeed_give";
+    let Some((place, hosts)) = up(test) else { return };
+    let job = "name: tiny\ncluster: {workers_per_host: 2}\nrun: {command: [sh, -c, 'env > env.$RANK']}\n";
+    start(&place, &on(&place, &hosts, "env", job, ALL), &[]).end().succeeded();
+    let mut same = Vec::new();
+    for rank in 0..8 {
+        let text = fs::read_to_string(place.path(&format!("env.{rank}"))).unwrap();
+        let env: BTreeMap<&str, &str> = text.lines().filter_map(|l| l.split_once('=')).collect();
+        for (who, names) in GIVEN {
+            let missing: Vec<_> = names.split_whitespace().filter(|n| !env.contains_key(n)).collect();
+            assert!(missing.is_empty(), "{who} gives {missing:?}, rank {rank} has {text}");
+        }
+        let (host, local) = ((rank / 2).to_string(), (rank % 2).to_string());
+        for (name, value) in [
+            ("RANK", rank.to_string().as_str()),
+            ("LOCAL_RANK", &local),
+            ("GROUP_RANK", &host),
+            ("CROSS_RANK", &host),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("LOCAL_SIZE", "2"),
+            ("GROUP_WORLD_SIZE", "4"),
+            ("CROSS_SIZE", "4"),
+            ("ROLE_NAME", "default"),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ] {
+            assert_eq!(env[name], value, "{name} of rank {rank}");
+        }
+        same.push([env["MASTER_ADDR"], env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]].map(str::to_owned));
+    }
+    assert!(same.iter().all(|s| *s == same[0]), "{same:?}");
+    nothing_stays(&hosts, &HOSTS);
+}
+
+#[test]
+fn fifty_starts_in_a_row_leave_nothing_on_this_machine() {
+    let place = Place::new();
+    let (temporary, cache) = (place.path("temporary"), place.path("home"));
+    for dir in [&temporary, &cache] {
+        fs::create_dir(dir).unwrap();
+    }
+    let marker = format!("{}", place.path("").display());
+    for n in 0..50 {
+        let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo met";
+        let args = ["run", "--workers", "3", "--json", "--", "bash", "-c", script];
+        let mut command = place.command(&args);
+        command.env("TMPDIR", &temporary).env("HOME", &cache).env("LAUNCH_TEST_MARKER", &marker);
+        let ran = Ran::of(&command.output().unwrap());
+        assert_eq!(ran.code, 0, "start {n}: {}", ran.stderr);
+        let marked = |pid: &str| {
+            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            String::from_utf8_lossy(&environment).contains(&format!("LAUNCH_TEST_MARKER={marker}"))
+        };
+        let pids = fs::read_dir("/proc").unwrap().flatten().map(|e| e.file_name());
+        let left: Vec<_> = pids.filter(|pid| marked(&pid.to_string_lossy())).collect();
+        assert!(left.is_empty(), "start {n}: {left:?}");
+        assert_eq!(support::files_below(&temporary), Vec::<String>::new());
+    }
+}
+
+/// Data-parallel training as PyTorch's own examples write it.
+const DDP: &str = r#"
+import os
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for _ in range(5):
+    x = torch.randn(4, 8)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+all = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+dist.all_gather(all, mine)
+equal = sum(torch.equal(a, mine) for a in all)
+open(f"equal.{rank}", "w").write(f"{equal} on {os.uname().nodename}")
+# as torch's documentation has it: everybody is done before anybody leaves, and nothing outlives the group
+dist.barrier()
+del model
+dist.destroy_process_group()
+"#;
+
+#[test]
+fn a_ddp_script_runs_unchanged_on_four_hosts() {
+    let test = "cluster::a_ddp_script_runs_unchanged_on_four_hosts";
+    let Some(python) = support::python(test) else { return };
+    let Some((place, hosts)) = up(test) else { return };
+    fs::write(place.path("ddp.py"), DDP).unwrap();
+    let python = serde_json::to_string(&python).unwrap();
+    let job = format!(
+        "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, ddp.py], grace: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
+    );
+    start(&place, &on(&place, &hosts, "ddp", &job, ALL), &[]).end().succeeded();
+    for rank in 0..8 {
+        let said = fs::read_to_string(place.path(&format!("equal.{rank}"))).unwrap();
+        assert_eq!(said, format!("8 on h{}", rank / 2));
+    }
+    nothing_stays(&hosts, &HOSTS);
+}

@@ -1,0 +1,341 @@
+//! Other hosts over real SSH: sshd in namespaces of this machine (tests/hosts/hosts.sh).
+mod support;
+
+use serde_json::Value;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+use support::hosts::Hosts;
+
+/// A directory for a job on the hosts.
+struct Job {
+    dir: tempfile::TempDir,
+    home: PathBuf,
+}
+
+impl Job {
+    fn new(hosts: &Hosts, list: &str, run: &str) -> Job {
+        let dir = tempfile::tempdir().expect("a directory");
+        let home = dir.path().join("home");
+        fs::create_dir(&home).expect("a home");
+        let text = format!(
+            "name: many\ncluster: {{hosts: {list}, workers_per_host: 2, ssh: {{config: {}, connect_timeout: 3s}}}}\n{run}\n",
+            hosts.config().display()
+        );
+        fs::write(dir.path().join("job.yaml"), text).expect("a job");
+        Job { dir, home }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+        command.current_dir(self.dir.path()).args(args).env("HOME", &self.home).env_remove("SSH_AUTH_SOCK");
+        command.stdin(Stdio::null());
+        command
+    }
+
+    fn launch(&self, args: &[&str]) -> Output {
+        self.command(args).output().expect("launch starts")
+    }
+
+    /// `launch check --json` with these settings: exit code and what it found.
+    fn check(&self, set: &[&str]) -> (i32, Value) {
+        let settings = set.iter().flat_map(|s| ["--set", s]);
+        let args: Vec<&str> = ["check", "job.yaml", "--json"].into_iter().chain(settings).collect();
+        let output = self.launch(&args);
+        let text = String::from_utf8_lossy(&output.stdout);
+        let value = serde_json::from_str(&text);
+        let value =
+            value.unwrap_or_else(|e| panic!("{e}: {text}{}", String::from_utf8_lossy(&output.stderr)));
+        (output.status.code().unwrap_or(-1), value)
+    }
+}
+
+/// The one failed check of a host: its name and what was found, with the hint.
+#[track_caller]
+fn failed(found: &Value, host: &str) -> (String, String) {
+    let hosts = found["hosts"].as_array().expect("hosts");
+    let of = hosts.iter().find(|h| h["host"] == host).unwrap_or_else(|| panic!("no {host} in {found}"));
+    let checks = of["checks"].as_array().expect("checks");
+    let failed: Vec<&Value> = checks.iter().filter(|c| c["result"] == "failed").collect();
+    assert_eq!(failed.len(), 1, "one failure of {host}: {of}");
+    let text = |key: &str| failed[0][key].as_str().unwrap_or_default().to_owned();
+    (text("check"), format!("{} | {}", text("found"), text("hint")))
+}
+
+const ALL: &str = "[\"h[0-3]\"]";
+const NOTHING: &str = "run: {command: ['true'], workdir: /}";
+
+#[track_caller]
+fn expect(found: &Value, host: &str, check: &str, parts: &[&str]) {
+    let (name, text) = failed(found, host);
+    assert!(name == check && parts.iter().all(|p| text.contains(p)), "{host}: {name}: {text}");
+}
+
+#[test]
+fn hosts_that_can_be_had_are_checked() {
+    let Some(hosts) = Hosts::up("ssh::hosts_that_can_be_had_are_checked", 4) else { return };
+    let job = Job::new(&hosts, ALL, NOTHING);
+    let (code, found) = job.check(&[]);
+    assert_eq!((code, &found["ok"]), (0, &Value::Bool(true)), "{found:#}");
+    for host in found["hosts"].as_array().expect("hosts") {
+        assert!(host["clock_skew"].as_f64().expect("a number").abs() < 5.0);
+        let checks = host["checks"].as_array().expect("checks");
+        let ports = checks.iter().find(|c| c["check"] == "ports").expect("ports");
+        assert!(ports["found"].as_str().expect("text").starts_with("3 peers"), "{ports}");
+    }
+    // the executable is there under its hash, for the user alone; nothing else is
+    let listing = hosts.shell("h2", "cd /root/.cache/launch/bin && stat -c '%a %n' . *; ls -A | wc -l; ls -A / | grep -c launch-check || true");
+    let lines: Vec<&str> = listing.lines().collect();
+    assert!(
+        lines[0] == "700 ." && lines[1].starts_with("700 ") && lines[2] == "1" && lines[3] == "0",
+        "{listing}"
+    );
+    // a changed copy isn't trusted to be there: another hash would be another name; a second check copies nothing
+    let before = hosts.shell("h2", "stat -c %Y%i /root/.cache/launch/bin/*");
+    assert_eq!(job.check(&[]).0, 0);
+    assert_eq!(hosts.shell("h2", "stat -c %Y%i /root/.cache/launch/bin/*"), before);
+    let left = hosts.shell("h2", "sleep 0.3; ps -e -o args= | grep -c '[l]aunch/bin' || true");
+    assert_eq!(left.trim(), "0", "no agent stays");
+}
+
+#[test]
+fn ways_that_lead_nowhere_are_told_apart() {
+    let Some(hosts) = Hosts::up("ssh::ways_that_lead_nowhere_are_told_apart", 4) else { return };
+    let (nobody, list) =
+        (hosts.address(200), format!("[\"h[0-3]\", {}, no-such-host.invalid]", hosts.address(200)));
+    let job = Job::new(&hosts, &list, NOTHING);
+    hosts.do_(&["sshd-stop", "h0"]);
+    hosts.do_(&["blackhole", "h1"]);
+    // h2 shows another key than the one that is known; h3's is not known
+    hosts.shell("h2", "rm /etc/ssh/ssh_host_ed25519_key*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; kill -HUP $(cat /run/sshd.pid); sleep 0.2");
+    let known = fs::read_to_string(hosts.file("known_hosts")).expect("known_hosts");
+    let known: Vec<&str> = known.lines().filter(|l| !l.starts_with("h3")).collect();
+    fs::write(hosts.file("known_hosts"), known.join("\n")).expect("known_hosts");
+    let (code, found) = job.check(&["cluster.ssh.connect_timeout=4s"]);
+    assert_eq!(code, 3);
+    expect(&found, "h0", "tcp", &["refused", "sshd"]);
+    expect(&found, "h1", "tcp", &["no answer within 4 s", "firewall"]);
+    expect(&found, "h2", "host key", &["has changed", "SHA256:", "ssh-keygen -R 'h2'"]);
+    expect(&found, "h3", "host key", &["unknown host", "SHA256:", "accept_new"]);
+    expect(&found, &nobody, "tcp", &["no route to the host"]);
+    expect(&found, "no-such-host.invalid", "dns", &["can't be resolved"]);
+    // the fingerprint is the one that OpenSSH shows
+    let own = hosts.shell("h3", "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub");
+    let print = own.split_whitespace().nth(1).expect("a fingerprint");
+    assert!(failed(&found, "h3").1.contains(print), "{print}");
+    let (_, found) = job.check(&["cluster.hosts=[h3]", "cluster.ssh.known_hosts=accept_new"]);
+    assert_eq!(found["ok"], true, "{found:#}");
+    let (_, found) = job.check(&["cluster.hosts=[h3]"]);
+    assert_eq!(found["ok"], true, "the accepted key was kept");
+}
+
+#[test]
+fn who_is_not_let_in_is_told_why() {
+    let Some(hosts) = Hosts::up("ssh::who_is_not_let_in_is_told_why", 1) else { return };
+    let job = Job::new(&hosts, "[h0]", NOTHING);
+    for (name, passphrase) in [("stranger", ""), ("locked", "secret")] {
+        let mut keygen = Command::new("ssh-keygen");
+        keygen.args(["-q", "-t", "ed25519", "-N", passphrase, "-f"]).arg(job.path(name));
+        assert!(keygen.status().expect("ssh-keygen").success());
+    }
+    for (key, parts) in [
+        ("stranger", &["authentication failed for the user `root`", "was refused", "ssh-copy-id"][..]),
+        ("locked", &["has a passphrase", "ssh-add"]),
+        ("missing", &["is not there"]),
+    ] {
+        let key = format!("cluster.ssh.key={}", job.path(key).display());
+        let (code, found) = job.check(&[&key]);
+        assert_eq!(code, 3);
+        expect(&found, "h0", "authentication", parts);
+    }
+}
+
+#[test]
+fn hosts_that_cannot_run_it_are_told_apart() {
+    let Some(hosts) = Hosts::up("ssh::hosts_that_cannot_run_it_are_told_apart", 4) else { return };
+    let job = Job::new(&hosts, ALL, NOTHING);
+    hosts.do_(&["fill", "h0", "/", "20000"]);
+    hosts.shell("h1", "mkdir -p /root/.cache; mount -t tmpfs -o noexec none /root/.cache");
+    hosts.shell("h2", "mkdir -p /root/.cache; touch /root/.cache/launch");
+    hosts.shell(
+        "h3",
+        "printf '#!/bin/sh\\necho aarch64\\n' > /usr/local/sbin/uname; chmod 755 /usr/local/sbin/uname",
+    );
+    let (code, found) = job.check(&[]);
+    assert_eq!(code, 3);
+    expect(&found, "h0", "exec", &["the disk is full", "No space left"]);
+    expect(&found, "h1", "exec", &["noexec", "XDG_CACHE_HOME"]);
+    expect(&found, "h2", "exec", &["can't be written to the cache directory"]);
+    expect(&found, "h3", "exec", &["other architecture", "aarch64"]);
+    let left = hosts.shell("h0", "ls -A /root/.cache/launch/bin | wc -l");
+    assert_eq!(left.trim(), "0", "a copy that failed leaves nothing");
+    hosts.shell("h0", "printf 'echo bye; exit 3\\n' > /root/.bashrc");
+    let (_, found) = job.check(&["cluster.hosts=[h0]"]);
+    expect(&found, "h0", "exec", &["login shell ended (exit code 3)", "bye"]);
+}
+
+#[test]
+fn a_noisy_login_shell_does_no_harm() {
+    let Some(hosts) = Hosts::up("ssh::a_noisy_login_shell_does_no_harm", 2) else { return };
+    hosts.shell(
+        "h0",
+        "printf 'echo Welcome to h0\\necho oops >&2\\nprintf \"no line end\"\\n' > /root/.bashrc",
+    );
+    hosts.shell(
+        "h1",
+        "head -c 200000 /dev/zero | tr '\\\\0' x > /root/noise; echo 'cat /root/noise' > /root/.bashrc",
+    );
+    let job = Job::new(&hosts, "[h0, h1]", NOTHING);
+    let (code, found) = job.check(&[]);
+    assert_eq!(code, 0, "{found:#}");
+    let text = found["hosts"][0]["checks"].to_string();
+    assert!(text.contains("login shell") && text.contains("prints 2 lines"), "{text}");
+    hosts.shell("h1", "echo 'yes' > /root/.bashrc");
+    let began = Instant::now();
+    let (code, found) = job.check(&["cluster.hosts=[h1]"]);
+    assert_eq!(code, 3);
+    expect(&found, "h1", "exec", &["prints without end"]);
+    assert!(began.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_host_behind_another_is_reached() {
+    let Some(hosts) = Hosts::up("ssh::a_host_behind_another_is_reached", 3) else { return };
+    // h1 and h2 take connections from h0 only
+    for host in ["h1", "h2"] {
+        hosts.shell(
+            host,
+            &format!("iptables -w -A INPUT -p tcp --dport 22 ! -s {} -j DROP", hosts.address(1)),
+        );
+    }
+    let job = Job::new(&hosts, "[h1, h2]", NOTHING);
+    let (code, found) = job.check(&["cluster.ssh.connect_timeout=1s"]);
+    assert_eq!(code, 3);
+    expect(&found, "h1", "tcp", &["no answer"]);
+    let (code, found) = job.check(&["cluster.ssh.jump=h0"]);
+    assert_eq!(code, 0, "{found:#}");
+    hosts.do_(&["sshd-stop", "h2"]);
+    let (code, found) = job.check(&["cluster.ssh.jump=h0"]);
+    assert_eq!(code, 3);
+    let (_, text) = failed(&found, "h2");
+    assert!(text.contains("the jump host h0 can't connect to"), "{text}");
+}
+
+/// What a rank writes down about itself.
+const TELL: &str = "#!/bin/sh\nenv | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|GROUP_WORLD_SIZE|\
+ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|TORCHELASTIC_RUN_ID|WORD)=' | sort > /scratch/rank-$RANK\necho rank $RANK on $(hostname)\n";
+
+#[test]
+fn a_program_runs_on_four_hosts() {
+    let Some(hosts) = Hosts::up("ssh::a_program_runs_on_four_hosts", 4) else { return };
+    for host in ["h0", "h1", "h2", "h3"] {
+        hosts.shell(host, &format!("cat > /root/tell <<'END'\n{TELL}END\nchmod 755 /root/tell"));
+    }
+    let run = "run: {command: [/root/tell], workdir: /root, env: {WORD: \"it's $HOME and a `tick`\"}, logs: {dir: '/tmp/runs/{run}', show: [0, 1, 2, 3, 4, 5, 6, 7]}}";
+    let job = Job::new(&hosts, ALL, run);
+    let output = job.launch(&["job.yaml"]);
+    let (out, talk) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{out}{talk}");
+    let mut master = None;
+    for rank in 0..8 {
+        let host = format!("h{}", rank / 2);
+        assert!(out.contains(&format!("rank {rank} on {host}")), "{out}");
+        let env = hosts.shell(&host, &format!("cat /scratch/rank-{rank}"));
+        let value = |name: &str| {
+            let line = env.lines().find_map(|l| l.strip_prefix(&format!("{name}=")));
+            line.unwrap_or_else(|| panic!("{name} is missing:\n{env}")).to_owned()
+        };
+        for (name, expected) in [
+            ("RANK", rank.to_string()),
+            ("LOCAL_RANK", (rank % 2).to_string()),
+            ("WORLD_SIZE", "8".into()),
+            ("LOCAL_WORLD_SIZE", "2".into()),
+            ("GROUP_RANK", (rank / 2).to_string()),
+            ("NODE_RANK", (rank / 2).to_string()),
+            ("GROUP_WORLD_SIZE", "4".into()),
+            ("ROLE_RANK", rank.to_string()),
+            ("ROLE_WORLD_SIZE", "8".into()),
+            ("WORD", "it's $HOME and a `tick`".into()),
+        ] {
+            assert_eq!(value(name), expected, "{name} of rank {rank}");
+        }
+        let own = (value("MASTER_ADDR"), value("MASTER_PORT"));
+        assert_eq!(master.get_or_insert(own.clone()), &own);
+        assert!(own.0 != "127.0.0.1" && own.1 != "auto", "{own:?}");
+        assert!(value("OMP_NUM_THREADS").parse::<u32>().is_ok_and(|n| n > 0));
+    }
+}
+
+#[test]
+fn a_failure_ends_every_host() {
+    let Some(hosts) = Hosts::up("ssh::a_failure_ends_every_host", 3) else { return };
+    let script = "if [ $RANK = 3 ]; then sleep 1; echo broken; exit 7; fi; sleep 600";
+    let run = format!(
+        "run: {{command: [sh, -c, '{script}'], workdir: /root, grace: 2s, logs: {{dir: '/tmp/runs/{{run}}'}}}}"
+    );
+    let job = Job::new(&hosts, "[\"h[0-2]\"]", &run);
+    let output = job.launch(&["job.yaml", "--json"]);
+    assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
+    let events = String::from_utf8_lossy(&output.stdout);
+    let failure = events
+        .lines()
+        .filter_map(|l| serde_json::from_str::<Value>(l).ok())
+        .find(|e| e["event"] == "failure");
+    let failure = failure.unwrap_or_else(|| panic!("no failure: {events}"));
+    assert_eq!((failure["rank"].as_u64(), failure["host"].as_str()), (Some(3), Some("h1")), "{failure}");
+    assert!(failure["cause"].as_str().expect("text").contains('7'), "{failure}");
+    for host in ["h0", "h1", "h2"] {
+        let left = hosts.shell(host, "ps -e -o args= | grep -c '[s]leep 600' || true");
+        assert_eq!(left.trim(), "0", "{host}");
+    }
+}
+
+#[test]
+fn a_lost_controller_ends_every_host() {
+    let Some(hosts) = Hosts::up("ssh::a_lost_controller_ends_every_host", 2) else { return };
+    let run = "run: {command: [sleep, '601'], workdir: /root, grace: 1s, logs: {dir: '/tmp/runs/{run}'}}";
+    let job = Job::new(&hosts, "[h0, h1]", run);
+    let mut child =
+        job.command(&["job.yaml"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("launch");
+    let count =
+        |host: &str| hosts.shell(host, "ps -e -o args= | grep -c '^[s]leep 601' || true").trim().to_owned();
+    let until = |expected: &str, limit: u64| {
+        let end = Instant::now() + Duration::from_secs(limit);
+        while ["h0", "h1"].iter().any(|h| count(h) != expected) {
+            assert!(Instant::now() < end, "not {expected} sleepers within {limit} s");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    };
+    until("2", 30);
+    child.kill().expect("killed");
+    child.wait().expect("reaped");
+    until("0", 10);
+}
+
+#[test]
+fn a_host_that_cannot_be_had_ends_the_run_before_it_starts() {
+    let Some(hosts) = Hosts::up("ssh::a_host_that_cannot_be_had_ends_the_run", 2) else { return };
+    let run = "run: {command: [sh, -c, 'echo started'], workdir: /root, logs: {dir: '/tmp/runs/{run}'}}";
+    let job = Job::new(&hosts, "[h0, h1]", run);
+    hosts.do_(&["sshd-stop", "h1"]);
+    let output = job.launch(&["job.yaml"]);
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{talk}");
+    assert!(talk.contains("h1: the connection was refused"), "{talk}");
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("started"));
+}
+
+/// Without this the other tests could be skipped for a file mode.
+#[test]
+fn the_script_of_the_hosts_can_be_run() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");
+    assert!(fs::metadata(script).expect("the script").permissions().mode() & 0o111 != 0);
+}

@@ -1,0 +1,130 @@
+//! A checkpoint of ours from one of another program, or of ours for another number of ranks.
+use super::file::{Content, FilePlan};
+use super::run::Done;
+use super::state::{Group, State};
+use super::{ConvertOptions, Plan};
+use crate::catalog::{Facts, ModelCard, Role, WeightShape};
+use crate::commit::write_manifest;
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::manifest::shard_name;
+use crate::root::{LATEST, latest_text, step_name};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Shards of equal size, each with a part of every tensor.
+pub(super) fn plan(state: &mut State, _options: &ConvertOptions) -> Result<Plan> {
+    let world = u64::from(state.world);
+    let float = |d: Dtype| matches!(d, Dtype::F32 | Dtype::BF16 | Dtype::F16);
+    let left_out: Vec<String> = state
+        .buffers
+        .iter()
+        .filter(|&&b| !float(state.tensors[b].dtype))
+        .map(|&b| state.name(b).into())
+        .collect();
+    if !left_out.is_empty() {
+        state.notices.push(format!(
+            "buffers that are no floating point numbers have no place in it and are left out: {}",
+            left_out.join(", ")
+        ));
+    }
+    state.buffers.retain(|&b| float(state.tensors[b].dtype));
+    let folder = step_name(state.step);
+    let kept: Vec<usize> = (0..state.tensors.len())
+        .filter(|i| state.tensors[*i].role != Role::Buffer || state.buffers.contains(i))
+        .collect();
+    let mut files = Vec::new();
+    for rank in 0..state.world {
+        let part = |&i: &usize| {
+            let n = u128::from(state.elements(i));
+            let cut = |r: u64| (n * u128::from(r) / u128::from(world)) as u64;
+            (i, cut(rank.into())..cut(u64::from(rank) + 1))
+        };
+        let pieces = kept.iter().map(part).filter(|(_, r)| r.start < r.end).collect();
+        let path = format!("{folder}/{}", shard_name(rank, state.world));
+        files.push(FilePlan { path, content: Content::Shard { rank, pieces } });
+    }
+    files.push(FilePlan {
+        path: LATEST.into(),
+        content: Content::Bytes(latest_text(state.step).into_bytes()),
+    });
+    Ok(Plan { files, stage: Some(state.stage), world: state.world })
+}
+
+/// Writes the manifest when all shards are there.
+pub(super) fn finish(state: &mut State, plan: &Plan, dir: &Path, done: &Done) -> Result<()> {
+    let facts = facts(state, plan);
+    write_manifest(&dir.join(step_name(state.step)), facts, done.shards.clone(), None).map(|_| ())
+}
+
+fn facts(state: &mut State, plan: &Plan) -> Facts {
+    let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
+    let stage = plan.stage.unwrap_or(state.stage);
+    if let Some(own) = &state.extras.native {
+        return Facts { world: plan.world, stage, ..(**own).clone() };
+    }
+    let samples = state.extras.model.iter().find(|(k, _)| k == "global_samples").map(|(_, v)| v.json());
+    let samples = samples.as_ref().and_then(Value::as_u64);
+    state.notices.push(match samples {
+        Some(n) => format!(
+            "the source says neither the order of its data nor its seed: a run goes on with sample {n} of its own data, seed 0"
+        ),
+        None => "the source says neither where its data stood nor its seed: a run goes on at step × its own batch, seed 0".into(),
+    });
+    let listed = |tensors: Vec<usize>| -> Vec<WeightShape> {
+        let shape =
+            |i: usize| WeightShape { name: state.name(i).into(), shape: state.tensors[i].shape.clone() };
+        tensors.into_iter().map(shape).collect()
+    };
+    let weights = (0..state.tensors.len()).filter(|&i| state.tensors[i].role == Role::Weight).collect();
+    let family = state.config.get("model_type").and_then(Value::as_str).unwrap_or("unknown");
+    Facts {
+        step: state.step,
+        world: plan.world,
+        stage,
+        run_seed: 0,
+        tokens: state.tokens,
+        program,
+        // without one the run works it out from its batch
+        cursor: samples.map_or(
+            json!({}),
+            |n| json!({"at": {"step": state.step, "consumed_samples": n, "tokens": state.tokens}}),
+        ),
+        rng: Value::Null,
+        groups: state.groups.iter().map(|g| group(state, g)).collect(),
+        model: ModelCard {
+            family: family.into(),
+            hf_config: Value::Object(state.config.clone()),
+            weights: listed(weights),
+            ties: state.extras.ties.clone(),
+            frozen: state.frozen.iter().map(|&f| state.name(f).to_owned()).collect(),
+            buffers: listed(state.buffers.clone()),
+        },
+        tokenizer: state.texts.clone(),
+        job: json!({"converted": {"from": state.path, "scheduler": state.extras.scheduler.json()}}),
+    }
+}
+
+/// A group as the built-in runtime lists its own, with everything else that the source says of it.
+fn group(state: &State, group: &Group) -> Value {
+    let mut all: serde_json::Map<String, Value> =
+        group.options.iter().map(|(k, v)| (k.clone(), v.json())).collect();
+    let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.json());
+    let decayed = number("weight_decay").and_then(|w| w.as_f64()).unwrap_or(0.0) != 0.0;
+    all.insert("name".into(), if decayed { "decay" } else { "no_decay" }.into());
+    // the rate before the schedule
+    if let Some(base) = number("initial_lr") {
+        all.insert("lr".into(), base);
+    }
+    for (key, value) in [
+        ("momentum", json!(0.0)),
+        ("eps", json!(0.0)),
+        ("weight_decay", json!(0.0)),
+        ("betas", json!([0.0, 0.0])),
+    ] {
+        all.entry(key).or_insert(value);
+    }
+    let names: Vec<&str> = group.weights.iter().map(|&w| state.name(w)).collect();
+    all.insert("params".into(), json!(names));
+    Value::Object(all)
+}

@@ -1,0 +1,514 @@
+//! Writes planned files in parallel. Each worker reads ahead, converts, and hands over to the thread that writes; what it
+//! needs of memory is the same for every size of file.
+use super::file::{Content, FilePlan, Span, TorchPlan};
+use super::output::{Finished, Output};
+use super::state::State;
+use crate::catalog::TensorInfo;
+use crate::checkpoint::Request;
+use crate::disk::{self, BLOCK, FileWriter, Folder, WritePath};
+use crate::dtype::Dtype;
+use crate::error::{CkptError, Result};
+use crate::formats::safetensors::{self, Planned};
+use crate::formats::torch_write::{TorchWriter, digest};
+use crate::formats::zip;
+use crate::hash::Hash;
+use crate::manifest::shard_name;
+use crate::save::{PieceReport, ShardReport};
+use crate::source::Source;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use std::fs;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+/// Elements in flight at a time: 8 MiB of f32.
+const WINDOW: usize = 2 << 20;
+/// Windows of one worker: one being read, one waiting, one being written.
+const WINDOWS: usize = 3;
+/// Bytes that one worker needs: windows, a converted one, three of the writing thread, one to check the source.
+const PER_WORKER: u64 = 56 << 20;
+/// Bytes needed beside the workers.
+const BESIDE: u64 = 8 << 20;
+/// Most files at once.
+const WORKERS_MAX: usize = 32;
+/// How often progress is told.
+const TELL_EVERY: Duration = Duration::from_millis(100);
+
+/// What came of all files.
+pub(super) struct Done {
+    pub(super) reused: u64,
+    /// Shards of ours.
+    pub(super) shards: Vec<ShardReport>,
+}
+
+/// What all workers share.
+struct Shared<'a> {
+    source: &'a dyn Source,
+    tensors: &'a [TensorInfo],
+    world: u32,
+    dir: &'a Path,
+    files: Vec<(&'a FilePlan, Option<Finished>)>,
+    next: AtomicUsize,
+    stop: AtomicBool,
+    bytes: AtomicU64,
+}
+
+/// Writes all files into the output's folder.
+pub(super) fn run(
+    source: &dyn Source,
+    state: &State,
+    files: &[FilePlan],
+    output: &mut Output,
+    memory: u64,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<Done> {
+    let dir = output.dir.clone();
+    make_folders(&dir, files)?;
+    let total: u64 = files.iter().map(FilePlan::bytes).sum();
+    let mut order: Vec<&FilePlan> = files.iter().collect();
+    // the largest first, so that none is left over for a single worker at the end
+    order.sort_by_key(|f| std::cmp::Reverse(f.bytes()));
+    let files = order.into_iter().map(|f| (f, output.earlier(&f.path).cloned())).collect();
+    let shared = Shared {
+        source,
+        tensors: &state.tensors,
+        world: state.world,
+        dir: &dir,
+        files,
+        next: AtomicUsize::new(0),
+        stop: AtomicBool::new(false),
+        bytes: AtomicU64::new(0),
+    };
+    let workers = workers(memory, shared.files.len());
+    let mut done = Done { reused: 0, shards: Vec::new() };
+    std::thread::scope(|scope| {
+        let (tell, told) = sync_channel::<Result<(Finished, bool)>>(workers);
+        for _ in 0..workers {
+            let (tell, shared) = (tell.clone(), &shared);
+            scope.spawn(move || shared.work(&tell));
+        }
+        drop(tell);
+        let result = collect(&told, output, &mut done, || {
+            progress(shared.bytes.load(Ordering::Relaxed), total);
+        });
+        if result.is_err() {
+            shared.stop.store(true, Ordering::Relaxed);
+            // lets workers end that wait to tell
+            for _ in told {}
+        }
+        result
+    })?;
+    // what an earlier run had written was not checked by it when it was killed
+    source.settle(done.reused > 0)?;
+    progress(total, total);
+    Ok(done)
+}
+
+/// Takes what workers tell until all are done; the first error ends it.
+fn collect(
+    told: &Receiver<Result<(Finished, bool)>>,
+    output: &mut Output,
+    done: &mut Done,
+    mut progress: impl FnMut(),
+) -> Result<()> {
+    loop {
+        match told.recv_timeout(TELL_EVERY) {
+            Ok(file) => {
+                let (file, reused) = file?;
+                match reused {
+                    true => done.reused += 1,
+                    false => output.record(&file)?,
+                }
+                done.shards.extend(file.shard);
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+        progress();
+    }
+}
+
+fn workers(memory: u64, files: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let affordable = (memory.saturating_sub(BESIDE) / PER_WORKER) as usize;
+    cores.min(affordable).min(files).clamp(1, WORKERS_MAX)
+}
+
+fn make_folders(dir: &Path, files: &[FilePlan]) -> Result<()> {
+    let mut last = None;
+    for file in files {
+        let folder = file.path.rsplit_once('/').map(|(folder, _)| folder);
+        if let Some(folder) = folder.filter(|f| last != Some(*f)) {
+            let path = dir.join(folder);
+            fs::create_dir_all(&path).map_err(CkptError::io("make directory", &path))?;
+            last = Some(folder);
+        }
+    }
+    Ok(())
+}
+
+impl Shared<'_> {
+    fn work(&self, tell: &SyncSender<Result<(Finished, bool)>>) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let Some((file, earlier)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) else {
+                return;
+            };
+            let result = self.file(file, earlier.as_ref());
+            let failed = result.is_err();
+            if tell.send(result).is_err() || failed {
+                return;
+            }
+        }
+    }
+
+    /// One file; true when an earlier run had written it.
+    fn file(&self, file: &FilePlan, earlier: Option<&Finished>) -> Result<(Finished, bool)> {
+        if let Some(earlier) = earlier.filter(|e| self.is_as_recorded(file, e)) {
+            self.bytes.fetch_add(file.bytes(), Ordering::Relaxed);
+            return Ok((earlier.clone(), true));
+        }
+        let path = self.dir.join(&file.path);
+        disk::unlink(&path)?;
+        let mut done = Finished { path: file.path.clone(), bytes: 0, members: None, shard: None };
+        match &file.content {
+            Content::Bytes(bytes) => done.bytes = disk::write_file(path, bytes)?,
+            Content::Same(other) => done.bytes = link(other, &path)?,
+            Content::Shard { rank, pieces } => {
+                let shard = self.shard(&path, *rank, pieces)?;
+                (done.bytes, done.shard) = (shard.bytes, Some(shard));
+            }
+            Content::Torch(plan) => {
+                let writer = TorchWriter::create(path, file.stem(), &plan.value, plan.bytes())?;
+                let (bytes, members) = self.torch(plan, writer)?;
+                (done.bytes, done.members) = (bytes, Some(members));
+            }
+        }
+        Ok((done, false))
+    }
+
+    /// True when the file of an earlier run is whole: every byte of its tensors is checked.
+    fn is_as_recorded(&self, file: &FilePlan, earlier: &Finished) -> bool {
+        let path = self.dir.join(&file.path);
+        let open = || -> Option<(fs::File, u64)> {
+            let name = path.file_name()?.to_str()?;
+            let folder = Folder::open(path.parent()?).ok()?;
+            folder.open_file(name, nix::fcntl::OFlag::empty()).ok()
+        };
+        let Some((open, size)) = open().filter(|(_, size)| *size == earlier.bytes) else { return false };
+        match (&file.content, &earlier.shard, earlier.members) {
+            (Content::Torch(_), _, Some(members)) => torch_is_sound(&open, size, members).unwrap_or(false),
+            (Content::Shard { .. }, Some(shard), _) => shard_is_sound(&open, size, shard).unwrap_or(false),
+            // small ones are written again
+            _ => false,
+        }
+    }
+
+    fn torch(&self, plan: &TorchPlan, mut writer: TorchWriter) -> Result<(u64, u32)> {
+        let steps: Vec<Step> = plan.storages.iter().flat_map(|s| steps(s.dtype, &s.spans)).collect();
+        let mut narrow = Narrow::default();
+        self.stream(&steps, |step, loaded| match (step, loaded) {
+            (Step::Begin, _) => writer.begin_storage(),
+            (Step::End, _) => writer.end(),
+            (Step::Window { dtype, .. }, Loaded::Values(values)) => {
+                writer.write(narrow.convert(*dtype, values))
+            }
+            (Step::Bytes(bytes), _) => writer.write(bytes),
+            (Step::Raw { .. }, Loaded::Bytes(bytes)) => writer.write(bytes),
+            _ => Err(CkptError::invalid("a window was read as something else")),
+        })?;
+        writer.finish()
+    }
+
+    fn shard(&self, path: &Path, rank: u32, pieces: &[(usize, Range<u64>)]) -> Result<ShardReport> {
+        let of = |i: usize| &self.tensors[i];
+        let shapes: Vec<[u64; 1]> = pieces.iter().map(|(_, r)| [r.end - r.start]).collect();
+        let planned: Vec<Planned<'_>> = pieces
+            .iter()
+            .zip(&shapes)
+            .map(|((i, r), shape)| {
+                let name = safetensors::piece_key(of(*i).role, &of(*i).name, r.start);
+                Planned { name, dtype: Dtype::F32, shape }
+            })
+            .collect();
+        let header = safetensors::shard_header(rank, self.world, &planned).map_err(CkptError::invalid)?;
+        let mut writer = FileWriter::create(path.to_owned(), WritePath::Direct, true)?;
+        writer.write(&header)?;
+        let spans: Vec<Span> = pieces.iter().map(|(i, r)| Span::Of(*i, r.clone())).collect();
+        let steps: Vec<Step> = steps(Dtype::F32, &spans);
+        self.stream(&steps, |_, loaded| match loaded {
+            Loaded::Values(values) => writer.write(bytemuck::cast_slice(values)),
+            _ => Ok(()),
+        })?;
+        let (mut offset, mut reports) = (header.len() as u64, Vec::with_capacity(pieces.len()));
+        for (i, r) in pieces {
+            let (name, role, count) = (of(*i).name.clone(), of(*i).role, r.end - r.start);
+            reports.push(PieceReport { name, role, start: r.start, count, offset });
+            offset += count * 4;
+        }
+        let (bytes, blocks) = writer.finish()?;
+        let file = shard_name(rank, self.world);
+        Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
+    }
+
+    /// Reads the steps' windows ahead, and hands each step with what was read for it to `sink`.
+    fn stream(
+        &self,
+        steps: &[Step<'_>],
+        mut sink: impl FnMut(&Step<'_>, &Loaded) -> Result<()>,
+    ) -> Result<()> {
+        let windows = steps.iter().filter(|s| matches!(s, Step::Window { .. } | Step::Raw { .. })).count();
+        if windows <= 1 || steps.iter().map(Step::elements).sum::<usize>() <= WINDOW {
+            let mut buffer = Vec::new();
+            for step in steps {
+                let loaded = self.load(step, std::mem::take(&mut buffer))?;
+                self.told(step, &mut sink, &loaded)?;
+                if let Loaded::Values(values) = loaded {
+                    buffer = values;
+                }
+            }
+            return Ok(());
+        }
+        std::thread::scope(|scope| {
+            let (full, inbox) = sync_channel::<Result<Loaded>>(1);
+            let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOWS);
+            for _ in 0..WINDOWS {
+                let _ = outbox.send(Vec::new());
+            }
+            scope.spawn(move || {
+                for step in steps {
+                    let buffer = match step {
+                        Step::Window { .. } => empty.recv(),
+                        _ => Ok(Vec::new()),
+                    };
+                    // the other side is gone after an error
+                    let Ok(buffer) = buffer else { return };
+                    if full.send(self.load(step, buffer)).is_err() {
+                        return;
+                    }
+                }
+            });
+            for step in steps {
+                if self.stop.load(Ordering::Relaxed) {
+                    return Err(CkptError::invalid("another file could not be written"));
+                }
+                let loaded =
+                    inbox.recv().map_err(|_| CkptError::invalid("the reading thread ended early"))??;
+                self.told(step, &mut sink, &loaded)?;
+                if let Loaded::Values(values) = loaded {
+                    let _ = outbox.send(values);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn told(
+        &self,
+        step: &Step<'_>,
+        sink: &mut impl FnMut(&Step<'_>, &Loaded) -> Result<()>,
+        loaded: &Loaded,
+    ) -> Result<()> {
+        sink(step, loaded)?;
+        self.bytes.fetch_add(step.bytes(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn load(&self, step: &Step<'_>, mut buffer: Vec<f32>) -> Result<Loaded> {
+        match step {
+            Step::Window { spans, elements, .. } => {
+                buffer.resize(*elements, 0.0);
+                let mut requests = Vec::with_capacity(spans.len());
+                let mut rest = buffer.as_mut_slice();
+                for span in spans {
+                    let (out, tail) = std::mem::take(&mut rest).split_at_mut(span.count as usize);
+                    rest = tail;
+                    match span.tensor {
+                        Some(i) => {
+                            let (name, role) = (self.tensors[i].name.as_str(), self.tensors[i].role);
+                            requests.push(Request { name, role, start_element: span.start, out });
+                        }
+                        None => out.fill(0.0),
+                    }
+                }
+                self.source.read_unchecked(&mut requests)?;
+                Ok(Loaded::Values(buffer))
+            }
+            Step::Raw { tensor, start, bytes } => {
+                let info = &self.tensors[*tensor];
+                let mut out = vec![0u8; *bytes];
+                self.source.read_raw(&info.name, info.role, *start, &mut out)?;
+                Ok(Loaded::Bytes(out))
+            }
+            _ => Ok(Loaded::Nothing),
+        }
+    }
+}
+
+/// Consecutive elements in a window.
+struct Part {
+    /// `None`: zeros.
+    tensor: Option<usize>,
+    start: u64,
+    count: u64,
+}
+
+/// What is done with a file, one after the other.
+enum Step<'p> {
+    /// A storage begins.
+    Begin,
+    Window {
+        dtype: Dtype,
+        spans: Vec<Part>,
+        elements: usize,
+    },
+    Raw {
+        tensor: usize,
+        start: u64,
+        bytes: usize,
+    },
+    Bytes(&'p [u8]),
+    End,
+}
+
+/// What was read for a step.
+enum Loaded {
+    Values(Vec<f32>),
+    Bytes(Vec<u8>),
+    Nothing,
+}
+
+impl Step<'_> {
+    fn elements(&self) -> usize {
+        match self {
+            Step::Window { elements, .. } => *elements,
+            Step::Raw { bytes, .. } => *bytes,
+            _ => 0,
+        }
+    }
+
+    /// Bytes of the result.
+    fn bytes(&self) -> u64 {
+        match self {
+            Step::Window { dtype, elements, .. } => *elements as u64 * dtype.size(),
+            Step::Raw { bytes, .. } => *bytes as u64,
+            Step::Bytes(bytes) => bytes.len() as u64,
+            Step::Begin | Step::End => 0,
+        }
+    }
+}
+
+/// The steps of one storage.
+fn steps(dtype: Dtype, spans: &[Span]) -> Vec<Step<'_>> {
+    let mut steps = vec![Step::Begin];
+    for span in spans {
+        match span {
+            Span::Bytes(bytes) => steps.push(Step::Bytes(bytes)),
+            Span::Raw(tensor, count) => {
+                let size = dtype.size();
+                let mut start = 0;
+                while start < *count {
+                    let n = (count - start).min(WINDOW as u64 / size);
+                    steps.push(Step::Raw { tensor: *tensor, start, bytes: (n * size) as usize });
+                    start += n;
+                }
+            }
+            Span::Of(tensor, range) => {
+                add(&mut steps, dtype, Some(*tensor), range.start, range.end - range.start)
+            }
+            Span::Zeros(count) => add(&mut steps, dtype, None, 0, *count),
+        }
+    }
+    steps.push(Step::End);
+    steps
+}
+
+/// Adds elements to the last window, and further windows as needed.
+fn add(steps: &mut Vec<Step<'_>>, dtype: Dtype, tensor: Option<usize>, mut start: u64, mut count: u64) {
+    while count > 0 {
+        if !matches!(steps.last(), Some(Step::Window { elements, .. }) if *elements < WINDOW) {
+            steps.push(Step::Window { dtype, spans: Vec::new(), elements: 0 });
+        }
+        let Some(Step::Window { spans, elements, .. }) = steps.last_mut() else { return };
+        let n = count.min((WINDOW - *elements) as u64);
+        spans.push(Part { tensor, start, count: n });
+        *elements += n as usize;
+        start += n;
+        count -= n;
+    }
+}
+
+/// Memory of the conversion.
+#[derive(Default)]
+struct Narrow {
+    bf16: Vec<bf16>,
+    f16: Vec<f16>,
+}
+
+impl Narrow {
+    /// The bytes of values in a type: rounded to the nearest, ties to even, as torch does.
+    fn convert<'a>(&'a mut self, dtype: Dtype, values: &'a [f32]) -> &'a [u8] {
+        match dtype {
+            Dtype::BF16 => {
+                self.bf16.resize(values.len(), bf16::ZERO);
+                self.bf16.convert_from_f32_slice(values);
+                bytemuck::cast_slice(&self.bf16)
+            }
+            Dtype::F16 => {
+                self.f16.resize(values.len(), f16::ZERO);
+                self.f16.convert_from_f32_slice(values);
+                bytemuck::cast_slice(&self.f16)
+            }
+            _ => bytemuck::cast_slice(values),
+        }
+    }
+}
+
+/// A hard link, or a copy where the file system has none; its size.
+fn link(from: &Path, to: &Path) -> Result<u64> {
+    if fs::hard_link(from, to).is_err() {
+        fs::copy(from, to).map_err(CkptError::io("copy", from))?;
+    }
+    fs::metadata(to).map(|m| m.len()).map_err(CkptError::io("look at", to))
+}
+
+fn torch_is_sound(file: &fs::File, size: u64, expected: u32) -> Option<bool> {
+    let members = zip::members(size, |at, out| file.read_exact_at(out, at)).ok()?;
+    let crcs: Vec<u32> = members.iter().map(|m| m.crc).collect::<Option<_>>()?;
+    let all = members.iter().zip(&crcs).map(|(m, crc)| (m.name.as_str(), m.data.end - m.data.start, *crc));
+    if digest(all) != expected {
+        return Some(false);
+    }
+    let mut buffer = vec![0u8; BLOCK];
+    for (m, crc) in members.iter().zip(crcs) {
+        let mut hasher = crc32fast::Hasher::new();
+        let mut at = m.data.start;
+        while at < m.data.end {
+            let n = (m.data.end - at).min(BLOCK as u64) as usize;
+            file.read_exact_at(&mut buffer[..n], at).ok()?;
+            hasher.update(&buffer[..n]);
+            at += n as u64;
+        }
+        if hasher.finalize() != crc {
+            return Some(false);
+        }
+    }
+    Some(true)
+}
+
+fn shard_is_sound(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
+    let mut buffer = vec![0u8; BLOCK];
+    let mut at = 0;
+    for hash in &shard.blocks {
+        let n = size.checked_sub(at)?.min(BLOCK as u64) as usize;
+        file.read_exact_at(&mut buffer[..n], at).ok()?;
+        if Hash::of(&buffer[..n]) != *hash {
+            return Some(false);
+        }
+        at += n as u64;
+    }
+    Some(at == size)
+}

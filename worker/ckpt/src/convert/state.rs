@@ -1,0 +1,196 @@
+//! The training state of a source, put in the order that every target needs.
+use super::{ConvertOptions, Target};
+use crate::catalog::{Role, TensorInfo, is_plain_file_name};
+use crate::dtype::Dtype;
+use crate::error::{CkptError, Result};
+use crate::extras::{Extras, ParamGroup};
+use crate::pickle::Object;
+use crate::source::Source;
+use serde_json::{Map, Value};
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::PathBuf;
+
+/// What a format that doesn't say it is taken to be written by.
+const DEEPSPEED: &str = "0.19.8";
+
+/// All of it.
+pub(super) struct State {
+    pub(super) path: PathBuf,
+    pub(super) tensors: Vec<TensorInfo>,
+    index: HashMap<(Role, String), usize>,
+    /// Indices of weights per group, in the optimizer's order.
+    pub(super) groups: Vec<Group>,
+    /// Weights that no group has.
+    pub(super) frozen: Vec<usize>,
+    /// Weights that are frozen now, also if a group has them.
+    pub(super) said_frozen: Vec<usize>,
+    pub(super) buffers: Vec<usize>,
+    /// States that the optimizer keeps of each weight.
+    pub(super) roles: Vec<Role>,
+    pub(super) step: u64,
+    pub(super) tokens: u64,
+    pub(super) config: Map<String, Value>,
+    pub(super) texts: Vec<crate::catalog::TextFile>,
+    pub(super) precision: Dtype,
+    pub(super) stage: u8,
+    pub(super) world: u32,
+    pub(super) version: String,
+    pub(super) extras: Extras,
+    pub(super) notices: Vec<String>,
+}
+
+/// A group of the optimizer.
+pub(super) struct Group {
+    /// Indices of tensors.
+    pub(super) weights: Vec<usize>,
+    /// Updates that each has had.
+    pub(super) steps: Vec<f64>,
+    pub(super) options: Vec<(String, Object)>,
+}
+
+impl State {
+    pub(super) fn of(source: &dyn Source, options: &ConvertOptions) -> Result<State> {
+        let mut extras = source.extras()?;
+        let tensors = source.tensors();
+        let index: HashMap<(Role, String), usize> =
+            tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
+        let step = source.step();
+        let refused = |what: String| CkptError::Unsupported { path: source.path().to_owned(), what };
+        let has = |name: &str, role: Role| index.contains_key(&(role, name.to_owned()));
+        let states = Role::ALL.into_iter().filter(|r| r.is_optimizer_state());
+        let roles: Vec<Role> = states.filter(|&r| tensors.iter().any(|t| t.role == r)).collect();
+        if roles.is_empty() && options.to != Target::Native {
+            return Err(refused(
+                "it has no optimizer state, which this target needs; use --to safetensors or --to native"
+                    .into(),
+            ));
+        }
+        let step = step.ok_or_else(|| refused("it doesn't say its step".into()))?;
+        let trained = |t: &&TensorInfo| t.role == Role::Weight && roles.iter().any(|&r| has(&t.name, r));
+        let names: Vec<String> = tensors.iter().filter(trained).map(|t| t.name.clone()).collect();
+        let given = named_groups(std::mem::take(&mut extras.groups), &names).map_err(refused)?;
+        let groups = given
+            .into_iter()
+            .map(|g| group(g, &index, &roles, step))
+            .collect::<std::result::Result<Vec<_>, String>>();
+        let groups = groups.map_err(refused)?;
+        let all = tensors.as_slice();
+        let of_role = |role: Role| (0..all.len()).filter(move |&i| all[i].role == role);
+        let grouped: HashSet<usize> = groups.iter().flat_map(|g| g.weights.iter().copied()).collect();
+        let frozen = of_role(Role::Weight).filter(|i| !grouped.contains(i)).collect();
+        let said: HashSet<&str> = extras.frozen.iter().map(String::as_str).collect();
+        let said_frozen = of_role(Role::Weight)
+            .filter(|i| !grouped.contains(i) || said.contains(all[*i].name.as_str()))
+            .collect();
+        let buffers = of_role(Role::Buffer).collect();
+        Ok(State {
+            path: source.path().to_owned(),
+            groups,
+            frozen,
+            said_frozen,
+            buffers,
+            roles,
+            step,
+            tokens: source.tokens().unwrap_or(0),
+            config: source.hf_config().cloned().unwrap_or_default(),
+            texts: source.texts().to_vec(),
+            precision: options.dtype.or(extras.precision).unwrap_or(Dtype::F32),
+            stage: options.stage.or(extras.stage.filter(|s| (1..=3).contains(s))).unwrap_or(2),
+            world: options.world.or(extras.world).unwrap_or(1),
+            version: extras.version.clone().unwrap_or_else(|| DEEPSPEED.into()),
+            notices: std::mem::take(&mut extras.notices),
+            extras,
+            index,
+            tensors,
+        })
+    }
+
+    /// Index of the optimizer's state of a weight.
+    pub(super) fn state_of(&self, weight: usize, role: Role) -> Option<usize> {
+        self.index.get(&(role, self.tensors[weight].name.clone())).copied()
+    }
+
+    pub(super) fn elements(&self, tensor: usize) -> u64 {
+        self.tensors[tensor].elements()
+    }
+
+    pub(super) fn name(&self, tensor: usize) -> &str {
+        &self.tensors[tensor].name
+    }
+
+    /// Name of the folder of a ZeRO checkpoint.
+    pub(super) fn tag(&self) -> String {
+        let own = self.extras.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
+        own.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
+    }
+
+    /// The step of weights that share one; `Err` names two that differ.
+    pub(super) fn one_step(
+        &self,
+        group: &Group,
+        members: Range<usize>,
+    ) -> std::result::Result<f64, CkptError> {
+        let steps = &group.steps[members.clone()];
+        let first = steps.first().copied().unwrap_or(self.step as f64);
+        match steps.iter().position(|&s| s != first) {
+            None => Ok(first),
+            Some(i) => {
+                let (a, b) =
+                    (self.name(group.weights[members.start]), self.name(group.weights[members.start + i]));
+                let what = format!(
+                    "{a} has had {first} updates and {b} {}: a ZeRO checkpoint keeps one number for a group, a universal one keeps them (--to universal)",
+                    steps[i]
+                );
+                Err(CkptError::Unsupported { path: self.path.clone(), what })
+            }
+        }
+    }
+}
+
+/// Groups with the names of their parameters. One group needs none: it is all that is trained.
+fn named_groups(
+    mut given: Vec<ParamGroup>,
+    trained: &[String],
+) -> std::result::Result<Vec<ParamGroup>, String> {
+    given.retain(|g| !g.names.is_empty() || !g.options.is_empty());
+    let unnamed = given.iter().all(|g| g.names.is_empty());
+    match given.len() {
+        _ if trained.is_empty() => return Ok(given),
+        0 => given.push(ParamGroup { names: trained.to_vec(), ..ParamGroup::default() }),
+        1 if unnamed => given[0].names = trained.to_vec(),
+        n if unnamed => {
+            return Err(format!(
+                "it has {n} groups of parameters and doesn't say which parameter is in which"
+            ));
+        }
+        _ => {}
+    }
+    let grouped: HashSet<&str> = given.iter().flat_map(|g| g.names.iter().map(String::as_str)).collect();
+    match trained.iter().find(|n| !grouped.contains(n.as_str())) {
+        Some(name) => Err(format!("{name} has optimizer state but is in no group")),
+        None if grouped.len() != given.iter().map(|g| g.names.len()).sum::<usize>() => {
+            Err("a parameter is in two groups".into())
+        }
+        None => Ok(given),
+    }
+}
+
+fn group(
+    given: ParamGroup,
+    index: &HashMap<(Role, String), usize>,
+    roles: &[Role],
+    step: u64,
+) -> std::result::Result<Group, String> {
+    let mut weights = Vec::with_capacity(given.names.len());
+    for name in &given.names {
+        for &role in [Role::Weight].iter().chain(roles) {
+            if !index.contains_key(&(role, name.clone())) {
+                return Err(format!("{name} is in a group but has no {role}"));
+            }
+        }
+        weights.extend(index.get(&(Role::Weight, name.clone())));
+    }
+    let steps = (0..weights.len()).map(|i| given.steps.get(i).copied().flatten().unwrap_or(step as f64));
+    Ok(Group { steps: steps.collect(), weights, options: given.options })
+}

@@ -1,0 +1,241 @@
+//! What DeepSpeed's files say beside tensors of the model, kept so that it can be written anew.
+use super::Tag;
+use super::states::{ModelStates, OptimizerStates, Step};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::extras::{Extras, ParamGroup};
+use crate::foreign::ForeignFacts;
+use crate::foreign::store::Part;
+use crate::formats::torch_file::{TensorView, TorchFile};
+use crate::pickle::{Object, StoredTensor, View};
+use std::cell::RefCell;
+
+/// Most values that are taken along from one file.
+const VALUES_MAX: usize = 1 << 20;
+/// Most bytes of tensors that are taken along from one file.
+const TENSORS_MAX: u64 = 64 << 20;
+/// Parts of a model file that are made anew.
+const MADE: [&str; 13] = [
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "universal_checkpoint_info",
+];
+/// Parts of an optimizer file that are taken along.
+const KEPT: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
+
+/// Values by name, in order.
+type Options = Vec<(String, Object)>;
+
+/// Of a model file.
+#[derive(Default)]
+pub(super) struct ModelExtras {
+    rest: Vec<(String, Object)>,
+    scheduler: Object,
+    /// The tensors among them, by number of storage.
+    tensors: Vec<TensorView>,
+    /// Names of what can't be taken along.
+    dropped: Vec<String>,
+}
+
+/// Of an optimizer file.
+#[derive(Default)]
+pub(super) struct OptimizerExtras {
+    /// Per group: hyper-parameters, and the numbers of its flat groups.
+    groups: Vec<(Options, Vec<u64>)>,
+    rest: Options,
+}
+
+impl ModelExtras {
+    pub(super) fn read(file: &TorchFile) -> ModelExtras {
+        let tensors = RefCell::new(Vec::new());
+        let tensor = |value: View<'_>| {
+            let view = file.tensor(value).ok().flatten().filter(TensorView::is_contiguous)?;
+            let (dtype, shape) = (view.dtype, view.shape.clone());
+            let stored = view.elements();
+            let mut tensors = tensors.borrow_mut();
+            tensors.push(view);
+            Some(Object::Tensor(StoredTensor { storage: tensors.len() - 1, dtype, stored, shape }))
+        };
+        let mut found = ModelExtras::default();
+        let mut left = VALUES_MAX;
+        for (key, value) in file.value().pairs().into_iter().flatten() {
+            let Some(key) = key.str() else { continue };
+            let scheduler = key == "lr_scheduler";
+            if MADE.contains(&key) && !scheduler {
+                continue;
+            }
+            match value.copied(&mut left, &tensor) {
+                Some(value) if scheduler => found.scheduler = value,
+                Some(value) => found.rest.push((key.to_owned(), value)),
+                None => found.dropped.push(key.to_owned()),
+            }
+        }
+        found.tensors = tensors.into_inner();
+        found
+    }
+}
+
+impl OptimizerExtras {
+    pub(super) fn read(root: View<'_>, base: View<'_>) -> OptimizerExtras {
+        let mut left = VALUES_MAX;
+        let mut copied = |v: View<'_>| v.copied(&mut left, &|_| None);
+        let mut groups = Vec::new();
+        let listed = match base.items() {
+            // an elastic checkpoint has a list of states
+            Some(_) => None,
+            None => base.get("param_groups"),
+        };
+        for group in listed.and_then(View::items).iter().flat_map(|g| g.iter()) {
+            let mut options = Vec::new();
+            for (key, value) in group.pairs().into_iter().flatten() {
+                if let (Some(key), Some(value)) = (key.str().filter(|k| *k != "params"), copied(value)) {
+                    options.push((key.to_owned(), value));
+                }
+            }
+            let flats = group.get("params").and_then(View::items).and_then(|p| p.counts());
+            groups.push((options, flats.unwrap_or_default()));
+        }
+        let kept = |key: &&str| Some(((*key).to_owned(), copied(root.get(key)?)?));
+        OptimizerExtras { rest: KEPT.iter().filter_map(kept).collect(), groups }
+    }
+}
+
+/// Of a whole tag, as rank 0 says.
+pub(super) fn of(tag: &Tag, facts: &ForeignFacts) -> Result<Extras> {
+    let Some((file, model)) = tag.model.get(&0) else { return Ok(Extras::default()) };
+    let mut notices = Vec::new();
+    let literal = |value: &Object| Literals { tag, file: *file, model, left: TENSORS_MAX }.of(value);
+    let mut dropped = model.extras.dropped.clone();
+    let mut rest = Vec::new();
+    for (key, value) in &model.extras.rest {
+        match literal(value)? {
+            Some(value) => rest.push((key.clone(), value)),
+            None => dropped.push(key.clone()),
+        }
+    }
+    let scheduler = literal(&model.extras.scheduler)?;
+    if !dropped.is_empty() {
+        notices.push(format!("parts of the model file that are not taken along: {}", dropped.join(", ")));
+    }
+    let optimizer = tag.optimizer.get(&0);
+    let mut frozen = facts.frozen.clone();
+    let also = model.frozen_shapes.iter().map(|(name, _)| name.clone());
+    frozen.extend(also.filter(|n| !facts.frozen.contains(n)));
+    let mut groups = groups(tag, model)?;
+    if groups.is_empty() {
+        // stage 0 has no optimizer files; its reader found the groups
+        groups = facts.groups.iter().map(|group| ParamGroup::of(group, &facts.steps)).collect();
+    }
+    Ok(Extras {
+        groups,
+        module: model.module.iter().map(|(name, _)| name.clone()).collect(),
+        ties: facts.ties.clone(),
+        frozen,
+        precision: precision(model),
+        scheduler: scheduler.unwrap_or_default(),
+        stage: facts.stage,
+        world: facts.world,
+        native: None,
+        skipped: model.skipped,
+        model: rest,
+        optimizer: optimizer.map(|(_, o)| o.extras.rest.clone()).unwrap_or_default(),
+        version: model.version.clone(),
+        tag: Some(facts.tag.clone()),
+        notices,
+    })
+}
+
+/// The type of the first trained parameter in the module.
+fn precision(model: &ModelStates) -> Option<Dtype> {
+    let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
+    let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
+    trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
+}
+
+/// The groups with the names of their parameters. A group that was cut further is whole again.
+fn groups(tag: &Tag, model: &ModelStates) -> Result<Vec<ParamGroup>> {
+    let Some((file, states)) = tag.optimizer.get(&0) else { return Ok(Vec::new()) };
+    let steps = steps(tag, *file, states)?;
+    let flats = model.groups.len();
+    let given = &states.extras.groups;
+    let mut listed: Vec<u64> = given.iter().flat_map(|(_, flats)| flats.iter().copied()).collect();
+    listed.sort_unstable();
+    // the numbers count only when every flat group is in exactly one group
+    let told = listed.iter().copied().eq(0..flats as u64);
+    let mut groups = Vec::new();
+    for (i, (options, own)) in given.iter().enumerate() {
+        let own: Vec<usize> = match told {
+            true => own.iter().map(|&f| f as usize).collect(),
+            false if given.len() == flats => vec![i],
+            false => Vec::new(),
+        };
+        let mut group = ParamGroup { options: options.clone(), ..ParamGroup::default() };
+        for flat in own {
+            group.names.extend(model.groups[flat].iter().map(|(name, _)| name.clone()));
+            group.steps.resize(group.names.len(), steps.get(flat).copied().flatten());
+        }
+        groups.push(group);
+    }
+    Ok(groups)
+}
+
+/// Per flat group.
+fn steps(tag: &Tag, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
+    let step = |shard: &super::states::Shard| match &shard.step {
+        Some(Step::Number(n)) => Ok(Some(*n)),
+        Some(Step::Tensor(view)) => tag.store.scalar(file, view).map(|s| Some(f64::from(s))),
+        None => Ok(None),
+    };
+    states.shards.iter().map(step).collect()
+}
+
+/// Makes tensors in a file tensors of their own.
+struct Literals<'a> {
+    tag: &'a Tag,
+    file: usize,
+    model: &'a ModelStates,
+    /// Bytes that may still be read.
+    left: u64,
+}
+
+impl Literals<'_> {
+    /// `None`: they are too large.
+    fn of(&mut self, value: &Object) -> Result<Option<Object>> {
+        let all = |this: &mut Self, v: &[Object]| -> Result<Option<Vec<Object>>> {
+            v.iter().map(|o| this.of(o)).collect::<Result<Option<Vec<_>>>>()
+        };
+        Ok(match value {
+            Object::List(v) => all(self, v)?.map(Object::List),
+            Object::Tuple(v) => all(self, v)?.map(Object::Tuple),
+            Object::Dict(pairs) => {
+                let keys: Vec<Object> = pairs.iter().map(|(k, _)| k.clone()).collect();
+                let values: Vec<Object> = pairs.iter().map(|(_, v)| v.clone()).collect();
+                all(self, &values)?.map(|values| Object::Dict(keys.into_iter().zip(values).collect()))
+            }
+            Object::Tensor(t) => self.tensor(t)?,
+            other => Some(other.clone()),
+        })
+    }
+
+    fn tensor(&mut self, t: &StoredTensor) -> Result<Option<Object>> {
+        let Some(view) = self.model.extras.tensors.get(t.storage) else { return Ok(None) };
+        let count = view.elements();
+        let bytes = count.saturating_mul(view.dtype.size());
+        let Some(left) = self.left.checked_sub(bytes) else { return Ok(None) };
+        self.left = left;
+        let mut content = vec![0u8; bytes as usize];
+        let part = Part::of(self.file, view, 0..count, 0);
+        self.tag.store.read_raw(&part, view.dtype, 0..count, &mut content, |_| Vec::new())?;
+        Ok(Some(Object::Literal { dtype: t.dtype, shape: t.shape.clone(), bytes: content.into() }))
+    }
+}

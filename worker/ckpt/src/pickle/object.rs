@@ -1,0 +1,194 @@
+//! Values on their way into a file: what a pickle of ours may hold.
+use super::{Node, Value, View};
+use crate::dtype::Dtype;
+use serde_json::Value as Json;
+use std::sync::Arc;
+
+/// A value that is written, or that was read and is carried from one file to another.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Object {
+    #[default]
+    None,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    Str(String),
+    List(Vec<Object>),
+    Tuple(Vec<Object>),
+    Dict(Vec<(Object, Object)>),
+    /// `collections.OrderedDict`.
+    OrderedDict(Vec<(Object, Object)>),
+    Set(Vec<Object>),
+    /// `torch.Size`.
+    Size(Vec<u64>),
+    /// A class or function: `module.name`.
+    Global(String),
+    /// What a function or class gives for arguments.
+    Call {
+        function: String,
+        args: Vec<Object>,
+    },
+    /// An instance of a class made without arguments, with its attributes.
+    Instance {
+        class: String,
+        state: Box<Object>,
+    },
+    /// Consecutive elements of a storage of the same file.
+    Tensor(StoredTensor),
+    /// A small tensor with its bytes, little-endian.
+    Literal {
+        dtype: Dtype,
+        shape: Vec<u64>,
+        bytes: Arc<[u8]>,
+    },
+}
+
+/// A contiguous tensor in a storage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoredTensor {
+    /// Number of the storage in its file.
+    pub(crate) storage: usize,
+    pub(crate) dtype: Dtype,
+    /// Elements of the whole storage.
+    pub(crate) stored: u64,
+    pub(crate) shape: Vec<u64>,
+}
+
+/// Classes that are made by `__new__` without arguments; all others that are met are called.
+const MADE_BARE: [&str; 3] = [
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+];
+
+impl Object {
+    /// Text.
+    pub(crate) fn text(text: impl Into<String>) -> Object {
+        Object::Str(text.into())
+    }
+
+    /// A count; counts of elements are below 2^63.
+    pub(crate) fn count(n: u64) -> Object {
+        Object::Int(n as i64)
+    }
+
+    /// A dict of names.
+    pub(crate) fn dict<K: Into<String>>(pairs: impl IntoIterator<Item = (K, Object)>) -> Object {
+        Object::Dict(pairs.into_iter().map(|(k, v)| (Object::Str(k.into()), v)).collect())
+    }
+
+    /// An `OrderedDict` of names.
+    pub(crate) fn ordered<K: Into<String>>(pairs: impl IntoIterator<Item = (K, Object)>) -> Object {
+        Object::OrderedDict(pairs.into_iter().map(|(k, v)| (Object::Str(k.into()), v)).collect())
+    }
+
+    /// The value of a dict's name.
+    pub(crate) fn get(&self, key: &str) -> Option<&Object> {
+        match self {
+            Object::Dict(pairs) | Object::OrderedDict(pairs) => {
+                pairs.iter().rev().find(|(k, _)| matches!(k, Object::Str(s) if s == key)).map(|(_, v)| v)
+            }
+            _ => None,
+        }
+    }
+
+    /// Sets the value of a dict's name; nothing happens to what is no dict.
+    pub(crate) fn set(&mut self, key: &str, value: Object) {
+        if let Object::Dict(pairs) | Object::OrderedDict(pairs) = self {
+            match pairs.iter_mut().find(|(k, _)| matches!(k, Object::Str(s) if s == key)) {
+                Some((_, old)) => *old = value,
+                None => pairs.push((Object::text(key), value)),
+            }
+        }
+    }
+
+    /// A JSON value; arrays become lists.
+    pub(crate) fn from_json(value: &Json) -> Object {
+        match value {
+            Json::Null => Object::None,
+            Json::Bool(b) => Object::Bool(*b),
+            Json::Number(n) => match n.as_i64() {
+                Some(i) => Object::Int(i),
+                None => Object::Float(n.as_f64().unwrap_or(f64::NAN)),
+            },
+            Json::String(s) => Object::text(s),
+            Json::Array(items) => Object::List(items.iter().map(Object::from_json).collect()),
+            Json::Object(map) => Object::dict(map.iter().map(|(k, v)| (k, Object::from_json(v)))),
+        }
+    }
+
+    /// For showing and for our own manifests; what JSON has no word for becomes its class's name or null.
+    pub(crate) fn json(&self) -> Json {
+        let all = |v: &[Object]| v.iter().map(Object::json).collect();
+        match self {
+            Object::None | Object::Tensor(_) | Object::Literal { .. } => Json::Null,
+            Object::Bool(b) => (*b).into(),
+            Object::Int(i) => (*i).into(),
+            Object::Float(f) => {
+                serde_json::Number::from_f64(*f).map_or_else(|| f.to_string().into(), Json::Number)
+            }
+            Object::Str(s) => s.as_str().into(),
+            Object::List(v) | Object::Tuple(v) | Object::Set(v) => all(v),
+            Object::Dict(pairs) | Object::OrderedDict(pairs) => {
+                let key = |k: &Object| match k {
+                    Object::Str(s) => s.clone(),
+                    other => other.json().to_string(),
+                };
+                Json::Object(pairs.iter().map(|(k, v)| (key(k), v.json())).collect())
+            }
+            Object::Size(sizes) => sizes.as_slice().into(),
+            Object::Global(name) | Object::Call { function: name, .. } => name.as_str().into(),
+            Object::Instance { state, .. } => state.json(),
+        }
+    }
+}
+
+impl View<'_> {
+    /// The value, to be written again. `tensor` makes a tensor of a value that is one. `None` when a part of it was
+    /// not kept (bytes, integers beyond 64 bits), is no plain value, or a limit of `left` values is passed.
+    pub(crate) fn copied(
+        self,
+        left: &mut usize,
+        tensor: &dyn Fn(View<'_>) -> Option<Object>,
+    ) -> Option<Object> {
+        *left = left.checked_sub(1)?;
+        let Some(node) = self.node() else {
+            return Some(match self.value {
+                Value::None => Object::None,
+                Value::Bool(b) => Object::Bool(b),
+                Value::Int(i) => Object::Int(i),
+                Value::Float(f) => Object::Float(f),
+                Value::Node(_) => return None,
+            });
+        };
+        let mut all = |values: &[Value]| -> Option<Vec<Object>> {
+            values.iter().map(|&v| self.with(v).copied(left, tensor)).collect()
+        };
+        Some(match node {
+            Node::Str(s) => Object::text(&**s),
+            Node::List(v) => Object::List(all(v)?),
+            Node::Tuple(v) => Object::Tuple(all(v)?),
+            Node::Set(v) => Object::Set(all(v)?),
+            Node::Dict(pairs) => {
+                let (keys, values): (Vec<Value>, Vec<Value>) = pairs.iter().copied().unzip();
+                Object::Dict(all(&keys)?.into_iter().zip(all(&values)?).collect())
+            }
+            Node::Global(name) => Object::Global((*name).into()),
+            Node::Object { class: "torch.Size", .. } => {
+                Object::Size(crate::formats::torch_file::shape_of(self)?)
+            }
+            Node::Object { class, state, .. } if MADE_BARE.contains(class) => Object::Instance {
+                class: (*class).into(),
+                state: Box::new(self.with(*state).copied(left, tensor)?),
+            },
+            Node::Object { class, args, state: Value::None } if !class.starts_with("torch._") => {
+                match self.with(*args).copied(left, tensor)? {
+                    Object::Tuple(args) => Object::Call { function: (*class).into(), args },
+                    _ => return None,
+                }
+            }
+            Node::Object { .. } => tensor(self)?,
+            Node::Bytes | Node::BigInt | Node::Persistent(_) => return None,
+        })
+    }
+}

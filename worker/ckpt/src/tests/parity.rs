@@ -1,0 +1,214 @@
+//! One lost or damaged file of a checkpoint with parity comes back bit for bit.
+use super::*;
+use crate::checkpoint::Checkpoint;
+use crate::commit::commit_parity;
+use crate::disk::BLOCK;
+use crate::parity::{stripe, write_parity};
+use crate::{RepairOptions, repair, verify};
+use std::fs;
+
+/// Saves with parity, each rank writing its own stripe.
+fn save_parity(root: &Path, facts: &Facts) -> PathBuf {
+    let staging = Staging::begin(root, facts.step, 0).expect("begun");
+    let reports = write_shards(staging.path(), facts).expect("written");
+    let stripe = |rank| write_parity(staging.path(), rank, facts.world, &reports).expect("written");
+    let parity = (0..facts.world).map(stripe).collect();
+    commit_parity(staging, facts.clone(), reports, parity).expect("complete").path
+}
+
+fn out(dir: &Path) -> RepairOptions {
+    RepairOptions { out: Some(dir.join("out")), in_place: false }
+}
+
+fn assert_same(a: &Path, b: &Path) {
+    assert_eq!(names(a), names(b));
+    for name in names(a) {
+        assert!(fs::read(a.join(&name)).expect("read") == fs::read(b.join(&name)).expect("read"), "{name}");
+    }
+}
+
+/// Some MB per rank, so that there are several blocks, the last one partial.
+fn large(world: u32) -> Facts {
+    facts(7, world, &[("a", &[700, 1001]), ("b", &[3]), ("c", &[123_457])])
+}
+
+#[test]
+fn every_file_in_turn_is_rebuilt_whether_lost_cut_or_flipped() {
+    for world in 2..=5 {
+        let dir = fast_dir();
+        let facts = large(world);
+        let path = save_parity(dir.path(), &facts);
+        assert!(verify(dir.path()).expect("there").is_sound());
+        let good = dir.path().join("good");
+        copy_tree(&path, &good);
+        let files: Vec<String> = names(&path).into_iter().filter(|n| n != "manifest.json").collect();
+        assert_eq!(files.len(), 2 * world as usize);
+        for (i, name) in files.iter().enumerate() {
+            let sound = fs::read(good.join(name)).expect("read");
+            let file = path.join(name);
+            for damage in 0..4 {
+                let mut bad = sound.clone();
+                let at = (i * 7919 + damage * 104_729) % bad.len().max(1);
+                match damage {
+                    0 => fs::remove_file(&file).expect("removed"),
+                    1 if bad.is_empty() => continue,
+                    1 => fs::write(&file, &bad[..at]).expect("cut"),
+                    2 if bad.is_empty() => continue,
+                    2 => {
+                        bad[at] ^= 0x10;
+                        fs::write(&file, &bad).expect("flipped");
+                    }
+                    _ => {
+                        bad.push(1);
+                        fs::write(&file, &bad).expect("longer");
+                    }
+                }
+                assert!(!verify(&path).expect("there").is_sound(), "{name} {damage}");
+                let report = repair(&path, &out(dir.path())).expect("repaired");
+                assert!(report.sound && report.lost.is_empty(), "{name} {damage}: {report:?}");
+                assert!(report.rebuilt.len() == 1 && report.rebuilt[0].contains(name), "{report:?}");
+                assert_same(&dir.path().join("out"), &good);
+                fs::remove_dir_all(dir.path().join("out")).expect("removed");
+                // the original is as it was found
+                assert!(fs::read(&file).ok().is_none_or(|b| b != sound));
+                fs::write(&file, &sound).expect("restored");
+            }
+        }
+        assert_holds(&Checkpoint::open(&path).expect("complete"), &facts);
+    }
+}
+
+#[test]
+fn damage_to_several_files_is_rebuilt_where_the_blocks_differ_and_refused_where_not() {
+    let dir = fast_dir();
+    let path = save_parity(dir.path(), &large(3));
+    let good = dir.path().join("good");
+    copy_tree(&path, &good);
+    let shard = |r: u32| path.join(format!("shard-{r:05}-of-00003.safetensors"));
+    let flip = |file: &Path, at: usize| {
+        let mut bytes = fs::read(file).expect("read");
+        bytes[at] ^= 1;
+        fs::write(file, bytes).expect("written");
+    };
+    flip(&shard(0), 5);
+    flip(&shard(1), BLOCK + 5);
+    flip(&shard(2), 2 * BLOCK + 5);
+    let report = repair(&path, &out(dir.path())).expect("repaired");
+    assert!(report.sound && report.rebuilt.len() == 3, "{report:?}");
+    assert_same(&dir.path().join("out"), &good);
+    fs::remove_dir_all(dir.path().join("out")).expect("removed");
+    // a second file in the same block: nobody knows those bytes
+    flip(&shard(1), 9);
+    let report = repair(&path, &out(dir.path())).expect("looked at");
+    assert!(!report.sound, "{report:?}");
+    assert!(report.lost.iter().any(|l| l.contains("shard-00000") && l.contains("block 0")), "{report:?}");
+    assert!(report.lost.iter().any(|l| l.contains("shard-00001") && l.contains("block 0")), "{report:?}");
+}
+
+#[test]
+fn shards_of_any_lengths_share_the_parity() {
+    for sizes in [
+        vec![0u64],
+        vec![5],
+        vec![5 << 20, 1, 0],
+        vec![1 << 20, (1 << 20) + 1],
+        vec![17 << 20; 5],
+        vec![0, 0],
+    ] {
+        let (longest, world) = (sizes.iter().copied().max().unwrap_or(0), sizes.len() as u32);
+        let stripes: Vec<_> = (0..world).map(|r| stripe(&sizes, r)).collect();
+        assert_eq!(stripes.iter().map(|s| s.1).sum::<u64>(), longest, "{sizes:?}");
+        assert_eq!(stripes[0].0.start, 0);
+        assert!(stripes.windows(2).all(|w| w[0].0.end == w[1].0.start), "{sizes:?}");
+    }
+}
+
+#[test]
+fn parity_takes_no_more_than_one_part_of_n() {
+    let dir = fast_dir();
+    let path = save_parity(dir.path(), &large(4));
+    let bytes = |start: &str| -> u64 {
+        let of = names(&path).into_iter().filter(|n| n.starts_with(start));
+        of.map(|n| fs::metadata(path.join(n)).expect("there").len()).sum()
+    };
+    let padding = 4096;
+    assert!(bytes("parity-") <= bytes("shard-") / 4 + padding, "{} {}", bytes("parity-"), bytes("shard-"));
+}
+
+#[test]
+fn a_checkpoint_without_parity_is_read_as_before_and_one_with_it_says_its_version() {
+    let dir = fast_dir();
+    let text =
+        |path: &Path| String::from_utf8(fs::read(path.join("manifest.json")).expect("read")).expect("text");
+    let old = text(&save(dir.path(), &facts(1, 2, &[("a", &[4])])).expect("saved").path);
+    assert!(old.contains("\"version\":1") && !old.contains("parity"), "{old}");
+    assert!(text(&save_parity(dir.path(), &facts(2, 2, &[("a", &[4])]))).contains("\"version\":2"));
+}
+
+#[test]
+fn a_directory_is_repaired_and_latest_names_the_newest() {
+    let dir = fast_dir();
+    let root = dir.path().join("checkpoints");
+    save(&root, &facts(1, 2, &[("a", &[4])])).expect("saved");
+    let second = save_parity(&root, &facts(2, 2, &[("a", &[4])]));
+    let third = save(&root, &facts(3, 2, &[("a", &[4])])).expect("saved").path;
+    fs::remove_file(second.join("shard-00001-of-00002.safetensors")).expect("removed");
+    fs::remove_file(third.join("shard-00001-of-00002.safetensors")).expect("removed");
+    let before = files(&root);
+    let report = repair(&root, &RepairOptions::default()).expect("repaired");
+    let made = dir.path().join("checkpoints.repaired");
+    assert_eq!((report.path.as_deref(), report.sound), (Some(made.as_path()), true), "{report:?}");
+    assert_eq!(report.newest.as_deref(), Some("step-00000002"));
+    assert!(report.lost.iter().any(|l| l.contains("step-00000003")), "{report:?}");
+    assert_eq!(names(&made), ["latest", "step-00000001", "step-00000002"]);
+    assert!(verify(&made).expect("there").is_sound());
+    assert_holds(&crate::newest(&made).expect("whole").checkpoint, &facts(2, 2, &[("a", &[4])]));
+    assert!(files(&root) == before, "the original is untouched");
+    // in place: the original is kept under another name
+    fs::remove_dir_all(&made).expect("removed");
+    let report = repair(&root, &RepairOptions { out: None, in_place: true }).expect("repaired");
+    let kept = dir.path().join("checkpoints.before-repair");
+    assert_eq!((report.path, report.kept.clone()), (Some(root.clone()), Some(kept.clone())));
+    assert_eq!(names(&root), ["latest", "step-00000001", "step-00000002"]);
+    assert!(
+        kept.join("step-00000003").is_dir()
+            && !kept.join("step-00000002/shard-00001-of-00002.safetensors").exists()
+    );
+    assert_eq!(names(dir.path()), ["checkpoints", "checkpoints.before-repair"]);
+    // sound ones stay as they are
+    let report = repair(&root, &RepairOptions::default()).expect("looked at");
+    assert!(report.sound && report.rebuilt.is_empty() && report.path == Some(root), "{report:?}");
+}
+
+/// Not a test by itself: saves with parity in the process that is killed.
+#[test]
+fn child() {
+    let Some(argument) = child_argument() else { return };
+    let (n, root) = argument.split_once(':').expect("n:root");
+    let root = Path::new(root);
+    crate::fault::arm(n.parse().expect("a number"));
+    save_parity(root, &facts(20, 2, &[("a", &[9]), ("b", &[5])]));
+    fs::write(root.join("passed"), crate::fault::passed().to_string()).expect("written");
+}
+
+#[test]
+fn kills_at_every_point_leave_a_whole_checkpoint_or_the_one_before() {
+    let name = "tests::parity::child";
+    let old = facts(10, 2, &[("a", &[9]), ("b", &[5])]);
+    let dir = fast_dir();
+    save(dir.path(), &old).expect("saved");
+    run_child(name, &format!("0:{}", dir.path().display()));
+    let points: u64 =
+        fs::read_to_string(dir.path().join("passed")).expect("written").parse().expect("a number");
+    assert!(points > 30, "{points}");
+    for n in 1..=points {
+        let dir = fast_dir();
+        save(dir.path(), &old).expect("saved");
+        let run = run_child(name, &format!("{n}:{}", dir.path().display()));
+        assert!(!run.status.success(), "point {n}");
+        let found = crate::newest(dir.path()).expect("one is whole").checkpoint;
+        let expected = facts(found.facts().step, 2, &[("a", &[9]), ("b", &[5])]);
+        assert_holds(&found, &expected);
+        assert!(verify(found.path()).expect("there").is_sound(), "point {n}");
+    }
+}

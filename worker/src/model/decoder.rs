@@ -1,0 +1,352 @@
+//! The decoder that most families share: RMSNorm, rotary grouped-query attention, SwiGLU; tied or untied head. What
+//! families differ in is in [`Numbers`]; each backward stands below its forward.
+mod attention;
+mod layout;
+mod mlp;
+
+use super::config::Fields;
+use super::rotary::{Rope, Tables};
+use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Tie};
+use crate::params::{Init, ParamSpec, Unit};
+use contract::job::ModelSpec;
+use device::{
+    Buf, Ops, View, ViewMut,
+    ops::{ClassifierGrads, Write},
+};
+use layout::{Spans, layer_unit};
+use serde_json::{Map, Value, json};
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const LM_HEAD: &str = "lm_head.weight";
+
+/// What a family says of a model.
+pub(super) struct Numbers {
+    pub(super) vocab: usize,
+    pub(super) hidden: usize,
+    pub(super) intermediate: usize,
+    pub(super) layers: usize,
+    pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) head_dim: usize,
+    pub(super) eps: f32,
+    pub(super) rope: Rope,
+    pub(super) tied: bool,
+    /// Standard deviation of initial matrices.
+    pub(super) std: f32,
+    /// Biases of the q, k and v projections.
+    pub(super) qkv_bias: bool,
+    /// Bias of attention's output projection.
+    pub(super) o_bias: bool,
+    /// Biases of gate, up and down.
+    pub(super) mlp_bias: bool,
+    /// RMSNorm of each head of q and k, before the rotation.
+    pub(super) qk_norm: bool,
+    /// Tokens that a token of a sliding layer attends to, itself included.
+    pub(super) window: Option<usize>,
+    /// Of each layer: does it attend to the window alone?
+    pub(super) sliding: Vec<bool>,
+}
+
+impl Numbers {
+    /// The fields that all these families have, checked against each other.
+    pub(super) fn read(f: &Fields) -> Result<Self, String> {
+        f.only("hidden_act", &[json!("silu"), json!("swish")])?;
+        f.only("attention_dropout", &[json!(0)])?;
+        f.only("pretraining_tp", &[json!(1)])?;
+        f.only("is_encoder_decoder", &[json!(false)])?;
+        f.only("add_cross_attention", &[json!(false)])?;
+        f.only("chunk_size_feed_forward", &[json!(0)])?;
+        let (hidden, heads) = (f.size("hidden_size")?, f.size("num_attention_heads")?);
+        let kv_heads = f.opt_size("num_key_value_heads")?.unwrap_or(heads);
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(format!(
+                "num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+            ));
+        }
+        let head_dim = match f.opt_size("head_dim")? {
+            Some(n) => n,
+            None if hidden.is_multiple_of(heads) => hidden / heads,
+            None => return Err(format!("num_attention_heads {heads} does not divide hidden_size {hidden}")),
+        };
+        if !head_dim.is_multiple_of(2) {
+            return Err(format!("head_dim {head_dim} is odd; rotary embedding needs pairs"));
+        }
+        f.size("max_position_embeddings")?;
+        let layers = f.size("num_hidden_layers")? as usize;
+        if layers > LAYERS_MAX {
+            return Err(format!("num_hidden_layers {layers} is more than {LAYERS_MAX}"));
+        }
+        Ok(Numbers {
+            vocab: f.size("vocab_size")? as usize,
+            hidden: hidden as usize,
+            intermediate: f.size("intermediate_size")? as usize,
+            layers,
+            heads: heads as usize,
+            kv_heads: kv_heads as usize,
+            head_dim: head_dim as usize,
+            eps: f.positive("rms_norm_eps", 1e-6)? as f32,
+            rope: f.rope()?,
+            tied: f.flag("tie_word_embeddings")?,
+            std: f.positive("initializer_range", 0.02)? as f32,
+            qkv_bias: false,
+            o_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
+            window: None,
+            sliding: vec![false; layers],
+        })
+    }
+
+    /// The fields by which Qwen says which layers slide.
+    pub(super) fn read_sliding_layers(&mut self, f: &Fields) -> Result<(), String> {
+        let on = f.flag("use_sliding_window")?;
+        let window = f.opt_size("sliding_window")?.filter(|_| on);
+        let first = f.get("max_window_layers").map_or(Some(28), Value::as_u64);
+        let first = first.ok_or("config.json: `max_window_layers` is not a number of layers")?;
+        self.window = window.map(|n| n as usize);
+        self.sliding = (0..self.layers).map(|l| window.is_some() && l as u64 >= first).collect();
+        let Some(types) = f.get("layer_types") else { return Ok(()) };
+        let wrong =
+            "config.json: `layer_types` is not `full_attention` or `sliding_attention` for each layer";
+        let types = types.as_array().filter(|t| t.len() == self.layers).ok_or(wrong)?;
+        for (sliding, kind) in self.sliding.iter_mut().zip(types) {
+            *sliding = match kind.as_str() {
+                Some("full_attention") => false,
+                Some("sliding_attention") if window.is_some() => true,
+                Some("sliding_attention") => {
+                    return Err("config.json: `layer_types` has sliding layers without a window".into());
+                }
+                _ => return Err(wrong.into()),
+            };
+        }
+        Ok(())
+    }
+}
+
+/// More layers than this are no model.
+const LAYERS_MAX: usize = 1 << 14;
+
+/// `config.json` of a model that job.yaml describes, all but what the family adds.
+pub(super) fn describe(
+    s: &ModelSpec,
+    model_type: &str,
+    architecture: &str,
+    own: Value,
+) -> Map<String, Value> {
+    let shared = json!({
+        "architectures": [architecture],
+        "model_type": model_type,
+        "attention_dropout": 0.0,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": s.hidden_size,
+        "initializer_range": s.initializer_range,
+        "intermediate_size": s.intermediate_size,
+        "max_position_embeddings": s.max_position_embeddings,
+        "num_attention_heads": s.num_attention_heads,
+        "num_hidden_layers": s.num_hidden_layers,
+        "num_key_value_heads": s.num_key_value_heads,
+        "rms_norm_eps": s.rms_norm_eps,
+        "rope_theta": s.rope_theta,
+        "rope_scaling": null,
+        "tie_word_embeddings": s.tie_word_embeddings,
+        "use_cache": true,
+        "vocab_size": s.vocab_size,
+    });
+    let entries = |v: Value| match v {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    };
+    let mut map = entries(shared);
+    map.extend(entries(own));
+    map
+}
+
+/// A decoder with its numbers.
+pub(super) struct Decoder {
+    n: Numbers,
+    config: Map<String, Value>,
+    tables: Tables,
+    spans: Spans,
+    /// Elements of a layer's matrices.
+    matrices: usize,
+}
+
+/// `tokens`: the longest sequence.
+pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> Box<dyn Model> {
+    let tables = Tables::new(&n.rope, tokens, n.head_dim);
+    let (unit, spans) = layer_unit(&n, 0);
+    let matrices = unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
+    Box::new(Decoder { n, config: config.clone(), tables, spans, matrices })
+}
+
+impl Decoder {
+    fn qkv_width(&self) -> usize {
+        (self.n.heads + 2 * self.n.kv_heads) * self.n.head_dim
+    }
+
+    fn o_width(&self) -> usize {
+        self.n.heads * self.n.head_dim
+    }
+
+    /// The head's matrix, wherever it lies, and the final norm's weight.
+    fn head_weights<'a>(&self, p: &HeadParams<'a>) -> (View<'a>, View<'a>) {
+        let d = self.n.hidden;
+        let norm = p.head.slice(0..d);
+        let matrix = p.embedding.unwrap_or_else(|| p.head.slice(d..d + self.n.vocab * d));
+        (matrix, norm)
+    }
+}
+
+impl Model for Decoder {
+    fn units(&self) -> Vec<Unit> {
+        let matrix = |name: &str| ParamSpec {
+            name: name.into(),
+            shape: vec![self.n.vocab, self.n.hidden],
+            init: Init::Normal(self.n.std),
+        };
+        let mut head = vec![ParamSpec {
+            name: "model.norm.weight".into(),
+            shape: vec![self.n.hidden],
+            init: Init::Ones,
+        }];
+        if !self.tied() {
+            head.push(matrix(LM_HEAD));
+        }
+        let layers = (0..self.n.layers).map(|l| layer_unit(&self.n, l).0);
+        std::iter::once(Unit::new("embedding", vec![matrix(EMBEDDING)]))
+            .chain(layers)
+            .chain(std::iter::once(Unit::new("head", head)))
+            .collect()
+    }
+
+    fn hidden(&self) -> usize {
+        self.n.hidden
+    }
+
+    fn vocab(&self) -> usize {
+        self.n.vocab
+    }
+
+    fn tied(&self) -> bool {
+        self.n.tied
+    }
+
+    fn window(&self) -> Option<usize> {
+        self.n.window.filter(|_| self.n.sliding.contains(&true))
+    }
+
+    fn ties(&self) -> Vec<Tie> {
+        let tie = Tie { alias: LM_HEAD.into(), target: EMBEDDING.into() };
+        if self.tied() { vec![tie] } else { Vec::new() }
+    }
+
+    fn hf_config(&self) -> &Map<String, Value> {
+        &self.config
+    }
+
+    fn flops_per_token(&self, t: usize) -> f64 {
+        let matrices = self.matrices as f64 * self.n.layers as f64 + (self.n.vocab * self.n.hidden) as f64;
+        let whole = t as f64;
+        // Twice the mean number of keys that a token sees.
+        let keys = |sliding: &bool| match self.n.window {
+            Some(w) if *sliding && w < t => 2.0 * w as f64 - (w * w) as f64 / whole,
+            _ => whole,
+        };
+        let keys: f64 = self.n.sliding.iter().map(keys).sum();
+        6.0 * matrices + 6.0 * keys * self.o_width() as f64
+    }
+
+    /// 1/rms of the input · rotated q, k, and v · attention output · log-sum-exp of attention · residual stream after
+    /// attention · 1/rms of it · gate and up · q and k before their norm · 1/rms of each of their heads.
+    fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize> {
+        let m = b * t;
+        let heads = if self.n.qk_norm { self.n.heads + self.n.kv_heads } else { 0 };
+        vec![
+            m,
+            m * self.qkv_width(),
+            m * self.o_width(),
+            b * self.n.heads * t,
+            m * self.n.hidden,
+            m,
+            m * 2 * self.n.intermediate,
+            m * heads * self.n.head_dim,
+            m * heads,
+        ]
+    }
+
+    /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v.
+    fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
+        let (m, d, f) = (b * t, self.n.hidden, self.n.intermediate);
+        vec![m * d, m * d, m * f, m * 2 * f, m * self.o_width(), m * self.qkv_width()]
+    }
+
+    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut) {
+        ops.embedding_forward(x, params, &batch.tokens, self.n.hidden);
+    }
+
+    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: View) {
+        ops.embedding_backward(grads, dx, &batch.tokens, self.n.hidden);
+    }
+
+    fn layer_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        y: Option<ViewMut>,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        self.attention_forward(ops, input, saved, scratch);
+        self.mlp_forward(ops, input, y, saved, scratch);
+    }
+
+    fn layer_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        grads: ViewMut,
+        mut dx: ViewMut,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let g = grads.host();
+        for span in self.spans.summed() {
+            g[span].fill(0.0);
+        }
+        self.mlp_backward(ops, input, g, dx.reborrow(), saved, scratch);
+        self.attention_backward(ops, input, g, dx, saved, scratch);
+    }
+
+    fn head(
+        &self,
+        ops: &dyn Ops,
+        params: HeadParams,
+        batch: &Batch,
+        x: View,
+        loss: ViewMut,
+        grads: Option<HeadGrads>,
+        scratch: &mut Activations,
+    ) {
+        let (m, d, v, eps) = (batch.rows(), self.n.hidden, self.n.vocab, self.n.eps);
+        let (matrix, w_norm) = self.head_weights(&params);
+        let [norm, dnorm, rstd, ..] = each::<6>(scratch);
+        let mut rstd = rstd.view_mut().slice(0..m);
+        ops.rmsnorm_forward(norm.view_mut(), rstd.reborrow(), x, w_norm, m, d, eps);
+        let Some(g) = grads else {
+            return ops.classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, None);
+        };
+        let (mut dw_norm, rest) = g.head.split_at(d);
+        dw_norm.reborrow().host().fill(0.0);
+        let dw = g.embedding.unwrap_or(rest);
+        let out = ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: Write::Set, scale: g.scale };
+        ops.classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, Some(out));
+        ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.as_view(), m, d, Write::Set);
+    }
+}
+
+/// All buffers of `a` at once, each exclusively.
+fn each<const N: usize>(a: &mut Activations) -> [&mut Buf; N] {
+    let mut it = a.0.iter_mut();
+    std::array::from_fn(|_| it.next().expect("made from the lengths of this model"))
+}

@@ -1,0 +1,160 @@
+//! The first half of a layer: norm, q k v, their norms, rotation, attention, output projection.
+use super::{Decoder, each};
+use crate::model::{Activations, Batch, LayerInput};
+use device::{
+    Buf, Ops, View, ViewMut,
+    ops::{AttentionShape, HeadRows, Write},
+};
+
+impl Decoder {
+    fn shape(&self, batch: &Batch) -> AttentionShape {
+        AttentionShape {
+            b: batch.b,
+            t: batch.t,
+            heads: self.n.heads,
+            kv_heads: self.n.kv_heads,
+            head_dim: self.n.head_dim,
+        }
+    }
+
+    /// Position of the first token that each token of this layer may attend to.
+    fn starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
+        let sliding = self.n.sliding.get(input.layer).is_some_and(|s| *s);
+        if sliding { &input.batch.windowed } else { &input.batch.starts }
+    }
+
+    /// q's heads, then k's, inside rows of q, k and v.
+    fn head_rows(&self, rows: usize) -> [HeadRows; 2] {
+        let (heads, kv_heads, head_dim) = (self.n.heads, self.n.kv_heads, self.n.head_dim);
+        let q = HeadRows { rows, first: 0, heads, head_dim, stride: self.qkv_width() };
+        [q, HeadRows { first: heads * head_dim, heads: kv_heads, ..q }]
+    }
+
+    /// Leaves the projected output in the buffer of the residual stream; the input is added later.
+    pub(super) fn attention_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, batch, s) = (input.params, input.batch, &self.spans);
+        let (m, d, width, eps) = (batch.rows(), self.n.hidden, self.qkv_width(), self.n.eps);
+        let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd] = each::<9>(saved);
+        let [norm, ..] = each::<6>(scratch);
+        let w_in = p.slice(s.input_norm.clone());
+        ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), input.x, w_in, m, d, eps);
+        ops.matmul_forward(qkv.view_mut(), norm.view(), p.slice(s.qkv.clone()), m, width, d, Write::Set);
+        if let Some(bias) = &s.qkv_bias {
+            ops.bias_forward(qkv.view_mut(), p.slice(bias.clone()), m, width);
+        }
+        self.qk_norm_forward(ops, p, qkv, raw, head_rstd, m);
+        let (cos, sin) = self.tables.first(batch.t);
+        let (rotated, head_dim) = (self.n.heads + self.n.kv_heads, self.n.head_dim);
+        ops.rope_forward(qkv.view_mut(), cos, sin, batch.b, batch.t, rotated, head_dim, width);
+        ops.attention_forward(
+            o.view_mut(),
+            lse.view_mut(),
+            qkv.view(),
+            self.starts(input),
+            self.shape(batch),
+        );
+        let w_o = p.slice(s.o.clone());
+        ops.matmul_forward(mid.view_mut(), o.view(), w_o, m, d, self.o_width(), Write::Set);
+        if let Some(bias) = &s.o_bias {
+            ops.bias_forward(mid.view_mut(), p.slice(bias.clone()), m, d);
+        }
+    }
+
+    /// `dx` becomes the gradient of the layer's input.
+    pub(super) fn attention_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        g: &mut [f32],
+        dx: ViewMut,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, batch, x, s) = (input.params, input.batch, input.x, &self.spans);
+        let (m, d, width) = (batch.rows(), self.n.hidden, self.qkv_width());
+        let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd] = each::<9>(saved);
+        let [norm, dnorm, _, _, d_o, dqkv] = each::<6>(scratch);
+        self.output_backward(ops, p, g, dx.as_view(), o.view(), d_o.view_mut(), m);
+        let (starts, shape) = (self.starts(input), self.shape(batch));
+        ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
+        let (cos, sin) = self.tables.first(batch.t);
+        let (rotated, head_dim) = (self.n.heads + self.n.kv_heads, self.n.head_dim);
+        ops.rope_backward(dqkv.view_mut(), cos, sin, batch.b, batch.t, rotated, head_dim, width);
+        self.qk_norm_backward(ops, p, g, dqkv, raw.view(), head_rstd.view(), m);
+        if let Some(bias) = &s.qkv_bias {
+            ops.bias_backward((&mut g[bias.clone()]).into(), dqkv.view(), m, width);
+        }
+        let w_in = p.slice(s.input_norm.clone());
+        ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.n.eps);
+        let dw_qkv = (&mut g[s.qkv.clone()]).into();
+        ops.matmul_backward_weight(dw_qkv, dqkv.view(), norm.view(), m, width, d, Write::Set);
+        let w_qkv = p.slice(s.qkv.clone());
+        ops.matmul_backward_input(dnorm.view_mut(), dqkv.view(), w_qkv, m, width, d, Write::Set);
+        let dw_in = (&mut g[s.input_norm.clone()]).into();
+        ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, Write::Add);
+    }
+
+    /// The output projection backwards: `d_o` from `dx`.
+    fn output_backward(
+        &self,
+        ops: &dyn Ops,
+        p: View,
+        g: &mut [f32],
+        dx: View,
+        o: View,
+        d_o: ViewMut,
+        m: usize,
+    ) {
+        let (s, d, o_width) = (&self.spans, self.n.hidden, self.o_width());
+        if let Some(bias) = &s.o_bias {
+            ops.bias_backward((&mut g[bias.clone()]).into(), dx, m, d);
+        }
+        ops.matmul_backward_weight((&mut g[s.o.clone()]).into(), dx, o, m, d, o_width, Write::Set);
+        ops.matmul_backward_input(d_o, dx, p.slice(s.o.clone()), m, d, o_width, Write::Set);
+    }
+
+    /// Norms the heads of q and k in place, and leaves what they were in `raw`.
+    fn qk_norm_forward(
+        &self,
+        ops: &dyn Ops,
+        p: View,
+        qkv: &mut Buf,
+        raw: &mut Buf,
+        rstd: &mut Buf,
+        m: usize,
+    ) {
+        let Some(weights) = &self.spans.qk_norm else { return };
+        let (raw_q, raw_k) = raw.view_mut().split_at(m * self.o_width());
+        let (rstd_q, rstd_k) = rstd.view_mut().split_at(m * self.n.heads);
+        let kept = [(raw_q, rstd_q), (raw_k, rstd_k)];
+        for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
+            ops.rmsnorm_heads_forward(qkv.view_mut(), raw, rstd, p.slice(w.clone()), shape, self.n.eps);
+        }
+    }
+
+    fn qk_norm_backward(
+        &self,
+        ops: &dyn Ops,
+        p: View,
+        g: &mut [f32],
+        dqkv: &mut Buf,
+        raw: View,
+        rstd: View,
+        m: usize,
+    ) {
+        let Some(weights) = &self.spans.qk_norm else { return };
+        let (q, h) = (m * self.o_width(), m * self.n.heads);
+        let kept =
+            [(raw.slice(0..q), rstd.slice(0..h)), (raw.slice(q..raw.len()), rstd.slice(h..rstd.len()))];
+        for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
+            let dw = (&mut g[w.clone()]).into();
+            ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, p.slice(w.clone()), shape);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Logits, loss, every gradient and ten AdamW steps of a case, compared with what other programs got.
+use super::*;
+use device::{Buf, ops::Write};
+use serde_json::Value;
+use std::{collections::BTreeMap, path::Path};
+
+/// Largest |ours − theirs| / |theirs| over a whole tensor (L2), the bound of docs/numerics.md.
+const TOLERANCE: f64 = 1e-5;
+
+/// What a golden folder says.
+pub(crate) struct Case {
+    pub(crate) tensors: BTreeMap<String, Vec<f32>>,
+    pub(crate) batches: Vec<[Vec<u32>; 3]>,
+    pub(crate) spec: TrainSpec,
+}
+
+impl Source for Case {
+    /// Golden batch i is step i's only slot.
+    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
+        let [tokens, labels, starts] = &self.batches[first as usize / batch.b];
+        batch.tokens.copy_from_slice(tokens);
+        batch.labels.copy_from_slice(labels);
+        batch.starts.copy_from_slice(starts);
+        Ok(())
+    }
+}
+
+/// A JSON file.
+pub(crate) fn json(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// The job and the batches of `case.json` for this model, with the answers.
+pub(crate) fn case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
+    let (b, t) = (about["batch"].as_u64().unwrap() as u32, about["seq"].as_u64().unwrap() as u32);
+    let mut spec = train_spec(model, 3, b, b, t);
+    let opt = &about["optimizer"];
+    spec.optimizer.lr = opt["lr"].as_f64().unwrap();
+    spec.optimizer.weight_decay = opt["weight_decay"].as_f64().unwrap();
+    spec.clip_norm = opt["clip_norm"].as_f64();
+    spec.schedule.name = ScheduleName::Constant;
+    spec.schedule.warmup_steps = 0;
+    let list =
+        |v: &Value| v.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as u32).collect::<Vec<_>>();
+    let batches = about["batches"].as_array().unwrap().iter();
+    Case {
+        tensors: tensors(answers),
+        batches: batches.map(|b| ["tokens", "labels", "starts"].map(|k| list(&b[k]))).collect(),
+        spec,
+    }
+}
+
+pub(crate) fn tensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
+    let n = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + n]).unwrap();
+    let data = &file[8 + n..];
+    let entries = header.iter().filter(|(k, _)| *k != "__metadata__").map(|(k, v)| {
+        let at = |i: usize| v["data_offsets"][i].as_u64().unwrap() as usize;
+        let floats = data[at(0)..at(1)].chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap()));
+        (k.clone(), floats.collect())
+    });
+    entries.collect()
+}
+
+#[track_caller]
+pub(crate) fn close(what: &str, ours: &[f32], theirs: &[f32]) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    let (mut diff, mut size) = (0.0f64, 0.0f64);
+    for (a, b) in ours.iter().zip(theirs) {
+        diff += f64::from(a - b).powi(2);
+        size += f64::from(*b).powi(2);
+    }
+    let relative = (diff / size.max(1e-30)).sqrt();
+    assert!(relative <= TOLERANCE, "{what}: relative difference {relative:e}");
+}
+
+/// Visits every parameter of a one-rank run: its name and its values.
+pub(crate) fn params(running: &Running, mut f: impl FnMut(&str, &[f32])) {
+    for (u, s) in running.trainer.engine.shards.iter().enumerate() {
+        let p = running.trainer.engine.params(u);
+        for (i, spec) in s.unit.params.iter().enumerate() {
+            f(&spec.name, &p.host()[s.unit.range(i)]);
+        }
+    }
+}
+
+/// Compares everything; `make` gives a run at step 0 with the golden weights.
+pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
+    let mut running = make(case);
+    let outcome = running.trainer.accumulate(case, 0, Word::default()).unwrap();
+    close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
+    close("loss_per_token", running.trainer.work.loss.host(), &case.tensors["loss_per_token"]);
+    close("logits", &logits(&running, case), &case.tensors["logits"]);
+    let mean = (case.spec.batch.global * case.spec.data.seq_len) as f32 / outcome.targets as f32;
+    for u in 0..running.trainer.engine.shards.len() {
+        let g = running.trainer.engine.finish(u).unwrap();
+        let unit = &running.trainer.engine.shards[u].unit;
+        for (i, spec) in unit.params.iter().enumerate() {
+            let ours: Vec<f32> = g.host()[unit.range(i)].iter().map(|x| x * mean).collect();
+            close(&spec.name, &ours, &case.tensors[&format!("grad/{}", spec.name)]);
+        }
+    }
+
+    let mut running = make(case);
+    for i in 0..10 {
+        let (o, _) = running.step(case, Word::default()).unwrap();
+        close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
+        close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
+    }
+    params(&running, |name, ours| close(name, ours, &case.tensors[&format!("after10/{name}")]));
+}
+
+/// Logits of the batch that was just computed, from the head's input.
+fn logits(running: &Running, case: &Case) -> Vec<f32> {
+    let t = &running.trainer;
+    let (m, d, v) = (t.batch.rows(), t.model.hidden(), t.model.vocab());
+    let weights: BTreeMap<String, Vec<f32>> = {
+        let mut w = BTreeMap::new();
+        params(running, |name, values| drop(w.insert(name.to_string(), values.to_vec())));
+        w
+    };
+    let (mut normed, mut rstd, mut out) = (Buf::zeroed(m * d), Buf::zeroed(m), Buf::zeroed(m * v));
+    let norm = weights["model.norm.weight"].as_slice();
+    let x = t.work.x.last().unwrap().view();
+    t.ops.rmsnorm_forward(
+        normed.view_mut(),
+        rstd.view_mut(),
+        x,
+        norm.into(),
+        m,
+        d,
+        case.spec.model.rms_norm_eps as f32,
+    );
+    let head = weights.get("lm_head.weight").unwrap_or(&weights["model.embed_tokens.weight"]).as_slice();
+    t.ops.matmul_forward(out.view_mut(), normed.view(), head.into(), m, v, d, Write::Set);
+    out.host().to_vec()
+}

@@ -1,0 +1,227 @@
+//! Every family against real transformers and torch, from folders that `save_pretrained` made (tests/golden/families/README.md):
+//! logits, loss, every gradient, ten AdamW steps; the same bits for any number of workers; and what is refused.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+mod common;
+use ckpt::{Checkpoint, Dtype, GatherOptions};
+use comm::Comm;
+use common::{
+    golden::{self, Case, case, json},
+    *,
+};
+use contract::job::ModelSpec;
+use serde_json::{Value, json};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+use worker::{
+    resume::{Origin, resume},
+    stages::{Cursor, Running},
+};
+
+const CASES: [&str; 9] = [
+    "llama_biases_tied",
+    "llama_linear",
+    "llama_llama3",
+    "mistral_window",
+    "mistral_packed",
+    "qwen2",
+    "qwen2_sliding_layers",
+    "qwen3",
+    "qwen3_biases",
+];
+
+fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/families").join(name)
+}
+
+/// The model of a folder; numbers that job.yaml would give are those of no golden folder.
+fn from(folder: &Path) -> ModelSpec {
+    ModelSpec { from: Some(folder.to_path_buf()), rms_norm_eps: 1e-5, vocab_size: 0, ..odd_model() }
+}
+
+fn load(name: &str) -> Case {
+    let dir = folder(name);
+    let about = json(&dir.join("case.json"));
+    case(&about, from(&dir), &std::fs::read(dir.join("answers.safetensors")).unwrap())
+}
+
+/// A run at step 0 with the folder's weights, each rank's part read by itself.
+fn started(spec: &contract::job::TrainSpec, comm: Arc<dyn Comm>) -> Running {
+    let origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
+    let mut bound = build(spec, comm, 1);
+    origin.load(&mut bound, &mut |event| panic!("{event:?}")).unwrap();
+    bound.resumed(Cursor::default())
+}
+
+#[test]
+fn logits_gradients_and_steps() {
+    for name in CASES {
+        println!("{name}");
+        golden::check(&load(name), |case| started(&case.spec, Arc::new(comm::local::group(1).remove(0))));
+    }
+}
+
+#[test]
+fn any_world_and_stage() {
+    for name in CASES {
+        let spec = |stage| {
+            let mut s = train_spec(from(&folder(name)), stage, 6, 1, 13);
+            s.steps = 4;
+            s
+        };
+        let run = |stage, world| {
+            let all = on_ranks(world, |c| steps(&mut started(&spec(stage), c), 3));
+            assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
+            all.into_iter().next().unwrap()
+        };
+        let expected = run(0, 1);
+        for stage in 0..=3 {
+            for world in [1, 2, 3, 4] {
+                assert_eq!(run(stage, world), expected, "{name}: world {world}, stage {stage}");
+            }
+        }
+    }
+}
+
+/// Loads the folder on `world` ranks, takes no step, saves and gathers into `out`.
+fn through(folder: &Path, world: usize, out: &Path, dtype: Dtype) {
+    let dir = tempfile::tempdir().unwrap();
+    let spec = train_spec(from(folder), 3, 4, 1, 13);
+    let job = job(&spec, dir.path(), false);
+    on_ranks(world, |c| {
+        let running = started(&spec, c);
+        let mut saver = saver(&running, &job, dir.path());
+        saver.begin(&running).unwrap();
+        assert_eq!(saver.finish(&running).unwrap().unwrap().step, 0);
+    });
+    let checkpoint = Checkpoint::open(&dir.path().join("step-00000000")).unwrap();
+    let options = GatherOptions { dtype: Some(dtype), ..GatherOptions::default() };
+    ckpt::gather(&checkpoint, out, &options, |_, _| {}).unwrap();
+}
+
+#[test]
+fn weights_that_no_step_has_changed_come_out_with_their_bits() {
+    for (i, name) in CASES.into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let (world, first) = (1 + i % 4, dir.path().join("first"));
+        let weights = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
+        through(&folder(name), world, &first, Dtype::F32);
+        let bits = |file: &[u8]| -> Vec<(String, Vec<u32>)> {
+            let all = golden::tensors(file).into_iter();
+            all.map(|(name, x)| (name, x.iter().map(|x| x.to_bits()).collect())).collect()
+        };
+        assert_eq!(bits(&weights(&first)), bits(&weights(&folder(name))), "{name}");
+        assert_eq!(json(&first.join("config.json")), json(&folder(name).join("config.json")), "{name}");
+
+        // And so do rounded ones; a folder without F32 has them exactly.
+        let (second, third) = (dir.path().join("second"), dir.path().join("third"));
+        through(&folder(name), 1, &second, Dtype::BF16);
+        through(&second, 3, &third, Dtype::BF16);
+        assert_eq!(weights(&second), weights(&third), "{name}");
+        assert_eq!(json(&third.join("config.json"))["dtype"], "bfloat16");
+    }
+}
+
+#[test]
+fn resumed_runs_go_on_with_the_same_bits() {
+    for name in ["llama_biases_tied", "mistral_window", "qwen2", "qwen3"] {
+        let spec = |stage| train_spec(from(&folder(name)), stage, 6, 1, 13);
+        let whole = on_ranks(1, |c| steps(&mut started(&spec(0), c), 5)).remove(0);
+        let dir = tempfile::tempdir().unwrap();
+        on_ranks(3, |c| {
+            let mut running = started(&spec(3), c);
+            steps(&mut running, 3);
+            let mut saver = saver(&running, &job(&spec(3), dir.path(), false), dir.path());
+            saver.begin(&running).unwrap();
+            saver.finish(&running).unwrap();
+        });
+        let after = on_ranks(2, |c| {
+            let mut bound = build(&spec(1), c, 1);
+            let job = job(&spec(1), dir.path(), false);
+            let layout = worker::storage::Layout::shared(bound.trainer.engine.world());
+            let place = worker::resume::Place { root: dir.path(), workdir: dir.path(), layout: &layout };
+            let resumed = resume(&mut bound, &job, &place, "made up", &mut |_| Ok(()));
+            let cursor = resumed.unwrap().unwrap().cursor;
+            steps(&mut bound.resumed(cursor), 2)
+        });
+        assert_eq!(after, [&whole[3..], &whole[3..]], "{name}");
+    }
+}
+
+/// What building the model of a configuration says.
+fn refused(name: &str, change: impl Fn(&mut serde_json::Map<String, Value>)) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = json(&folder(name).join("config.json"));
+    change(config.as_object_mut().unwrap());
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    worker::model::build(&from(dir.path()), 16).err().unwrap_or_default()
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_name() {
+    let with = |name: &str, key: &str, value: Value| {
+        refused(name, |c| {
+            c.insert(key.into(), value.clone());
+        })
+    };
+    for (key, value, said) in [
+        ("hidden_act", json!("gelu"), "`hidden_act: \"gelu\"` is not supported"),
+        ("attention_dropout", json!(0.1), "`attention_dropout: 0.1`"),
+        ("pretraining_tp", json!(2), "`pretraining_tp: 2`"),
+        ("quantization_config", json!({"bits": 4}), "`quantization_config: {\"bits\":4}`"),
+        ("logits_scaling", json!(2.0), "`logits_scaling: 2.0`"),
+        ("sliding_window", json!(8), "`sliding_window: 8`"),
+        ("architectures", json!(["NewForCausalLM"]), "architectures [NewForCausalLM] are not supported"),
+        ("architectures", json!(null), "architectures [] are not supported"),
+        ("model_type", json!("qwen2"), "`model_type: qwen2` is not that of LlamaForCausalLM"),
+        ("rope_parameters", json!({"rope_type": "longrope", "factor": 2}), "\"longrope\" is not supported"),
+        (
+            "rope_scaling",
+            json!({"type": "linear", "factor": 2}),
+            "`rope_scaling` and `rope_parameters` differ",
+        ),
+        ("num_key_value_heads", json!(3), "num_key_value_heads 3 does not divide"),
+        ("head_dim", json!(5), "head_dim 5 is odd"),
+        ("vocab_size", json!(-1), "`vocab_size` is -1, not a number"),
+        ("vocab_size", json!(1u64 << 40), "not a number from 1 to"),
+        ("hidden_size", json!(null), "config.json has no `hidden_size`"),
+        ("rms_norm_eps", json!(0), "`rms_norm_eps` is 0, not above 0"),
+        ("tie_word_embeddings", json!("yes"), "`tie_word_embeddings` is \"yes\", not true or false"),
+        ("num_hidden_layers", json!(1 << 20), "num_hidden_layers 1048576 is more than"),
+    ] {
+        let found = with("llama_biases_tied", key, value);
+        assert!(found.contains(said), "{key}: {found}");
+    }
+    let types = with("qwen2_sliding_layers", "layer_types", json!(["full_attention", "chunked_attention"]));
+    assert!(types.contains("`layer_types`"), "{types}");
+    let off = with("qwen2_sliding_layers", "use_sliding_window", json!(false));
+    assert!(off.contains("sliding layers without a window"), "{off}");
+    assert_eq!(with("llama_biases_tied", "bos_token_id", json!(5)), "");
+    assert_eq!(with("llama_biases_tied", "dtype", json!("bfloat16")), "");
+}
+
+#[test]
+fn names_of_older_versions_mean_the_same() {
+    let old = refused("llama_llama3", |c| {
+        let mut rope = c.remove("rope_parameters").unwrap();
+        let theta = rope.as_object_mut().unwrap().remove("rope_theta").unwrap();
+        c.insert("rope_theta".into(), theta);
+        c.insert("rope_scaling".into(), rope);
+    });
+    assert_eq!(old, "");
+}
+
+#[test]
+fn weights_of_another_model_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(folder("qwen3").join("config.json"), dir.path().join("config.json")).unwrap();
+    std::fs::copy(folder("qwen2").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    let spec = train_spec(from(dir.path()), 3, 2, 1, 13);
+    let said = on_ranks(2, |c| {
+        let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err().message
+    });
+    assert!(said[0].contains("q_norm.weight") && said[0].starts_with("train.model.from: "), "{said:?}");
+    assert_eq!(said[0], said[1]);
+}
