@@ -4,6 +4,8 @@
 //! unit, and writes whole gradients. Units: embedding, then the layers, then the head.
 mod config;
 mod decoder;
+mod gemma;
+mod gpt2;
 mod llama;
 mod mistral;
 mod qwen2;
@@ -116,6 +118,14 @@ pub trait Model: Send + Sync {
     fn tied(&self) -> bool;
     /// Second names.
     fn ties(&self) -> Vec<Tie>;
+    /// What stored names begin with, where files of the model without its head leave it out.
+    fn prefix(&self) -> Option<&'static str> {
+        None
+    }
+    /// Is this stored tensor one that older files hold although nothing is learned in it?
+    fn is_constant(&self, _name: &str) -> bool {
+        false
+    }
     /// Tokens that sliding layers attend to; `None`: all layers attend to the whole document.
     fn window(&self) -> Option<usize> {
         None
@@ -132,8 +142,8 @@ pub trait Model: Send + Sync {
 
     /// `x[rows, hidden]` from tokens.
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut);
-    /// Adds to the embedding unit's gradient.
-    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: View);
+    /// Adds to the embedding unit's gradient; `dx` is spent.
+    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: ViewMut);
 
     /// `y[rows, hidden]` from `x`; without `y` only what the backward needs is left in `saved`.
     fn layer_forward(
@@ -184,7 +194,15 @@ pub struct Family {
 }
 
 /// Every family the runtime trains. To add one: a file in `model/` and a line here.
-pub const FAMILIES: &[Family] = &[llama::FAMILY, mistral::FAMILY, qwen2::FAMILY, qwen3::FAMILY];
+pub const FAMILIES: &[Family] = &[
+    gemma::GEMMA2,
+    gemma::GEMMA3,
+    gpt2::FAMILY,
+    llama::FAMILY,
+    mistral::FAMILY,
+    qwen2::FAMILY,
+    qwen3::FAMILY,
+];
 
 fn known(name: impl Fn(&Family) -> &'static str) -> String {
     FAMILIES.iter().map(name).collect::<Vec<_>>().join(", ")
@@ -221,19 +239,30 @@ pub fn read_folder(folder: &Path) -> Result<(&'static str, u32, u32), String> {
     let config = config::read(folder)?;
     let family = family_of(&config)?;
     let f = config::Fields::new(&config);
-    Ok((family.name, f.size("vocab_size")?, f.size("max_position_embeddings")?))
+    let positions = if family.name == gpt2::FAMILY.name { "n_positions" } else { "max_position_embeddings" };
+    Ok((family.name, f.size("vocab_size")?, f.size(positions)?))
 }
 
 /// The model that the job names, for sequences of at most `tokens` tokens. `vocab_size` and `max_position_embeddings`
 /// must be filled in; `from` must be a folder that can be opened as it is.
 pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
     if let Some(folder) = &spec.from {
-        let config = config::read(folder)?;
-        return (family_of(&config)?.build)(&config, tokens as usize);
+        let mut config = config::read(folder)?;
+        let family = family_of(&config)?;
+        if spec.dropout.is_some() {
+            config::without_dropout(&mut config, family.name == gpt2::FAMILY.name);
+        }
+        return (family.build)(&config, tokens as usize);
     }
     let family = FAMILIES
         .iter()
         .find(|f| f.name == spec.family)
         .ok_or_else(|| format!("unknown model family `{}`; known: {}", spec.family, known(|f| f.name)))?;
     (family.build)(&(family.describe)(spec), tokens as usize)
+}
+
+/// All buffers of `a` at once, each exclusively.
+fn each<const N: usize>(a: &mut Activations) -> [&mut Buf; N] {
+    let mut it = a.0.iter_mut();
+    std::array::from_fn(|_| it.next().expect("made from the lengths of this model"))
 }

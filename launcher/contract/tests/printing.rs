@@ -24,7 +24,8 @@ const JOBS: &[&str] = &[
     "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
      train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b]}, clip_norm: off}\n\
      checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
-    "train: {model: {from: './a b'}, data: {files: [a]}, steps: 0}",
+    "train: {model: {from: './a b', dropout: 0}, data: {files: [a]}, steps: 0}",
+    "train: {model: {family: gpt2, dropout: 0}, data: {files: [a]}}",
     "train: {model: {from: m}, data: {files: [a], tokenizer: bytes}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
@@ -43,6 +44,19 @@ fn every_key_is_printed() {
     for key in KEYS.iter().filter(|k| k.support == Support::Yes && k.default != Default::Section) {
         assert!(maps.iter().any(|m| m.is_given(key.path)), "{} is never printed", key.path);
     }
+}
+
+/// GPT-2 is made as it is known: a tied head, an MLP of four times the width.
+#[test]
+fn defaults_follow_the_family() {
+    let model = |family: &str| {
+        let text = format!("train: {{model: {{family: {family}, hidden_size: 64}}, data: {{files: [a]}}}}");
+        let model = job(&text, &[]).0.train.expect("train").model;
+        (model.intermediate_size, model.tie_word_embeddings)
+    };
+    assert_eq!(model("gpt2"), (256, true));
+    assert_eq!(model("gemma2"), (176, true));
+    assert_eq!(model("llama"), (176, false));
 }
 
 proptest! {

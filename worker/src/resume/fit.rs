@@ -1,7 +1,7 @@
 //! Does another program's checkpoint fit the job's model: which of its tensors fills which of ours.
 use crate::{
     error::{Error, Result},
-    model::Tie,
+    model::{Model, Tie},
     params::Unit,
     state::state_roles,
 };
@@ -31,6 +31,7 @@ pub(super) struct Fit {
 pub(super) struct Wanted<'a> {
     pub(super) units: &'a [Unit],
     pub(super) ties: &'a [Tie],
+    pub(super) model: &'a dyn Model,
     /// Whose states are looked for; `None`: weights alone.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
 }
@@ -70,11 +71,12 @@ pub(super) fn fit(source: &Foreign, wanted: &Wanted<'_>) -> Result<Fit> {
     for tensor in tensors.iter().filter(|t| t.role == Role::Weight && !used.contains(t.name.as_str())) {
         match wanted.ties.iter().find(|t| t.alias == tensor.name) {
             Some(tie) => fit.aliases.push((tensor.name.clone(), tie.target.clone())),
+            None if wanted.model.is_constant(&tensor.name) => fit.unused.push(tensor.name.clone()),
             None => wrong.extra.push(tensor.name.clone()),
         }
     }
     wrong.refuse(source)?;
-    fit.unused = tensors.iter().filter(|t| t.role == Role::Buffer).map(|t| t.name.clone()).collect();
+    fit.unused.extend(tensors.iter().filter(|t| t.role == Role::Buffer).map(|t| t.name.clone()));
     fit.moments = moments(source, wanted, &fit.renamed, &stored)?;
     Ok(fit)
 }
@@ -90,7 +92,9 @@ fn name_there<'a>(
     let theirs = source.facts().ties.iter().find(|t| t.alias == name).map(|t| t.target.as_str());
     // tied in the job: it may be stored under the second name alone
     let ours = wanted.ties.iter().find(|t| t.target == name).map(|t| t.alias.as_str());
-    [Some(name), theirs, ours].into_iter().flatten().find(holds)
+    // a model that was saved without its head: its names begin after the prefix
+    let bare = wanted.model.prefix().and_then(|prefix| name.strip_prefix(prefix));
+    [Some(name), bare, theirs, ours].into_iter().flatten().find(holds)
 }
 
 /// Everything about names and shapes that doesn't fit.

@@ -26,7 +26,9 @@ pub(super) fn load(
 ) -> Result<Resumed> {
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
-    let wanted = Wanted { units: &units, ties: &ties, optimizer: Some(bound.trainer.optimizer.spec()) };
+    let model = bound.trainer.model.clone();
+    let optimizer = Some(bound.trainer.optimizer.spec());
+    let wanted = Wanted { units: &units, ties: &ties, model: model.as_ref(), optimizer };
     let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
@@ -58,7 +60,9 @@ pub(super) fn load(
 pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &mut Tell) -> Result<()> {
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
-    let fit = fit(source, &Wanted { units: &units, ties: &ties, optimizer: None })?;
+    let model = bound.trainer.model.clone();
+    let wanted = Wanted { units: &units, ties: &ties, model: model.as_ref(), optimizer: None };
+    let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
     agree(bound.trainer.engine.queue(), aliases)?;

@@ -219,7 +219,7 @@ impl Trainer {
             g
         });
         let g = grad.view_mut().slice(0..len);
-        self.model.embedding_backward(self.ops.as_ref(), g, &self.batch, self.work.dx.view());
+        self.model.embedding_backward(self.ops.as_ref(), g, &self.batch, self.work.dx.view_mut());
         grad
     }
 

@@ -24,6 +24,7 @@ use worker::{
 pub(crate) fn odd_model() -> ModelSpec {
     ModelSpec {
         from: None,
+        dropout: None,
         family: "llama".into(),
         vocab_size: 131,
         hidden_size: 42,

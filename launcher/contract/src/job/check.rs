@@ -1,4 +1,5 @@
 //! What keys mean together: checks that need no data and no machine.
+use super::train::GPT2;
 use super::{
     Devices, EvalSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec, ResumeFrom, ScheduleName,
     ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder, keys::names_in,
@@ -118,14 +119,18 @@ fn batch(d: &mut Decoder, train: &TrainSpec) {
 
 fn model(d: &mut Decoder, m: &ModelSpec) {
     const FROM: &str = "train.model.from";
+    const DROPOUT: &str = "train.model.dropout";
     if m.from.is_some() {
-        for (name, key) in names_in("train.model").filter(|(_, key)| key.path != FROM) {
+        for (name, key) in names_in("train.model").filter(|(_, key)| ![FROM, DROPOUT].contains(&key.path)) {
             if d.map.is_given(key.path) {
                 let message = format!("`{}` is given beside `{FROM}`", key.path);
                 d.refuse(key.path, message, &format!("the folder's config.json says {name}: remove the key"));
             }
         }
         return;
+    }
+    if m.family == GPT2 {
+        refuse_for_gpt2(d, m);
     }
     const HIDDEN: &str = "train.model.hidden_size";
     const HEADS: &str = "train.model.num_attention_heads";
@@ -150,12 +155,28 @@ fn model(d: &mut Decoder, m: &ModelSpec) {
             format!("`{HIDDEN}` ({}) is not a multiple of `{HEADS}` ({heads})", m.hidden_size),
             &format!("change one of them, or give `{DIM}`"),
         );
-    } else if !m.head_dim.is_multiple_of(2) {
+    } else if !m.head_dim.is_multiple_of(2) && m.family != GPT2 {
         d.refuse(
             if asked { DIM } else { HEADS },
             format!("`{DIM}` ({}) is odd", m.head_dim),
             "rotary embeddings turn pairs of values: it must be even",
         );
+    }
+}
+
+/// What GPT-2 has no place for.
+fn refuse_for_gpt2(d: &mut Decoder, m: &ModelSpec) {
+    let own = m.hidden_size.checked_div(m.num_attention_heads);
+    for (path, wrong) in [
+        ("train.model.num_key_value_heads", m.num_key_value_heads != m.num_attention_heads),
+        ("train.model.head_dim", own != Some(m.head_dim)),
+        ("train.model.rms_norm_eps", true),
+        ("train.model.rope_theta", true),
+    ] {
+        if wrong && d.map.is_given(path) && d.clean(&[path]) {
+            let why = "it has LayerNorm, learned positions, and as many key as query heads of `hidden_size` / `num_attention_heads`";
+            d.refuse(path, format!("`{path}` has no meaning for `family: gpt2`"), why);
+        }
     }
 }
 

@@ -1,4 +1,5 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
+use super::train::GPT2;
 use super::{
     Bind, CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Hosts, Interface, JobSpec,
     KnownHosts, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
@@ -244,10 +245,17 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
 
 fn model(y: &mut Yaml, m: &ModelSpec) {
     if let Some(folder) = &m.from {
-        return y.key("from", text(&folder.to_string_lossy()));
+        y.key("from", text(&folder.to_string_lossy()));
+        if m.dropout.is_some() {
+            y.key("dropout", 0);
+        }
+        return;
     }
     let or_auto = |n: u32| if n == 0 { "auto".to_owned() } else { n.to_string() };
     y.key("family", text(&m.family));
+    if m.dropout.is_some() {
+        y.key("dropout", 0);
+    }
     y.key("vocab_size", or_auto(m.vocab_size));
     y.key("hidden_size", m.hidden_size);
     y.key("intermediate_size", m.intermediate_size);
@@ -256,8 +264,10 @@ fn model(y: &mut Yaml, m: &ModelSpec) {
     y.key("num_key_value_heads", m.num_key_value_heads);
     y.key("head_dim", m.head_dim);
     y.key("max_position_embeddings", or_auto(m.max_position_embeddings));
-    y.key("rms_norm_eps", number(m.rms_norm_eps));
-    y.key("rope_theta", number(m.rope_theta));
+    if m.family != GPT2 {
+        y.key("rms_norm_eps", number(m.rms_norm_eps));
+        y.key("rope_theta", number(m.rope_theta));
+    }
     y.key("tie_word_embeddings", m.tie_word_embeddings);
     y.key("initializer_range", number(m.initializer_range));
 }

@@ -34,6 +34,9 @@ pub struct ModelSpec {
     /// to the workdir.
     #[serde(default)]
     pub from: Option<PathBuf>,
+    /// Rates of dropout that stand in for those of the folder's config.json; only 0 can be had.
+    #[serde(default)]
+    pub dropout: Option<f64>,
     /// A name of the families table, e.g. `llama`.
     pub family: String,
     /// 0: the tokenizer's size.
@@ -203,19 +206,29 @@ fn positive(node: &Node) -> Read<f64> {
     number("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
 }
 
+/// The family with learned positions, LayerNorm and a tied head, whose defaults differ.
+pub(super) const GPT2: &str = "gpt2";
+
 fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
     let t = d.section(train, "train.model");
     let auto = |range| word_or("auto", 0, int32(range));
     let hidden_size = d.get(&t, "train.model.hidden_size", int32(1..=1 << 20));
     let heads = d.get(&t, "train.model.num_attention_heads", int32(1..=1 << 16));
+    let family = d.get(&t, "train.model.family", text);
+    let gpt2 = family == GPT2;
+    let tied = gpt2 || family.starts_with("gemma");
     ModelSpec {
         from: d.opt(&t, "train.model.from", path),
-        family: d.get(&t, "train.model.family", text),
+        dropout: d.opt(&t, "train.model.dropout", number("0", |x| x == 0.0)),
+        family,
         vocab_size: d.get(&t, "train.model.vocab_size", auto(1..=1 << 24)),
         hidden_size,
-        intermediate_size: d
-            .opt(&t, "train.model.intermediate_size", int32(1..=1 << 22))
-            .unwrap_or_else(|| (hidden_size * 8).div_ceil(3).next_multiple_of(16)),
+        intermediate_size: d.opt(&t, "train.model.intermediate_size", int32(1..=1 << 22)).unwrap_or_else(
+            || match gpt2 {
+                true => 4 * hidden_size,
+                false => (hidden_size * 8).div_ceil(3).next_multiple_of(16),
+            },
+        ),
         num_hidden_layers: d.get(&t, "train.model.num_hidden_layers", int32(1..=4096)),
         num_attention_heads: heads,
         num_key_value_heads: d
@@ -225,7 +238,7 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
         max_position_embeddings: d.get(&t, "train.model.max_position_embeddings", auto(1..=1 << 24)),
         rms_norm_eps: d.get(&t, "train.model.rms_norm_eps", positive),
         rope_theta: d.get(&t, "train.model.rope_theta", number("a number above 0", |x| x > 0.0)),
-        tie_word_embeddings: d.get(&t, "train.model.tie_word_embeddings", boolean),
+        tie_word_embeddings: d.opt(&t, "train.model.tie_word_embeddings", boolean).unwrap_or(tied),
         initializer_range: d.get(&t, "train.model.initializer_range", positive),
     }
 }

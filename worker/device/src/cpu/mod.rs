@@ -8,8 +8,10 @@ mod bias;
 mod classifier;
 mod embedding;
 mod flat;
+mod gelu;
 mod head_norm;
 mod kernel;
+mod layer_norm;
 mod matmul;
 mod norm;
 mod pack;
@@ -22,7 +24,7 @@ mod swiglu;
 mod x86;
 
 use crate::mem::{View, ViewMut};
-use crate::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, Ops, Sgd, Write};
+use crate::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, LayerNorm, Ops, Sgd, Write};
 use matmul::{Product, product};
 use pack::Operand;
 use pool::{Parts, Pool, Scratch};
@@ -88,6 +90,10 @@ impl Cpu {
 #[track_caller]
 fn expect_len(op: &str, name: &str, len: usize, want: usize) {
     assert!(len == want, "{op}: {name} has {len} elements, the shape asks for {want}");
+}
+
+fn on_host(norm: LayerNorm<'_>) -> layer_norm::Norm<'_> {
+    layer_norm::Norm { w: norm.w.host(), b: norm.b.host(), eps: norm.eps }
 }
 
 impl Ops for Cpu {
@@ -185,6 +191,38 @@ impl Ops for Cpu {
         head_norm::backward(self, dx.host(), dw.host(), raw.host(), rstd.host(), w.host(), h);
     }
 
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNorm, m: usize) {
+        layer_norm::forward(self, y.host(), stats.host(), x.host(), on_host(norm), m);
+    }
+
+    fn add_layernorm_forward(
+        &self,
+        y: ViewMut,
+        stats: ViewMut,
+        x: ViewMut,
+        delta: View,
+        norm: LayerNorm,
+        m: usize,
+    ) {
+        layer_norm::add_forward(self, y.host(), stats.host(), x.host(), delta.host(), on_host(norm), m);
+    }
+
+    fn layernorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        db: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        stats: View,
+        m: usize,
+        write: Write,
+    ) {
+        let grads = [dw.host(), db.host()];
+        layer_norm::backward(self, dx.host(), grads, dy.host(), x.host(), w.host(), stats.host(), m, write);
+    }
+
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
         bias::forward(self, y.host(), bias.host(), m, n);
     }
@@ -255,7 +293,23 @@ impl Ops for Cpu {
         swiglu::backward(self, dgate_up.host(), dy.host(), gate_up.host(), m, f);
     }
 
-    fn classifier(
+    fn gelu_forward(&self, y: ViewMut, x: View) {
+        gelu::forward(self, y.host(), x.host());
+    }
+
+    fn gelu_backward(&self, dx: ViewMut, dy: View, x: View) {
+        gelu::backward(self, dx.host(), dy.host(), x.host());
+    }
+
+    fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
+        gelu::gated_forward(self, y.host(), gate_up.host(), m, f);
+    }
+
+    fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
+        gelu::gated_backward(self, dgate_up.host(), dy.host(), gate_up.host(), m, f);
+    }
+
+    fn capped_classifier(
         &self,
         loss: ViewMut,
         x: View,
@@ -264,9 +318,10 @@ impl Ops for Cpu {
         m: usize,
         d: usize,
         v: usize,
+        cap: Option<f32>,
         grads: Option<ClassifierGrads>,
     ) {
-        let shape = classifier::Shape { m, d, v };
+        let shape = classifier::Shape { m, d, v, cap };
         classifier::classifier(self, loss.host(), x.host(), w.host(), labels, shape, grads);
     }
 
