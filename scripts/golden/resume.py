@@ -22,9 +22,9 @@ import torch.distributed as dist
 import transformers
 
 LENGTH, DOCUMENTS, EOD, BEFORE, AFTER, BATCH, LR, TOTAL = 20, 24, 256, 3, 3, 4, 2e-3, 20
-BETAS, EPS, DECAY, WARMUP, CLIP = (0.9, 0.95), 1e-8, 0.1, 2, 1.0
+BETAS, EPS, DECAY, WARMUP, CLIP, SGD_LR = (0.9, 0.95), 1e-8, 0.1, 2, 1.0, 5e-2
 # distributed checkpoints have a container for each part of each tensor, so theirs are of one layer
-LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp")) else 2
+LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp", "lion")) else 2
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.set_num_threads(1)
 
@@ -71,6 +71,28 @@ def groups(model, count=2):
 
 def adamw(model, count=2):
     return torch.optim.AdamW(groups(model, count), lr=LR, betas=BETAS, eps=EPS)
+
+
+def sgd(model):
+    return torch.optim.SGD(groups(model), lr=SGD_LR, momentum=0.9)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer with one moment and a name that AdamW's has, too."""
+
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.sign(average * group["betas"][0] + p.grad * (1 - group["betas"][0])), alpha=-group["lr"])
+                average.mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
 
 
 def linear(optimizer, each=1):
@@ -124,9 +146,12 @@ def in_fp32(family, engine):
     return losses
 
 
-def trainer(family, ds=None, bf16=False, fsdp=None):
-    """HF Trainer: plain, with DeepSpeed inside, or with FSDP inside."""
-    told = {}
+def trainer(family, ds=None, bf16=False, fsdp=None, own=None, freeze=None):
+    """HF Trainer: plain, with DeepSpeed inside, or with FSDP inside; with an optimizer of one's own, with frozen weights."""
+    told, model = {}, build(family)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (freeze and freeze in name))
+    optimizer = own and own(model)
 
     class Steps(transformers.TrainerCallback):
         def on_save(self, args, state, control, model=None, **given):
@@ -149,7 +174,7 @@ def trainer(family, ds=None, bf16=False, fsdp=None):
         ds = dict(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto", bf16=dict(enabled="auto"),
                   zero_optimization=ds, zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
     one = Own(
-        model=build(family), train_dataset=Samples(), callbacks=[Steps()],
+        model=model, train_dataset=Samples(), callbacks=[Steps()], optimizers=(optimizer, optimizer and linear(optimizer)),
         args=transformers.TrainingArguments(
             output_dir=".", per_device_train_batch_size=BATCH // world, max_steps=TOTAL, save_strategy="no", logging_steps=1, learning_rate=LR,
             weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", adam_beta2=BETAS[1], adam_epsilon=EPS, max_grad_norm=CLIP,
@@ -210,7 +235,7 @@ def accelerate(family, ds=None, fsdp=None, count=2):
     return "state", losses, told
 
 
-def dcp(family, one=False):
+def dcp(family):
     """torch alone: FSDP2 and `torch.distributed.checkpoint`, weights and optimizer in one."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -235,6 +260,27 @@ def dcp(family, one=False):
     return "state", losses, {}
 
 
+def engine(family, stage, own):
+    """DeepSpeed alone, with an optimizer of one's own."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    own_reducing()
+    model, losses = build(family), []
+    optimizer = own(model)
+    config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_clipping=CLIP, zero_optimization=zero(stage), steps_per_print=10**9,
+                  zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
+    run, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=linear(optimizer), config=config)
+    for n in range(BEFORE + AFTER):
+        loss = run(**rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
+        run.backward(loss)
+        run.step()
+        losses.append(mean(loss))
+        if n + 1 == BEFORE:
+            run.save_checkpoint("state")
+    return "state", losses, {}
+
+
 # name: ranks, family, what saves it
 CASES = dict(
     trainer_1=(1, "llama", trainer, {}),
@@ -248,6 +294,12 @@ CASES = dict(
     accelerate_fsdp_sharded=(2, "llama", accelerate, dict(fsdp="sharded")),
     accelerate_z3_bf16=(2, "llama", accelerate, dict(ds=zero(3))),
     dcp=(2, "qwen2", dcp, {}),
+    trainer_sgd=(1, "llama", trainer, dict(own=sgd)),
+    z2_sgd=(2, "llama", engine, dict(stage=2, own=sgd)),
+    z3_sgd=(2, "llama", engine, dict(stage=3, own=sgd)),
+    # what can't be gone on from
+    trainer_frozen=(1, "llama", trainer, dict(freeze="layers.0.")),
+    z2_lion=(2, "llama", engine, dict(stage=2, own=lambda model: Lion(groups(model)))),
 )
 # what programs put beside it and no reader needs
 LEFT_OUT = ["zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "README.md"]

@@ -26,7 +26,9 @@ pub(super) fn load(
 ) -> Result<Resumed> {
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
-    let wanted = Wanted { units: &units, ties: &ties, optimizer: Some(bound.trainer.optimizer.spec()) };
+    let family = family_of(bound);
+    let optimizer = Some(bound.trainer.optimizer.spec());
+    let wanted = Wanted { family: &family, units: &units, ties: &ties, optimizer };
     let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
@@ -58,7 +60,8 @@ pub(super) fn load(
 pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &mut Tell) -> Result<()> {
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
-    let fit = fit(source, &Wanted { units: &units, ties: &ties, optimizer: None })?;
+    let family = family_of(bound);
+    let fit = fit(source, &Wanted { family: &family, units: &units, ties: &ties, optimizer: None })?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
     agree(bound.trainer.engine.queue(), aliases)?;
@@ -74,6 +77,11 @@ pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &m
         tell(Event::Notice { rank: None, message })?;
     }
     Ok(())
+}
+
+/// The job's `model_type`.
+fn family_of(bound: &ScheduleBound) -> String {
+    model_type(bound.trainer.model.hf_config()).unwrap_or_default().to_owned()
 }
 
 fn weights_alone(source: &Foreign) -> String {
@@ -184,7 +192,9 @@ fn differences(bound: &ScheduleBound, source: &Foreign, fit: &Fit, units: &[Unit
         }
     }
     out.extend(learning_rate(bound, theirs, step));
-    if let Some(position) = position(&facts.scheduler).filter(|p| *p != step) {
+    // Accelerate steps a scheduler once for each process, and its scripts make it for that
+    let each = facts.world.and_then(|world| step.checked_mul(world.into()));
+    if let Some(position) = position(&facts.scheduler).filter(|p| *p != step && Some(*p) != each) {
         out.push(format!(
             "the checkpoint's scheduler stands at {position}, its optimizer at {step}: the learning rate is that of train.schedule at step {step}"
         ));
