@@ -5,8 +5,9 @@ use crate::{
     params::Unit,
     state::state_roles,
 };
-use ckpt::{Foreign, Request, Role, Source, TensorInfo};
+use ckpt::{Foreign, ForeignFacts, Request, Role, Source, TensorInfo};
 use contract::job::OptimizerSpec;
+use serde_json::{Map, Value};
 use std::collections::{BTreeSet, HashMap};
 
 /// Names listed in one message.
@@ -29,6 +30,8 @@ pub(super) struct Fit {
 
 /// Our side of the comparison.
 pub(super) struct Wanted<'a> {
+    /// `model_type` of its `config.json`.
+    pub(super) family: &'a str,
     pub(super) units: &'a [Unit],
     pub(super) ties: &'a [Tie],
     pub(super) model: &'a dyn Model,
@@ -75,7 +78,7 @@ pub(super) fn fit(source: &Foreign, wanted: &Wanted<'_>) -> Result<Fit> {
             None => wrong.extra.push(tensor.name.clone()),
         }
     }
-    wrong.refuse(source)?;
+    wrong.refuse(source, wanted.family)?;
     fit.unused.extend(tensors.iter().filter(|t| t.role == Role::Buffer).map(|t| t.name.clone()));
     fit.moments = moments(source, wanted, &fit.renamed, &stored)?;
     Ok(fit)
@@ -97,6 +100,11 @@ fn name_there<'a>(
     [Some(name), bare, theirs, ours].into_iter().flatten().find(holds)
 }
 
+/// What a `config.json` says that the model is.
+pub(super) fn model_type(config: &Map<String, Value>) -> Option<&str> {
+    config.get("model_type").and_then(Value::as_str)
+}
+
 /// Everything about names and shapes that doesn't fit.
 #[derive(Default)]
 struct Wrong {
@@ -106,19 +114,23 @@ struct Wrong {
 }
 
 impl Wrong {
-    fn refuse(&self, source: &Foreign) -> Result<()> {
+    fn refuse(&self, source: &Foreign, family: &str) -> Result<()> {
         let parts = [
             ("it lacks", &self.missing),
             ("of other shapes are", &self.shapes),
             ("the job's model hasn't", &self.extra),
         ];
-        let said: Vec<String> = parts
+        let mut said: Vec<String> = parts
             .iter()
             .filter(|(_, names)| !names.is_empty())
             .map(|(what, names)| format!("{what} {}", some(names)))
             .collect();
         if said.is_empty() {
             return Ok(());
+        }
+        let theirs = source.hf_config().and_then(model_type);
+        if let Some(theirs) = theirs.filter(|theirs| *theirs != family) {
+            said.insert(0, format!("its config.json says {theirs}, the job's model is {family}"));
         }
         Err(Error::checkpoint(format!(
             "{} ({}) is of another model than the job's: {}; make train.model like its config.json",
@@ -139,7 +151,7 @@ fn moments(
     let Some(optimizer) = wanted.optimizer else { return Ok(false) };
     let (facts, roles) = (source.facts(), state_roles(optimizer));
     let any = stored.keys().any(|(role, _)| role.is_optimizer_state());
-    if roles.is_empty() || (!any && facts.step.unwrap_or(0) == 0) {
+    if roles.is_empty() || (!any && !is_training_state(facts)) {
         return Ok(any || (roles.is_empty() && facts.step.is_some()));
     }
     let (mut lost, mut frozen) = (Vec::new(), Vec::new());
@@ -163,13 +175,22 @@ fn moments(
             some(frozen)
         )),
         (lost, _) => refused(format!(
-            "it is the training state of step {} but lacks the optimizer's {} ({} in all); use another checkpoint, \
+            "it is the training state of step {} but lacks the optimizer's {} ({} in all){}; use another checkpoint, \
              or gather its weights (launch ckpt gather) and resume from those with a new optimizer",
             facts.step.map_or("unknown".into(), |s| s.to_string()),
             some(lost),
-            lost.len()
+            lost.len(),
+            facts.unread().map(|why| format!(": {why}")).unwrap_or_default()
         )),
     }
+}
+
+/// True when it was saved to go on from, whether or not everything for that is there.
+fn is_training_state(facts: &ForeignFacts) -> bool {
+    facts.step.unwrap_or(0) > 0
+        || facts.unread().is_some()
+        || !facts.scheduler.is_null()
+        || !facts.rng_files.is_empty()
 }
 
 /// A second name that is stored as a matrix of its own must hold the same values: the job ties them.

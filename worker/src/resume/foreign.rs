@@ -27,8 +27,9 @@ pub(super) fn load(
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
     let model = bound.trainer.model.clone();
+    let family = family_of(bound);
     let optimizer = Some(bound.trainer.optimizer.spec());
-    let wanted = Wanted { units: &units, ties: &ties, model: model.as_ref(), optimizer };
+    let wanted = Wanted { family: &family, units: &units, ties: &ties, model: model.as_ref(), optimizer };
     let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
@@ -61,7 +62,9 @@ pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &m
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
     let model = bound.trainer.model.clone();
-    let wanted = Wanted { units: &units, ties: &ties, model: model.as_ref(), optimizer: None };
+    let family = family_of(bound);
+    let wanted =
+        Wanted { family: &family, units: &units, ties: &ties, model: model.as_ref(), optimizer: None };
     let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
@@ -78,6 +81,11 @@ pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &m
         tell(Event::Notice { rank: None, message })?;
     }
     Ok(())
+}
+
+/// The job's `model_type`.
+fn family_of(bound: &ScheduleBound) -> String {
+    model_type(bound.trainer.model.hf_config()).unwrap_or_default().to_owned()
 }
 
 fn weights_alone(source: &Foreign) -> String {
@@ -188,7 +196,9 @@ fn differences(bound: &ScheduleBound, source: &Foreign, fit: &Fit, units: &[Unit
         }
     }
     out.extend(learning_rate(bound, theirs, step));
-    if let Some(position) = position(&facts.scheduler).filter(|p| *p != step) {
+    // Accelerate steps a scheduler once for each process, and its scripts make it for that
+    let each = facts.world.and_then(|world| step.checked_mul(world.into()));
+    if let Some(position) = position(&facts.scheduler).filter(|p| *p != step && Some(*p) != each) {
         out.push(format!(
             "the checkpoint's scheduler stands at {position}, its optimizer at {step}: the learning rate is that of train.schedule at step {step}"
         ));
