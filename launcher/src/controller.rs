@@ -14,6 +14,7 @@ mod prepare;
 mod requeue;
 mod signals;
 mod store;
+mod tensorboard;
 /// For the job file here; a hostfile's reader may use it too.
 pub(crate) mod watch;
 

@@ -220,10 +220,10 @@ impl Samples {
             });
             let eval = eval
                 .transpose()?
-                .map(|data| Ordered { order: Order::new(train.seed, data.len(), false), data });
+                .map(|data| Ordered { order: data.order(train.seed, false), data });
             let digest = data.digest().to_string();
             Ok(Samples {
-                train: Ordered { order: Order::new(train.seed, data.len(), spec.shuffle), data },
+                train: Ordered { order: data.order(train.seed, spec.shuffle), data },
                 eval,
                 digest,
             })

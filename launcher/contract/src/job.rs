@@ -17,6 +17,7 @@ mod scalar;
 mod sections;
 pub mod slurm;
 mod source;
+mod sources;
 pub mod train;
 mod tree;
 
@@ -34,6 +35,7 @@ pub use scalar::duration;
 pub use sections::is_reserved;
 pub use slurm::SlurmSpec;
 pub use source::SourceMap;
+pub use sources::{DataSource, Format, LossOn};
 pub use train::{
     BatchSpec, DataSpec, EvalSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
     ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,

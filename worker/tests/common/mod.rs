@@ -41,12 +41,23 @@ pub(crate) fn odd_model() -> ModelSpec {
     }
 }
 
+fn source(files: Vec<String>) -> DataSource {
+    DataSource {
+        name: String::new(),
+        weight: 1.0,
+        files,
+        format: Format::Text,
+        field: "text".into(),
+        loss_on: LossOn::All,
+    }
+}
+
 pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
     TrainSpec {
         model,
         data: DataSpec {
-            files: vec!["unused".into()],
-            field: "text".into(),
+            sources: vec![source(vec!["unused".into()])],
+            chat_template: None,
             tokenizer: Tokenizer::Bytes,
             seq_len,
             pack: true,

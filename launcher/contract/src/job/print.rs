@@ -1,10 +1,11 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Hosts, Interface, JobSpec,
-    KnownHosts, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
-    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec,
-    SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
+    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, Format, Hosts,
+    Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec,
+    Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec,
+    SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices,
+    scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -196,8 +197,20 @@ fn action_name(action: SignalAction) -> &'static str {
 fn train(y: &mut Yaml, t: &TrainSpec) {
     y.section("model", |y| model(y, &t.model));
     y.section("data", |y| {
-        y.key("files", texts(&t.data.files));
-        y.key("field", text(&t.data.field));
+        match &t.data.sources[..] {
+            [only] if only.name.is_empty() => source(y, only),
+            sources => y.section("mixture", |y| {
+                for s in sources {
+                    y.section(&s.name, |y| {
+                        source(y, s);
+                        y.key("weight", number(s.weight));
+                    });
+                }
+            }),
+        }
+        if let Some(path) = &t.data.chat_template {
+            y.key("chat_template", text(&path.to_string_lossy()));
+        }
         match &t.data.tokenizer {
             Tokenizer::Bytes => y.key("tokenizer", "bytes"),
             Tokenizer::File(path) => y.key("tokenizer", text(&path.to_string_lossy())),
@@ -241,6 +254,25 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
             y.key("samples", eval.samples);
         });
     }
+}
+
+fn source(y: &mut Yaml, s: &DataSource) {
+    y.key("files", texts(&s.files));
+    y.key(
+        "format",
+        match s.format {
+            Format::Text => "text",
+            Format::Chat => "chat",
+        },
+    );
+    y.key("field", text(&s.field));
+    y.key(
+        "loss_on",
+        match s.loss_on {
+            LossOn::All => "all",
+            LossOn::Assistant => "assistant",
+        },
+    );
 }
 
 fn model(y: &mut Yaml, m: &ModelSpec) {

@@ -1,5 +1,6 @@
 //! `train:` — what the built-in runtime trains.
 use super::{
+    DataSource,
     decode::{Decoder, Table},
     read::{Read, boolean, choice, expected, int, int32, list, number, text, word_or},
     sections::path,
@@ -66,10 +67,10 @@ impl ModelSpec {
 /// `data:` — text to samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSpec {
-    /// Files and globs, relative to the workdir.
-    pub files: Vec<String>,
-    /// For `.jsonl` files: the field that holds the text. Default `text`.
-    pub field: String,
+    /// Where text comes from, at least one; the only one of `data.files` has no name.
+    pub sources: Vec<DataSource>,
+    /// A Jinja template for chats, relative to the workdir. Default the tokenizer's own.
+    pub chat_template: Option<PathBuf>,
     pub tokenizer: Tokenizer,
     /// Tokens per sample that get a loss.
     pub seq_len: u32,
@@ -246,17 +247,9 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
 /// `from`: the folder that the model comes from, whose tokenizer is used unless another one is named.
 fn data(d: &mut Decoder, train: &Table<'_>, from: Option<&Path>) -> DataSpec {
     let t = d.section(train, "train.data");
-    let files = d.opt(&t, "train.data.files", files).unwrap_or_default();
-    if !d.map.is_given("train.data.files") {
-        d.refuse(
-            "train.data.files",
-            "`train.data.files` is missing: there is nothing to train on",
-            "name text files, for example `data: {files: [\"docs/**/*.md\"]}`",
-        );
-    }
     DataSpec {
-        files,
-        field: d.get(&t, "train.data.field", text),
+        sources: super::sources::sources(d, &t),
+        chat_template: d.opt(&t, "train.data.chat_template", path),
         tokenizer: tokenizer(d, &t, from),
         seq_len: d.get(&t, "train.data.seq_len", int32(1..=1 << 20)),
         pack: d.get(&t, "train.data.pack", boolean),
@@ -279,13 +272,6 @@ fn tokenizer(d: &mut Decoder, data: &Table<'_>, from: Option<&Path>) -> Tokenize
     });
     let default = || from.map_or(Tokenizer::Bytes, |folder| Tokenizer::File(folder.join("tokenizer.json")));
     given.unwrap_or_else(default)
-}
-
-/// At least one file or glob.
-fn files(node: &Node) -> Read<Vec<String>> {
-    let what = "a list of files and globs";
-    let files = list(what, text)(node)?;
-    if files.is_empty() { Err(expected(what, node)) } else { Ok(files) }
 }
 
 fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
