@@ -26,6 +26,9 @@ const JOBS: &[&str] = &[
      checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
     "train: {model: {from: './a b', dropout: 0}, data: {files: [a]}, steps: 0}",
     "train: {model: {family: gpt2, dropout: 0}, data: {files: [a]}}",
+    "train: {data: {mixture: {web: {files: ['w/*.parquet'], weight: 0.7}, talk: {files: [t.jsonl], format: chat, field: chat, loss_on: all}}, \
+     tokenizer: t.json, chat_template: 'a b.jinja'}}",
+    "train: {data: {files: [t.jsonl], format: chat}}",
     "train: {model: {from: m}, data: {files: [a], tokenizer: bytes}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
