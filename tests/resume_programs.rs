@@ -126,7 +126,7 @@ fn what_is_not_whole_or_not_the_job_s_is_refused() {
         &["train.model.family=llama"],
         &[
             "its config.json says qwen2, the job's model is llama",
-            "the job's model hasn't model.layers.0.self_attn.k_proj.bias",
+            "the job's model hasn't model.layers.0.self_attn.q_proj.bias",
         ],
     );
     refused("dcp", &[], &["train.model.family=llama"], &["the job's model hasn't"]);
