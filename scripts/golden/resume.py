@@ -264,8 +264,8 @@ def engine(family, stage, own):
     """DeepSpeed alone, with an optimizer of one's own."""
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo")
     own_reducing()
+    deepspeed.init_distributed(dist_backend="gloo")
     model, losses = build(family), []
     optimizer = own(model)
     config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_clipping=CLIP, zero_optimization=zero(stage), steps_per_print=10**9,

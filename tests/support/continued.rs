@@ -1,4 +1,5 @@
 //! Jobs of the built-in runtime that go on from what another program saved.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
 use super::{Place, Ran, files_below};
 use serde_json::Value;
 use std::{
