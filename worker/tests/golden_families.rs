@@ -294,8 +294,11 @@ fn gpt2_as_the_hub_has_it() {
             let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
             let mut bound = build(&spec, c, 1);
             let mut said = Vec::new();
-            let tell = &mut |event| Ok(said.push(format!("{event:?}")));
-            origin.load(&mut bound, tell).unwrap();
+            let mut tell = |event| {
+                said.push(format!("{event:?}"));
+                Ok(())
+            };
+            origin.load(&mut bound, &mut tell).unwrap();
             let config = bound.trainer.model.hf_config().clone();
             (steps(&mut bound.resumed(Cursor::default()), 2), said, config)
         })
@@ -320,8 +323,7 @@ fn gpt2_as_the_hub_has_it() {
 #[test]
 fn new_models_of_every_family() {
     for family in ["gpt2", "gemma2", "gemma3_text"] {
-        let tied = true;
-        let model = ModelSpec { family: family.into(), tie_word_embeddings: tied, ..odd_model() };
+        let model = ModelSpec { family: family.into(), tie_word_embeddings: true, ..odd_model() };
         let heads = ModelSpec { num_key_value_heads: 3, ..model.clone() };
         let model = if family == "gpt2" { heads } else { model };
         let run = |world, stage| {

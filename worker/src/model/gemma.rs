@@ -28,13 +28,11 @@ pub(super) const GEMMA3: Family = Family {
     architecture: "Gemma3ForCausalLM",
     build: |config, tokens| {
         let f = Fields::new(config);
-        let pattern = match f.opt_size("sliding_window_pattern")? {
-            Some(n) => n as usize,
-            None => f.opt_size("_sliding_window_pattern")?.unwrap_or(6) as usize,
-        };
+        let (old, new) = (f.opt_size("sliding_window_pattern")?, f.opt_size("_sliding_window_pattern")?);
+        let pattern = old.or(new).unwrap_or(6) as usize;
         let mut n = read(config, &f, pattern)?;
         // transformers reads this key and then computes without it
-        f.only("attn_logit_softcapping", &[])?;
+        f.only("attn_logit_softcapping", &[Value::Null])?;
         n.logit_cap = cap(config, &f, "final_logit_softcapping", None)?;
         n.qk_norm = true;
         f.finish()?;

@@ -68,8 +68,11 @@ pub(crate) fn tensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
     entries.collect()
 }
 
+/// A tensor's name, shape and values.
+pub(crate) type Shaped = (String, (Vec<u64>, Vec<f32>));
+
 /// The same with shapes, in the order of names.
-pub(crate) fn tensors_with_shapes(file: &[u8]) -> Vec<(String, (Vec<u64>, Vec<f32>))> {
+pub(crate) fn tensors_with_shapes(file: &[u8]) -> Vec<Shaped> {
     let n = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + n]).unwrap();
     let shape = |name: &str| header[name]["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap());
@@ -78,7 +81,7 @@ pub(crate) fn tensors_with_shapes(file: &[u8]) -> Vec<(String, (Vec<u64>, Vec<f3
 }
 
 /// A file of these tensors.
-pub(crate) fn safetensors(all: &[(String, (Vec<u64>, Vec<f32>))]) -> Vec<u8> {
+pub(crate) fn safetensors(all: &[Shaped]) -> Vec<u8> {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
     for (name, (shape, values)) in all {
         let from = data.len();
