@@ -2,7 +2,7 @@
 //! `streamed-rank-N.log` beside the logs. The logs themselves, which have all of it, lie on the ranks' hosts.
 use contract::ids::Rank;
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     fs::{File, OpenOptions},
     io::{self, Write},
     path::{Path, PathBuf},
@@ -49,19 +49,18 @@ impl Copies {
         if !self.elsewhere.get(rank as usize).copied().unwrap_or(false) {
             return None;
         }
-        if !self.files.contains_key(&rank) {
-            if self.files.len() >= MOST_OPEN {
-                return None;
-            }
-            match open(&self.directory, rank) {
-                Ok(copy) => _ = self.files.insert(rank, copy),
+        let full = self.files.len() >= MOST_OPEN;
+        let copy = match self.files.entry(rank) {
+            Entry::Occupied(copy) => copy.into_mut(),
+            Entry::Vacant(_) if full => return None,
+            Entry::Vacant(place) => match open(&self.directory, rank) {
+                Ok(copy) => place.insert(copy),
                 Err(error) => {
-                    self.files.insert(rank, Copy::Closed);
+                    place.insert(Copy::Closed);
                     return Some(failed(rank, &error));
                 }
-            }
-        }
-        let copy = self.files.get_mut(&rank)?;
+            },
+        };
         let Copy::Open { file, size } = copy else { return None };
         *size += text.len() as u64 + 1;
         let full = *size > self.max_size;
