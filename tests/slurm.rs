@@ -317,33 +317,7 @@ fn a_failure_ends_every_node_and_is_named() {
     c.said(&job, "srun");
     c.nothing_left();
 
-    // An agent is killed: its guard ends what its workers left behind, while the job goes on elsewhere.
-    let script = "setsid sleep 1000 & echo $! > left.$(hostname); echo up > up.$RANK.$TORCHELASTIC_RESTART_COUNT; exec sleep 1000";
-    c.program("{nodes: 3, requeues: 0}", "grace: 5s\n  restarts: 1\n  min_hosts: 2", script);
-    let job = c.ok("h0", "./launch sbatch job.yaml");
-    let up = || (0..3).all(|rank| c.shared(&format!("up.{rank}.0")).exists()).then_some(());
-    await_that("the start", || c.told(&job), up);
-    let left = c.read("left.h2");
-    c.ok("h2", &format!("kill -0 {left}"));
-    c.ok("h2", "kill -KILL $(pgrep -x launch-agent | while read p; do grep -qz SLURMD_NODENAME=h2 /proc/$p/environ && echo $p; done)");
-    await_that(
-        "the end of what was left",
-        || c.told(&job),
-        || (!c.on("h2", &format!("kill -0 {left}")).status.success()).then_some(()),
-    );
-    let again = || (0..2).all(|rank| c.shared(&format!("up.{rank}.1")).exists()).then_some(());
-    await_that("the next start", || c.told(&job), again);
-    assert_eq!(c.field(&job, "JobState"), "RUNNING", "{}", c.told(&job));
-    c.ok("h0", &format!("scancel {job}"));
-    c.ended(&job, "CANCELLED");
-    c.nothing_left();
-
     // scancel: the program gets SIGTERM, and all is gone
-    c.program(
-        "{nodes: 3, requeues: 0}",
-        "grace: 5s",
-        "setsid sleep 1000 & echo up > up.$RANK; exec sleep 1000",
-    );
     let job = begin(&c);
     c.ok("h0", &format!("scancel {job}"));
     c.ended(&job, "CANCELLED");

@@ -1,6 +1,6 @@
 //! The agent's guard on another host. Should the agent be killed, nobody there would end the descendants of its workers that
-//! went into sessions of their own: its workers die with it, but their children don't. So the process that sshd or Slurm started
-//! is a guard that does nothing but wait for the agent, its child, and then ends whatever was left to it. On the controller's own
+//! went into sessions of their own: its workers die with it, but their children don't. So the process that sshd started is a
+//! guard that does nothing but wait for the agent, its child, and then ends whatever was left to it. On the controller's own
 //! machine the controller does that.
 use super::{
     descendants::kill_descendants,
@@ -72,7 +72,7 @@ fn sweep() {
     }
 }
 
-/// The agent's exit code; where a signal ended it, this process ends by the same one, so that sshd or Slurm tells which.
+/// The agent's exit code; where a signal ended it, this process ends by the same one, so that sshd tells which.
 fn as_code(ended: WaitStatus) -> u8 {
     match ended {
         WaitStatus::Exited(_, code) => code as u8,
