@@ -3,6 +3,7 @@
 //! `core` decides, `driver` does: agents are started by a transport and spoken to over links, events go to the journal
 //! and to the report. `prepare` makes each start's plan and has its rendezvous bound.
 mod cause;
+mod copies;
 mod core;
 mod driver;
 mod introduce;
@@ -40,6 +41,8 @@ pub struct HostTarget {
     pub name: String,
     /// Workers that it was promised to have room for.
     pub slots: Option<u32>,
+    /// The numbers of those slots, where a filter picked them.
+    pub picked: Option<Vec<u32>>,
     /// It is this machine.
     pub local: bool,
 }

@@ -5,6 +5,7 @@ mod check;
 pub mod checkpoint;
 pub mod cluster;
 mod decode;
+mod document;
 mod hosts;
 mod keys;
 mod load;
@@ -27,8 +28,10 @@ pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
 pub use cluster::{
     ClusterSpec, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec, StoreHost,
 };
+pub use document::{Document, Item, ItemValue, Syntax};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
+pub use print::quoted;
 pub use reload::{Reload, ReloadTrain, Reloaded, compare};
 pub use run::{Bind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
 pub use scalar::duration;

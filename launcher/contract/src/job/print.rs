@@ -393,7 +393,11 @@ fn slurm(y: &mut Yaml, s: &SlurmSpec) {
     y.key("bcast", s.bcast);
 }
 
-/// Plain where nothing else could be meant, else in double quotes.
+/// Text as a YAML scalar: plain where nothing else could be meant, else in double quotes.
+pub fn quoted(plain: &str) -> String {
+    text(plain)
+}
+
 fn text(text: &str) -> String {
     let simple = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/' | '-');
     let plain = text.starts_with(|c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/'))
