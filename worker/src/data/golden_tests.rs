@@ -132,7 +132,7 @@ fn wrong_messages_are_named() {
         ("[\"a\"]", "message 1 has no `role`"),
         (r#"[{"role":"user","content":"a"},{"content":"b"}]"#, "message 2 has no `role`"),
         (r#"[{"role":"user","content":"a"}]"#, "the assistant says nothing"),
-        (r#"[{"role":"assistant","content":"a\udb9d\udca1"}]"#, "stands for a mark"),
+        (r#"[{"role":"assistant","content":"a\udb9c\udca1"}]"#, "stands for a mark"),
         (r#"[{"role":"assistant"}]"#, "the chat template's line"),
     ] {
         let why = write(messages).unwrap_err();
