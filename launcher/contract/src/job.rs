@@ -19,6 +19,7 @@ pub mod slurm;
 mod source;
 pub mod train;
 mod tree;
+pub mod tune;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +39,7 @@ pub use train::{
     BatchSpec, DataSpec, EvalSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
     ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
 };
+pub use tune::GroupSpec;
 
 /// A whole job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
