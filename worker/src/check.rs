@@ -3,10 +3,11 @@ use crate::{
     data::{self, DataError},
     life::STAGING,
     model::{self, Model},
-    optim::{no_decay_set, state_vectors},
+    optim::state_vectors,
     params::Unit,
     stages::resolve,
     train::workspace::Workspace,
+    trained::{self, first_backward},
     zero::{Policy, Slots, fold::buffers, partition::Partition, pool::PoolPlan},
 };
 use contract::{
@@ -53,17 +54,25 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
     let named = train.model.at(dir);
     let spec = match resolve(&named, vocab, train.data.seq_len) {
         Ok(spec) => spec,
-        Err(e) => return v.problems.push(finding("train.model", e.message, None)),
+        Err(f) => return v.problems.push(finding(f.key, f.message, None)),
     };
-    let model = match model::build(&spec, train.data.seq_len) {
+    let mut model = match model::build(&spec, train.data.seq_len) {
         Ok(model) => model,
-        Err(e) => return v.problems.push(finding("train.model", e, None)),
+        Err(e) => {
+            let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
+            return v.problems.push(finding(key, e, None));
+        }
     };
-    let units = model.units();
-    v.parameters = units.iter().map(|u| u.len() as u64).sum();
-    if let Err(e) = no_decay_set(&train.optimizer.no_decay, &units) {
-        v.problems.push(finding("train.optimizer.no_decay", e, None));
-    }
+    let units = match trained::units(model.as_mut(), train) {
+        Ok(units) => units,
+        Err(faults) => {
+            let findings = faults.into_iter().map(|f| finding(f.key, f.message, None));
+            return v.problems.extend(findings);
+        }
+    };
+    v.parameters = units.iter().map(|u| u.trained_len() as u64).sum();
+    let faults = trained::groups(&train.optimizer, &units, &model.ties()).err().unwrap_or_default();
+    v.problems.extend(faults.into_iter().map(|f| finding(f.key, f.message, None)));
     if facts.is_err() {
         return;
     }
@@ -106,7 +115,9 @@ impl Memory<'_> {
     fn estimate(&self, rank: u32) -> MemoryEstimate {
         let policy = Policy::of_stage(self.train.zero.stage);
         let own: u64 = self.own_lengths(rank as usize).iter().sum::<usize>() as u64;
+        let own_trained: u64 = self.own_trained(rank as usize).iter().sum::<usize>() as u64;
         let all: u64 = self.units.iter().map(|u| u.len() as u64).sum();
+        let all_trained: u64 = self.units.iter().map(|u| u.trained_len() as u64).sum();
         let states = {
             let (first, second) = state_vectors(&self.train.optimizer);
             u64::from(first) + u64::from(second)
@@ -114,19 +125,21 @@ impl Memory<'_> {
         let (b, t) = (self.train.batch.micro as usize, self.train.data.seq_len as usize);
         let layers = self.units.len() - 2;
         let resident = if policy.shard_parameters { own } else { all };
-        let updated = if policy.shard_optimizer { own } else { all };
+        let updated = if policy.shard_optimizer { own_trained } else { all_trained };
         let (gathered, gradients) = self.moving(policy, rank as usize);
-        let copies = if self.job.checkpoint.r#async { 4 * own * (1 + states) } else { 0 };
+        let saved = 4 * (own + own_trained * states);
+        let copies = if self.job.checkpoint.r#async { saved } else { 0 };
+        let first = first_backward(self.units);
         let mut parts = vec![
             ("parameters".to_string(), 4 * resident),
             ("optimizer states".into(), 4 * updated * states),
             ("gathered parameters".into(), 4 * gathered),
             ("gradients".into(), 4 * gradients),
-            ("activations".into(), Workspace::bytes(self.model, layers, b, t, self.train.recompute)),
+            ("activations".into(), Workspace::bytes(self.model, layers, b, t, self.train.recompute, first)),
             ("operator scratch".into(), self.scratch()),
             ("collectives' staging".into(), self.staging()),
             ("checkpoint copy (async)".into(), copies),
-            ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(4 * own * (1 + states))),
+            ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
             ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
             ("process".into(), PROCESS),
         ];
@@ -139,11 +152,18 @@ impl Memory<'_> {
         self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
     }
 
+    /// Elements of gradients that the rank owns, by unit.
+    fn own_trained(&self, rank: usize) -> Vec<usize> {
+        let of = |u: &Unit| u.trained_range(Partition::new(u, self.world).range(rank)).len();
+        self.units.iter().map(of).collect()
+    }
+
     /// Elements of gathered parameters and of gradients at their peak, by the decisions that the engine's pools take.
     fn moving(&self, policy: Policy, rank: usize) -> (u64, u64) {
         let slots = (self.train.batch.global / self.train.batch.micro) as usize;
-        let whole: usize = self.units.iter().map(Unit::len).sum();
-        let own: usize = self.own_lengths(rank).iter().sum();
+        let whole: usize = self.units.iter().map(Unit::trained_len).sum();
+        let own: usize = self.own_trained(rank).iter().sum();
+        let trained = self.units.iter().filter(|u| u.any_trained());
         if !policy.shard_gradients || self.world == 1 {
             let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
@@ -154,12 +174,14 @@ impl Memory<'_> {
                 (_, false) => own,
                 (_, true) => 2 * own,
             };
-            return (0, (whole * buffers(mine, true) + finished) as u64);
+            // What a backward writes of a unit that is frozen in part, before its trained tensors are put together.
+            let mixed = trained.filter(|u| !u.all_trained()).map(Unit::len).max().unwrap_or(0);
+            return (0, (whole * buffers(mine, true) + finished + mixed) as u64);
         }
         // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
         let mut pool = PoolPlan::default();
         let mut in_flight = std::collections::VecDeque::new();
-        for u in self.units.iter().rev() {
+        for u in trained.rev() {
             in_flight.push_back(pool.take(u.len()));
             if in_flight.len() > 1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT {
                 pool.give(in_flight.pop_front().unwrap_or(0));
@@ -175,7 +197,8 @@ impl Memory<'_> {
         }
         let head = self.units.len() - 1;
         let tied = self.model.tied();
-        let order: Vec<usize> = (0..=head).chain(tied.then_some(0)).chain((1..head).rev()).collect();
+        let first = first_backward(self.units) + 1;
+        let order: Vec<usize> = (0..=head).chain(tied.then_some(0)).chain((first..head).rev()).collect();
         let mut pool = PoolPlan::default();
         let mut held = std::collections::VecDeque::new();
         let ahead = self.train.zero.prefetch as usize;

@@ -91,7 +91,7 @@ pub struct HeadGrads<'a> {
     pub dx: ViewMut<'a>,
     /// The head unit's gradient, flat.
     pub head: ViewMut<'a>,
-    /// The embedding unit's gradient, flat; given exactly when [`Model::tied`].
+    /// The embedding unit's gradient, flat; given when [`Model::tied`] and the embedding is trained.
     pub embedding: Option<ViewMut<'a>>,
     /// Factor of dlogits.
     pub scale: f32,
@@ -110,6 +110,8 @@ pub struct Tie {
 pub trait Model: Send + Sync {
     /// Embedding, layers, head.
     fn units(&self) -> Vec<Unit>;
+    /// Says which parameters of its units are trained. Gradients of the others needn't be written: they are not read.
+    fn train(&mut self, _units: &[Unit]) {}
     /// Width of the residual stream.
     fn hidden(&self) -> usize;
     /// Number of tokens known.

@@ -12,6 +12,8 @@ pub enum Init {
     Ones,
     /// All zeros.
     Zeros,
+    /// Uniform between minus this and this.
+    Uniform(f32),
 }
 
 /// One logical tensor.
@@ -45,6 +47,8 @@ pub struct Unit {
     /// In the order of the flat vector.
     pub params: Vec<ParamSpec>,
     offsets: Vec<usize>,
+    /// Of each tensor: is it trained?
+    trained: Vec<bool>,
 }
 
 impl Unit {
@@ -57,7 +61,72 @@ impl Unit {
             at += p.len();
             offsets.push(at);
         }
-        Unit { name: name.into(), params, offsets }
+        let trained = vec![true; params.len()];
+        Unit { name: name.into(), params, offsets, trained }
+    }
+
+    /// Decides by name which tensors are trained. Gradients and optimizer states are then vectors of the trained tensors
+    /// alone, one after the other in the order of the flat vector: the *trained* vector of the unit.
+    pub fn train_where(&mut self, trained: impl Fn(&str) -> bool) {
+        self.trained = self.params.iter().map(|p| trained(&p.name)).collect();
+    }
+
+    /// Is tensor `i` trained?
+    pub fn is_trained(&self, i: usize) -> bool {
+        self.trained[i]
+    }
+
+    /// Is any tensor?
+    pub fn any_trained(&self) -> bool {
+        self.trained.contains(&true)
+    }
+
+    /// Are all?
+    pub fn all_trained(&self) -> bool {
+        !self.trained.contains(&false)
+    }
+
+    /// Is any tensor in this range of the flat vector?
+    pub fn trains(&self, flat: std::ops::Range<usize>) -> bool {
+        self.segments(flat).iter().any(|s| self.trained[s.param])
+    }
+
+    /// Elements of the trained vector that lie before `flat` of the flat vector.
+    pub fn trained_before(&self, flat: usize) -> usize {
+        let all = self.trained_segments(0..flat);
+        all.iter().map(|s| s.flat.len()).sum()
+    }
+
+    /// Elements of the trained vector.
+    pub fn trained_len(&self) -> usize {
+        self.trained_before(self.len())
+    }
+
+    /// The range of the trained vector that a range of the flat vector holds.
+    pub fn trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        self.trained_before(flat.start)..self.trained_before(flat.end)
+    }
+
+    /// As [`Unit::segments`], without those that are frozen.
+    pub fn trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
+        let mut all = self.segments(flat);
+        all.retain(|s| self.trained[s.param]);
+        all
+    }
+
+    /// The tensors that are trained.
+    pub fn trained_params(&self) -> impl Iterator<Item = &ParamSpec> + Clone {
+        self.params.iter().zip(&self.trained).filter(|(_, trained)| **trained).map(|(p, _)| p)
+    }
+
+    /// Moves what a whole vector holds of the trained tensors to its front.
+    pub fn pack_trained(&self, whole: &mut [f32]) {
+        let mut at = 0;
+        for s in self.trained_segments(0..self.len()) {
+            let len = s.flat.len();
+            whole.copy_within(s.flat, at);
+            at += len;
+        }
     }
 
     /// Elements of the flat vector.

@@ -21,6 +21,7 @@ mod source;
 mod sources;
 pub mod train;
 mod tree;
+pub mod tune;
 
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +44,7 @@ pub use train::{
     BatchSpec, DataSpec, EvalSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
     ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
 };
+pub use tune::GroupSpec;
 
 /// A whole job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -30,6 +30,11 @@ const JOBS: &[&str] = &[
      tokenizer: t.json, chat_template: 'a b.jinja'}}",
     "train: {data: {files: [t.jsonl], format: chat}}",
     "train: {model: {from: m}, data: {files: [a], tokenizer: bytes}}",
+    "train: {model: {from: m}, data: {files: [a]}, optimizer: {name: lion}}",
+    "train: {data: {files: [a]}, optimizer: {name: sgd, momentum: 0.5, groups: [{match: [a], momentum: 0.25}]}}",
+    "train: {data: {files: [a]}, train_only: [x, '*y']}",
+    "train: {data: {files: [a]}, freeze: ['model.embed*', b], \
+     optimizer: {groups: [{match: ['*norm*', x], lr: 1e-5, betas: [0.5, 0.25]}, {match: [y], lr_scale: 0, weight_decay: 1, eps: 1e-3}]}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
 

@@ -91,6 +91,16 @@ pub struct Sgd {
     pub grad_scale: f32,
 }
 
+/// Numbers of one Lion update (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023; decoupled decay).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lion {
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub weight_decay: f64,
+    pub grad_scale: f32,
+}
+
 /// The label of a position without a loss.
 pub const IGNORE: u32 = u32::MAX;
 
@@ -334,11 +344,14 @@ pub trait Ops: Send + Sync {
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW);
     /// One SGD update of a flat range; `momentum_buffer` is empty when momentum is 0.
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd);
+    /// One Lion update of a flat range.
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion);
 }
 
 /// Outputs of [`Ops::classifier`]'s backward.
 pub struct ClassifierGrads<'a> {
     pub dx: ViewMut<'a>,
+    /// Empty: not wanted.
     pub dw: ViewMut<'a>,
     pub dw_write: Write,
     pub scale: f32,

@@ -444,6 +444,10 @@ fn classifier() {
                     ClassifierGrads { dx: (&mut dx[..]).into(), dw: (&mut dw[..]).into(), dw_write, scale };
                 cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
                 assert_eq!(loss, again);
+                let (mut alone, dw_none) = (r.vec(m * d), (&mut [][..]).into());
+                let grads = ClassifierGrads { dx: (&mut alone[..]).into(), dw: dw_none, dw_write, scale };
+                cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
+                assert_eq!(dx, alone, "{what}: the same without the weights' gradient");
                 if dw_write == Write::Add {
                     dw.iter_mut().for_each(|x| *x -= 0.25);
                 }

@@ -218,6 +218,18 @@ pub(super) struct Decoder {
     spans: Spans,
     /// Elements of a layer's matrices.
     matrices: usize,
+    /// Of each layer, and of the head's matrix: is its gradient wanted?
+    wanted: Vec<Wanted>,
+    head_wanted: bool,
+}
+
+/// Which matrices of a layer have a trained part; the gradients of the others are not computed.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted {
+    pub(super) qkv: bool,
+    pub(super) o: bool,
+    pub(super) gate_up: bool,
+    pub(super) down: bool,
 }
 
 /// `tokens`: the longest sequence.
@@ -226,7 +238,17 @@ pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> B
     let sliding_tables = n.sliding_rope.map(|rope| Tables::new(&rope, tokens, n.head_dim));
     let (unit, spans) = layer_unit(&n, 0);
     let matrices = unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
-    Box::new(Decoder { n, config: config.clone(), tables, sliding_tables, spans, matrices })
+    let wanted = vec![Wanted { qkv: true, o: true, gate_up: true, down: true }; n.layers];
+    Box::new(Decoder {
+        n,
+        config: config.clone(),
+        tables,
+        sliding_tables,
+        spans,
+        matrices,
+        wanted,
+        head_wanted: true,
+    })
 }
 
 impl Decoder {
@@ -278,6 +300,20 @@ impl Model for Decoder {
             .chain(layers)
             .chain(std::iter::once(Unit::new("head", head)))
             .collect()
+    }
+
+    fn train(&mut self, units: &[Unit]) {
+        let s = &self.spans;
+        let wanted = |u: &Unit| Wanted {
+            qkv: u.trains(s.qkv.clone()),
+            o: u.trains(s.o.clone()),
+            gate_up: u.trains(s.gate_up.clone()),
+            down: u.trains(s.down.clone()),
+        };
+        let layers = 1..units.len() - 1;
+        self.wanted = units[layers].iter().map(wanted).collect();
+        let matrix = if self.tied() { units.first() } else { units.last() };
+        self.head_wanted = matrix.is_some_and(|u| u.is_trained(u.params.len() - 1));
     }
 
     fn hidden(&self) -> usize {
@@ -417,6 +453,8 @@ impl Model for Decoder {
         let (mut dw_norm, rest) = g.head.split_at(d);
         dw_norm.reborrow().host().fill(0.0);
         let dw = g.embedding.unwrap_or(rest);
+        // empty: not wanted
+        let dw = if self.head_wanted { dw } else { dw.slice(0..0) };
         let out = ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: Write::Set, scale: g.scale };
         ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, Some(out));
         ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.as_view(), m, d, Write::Set);

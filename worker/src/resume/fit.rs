@@ -8,7 +8,7 @@ use crate::{
 use ckpt::{Foreign, ForeignFacts, Request, Role, Source, TensorInfo};
 use contract::job::OptimizerSpec;
 use serde_json::{Map, Value};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Names listed in one message.
 const SHOWN: usize = 4;
@@ -22,6 +22,8 @@ pub(super) struct Fit {
     pub(super) renamed: HashMap<String, String>,
     /// The optimizer's states are there; otherwise only weights are.
     pub(super) moments: bool,
+    /// Trained parameters that are frozen there: their states begin anew.
+    pub(super) anew: HashSet<String>,
     /// Buffers that the job's model has no place for.
     pub(super) unused: Vec<String>,
     /// Second names that are stored as well, with the name each must be equal to.
@@ -54,7 +56,13 @@ pub(super) fn fit(source: &Foreign, wanted: &Wanted<'_>) -> Result<Fit> {
     let tensors = source.tensors();
     let stored: HashMap<(Role, &str), &TensorInfo> =
         tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect();
-    let mut fit = Fit { renamed: HashMap::new(), moments: false, unused: Vec::new(), aliases: Vec::new() };
+    let mut fit = Fit {
+        renamed: HashMap::new(),
+        moments: false,
+        anew: HashSet::new(),
+        unused: Vec::new(),
+        aliases: Vec::new(),
+    };
     let mut wrong = Wrong::default();
     let mut used = BTreeSet::new();
     for param in wanted.units.iter().flat_map(|u| &u.params) {
@@ -80,7 +88,7 @@ pub(super) fn fit(source: &Foreign, wanted: &Wanted<'_>) -> Result<Fit> {
     }
     wrong.refuse(source, wanted.family)?;
     fit.unused.extend(tensors.iter().filter(|t| t.role == Role::Buffer).map(|t| t.name.clone()));
-    fit.moments = moments(source, wanted, &fit.renamed, &stored)?;
+    (fit.moments, fit.anew) = moments(source, wanted, &fit.renamed, &stored)?;
     Ok(fit)
 }
 
@@ -141,48 +149,54 @@ impl Wrong {
     }
 }
 
-/// Are the optimizer's states there? Neither all nor none is an error, and so is a training state without any.
+/// Are the optimizer's states there, and of which trained parameters aren't they, because they are frozen there? Any other
+/// gap is an error, and so is a training state without any.
 fn moments(
     source: &Foreign,
     wanted: &Wanted<'_>,
     renamed: &HashMap<String, String>,
     stored: &HashMap<(Role, &str), &TensorInfo>,
-) -> Result<bool> {
-    let Some(optimizer) = wanted.optimizer else { return Ok(false) };
+) -> Result<(bool, HashSet<String>)> {
+    let none = HashSet::new();
+    let Some(optimizer) = wanted.optimizer else { return Ok((false, none)) };
     let (facts, roles) = (source.facts(), state_roles(optimizer));
     let any = stored.keys().any(|(role, _)| role.is_optimizer_state());
     if roles.is_empty() || (!any && !is_training_state(facts)) {
-        return Ok(any || (roles.is_empty() && facts.step.is_some()));
+        return Ok((any || (roles.is_empty() && facts.step.is_some()), none));
     }
-    let (mut lost, mut frozen) = (Vec::new(), Vec::new());
-    for param in wanted.units.iter().flat_map(|u| &u.params) {
+    let (mut lost, mut frozen) = (Vec::new(), HashSet::new());
+    for param in wanted.units.iter().flat_map(Unit::trained_params) {
         let there = renamed.get(&param.name).unwrap_or(&param.name);
         let shape: Vec<u64> = param.shape.iter().map(|&n| n as u64).collect();
         let has = |role: &Role| stored.get(&(*role, there.as_str())).is_some_and(|t| t.shape == shape);
         match roles.iter().find(|role| !has(role)) {
-            Some(_) if facts.frozen.contains(there) => frozen.push(param.name.as_str()),
+            Some(_) if facts.frozen.contains(there) => {
+                frozen.insert(param.name.clone());
+            }
             Some(role) => lost.push(format!("{role} of {}", param.name)),
             None => {}
         }
     }
     let refused = |why: String| Err(Error::checkpoint(format!("{}: {why}", source.path().display())));
-    match (lost.as_slice(), frozen.as_slice()) {
-        ([], []) => Ok(true),
-        ([], frozen) => refused(format!(
-            "{} weights are frozen in it ({}), and this version trains every weight; to train them all from here on, \
-             gather the weights (launch ckpt gather) and resume from those",
-            frozen.len(),
-            some(frozen)
-        )),
-        (lost, _) => refused(format!(
+    if !lost.is_empty() {
+        return refused(format!(
             "it is the training state of step {} but lacks the optimizer's {} ({} in all){}; use another checkpoint, \
              or gather its weights (launch ckpt gather) and resume from those with a new optimizer",
             facts.step.map_or("unknown".into(), |s| s.to_string()),
-            some(lost),
+            some(&lost),
             lost.len(),
             facts.unread().map(|why| format!(": {why}")).unwrap_or_default()
-        )),
+        ));
     }
+    if let Some(other) = stored.keys().map(|(r, _)| *r).find(|r| r.is_optimizer_state() && !roles.contains(r))
+    {
+        return refused(format!(
+            "it holds {other}, which {:?} has not: another optimizer wrote it; use that one, or gather its weights \
+             (launch ckpt gather) and resume from those",
+            optimizer.name
+        ));
+    }
+    Ok((true, frozen))
 }
 
 /// True when it was saved to go on from, whether or not everything for that is there.

@@ -1,5 +1,5 @@
 //! Going on from a checkpoint that another program wrote: the training state where it is whole, or weights alone.
-use super::{Resumed, Tell, agree_on_damage, fit::*};
+use super::{Resumed, Tell, agree_on_damage, fit::*, frozen_otherwise};
 use crate::{
     agree::agree,
     error::{Error, Result},
@@ -39,13 +39,14 @@ pub(super) fn load(
         true => cursor(bound, source, &fit, &units)?,
         false => (Cursor::default(), vec![weights_alone(source)]),
     };
-    let reading = Reading { source, renamed: &fit.renamed, states: fit.moments };
+    let reading = Reading { source, renamed: &fit.renamed, states: fit.moments, anew: &fit.anew };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(e);
     }
     spread(bound)?;
     if fit.moments {
+        notices.extend(frozen_otherwise(&units, &source.tensors(), &fit.anew));
         notices.extend(differences(bound, source, &fit, &units, cursor.step));
     }
     notices.extend(left_out(source, &fit));
@@ -69,7 +70,7 @@ pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &m
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
     agree(bound.trainer.engine.queue(), aliases)?;
-    let reading = Reading { source, renamed: &fit.renamed, states: false };
+    let reading = Reading { source, renamed: &fit.renamed, states: false, anew: &fit.anew };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(e);
@@ -128,8 +129,9 @@ fn cursor(
             source.path().display()
         )));
     };
-    let late: HashMap<String, u64> =
+    let mut late: HashMap<String, u64> =
         names().filter_map(|n| Some((n.to_owned(), step - own(n)?))).filter(|(_, late)| *late > 0).collect();
+    late.retain(|name, _| !fit.anew.contains(name));
     let mut notices = Vec::new();
     if !late.is_empty() {
         notices.push(format!(
@@ -137,6 +139,7 @@ fn cursor(
             late.len()
         ));
     }
+    late.extend(fit.anew.iter().map(|name| (name.clone(), step)));
     bound.trainer.optimizer.set_late(units, &late);
     let batch = bound.trainer.global_batch();
     let by_steps = || {

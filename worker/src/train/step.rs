@@ -139,15 +139,25 @@ impl Trainer {
     /// Units in the order of their fetches in one round.
     fn pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.head_unit(), self.model.tied());
+        let lowest = self.lowest_trained();
         let mut order: Vec<usize> = (0..head).collect();
         order.push(head);
         if tied {
             order.push(0);
         }
         if backward {
-            order.extend((1..head).rev());
+            order.extend((lowest.max(1)..head).rev());
         }
         order
+    }
+
+    /// The first unit with a trained tensor: below it nothing needs a gradient.
+    fn lowest_trained(&self) -> usize {
+        self.engine.shards.iter().position(|s| s.unit.any_trained()).unwrap_or(0)
+    }
+
+    fn trains(&self, u: usize) -> bool {
+        self.engine.shards[u].unit.any_trained()
     }
 
     /// Tokens to the head's input. Without `compute` only the collectives take place.
@@ -171,7 +181,7 @@ impl Trainer {
 
     fn layer_forward(&mut self, l: usize, held: &Held, output: bool) {
         let w = &mut self.work;
-        let saved = l.min(w.saved.len() - 1);
+        let saved = w.saved_index(l);
         let (before, after) = w.x.split_at_mut(l + 1);
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, before[l].view());
         let y = output.then(|| after[0].view_mut());
@@ -191,10 +201,11 @@ impl Trainer {
         let head = self.head_unit();
         let tied = self.model.tied();
         let mut head_grad = compute.then(|| self.engine.gradient(head));
-        let mut embedding_grad = (compute && tied).then(|| self.engine.gradient(0));
+        let mut embedding_grad = (compute && tied && self.trains(0)).then(|| self.engine.gradient(0));
         self.head(head_grad.as_mut().map(|h| (h, embedding_grad.as_mut())), compute)?;
         self.engine.reduce(head, round, head_grad)?;
-        for l in (0..self.layers()).rev() {
+        let lowest = self.lowest_trained();
+        for l in (lowest.max(1) - 1..self.layers()).rev() {
             let held = self.engine.fetch(l + 1)?;
             let mut grad = compute.then(|| self.engine.gradient(l + 1));
             if let Some(g) = &mut grad {
@@ -205,6 +216,9 @@ impl Trainer {
             }
             self.engine.release(held);
             self.engine.reduce(l + 1, round, grad)?;
+        }
+        if lowest > 0 {
+            return Ok(());
         }
         let embedding_grad = compute.then(|| self.embedding_backward(embedding_grad));
         Ok(self.engine.reduce(0, round, embedding_grad)?)
@@ -225,7 +239,7 @@ impl Trainer {
 
     fn layer_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) {
         let w = &mut self.work;
-        let saved = l.min(w.saved.len() - 1);
+        let saved = w.saved_index(l);
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.x[l].view());
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
         self.engine.with_params(held, |params| {
@@ -342,6 +356,9 @@ impl Trainer {
     }
 
     fn update_unit(&mut self, u: usize, own: Buf, facts: StepFacts) -> Result<()> {
+        if !self.trains(u) {
+            return Ok(());
+        }
         let replicated = !self.engine.policy.shard_optimizer;
         let grad = if replicated { self.engine.gather_gradient(u, own)? } else { own };
         let base = self.engine.resident(u).start;
@@ -363,8 +380,10 @@ impl Trainer {
         let mut bytes = Vec::new();
         for (u, g) in own.iter().enumerate() {
             let range = self.engine.own(u);
-            for seg in self.engine.shards[u].unit.segments(range.clone()) {
-                let part = g.view().slice(seg.flat.start - range.start..seg.flat.end - range.start);
+            let (unit, mut at) = (&self.engine.shards[u].unit, 0);
+            for seg in unit.trained_segments(range) {
+                let part = g.view().slice(at..at + seg.flat.len());
+                at += seg.flat.len();
                 let mut blocks = vec![0.0; part.len().div_ceil(device::ops::NORM_BLOCK)];
                 self.ops.norm_blocks(&mut blocks, part);
                 bytes.extend(blocks.iter().flat_map(|s| s.to_le_bytes()));
@@ -380,7 +399,7 @@ impl Trainer {
         let mut all = Vec::new();
         for s in self.engine.shards.iter() {
             for (rank, reader) in readers.iter_mut().enumerate() {
-                let segments = s.unit.segments(s.part.range(rank));
+                let segments = s.unit.trained_segments(s.part.range(rank));
                 let blocks: usize =
                     segments.iter().map(|g| g.flat.len().div_ceil(device::ops::NORM_BLOCK)).sum();
                 for _ in 0..blocks {

@@ -26,6 +26,8 @@ pub struct Shard {
     pub unit: Unit,
     /// Who owns what.
     pub part: Partition,
+    /// Elements per rank of vectors of the trained tensors alone: gradients, optimizer states.
+    trained: Vec<usize>,
     /// The owned part, or everything (policy).
     params: RwLock<Buf>,
     /// Partial sums of gradients: of the owned part, or of everything (policy).
@@ -84,8 +86,10 @@ impl Engine {
             let part = Partition::new(&unit, world);
             let own = part.range(rank).len();
             let params = Buf::zeroed(if policy.shard_parameters { own } else { unit.len() });
-            let grads = FoldStack::new(if policy.shard_gradients { own } else { unit.len() });
-            Shard { unit, part, params: RwLock::new(params), grads: Mutex::new(grads) }
+            let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
+            let summed = if policy.shard_gradients { trained[rank] } else { unit.trained_len() };
+            let (params, grads) = (RwLock::new(params), Mutex::new(FoldStack::new(summed)));
+            Shard { unit, part, trained, params, grads }
         });
         Engine {
             shards: Arc::new(shards.collect()),
@@ -123,6 +127,11 @@ impl Engine {
     /// Flat range of unit `u` that this rank owns.
     pub fn own(&self, u: usize) -> Range<usize> {
         self.shards[u].part.range(self.rank)
+    }
+
+    /// Elements of gradients and optimizer states of unit `u` that this rank owns.
+    pub fn own_trained(&self, u: usize) -> usize {
+        self.shards[u].trained[self.rank]
     }
 
     /// Flat range of unit `u` whose parameters lie here all the time.
@@ -203,11 +212,25 @@ impl Engine {
 
     /// A buffer for the whole gradient of unit `u`, content unspecified.
     pub fn gradient(&mut self, u: usize) -> Buf {
-        if self.reduces_at_once() {
-            lock(&self.whole_grads).take(self.shards[u].unit.len())
+        let unit = &self.shards[u].unit;
+        if self.reduces_at_once() || !unit.all_trained() {
+            lock(&self.whole_grads).take(unit.len())
         } else {
             lock(&self.shards[u].grads).take()
         }
+    }
+
+    /// The trained part of a whole gradient that [`Engine::gradient`] gave, in a buffer of the sums.
+    fn trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
+        let shard = &self.shards[u];
+        if shard.unit.all_trained() {
+            return whole;
+        }
+        shard.unit.pack_trained(whole.host_mut());
+        let mut packed = lock(&shard.grads).take();
+        packed.host_mut().copy_from_slice(&whole.host()[..shard.unit.trained_len()]);
+        lock(&self.whole_grads).give(whole);
+        packed
     }
 
     fn reduces_at_once(&self) -> bool {
@@ -215,21 +238,31 @@ impl Engine {
     }
 
     /// Takes one slot's whole gradient of unit `u`; every rank calls this for every unit and round, with `None` where it has
-    /// no slot in this round.
-    pub fn reduce(&mut self, u: usize, round: usize, gradient: Option<Buf>) -> Result<()> {
+    /// no slot in this round. What is frozen is not reduced.
+    pub fn reduce(&mut self, u: usize, round: usize, mut gradient: Option<Buf>) -> Result<()> {
+        let shards = self.shards.clone();
+        let unit = &shards[u].unit;
+        if !unit.any_trained() {
+            gradient.into_iter().for_each(|g| lock(&self.whole_grads).give(g));
+            return Ok(());
+        }
         if !self.reduces_at_once() {
             if let (Some(g), Some(slot)) = (gradient, self.slots.slot(self.rank, round)) {
+                let g = self.trained_gradient(u, g);
                 lock(&self.shards[u].grads).push_owned(self.ops.as_ref(), Run::slot(slot), g);
             }
             return Ok(());
         }
+        if let Some(g) = gradient.as_mut().filter(|_| !unit.all_trained()) {
+            unit.pack_trained(g.host_mut());
+        }
         let (shards, slots, ops, pool) =
-            (self.shards.clone(), self.slots, self.ops.clone(), self.whole_grads.clone());
+            (shards.clone(), self.slots, self.ops.clone(), self.whole_grads.clone());
         self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut fold = lock(&s.grads);
-            let whole = gradient.as_ref().map(|g| g.view().slice(0..s.unit.len()));
-            comm.reduce_scatter_fold(whole.as_slice(), s.part.counts(), &mut |from, _, piece| {
+            let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained.iter().sum()));
+            comm.reduce_scatter_fold(whole.as_slice(), &s.trained, &mut |from, _, piece| {
                 if let Some(slot) = slots.slot(from, round) {
                     fold.push(ops.as_ref(), Run::slot(slot), piece);
                 }
@@ -245,12 +278,15 @@ impl Engine {
         Ok(())
     }
 
-    /// The summed gradient of this rank's own part of unit `u`, after the last round.
+    /// The summed gradient of the trained tensors in this rank's own part of unit `u`, after the last round.
     pub fn finish(&mut self, u: usize) -> Result<Buf> {
         for t in self.reducing.drain(..) {
             t.wait()?;
         }
-        let own = self.own(u).len();
+        let own = self.own_trained(u);
+        if !self.shards[u].unit.any_trained() {
+            return Ok(Buf::zeroed(0));
+        }
         if self.policy.shard_gradients || self.world == 1 {
             let sum = lock(&self.shards[u].grads).finish(self.ops.as_ref());
             return Ok(sum.unwrap_or_else(|| Buf::zeroed(own)));
@@ -261,7 +297,7 @@ impl Engine {
             let mut whole = lock(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
             let mut fold = FoldStack::new(own);
-            comm.reduce_scatter_fold(&partials, s.part.counts(), &mut |from, index, piece| {
+            comm.reduce_scatter_fold(&partials, &s.trained, &mut |from, index, piece| {
                 fold.push(ops.as_ref(), partial_run(slots, from, index), piece);
             })?;
             drop(partials);
@@ -285,11 +321,11 @@ impl Engine {
         self.gather_whole(u, own, whole)
     }
 
-    /// Every rank's own part of a vector of unit `u`, put together in `whole`.
+    /// Every rank's own part of a trained vector of unit `u`, put together in `whole`.
     pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
         let shards = self.shards.clone();
         self.queue.run(move |comm: &dyn Comm| {
-            comm.all_gather(whole.view_mut(), own.view(), shards[u].part.counts())?;
+            comm.all_gather(whole.view_mut(), own.view(), &shards[u].trained)?;
             Ok(whole)
         })
     }

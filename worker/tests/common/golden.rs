@@ -43,6 +43,9 @@ pub(crate) fn case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
     if let Some(eps) = opt["eps"].as_f64() {
         spec.optimizer.eps = eps;
     }
+    if opt["name"] == "lion" {
+        (spec.optimizer.name, spec.optimizer.betas) = (OptimizerName::Lion, (0.9, 0.99));
+    }
     spec.clip_norm = opt["clip_norm"].as_f64();
     spec.schedule.name = ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;
@@ -126,19 +129,42 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
     for u in 0..running.trainer.engine.shards.len() {
         let g = running.trainer.engine.finish(u).unwrap();
         let unit = &running.trainer.engine.shards[u].unit;
-        for (i, spec) in unit.params.iter().enumerate() {
-            let ours: Vec<f32> = g.host()[unit.range(i)].iter().map(|x| x * mean).collect();
+        let mut rest = g.host();
+        for spec in unit.trained_params() {
+            let (ours, after) = rest.split_at(spec.len());
+            rest = after;
+            let ours: Vec<f32> = ours.iter().map(|x| x * mean).collect();
             close(&spec.name, &ours, &case.tensors[&format!("grad/{}", spec.name)]);
         }
+        assert!(rest.is_empty(), "gradients of the trained tensors alone");
     }
 
     let mut running = make(case);
+    let mut before = BTreeMap::new();
+    params(&running, |name, values| drop(before.insert(name.to_string(), values.to_vec())));
     for i in 0..10 {
         let (o, _) = running.step(case, Word::default()).unwrap();
         close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
         close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
     }
-    params(&running, |name, ours| close(name, ours, &case.tensors[&format!("after10/{name}")]));
+    let frozen: Vec<&str> = running
+        .trainer
+        .engine
+        .shards
+        .iter()
+        .flat_map(|s| {
+            (0..s.unit.params.len())
+                .filter(|&i| !s.unit.is_trained(i))
+                .map(|i| s.unit.params[i].name.as_str())
+        })
+        .collect();
+    let answers = case.tensors.keys().filter(|k| k.starts_with("after10/")).count();
+    let all: usize = running.trainer.engine.shards.iter().map(|s| s.unit.params.len()).sum();
+    assert_eq!(answers, all - frozen.len(), "what was trained there is trained here");
+    params(&running, |name, ours| match frozen.contains(&name) {
+        true => assert_eq!(ours, before[name], "{name} is frozen"),
+        false => close(name, ours, &case.tensors[&format!("after10/{name}")]),
+    });
 }
 
 /// Logits of the batch that was just computed, from the head's input.

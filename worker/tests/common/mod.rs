@@ -76,6 +76,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
             momentum: 0.0,
             weight_decay: 0.1,
             no_decay: vec!["*norm*".into()],
+            groups: Vec::new(),
         },
         schedule: ScheduleSpec { name: ScheduleName::Cosine, warmup_steps: 3, min_lr: 1e-4, decay_steps: 0 },
         clip_norm: Some(1.0),
@@ -83,6 +84,8 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         seed: 7,
         recompute: Recompute::None,
         eval: None,
+        freeze: Vec::new(),
+        train_only: Vec::new(),
     }
 }
 

@@ -23,6 +23,7 @@ pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
         data(d, train);
         optimizer(d, &train.optimizer);
         schedule(d, train);
+        tune(d, train);
     }
 }
 
@@ -228,6 +229,7 @@ fn optimizer(d: &mut Decoder, o: &OptimizerSpec) {
     let (other, foreign): (&str, &[&str]) = match o.name {
         OptimizerName::Adamw => ("adamw", &["train.optimizer.momentum"]),
         OptimizerName::Sgd => ("sgd", &["train.optimizer.betas", "train.optimizer.eps"]),
+        OptimizerName::Lion => ("lion", &["train.optimizer.eps", "train.optimizer.momentum"]),
     };
     if !d.clean(&["train.optimizer.name"]) {
         return;
@@ -235,6 +237,47 @@ fn optimizer(d: &mut Decoder, o: &OptimizerSpec) {
     for &path in foreign {
         if d.map.is_given(path) {
             d.refuse(path, format!("`{path}` has no effect with the optimizer `{other}`"), "remove it");
+        }
+    }
+}
+
+/// One way of saying what is trained, and numbers that an optimizer has.
+fn tune(d: &mut Decoder, train: &TrainSpec) {
+    const FREEZE: &str = "train.freeze";
+    const ONLY: &str = "train.train_only";
+    if !train.freeze.is_empty() && d.map.is_given(ONLY) {
+        d.refuse(
+            FREEZE,
+            format!("`{FREEZE}` is given beside `{ONLY}`"),
+            "each says it all: keep one of them",
+        );
+    }
+    const GROUPS: &str = "train.optimizer.groups";
+    let name = train.optimizer.name;
+    for (i, g) in train.optimizer.groups.iter().enumerate() {
+        let (adam, sgd) = (name == OptimizerName::Adamw, name == OptimizerName::Sgd);
+        let has = [
+            ("betas", g.betas.is_some(), !sgd),
+            ("eps", g.eps.is_some(), adam),
+            ("momentum", g.momentum.is_some(), sgd),
+        ];
+        for (key, given, fits) in has {
+            if given && !fits {
+                let message =
+                    format!("item {} of `{GROUPS}` has `{key}`, which this optimizer hasn't", i + 1);
+                d.refuse(GROUPS, message, "remove it");
+            }
+        }
+        if g.momentum.is_some_and(|m| (m == 0.0) != (train.optimizer.momentum == 0.0)) {
+            let message = format!(
+                "item {} of `{GROUPS}` has a momentum where the rest has none, or none where the rest has one",
+                i + 1
+            );
+            d.refuse(
+                GROUPS,
+                message,
+                "a state of the optimizer is kept for all or for none: set `train.optimizer.momentum`",
+            );
         }
     }
 }

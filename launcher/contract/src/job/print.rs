@@ -1,7 +1,7 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, Format, Hosts,
+    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, Format, GroupSpec, Hosts,
     Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec,
     Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec,
     SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices,
@@ -247,6 +247,12 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
             Recompute::Block => "block",
         },
     );
+    if !t.freeze.is_empty() {
+        y.key("freeze", texts(&t.freeze));
+    }
+    if !t.train_only.is_empty() {
+        y.key("train_only", texts(&t.train_only));
+    }
     if let Some(eval) = &t.eval {
         y.section("eval", |y| {
             y.key("every", eval.every);
@@ -308,17 +314,42 @@ fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
             y.key("name", "adamw");
-            y.key("betas", list([number(o.betas.0), number(o.betas.1)].into_iter()));
+            y.key("betas", pair(o.betas));
             y.key("eps", number(o.eps));
         }
         OptimizerName::Sgd => {
             y.key("name", "sgd");
             y.key("momentum", number(o.momentum));
         }
+        OptimizerName::Lion => {
+            y.key("name", "lion");
+            y.key("betas", pair(o.betas));
+        }
     }
     y.key("lr", number(o.lr));
     y.key("weight_decay", number(o.weight_decay));
     y.key("no_decay", texts(&o.no_decay));
+    if !o.groups.is_empty() {
+        y.key("groups", list(o.groups.iter().map(group)));
+    }
+}
+
+fn group(g: &GroupSpec) -> String {
+    let mut parts = vec![format!("match: {}", texts(&g.r#match))];
+    let numbers = [
+        ("lr", g.lr),
+        ("lr_scale", g.lr_scale),
+        ("weight_decay", g.weight_decay),
+        ("eps", g.eps),
+        ("momentum", g.momentum),
+    ];
+    parts.extend(numbers.into_iter().filter_map(|(key, x)| Some(format!("{key}: {}", number(x?)))));
+    parts.extend(g.betas.map(|b| format!("betas: {}", pair(b))));
+    format!("{{{}}}", parts.join(", "))
+}
+
+fn pair((a, b): (f64, f64)) -> String {
+    list([number(a), number(b)].into_iter())
 }
 
 fn schedule(y: &mut Yaml, s: &ScheduleSpec) {

@@ -5,6 +5,7 @@ use super::{
     read::{Read, boolean, choice, expected, int, int32, list, number, text, word_or},
     sections::path,
     tree::Node,
+    tune::{self, GroupSpec, betas, share},
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -26,6 +27,12 @@ pub struct TrainSpec {
     pub seed: u64,
     pub recompute: Recompute,
     pub eval: Option<EvalSpec>,
+    /// Patterns of parameters that are not trained.
+    #[serde(default)]
+    pub freeze: Vec<String>,
+    /// Patterns of the only parameters that are trained; empty: all that `freeze` leaves.
+    #[serde(default)]
+    pub train_only: Vec<String>,
 }
 
 /// `model:` — the family and its numbers, by their Hugging Face names.
@@ -128,6 +135,9 @@ pub struct OptimizerSpec {
     pub weight_decay: f64,
     /// Patterns (`*`, `?`) of parameter names without weight decay.
     pub no_decay: Vec<String>,
+    /// Parameters with numbers of their own; the first that matches counts.
+    #[serde(default)]
+    pub groups: Vec<GroupSpec>,
 }
 
 /// Which optimizer.
@@ -135,6 +145,7 @@ pub struct OptimizerSpec {
 pub enum OptimizerName {
     Adamw,
     Sgd,
+    Lion,
 }
 
 /// `schedule:` — learning rate over steps.
@@ -199,10 +210,12 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
             choice(&[("none", Recompute::None), ("block", Recompute::Block)], &[]),
         ),
         eval: eval(d, t),
+        freeze: d.opt(t, "train.freeze", list("a list of patterns", text)).unwrap_or_default(),
+        train_only: d.opt(t, "train.train_only", tune::patterns).unwrap_or_default(),
     }
 }
 
-fn positive(node: &Node) -> Read<f64> {
+pub(super) fn positive(node: &Node) -> Read<f64> {
     // Kernels compute in f32: it must neither vanish nor overflow there.
     number("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
 }
@@ -295,20 +308,17 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
     let name = d.get(
         &t,
         "train.optimizer.name",
-        choice(&[("adamw", OptimizerName::Adamw), ("sgd", OptimizerName::Sgd)], &[]),
+        choice(
+            &[("adamw", OptimizerName::Adamw), ("sgd", OptimizerName::Sgd), ("lion", OptimizerName::Lion)],
+            &[],
+        ),
     );
-    let share = number("a number from 0 to below 1", |x| (0.0..1.0).contains(&x));
-    let momentum = d.opt(&t, "train.optimizer.momentum", &share);
+    let momentum = d.opt(&t, "train.optimizer.momentum", share("a number from 0 to below 1"));
+    let default_betas = if name == OptimizerName::Lion { (0.9, 0.99) } else { (0.9, 0.95) };
     OptimizerSpec {
         name,
         lr: d.get(&t, "train.optimizer.lr", number("a number above 0", |x| x > 0.0)),
-        betas: d.get(&t, "train.optimizer.betas", |node| {
-            let what = "a list of two numbers from 0 to below 1";
-            match list(what, &share)(node)?[..] {
-                [first, second] => Ok((first, second)),
-                _ => Err(expected(what, node)),
-            }
-        }),
+        betas: d.opt(&t, "train.optimizer.betas", betas).unwrap_or(default_betas),
         eps: d.get(&t, "train.optimizer.eps", positive),
         momentum: momentum.unwrap_or(if name == OptimizerName::Sgd { 0.9 } else { 0.0 }),
         weight_decay: d.get(
@@ -317,6 +327,7 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
             number("a number of 0 or more", |x| x >= 0.0),
         ),
         no_decay: d.get(&t, "train.optimizer.no_decay", list("a list of patterns", text)),
+        groups: d.get(&t, "train.optimizer.groups", tune::groups),
     }
 }
 

@@ -24,7 +24,7 @@ mod swiglu;
 mod x86;
 
 use crate::mem::{View, ViewMut};
-use crate::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, LayerNorm, Ops, Sgd, Write};
+use crate::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, LayerNorm, Lion, Ops, Sgd, Write};
 use matmul::{Product, product};
 use pack::Operand;
 use pool::{Parts, Pool, Scratch};
@@ -343,5 +343,9 @@ impl Ops for Cpu {
 
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {
         flat::sgd(self, p.host(), g.host(), momentum_buffer.host(), h);
+    }
+
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion) {
+        flat::lion(self, p.host(), g.host(), exp_avg.host(), h);
     }
 }

@@ -102,7 +102,7 @@ impl Decoder {
                 norm.view()
             }
         };
-        self.output_backward(ops, p, g, dout, o.view(), d_o.view_mut(), m);
+        self.output_backward(ops, input, g, dout, o.view(), d_o.view_mut());
         let (starts, shape) = (self.starts(input), self.shape(batch));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         let (cos, sin) = self.angles(input);
@@ -114,8 +114,11 @@ impl Decoder {
         }
         let w_in = self.norm_factors(p, &s.input_norm, room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.n.eps);
-        let dw_qkv = (&mut g[s.qkv.clone()]).into();
-        ops.matmul_backward_weight(dw_qkv, dqkv.view(), norm.view(), m, width, d, Write::Set);
+        let wanted = self.wanted[input.layer];
+        if wanted.qkv {
+            let dw_qkv = (&mut g[s.qkv.clone()]).into();
+            ops.matmul_backward_weight(dw_qkv, dqkv.view(), norm.view(), m, width, d, Write::Set);
+        }
         let w_qkv = p.slice(s.qkv.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dqkv.view(), w_qkv, m, width, d, Write::Set);
         let dw_in = (&mut g[s.input_norm.clone()]).into();
@@ -126,18 +129,20 @@ impl Decoder {
     fn output_backward(
         &self,
         ops: &dyn Ops,
-        p: View,
+        input: &LayerInput,
         g: &mut [f32],
         dx: View,
         o: View,
         d_o: ViewMut,
-        m: usize,
     ) {
+        let (p, m) = (input.params, input.batch.rows());
         let (s, d, o_width) = (&self.spans, self.n.hidden, self.o_width());
         if let Some(bias) = &s.o_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dx, m, d);
         }
-        ops.matmul_backward_weight((&mut g[s.o.clone()]).into(), dx, o, m, d, o_width, Write::Set);
+        if self.wanted[input.layer].o {
+            ops.matmul_backward_weight((&mut g[s.o.clone()]).into(), dx, o, m, d, o_width, Write::Set);
+        }
         ops.matmul_backward_input(d_o, dx, p.slice(s.o.clone()), m, d, o_width, Write::Set);
     }
 

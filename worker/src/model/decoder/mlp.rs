@@ -97,8 +97,11 @@ impl Decoder {
         if let Some(bias) = &s.down_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dout, m, d);
         }
-        let dw_down = (&mut g[s.down.clone()]).into();
-        ops.matmul_backward_weight(dw_down, dout, act.view(), m, d, f, Write::Set);
+        let wanted = self.wanted[input.layer];
+        if wanted.down {
+            let dw_down = (&mut g[s.down.clone()]).into();
+            ops.matmul_backward_weight(dw_down, dout, act.view(), m, d, f, Write::Set);
+        }
         let w_down = p.slice(s.down.clone());
         ops.matmul_backward_input(act.view_mut(), dout, w_down, m, d, f, Write::Set);
         self.gate_backward(ops, dgate_up.view_mut(), act.view(), gate_up.view(), m);
@@ -107,8 +110,10 @@ impl Decoder {
         }
         let w_post = self.norm_factors(p, &s.post_norm, room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
-        let dw_gate_up = (&mut g[s.gate_up.clone()]).into();
-        ops.matmul_backward_weight(dw_gate_up, dgate_up.view(), norm.view(), m, 2 * f, d, Write::Set);
+        if wanted.gate_up {
+            let dw_gate_up = (&mut g[s.gate_up.clone()]).into();
+            ops.matmul_backward_weight(dw_gate_up, dgate_up.view(), norm.view(), m, 2 * f, d, Write::Set);
+        }
         let w_gate_up: View = p.slice(s.gate_up.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dgate_up.view(), w_gate_up, m, 2 * f, d, Write::Set);
         let dw_post = (&mut g[s.post_norm.clone()]).into();
