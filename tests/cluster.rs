@@ -258,7 +258,7 @@ fn the_store_outlives_the_ranks_of_its_host() {
 }
 
 /// What torchrun (torch 2.15) and DeepSpeed's launcher (0.19) give every worker on a machine without GPUs, as dumped by workers under
-/// them. `accelerate launch` adds names of its own (`ACCELERATE_*`) that only carry its configuration file.
+/// them. `accelerate launch` adds names of its own (`ACCELERATE_*`) that only carry its configuration file: see [`ACCELERATED`].
 const GIVEN: [(&str, &str); 2] = [
     (
         "torchrun",
@@ -377,5 +377,88 @@ fn a_ddp_script_runs_unchanged_on_four_hosts() {
         let said = fs::read_to_string(place.path(&format!("equal.{rank}"))).unwrap();
         assert_eq!(said, format!("8 on h{}", rank / 2));
     }
+    nothing_stays(&hosts, &HOSTS);
+}
+
+/// What `accelerate launch --multi_gpu` (Accelerate 1.15, no configuration file) gives beside torchrun's names: the defaults of the
+/// library, as names. launch sets none, so that what a person sets for a job is never hidden: the library must come to the same.
+const ACCELERATED: &str = r#"
+import json, os, sys
+import accelerate, torch
+accelerator = accelerate.Accelerator(cpu=True)
+state, dynamo = accelerator.state, accelerator.state.dynamo_plugin
+total = accelerator.reduce(torch.tensor([float(accelerator.process_index)]), "sum").item()
+said = dict(
+    total=total, index=accelerator.process_index, local=accelerator.local_process_index, world=accelerator.num_processes,
+    type=str(accelerator.distributed_type), backend=state.backend, debug=state.debug, on=os.uname().nodename,
+    ACCELERATE_MIXED_PRECISION=accelerator.mixed_precision, ACCELERATE_DYNAMO_BACKEND=dynamo.backend.value,
+    ACCELERATE_DYNAMO_MODE=dynamo.mode, ACCELERATE_DYNAMO_USE_FULLGRAPH=dynamo.fullgraph,
+    ACCELERATE_DYNAMO_USE_DYNAMIC=dynamo.dynamic, ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=dynamo.use_regional_compilation)
+json.dump(said, open(f"said.{accelerator.process_index}", "w"))
+accelerator.wait_for_everyone()
+accelerator.end_training()
+os._exit(0)  # as above
+"#;
+
+/// DeepSpeed finds everything in the environment: it doesn't ask MPI.
+const DEEPSPED: &str = r#"
+import json, os, sys
+import deepspeed, torch
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would be compiled first
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+rank = deepspeed.comm.get_rank()
+total = torch.tensor([float(rank)])
+deepspeed.comm.all_reduce(total)
+said = dict(
+    total=total.item(), index=rank, local=deepspeed.comm.get_local_rank(), world=deepspeed.comm.get_world_size(),
+    on=os.uname().nodename)
+json.dump(said, open(f"said.{rank}", "w"))
+deepspeed.comm.barrier()
+deepspeed.comm.destroy_process_group()
+os._exit(0)  # as above
+"#;
+
+/// Runs `script` on all hosts; what each rank has said, once it is right about who it is.
+fn libraries(place: &Place, hosts: &Hosts, python: &std::path::Path, name: &str, script: &str) -> Vec<Value> {
+    fs::write(place.path("script.py"), script).unwrap();
+    let python = serde_json::to_string(python).unwrap();
+    let job = format!(
+        "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, script.py], grace: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
+    );
+    start(place, &on(place, hosts, name, &job, ALL), &[]).end().succeeded();
+    let said = |rank: u64| {
+        let text = fs::read_to_string(place.path(&format!("said.{rank}"))).unwrap();
+        fs::remove_file(place.path(&format!("said.{rank}"))).unwrap();
+        let said: Value = serde_json::from_str(&text).unwrap();
+        let right = serde_json::json!([28.0, rank, rank % 2, 8, format!("h{}", rank / 2)]);
+        let own = ["total", "index", "local", "world", "on"].map(|key| said[key].clone());
+        assert_eq!(Value::from(own.to_vec()), right, "{name}, rank {rank}: {said}");
+        said
+    };
+    (0..8).map(said).collect()
+}
+
+#[test]
+fn scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts() {
+    let test = "cluster::scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts";
+    let Some(python) = support::deepspeed(test) else { return };
+    let Some((place, hosts)) = up(test) else { return };
+    for said in libraries(&place, &hosts, &python, "accelerate", ACCELERATED) {
+        for (name, value) in [
+            ("type", "DistributedType.MULTI_CPU".into()),
+            ("backend", "gloo".into()),
+            ("debug", Value::from(false)),
+            ("ACCELERATE_MIXED_PRECISION", "no".into()),
+            ("ACCELERATE_DYNAMO_BACKEND", "NO".into()),
+            ("ACCELERATE_DYNAMO_MODE", "default".into()),
+            ("ACCELERATE_DYNAMO_USE_FULLGRAPH", false.into()),
+            // `accelerate launch` says False: only torch.compile asks, which nobody has asked for
+            ("ACCELERATE_DYNAMO_USE_DYNAMIC", Value::Null),
+            ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", false.into()),
+        ] {
+            assert_eq!(said[name], value, "{name}: {said}");
+        }
+    }
+    libraries(&place, &hosts, &python, "deepspeed", DEEPSPED);
     nothing_stays(&hosts, &HOSTS);
 }

@@ -1,5 +1,5 @@
 //! What happened, in a sentence.
-use super::text::{bytes, short, took};
+use super::text::{bytes, hosts as named, short, took};
 use contract::{event::Event, ids::Rank};
 
 /// An event for a person, on one line (a failure's last lines follow it).
@@ -38,7 +38,7 @@ pub(crate) fn sentence(event: &Event) -> String {
         Event::Notice { rank: Some(rank), message } => format!("rank {rank}: {message}"),
         Event::Placed { epoch, world, hosts } => {
             let again = if *epoch > 0 { "again " } else { "" };
-            format!("starting {again}{world} workers on {}", hosts.join(", "))
+            format!("starting {again}{world} workers on {}", named(hosts))
         }
         Event::Failure { rank, host, pid, cause, .. } => failed(*rank, host, *pid, cause),
         Event::Restart { epoch, left, pause_s, rank, host, pid, cause, .. } => {

@@ -54,6 +54,17 @@ pub(crate) fn ranks(sorted: &[Rank]) -> String {
     runs.iter().map(run).collect::<Vec<_>>().join(", ")
 }
 
+/// Hosts of a list that are named one by one.
+const HOSTS_NAMED: usize = 8;
+
+/// `h0, h1`; of a long list how many there are, and its ends: `64 hosts (h0 … h63)`.
+pub(crate) fn hosts(names: &[String]) -> String {
+    match names {
+        [first, .., last] if names.len() > HOSTS_NAMED => format!("{} hosts ({first} … {last})", names.len()),
+        _ => names.join(", "),
+    }
+}
+
 /// Each different thing once, with the ranks it is true of: `[("0-2", thing), …]`, the most common first.
 pub(super) fn by_rank<'a, T: PartialEq>(of: impl IntoIterator<Item = (Rank, &'a T)>) -> Vec<(String, &'a T)> {
     let mut groups: Vec<(&T, Vec<Rank>)> = Vec::new();
@@ -117,6 +128,14 @@ pub(crate) fn harmless(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_lists_of_hosts_are_short() {
+        let of = |n: usize| hosts(&(0..n).map(|i| format!("h{i}")).collect::<Vec<_>>());
+        assert_eq!(of(0), "");
+        assert_eq!(of(8), "h0, h1, h2, h3, h4, h5, h6, h7");
+        assert_eq!(of(64), "64 hosts (h0 … h63)");
+    }
 
     #[test]
     fn numbers_are_short() {

@@ -1,6 +1,6 @@
 //! DeepSpeed's filters: `worker-0@worker-1:0,2` includes (or excludes) all of worker-0 and two slots of worker-1.
 use super::expand;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Most slots that a filter may number.
 const MAX_SLOT: u32 = 1023;
@@ -56,10 +56,13 @@ pub fn filter(
         return Err(whole(true, "can't be given beside `cluster.include`: each names what is left"));
     }
     let is_exclude = include.is_empty();
+    // A filter may name as many hosts as there are: each is looked up at once. A name that is there twice is the first of its hosts.
+    let by_name: HashMap<&str, usize> =
+        hosts.iter().enumerate().rev().map(|(index, (host, _))| (host.as_str(), index)).collect();
     let mut named = Named::new();
     for (item, text) in include.iter().chain(exclude).enumerate() {
         let fault = |message| FilterFault { exclude: is_exclude, item: Some(item), message };
-        name(hosts, text, &mut named).map_err(fault)?;
+        name(hosts, &by_name, text, &mut named).map_err(fault)?;
     }
     let mut left = Vec::new();
     for (index, (host, slots)) in hosts.iter().enumerate() {
@@ -94,9 +97,14 @@ fn numbers(slots: &Slots) -> Option<Vec<u32>> {
 }
 
 /// Adds what one text names.
-fn name(hosts: &[(String, Slots)], text: &str, named: &mut Named) -> Result<(), String> {
+fn name(
+    hosts: &[(String, Slots)],
+    by_name: &HashMap<&str, usize>,
+    text: &str,
+    named: &mut Named,
+) -> Result<(), String> {
     for part in text.split('@') {
-        let known = |name: &str| hosts.iter().position(|(host, _)| host == name);
+        let known = |name: &str| by_name.get(name).copied();
         let (names, slots) = match known(part) {
             Some(_) => (part, None),
             None => part.rsplit_once(':').map_or((part, None), |(name, slots)| (name, Some(slots))),
