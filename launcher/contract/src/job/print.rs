@@ -1,11 +1,11 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, Format, GroupSpec, Hosts,
-    Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec,
-    Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec,
-    SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices,
-    scalar, tree::Value,
+    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, Format, GroupSpec,
+    Hosts, Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName,
+    OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName,
+    ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec,
+    VisibleDevices, scalar, tree::Value,
 };
 use std::fmt::Write;
 

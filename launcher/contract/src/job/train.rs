@@ -2,7 +2,7 @@
 use super::{
     DataSource,
     decode::{Decoder, Table},
-    read::{Read, boolean, choice, expected, int, int32, list, number, text, word_or},
+    read::{Read, boolean, choice, int, int32, list, number, text, word_or},
     sections::path,
     tree::Node,
     tune::{self, GroupSpec, betas, share},
