@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What PyTorch does with the model of configs/baseline.yaml: one JSON line with tokens/s and peak memory.
+"""What PyTorch does with the model of configs/baseline.yaml, or of configs/mixture.yaml: one JSON line with tokens/s and peak memory.
 
     python torch_baseline.py --mode plain --threads 2
     python -m torch.distributed.run --standalone --nproc-per-node 2 torch_baseline.py --mode fsdp2 --threads 1
@@ -7,7 +7,8 @@
 Modes: plain (one process), fsdp2 (fully_shard per block), deepspeed (ZeRO stage 3; needs deepspeed).
 transformers' LlamaForCausalLM with SDPA attention, fp32, random tokens: hidden 384, 6 layers, 6 heads, intermediate 1024, vocabulary 8192,
 untied (16.9M parameters); sequences of 256, 8 in a global batch (2048 tokens a step, divided among the ranks); torch AdamW, lr 1e-3,
-betas 0.9 / 0.95, weight decay 0.1; neither clipping nor activation checkpointing. Median of the measured steps.
+betas 0.9 / 0.95, weight decay 0.1. With --model moe: Qwen3MoeForCausalLM, 8 experts of width 512, 2 for each token, with its
+load-balancing loss, experts as transformers computes them by default; neither clipping nor activation checkpointing. Median of the measured steps.
 """
 import argparse
 import json
@@ -22,22 +23,31 @@ VOCAB, SEQ, GLOBAL_BATCH = 8192, 256, 8
 def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=["plain", "fsdp2", "deepspeed"], required=True)
+    parser.add_argument("--model", choices=["dense", "moe"], default="dense")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     return parser.parse_args()
 
 
-def build(mode, world):
+def architecture(kind):
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    shared = dict(vocab_size=VOCAB, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
+                  num_key_value_heads=6, max_position_embeddings=SEQ, tie_word_embeddings=False, use_cache=False,
+                  attn_implementation="sdpa")
+    if kind == "dense":
+        return LlamaForCausalLM(LlamaConfig(**shared))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        **shared, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512, norm_topk_prob=True,
+        output_router_logits=True, router_aux_loss_coef=0.001))
+
+
+def build(kind, mode, world):
     """The model and a function that trains on one batch and returns its loss."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=6, max_position_embeddings=SEQ, tie_word_embeddings=False, use_cache=False,
-        attn_implementation="sdpa"))
+    model = architecture(kind)
     settings = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     if mode == "deepspeed":
         import deepspeed
@@ -85,7 +95,7 @@ def main():
         raise SystemExit("mode plain is one process")
     if GLOBAL_BATCH % world:
         raise SystemExit(f"{GLOBAL_BATCH} sequences can't be divided among {world} ranks")
-    _, step = build(args.mode, world)
+    _, step = build(args.model, args.mode, world)
     generator, own = torch.Generator().manual_seed(1), GLOBAL_BATCH // world
     times, losses = [], []
     for _ in range(args.warmup + args.steps):

@@ -4,14 +4,17 @@
 //! unit, and writes whole gradients. Units: embedding, then the layers, then the head.
 mod config;
 mod decoder;
+pub mod experts;
 mod llama;
 mod mistral;
+mod mixtral;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod rotary;
 
 use crate::params::Unit;
-use contract::job::ModelSpec;
+use contract::job::{ExpertsSpec, ModelSpec};
 use device::{Buf, Ops, View, ViewMut};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -120,6 +123,12 @@ pub trait Model: Send + Sync {
     fn window(&self) -> Option<usize> {
         None
     }
+    /// What layers with experts do, when the model has some.
+    fn sparse(&self) -> Option<&dyn experts::Sparse> {
+        None
+    }
+    /// What the job says about training them; a model without experts has nothing to say it to.
+    fn train_experts(&mut self, _spec: &ExpertsSpec) {}
     /// The `config.json` that it was built from.
     fn hf_config(&self) -> &Map<String, Value>;
     /// Floating-point operations of matrix products per token, forward and backward (recomputation not counted).
@@ -184,7 +193,8 @@ pub struct Family {
 }
 
 /// Every family the runtime trains. To add one: a file in `model/` and a line here.
-pub const FAMILIES: &[Family] = &[llama::FAMILY, mistral::FAMILY, qwen2::FAMILY, qwen3::FAMILY];
+pub const FAMILIES: &[Family] =
+    &[llama::FAMILY, mistral::FAMILY, mixtral::FAMILY, qwen2::FAMILY, qwen3::FAMILY, qwen3_moe::FAMILY];
 
 fn known(name: impl Fn(&Family) -> &'static str) -> String {
     FAMILIES.iter().map(name).collect::<Vec<_>>().join(", ")
@@ -224,6 +234,13 @@ pub fn read_folder(folder: &Path) -> Result<(&'static str, u32, u32), String> {
     Ok((family.name, f.size("vocab_size")?, f.size("max_position_embeddings")?))
 }
 
+/// As [`build`], with what the job says about experts.
+pub fn build_with(spec: &ModelSpec, experts: &ExpertsSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
+    let mut model = build(spec, tokens)?;
+    model.train_experts(experts);
+    Ok(model)
+}
+
 /// The model that the job names, for sequences of at most `tokens` tokens. `vocab_size` and `max_position_embeddings`
 /// must be filled in; `from` must be a folder that can be opened as it is.
 pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
@@ -235,5 +252,16 @@ pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
         .iter()
         .find(|f| f.name == spec.family)
         .ok_or_else(|| format!("unknown model family `{}`; known: {}", spec.family, known(|f| f.name)))?;
-    (family.build)(&(family.describe)(spec), tokens as usize)
+    let config = (family.describe)(spec);
+    let asked = [
+        ("num_experts", spec.num_experts, ["num_experts", "num_local_experts"]),
+        ("num_experts_per_tok", spec.num_experts_per_tok, ["num_experts_per_tok"; 2]),
+        ("moe_intermediate_size", spec.moe_intermediate_size, ["moe_intermediate_size"; 2]),
+    ];
+    if let Some((key, ..)) =
+        asked.iter().find(|(_, n, names)| n.is_some() && !names.iter().any(|n| config.contains_key(*n)))
+    {
+        return Err(format!("`{key}` has no effect in the family `{}`: remove it", family.name));
+    }
+    (family.build)(&config, tokens as usize)
 }

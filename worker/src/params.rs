@@ -37,6 +37,35 @@ impl ParamSpec {
     }
 }
 
+/// The ranks among which a unit is divided: `first`, `first + stride`, …
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owners {
+    /// Below `stride`.
+    pub first: usize,
+    /// 1: all ranks.
+    pub stride: usize,
+}
+
+impl Owners {
+    /// Every rank.
+    pub const ALL: Owners = Owners { first: 0, stride: 1 };
+
+    /// Is `rank` one of them?
+    pub fn has(&self, rank: usize) -> bool {
+        rank % self.stride == self.first
+    }
+
+    /// How many of the ranks below `rank` they are.
+    pub fn below(&self, rank: usize) -> usize {
+        (rank + self.stride - 1 - self.first) / self.stride
+    }
+
+    /// Are these all ranks?
+    pub fn all(&self) -> bool {
+        self.stride == 1
+    }
+}
+
 /// Tensors that are fetched and released together, laid out one after the other.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unit {
@@ -44,6 +73,10 @@ pub struct Unit {
     pub name: String,
     /// In the order of the flat vector.
     pub params: Vec<ParamSpec>,
+    /// Who has a part of it.
+    pub owners: Owners,
+    /// Where each tensor stands among those of all experts; `None` in other units.
+    places: Option<Vec<usize>>,
     offsets: Vec<usize>,
 }
 
@@ -57,7 +90,23 @@ impl Unit {
             at += p.len();
             offsets.push(at);
         }
-        Unit { name: name.into(), params, offsets }
+        Unit { name: name.into(), params, owners: Owners::ALL, places: None, offsets }
+    }
+
+    /// Experts that only `owners` have; `places` puts their tensors in an order that doesn't depend on who has them.
+    pub fn of_experts(
+        name: impl Into<String>,
+        params: Vec<ParamSpec>,
+        owners: Owners,
+        places: Vec<usize>,
+    ) -> Self {
+        assert_eq!(params.len(), places.len(), "a place for each tensor");
+        Unit { owners, places: Some(places), ..Unit::new(name, params) }
+    }
+
+    /// Is it a unit of experts?
+    pub fn holds_experts(&self) -> bool {
+        self.places.is_some()
     }
 
     /// Elements of the flat vector.
@@ -90,6 +139,18 @@ impl Unit {
             })
             .collect()
     }
+}
+
+/// Every tensor as (unit, index in it), in an order that doesn't depend on where experts lie: first the other units' as they
+/// come, then the experts'.
+pub fn canonical_order(units: &[Unit]) -> Vec<(usize, usize)> {
+    let all = |experts: bool| {
+        let of = units.iter().enumerate().filter(move |(_, unit)| unit.holds_experts() == experts);
+        of.flat_map(|(u, unit)| (0..unit.params.len()).map(move |i| (u, i)))
+    };
+    let mut spread: Vec<(usize, usize)> = all(true).collect();
+    spread.sort_by_key(|&(u, i)| units[u].places.as_ref().map(|places| places[i]));
+    all(false).chain(spread).collect()
 }
 
 /// A part of one tensor inside a range of its unit's flat vector.

@@ -5,6 +5,7 @@ mod check;
 pub mod checkpoint;
 pub mod cluster;
 mod decode;
+pub mod experts;
 mod hosts;
 mod keys;
 mod load;
@@ -26,6 +27,7 @@ pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
 pub use cluster::{
     ClusterSpec, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec, StoreHost,
 };
+pub use experts::{ExpertPlacement, ExpertsSpec};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
 pub use reload::{Reload, ReloadTrain, Reloaded, compare};

@@ -1,7 +1,7 @@
 //! Optimizer states of this rank's part and their update.
 pub mod schedule;
 
-use crate::params::Unit;
+use crate::params::{Unit, canonical_order};
 use contract::job::{OptimizerName, OptimizerSpec};
 use device::{
     Buf, Ops, View,
@@ -134,7 +134,7 @@ impl Optimizer {
 
     fn group(&self, units: &[Unit], decayed: bool) -> Group {
         let s = &self.spec;
-        let names = units.iter().zip(&self.decay).flat_map(|(u, d)| u.params.iter().zip(d));
+        let names = canonical_order(units).into_iter().map(|(u, i)| (&units[u].params[i], &self.decay[u][i]));
         Group {
             name: if decayed { "decay" } else { "no_decay" }.into(),
             lr: s.lr,

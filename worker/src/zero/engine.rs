@@ -8,9 +8,9 @@ use super::{
     pool::Pool,
     queue::{Queue, Ticket},
 };
-use crate::params::Unit;
+use crate::params::{Owners, Unit};
 use comm::{Comm, Result};
-use device::{Buf, Ops, View};
+use device::{Buf, Ops, View, ViewMut};
 use std::{
     collections::VecDeque,
     ops::Range,
@@ -55,6 +55,8 @@ pub struct Engine {
     prefetch: usize,
     gathered: Arc<Mutex<Pool>>,
     whole_grads: Arc<Mutex<Pool>>,
+    /// Emptied stacks of [`Engine::runs`].
+    run_grads: Arc<Mutex<Vec<FoldStack>>>,
     /// Units still to be fetched in this pass, in order.
     ahead: VecDeque<usize>,
     /// Gathers under way, oldest first.
@@ -83,8 +85,9 @@ impl Engine {
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
             let own = part.range(rank).len();
-            let params = Buf::zeroed(if policy.shard_parameters { own } else { unit.len() });
-            let grads = FoldStack::new(if policy.shard_gradients { own } else { unit.len() });
+            let whole = if unit.owners.has(rank) { unit.len() } else { 0 };
+            let params = Buf::zeroed(if policy.shard_parameters { own } else { whole });
+            let grads = FoldStack::new(if policy.shard_gradients { own } else { whole });
             Shard { unit, part, params: RwLock::new(params), grads: Mutex::new(grads) }
         });
         Engine {
@@ -98,6 +101,7 @@ impl Engine {
             prefetch,
             gathered: Arc::default(),
             whole_grads: Arc::default(),
+            run_grads: Arc::default(),
             ahead: VecDeque::new(),
             gathering: VecDeque::new(),
             reducing: VecDeque::new(),
@@ -127,7 +131,17 @@ impl Engine {
 
     /// Flat range of unit `u` whose parameters lie here all the time.
     pub fn resident(&self, u: usize) -> Range<usize> {
-        if self.policy.shard_parameters { self.own(u) } else { 0..self.shards[u].unit.len() }
+        self.own_or_whole(u, self.policy.shard_parameters)
+    }
+
+    /// Flat range of unit `u` that this rank updates.
+    pub fn updated(&self, u: usize) -> Range<usize> {
+        self.own_or_whole(u, self.policy.shard_optimizer)
+    }
+
+    fn own_or_whole(&self, u: usize, sharded: bool) -> Range<usize> {
+        let unit = &self.shards[u].unit;
+        if sharded || !unit.owners.has(self.rank) { self.own(u) } else { 0..unit.len() }
     }
 
     /// Changes the resident parameters of unit `u` in place.
@@ -150,18 +164,17 @@ impl Engine {
     /// Announces the fetches of a pass, in order, so that they can be started ahead of their use.
     pub fn announce(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(self.ahead.is_empty() && self.gathering.is_empty(), "the last pass was not finished");
-        if self.needs_gather() {
-            self.ahead.extend(order);
-        }
+        let gathered = order.into_iter().filter(|&u| self.needs_gather(u));
+        self.ahead = gathered.collect();
     }
 
-    fn needs_gather(&self) -> bool {
-        self.policy.shard_parameters && self.world > 1
+    fn needs_gather(&self, u: usize) -> bool {
+        self.policy.shard_parameters && self.shards[u].unit.owners.below(self.world) > 1
     }
 
     /// The whole parameters of unit `u`: waits for their gather and starts the next ones.
     pub fn fetch(&mut self, u: usize) -> Result<Held> {
-        if !self.needs_gather() {
+        if !self.needs_gather(u) {
             return Ok(Held::Resident(u));
         }
         while self.gathering.len() <= self.prefetch {
@@ -179,7 +192,7 @@ impl Engine {
         let mut whole = lock(&self.gathered).take(len);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            comm.all_gather(whole.view_mut().slice(0..len), read(&s.params).view(), s.part.counts())?;
+            gather(comm, s, whole.view_mut().slice(0..len), read(&s.params).view())?;
             Ok(whole)
         })
     }
@@ -245,6 +258,36 @@ impl Engine {
         Ok(())
     }
 
+    /// Buffers for gradients of unit `u` by several slots, to be given to [`Engine::reduce_runs`] in the order of the slots.
+    pub fn runs(&self, u: usize) -> FoldStack {
+        let pooled = lock(&self.run_grads).pop();
+        let len = self.shards[u].unit.len();
+        pooled.filter(|stack| stack.len() == len).unwrap_or_else(|| FoldStack::new(len))
+    }
+
+    /// Takes the gradients of unit `u`, whose owners are not all ranks, by the slots that this rank's group of neighbours
+    /// computed in this round, folded as far as they go. Every rank calls this for a unit of its own in every round, also with
+    /// nothing.
+    pub fn reduce_runs(&mut self, u: usize, round: usize, runs: FoldStack) -> Result<()> {
+        let (shards, slots, ops, pool) =
+            (self.shards.clone(), self.slots, self.ops.clone(), self.run_grads.clone());
+        self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
+            let s = &shards[u];
+            let sent = runs_of(&slots, s.unit.owners, comm.rank(), round);
+            assert!(runs.partials().map(|(run, _)| run).eq(sent), "gradients of other slots than were dealt");
+            let mut fold = lock(&s.grads);
+            trade_runs(comm, s, &slots, round, &runs, &mut |run, piece| fold.push(ops.as_ref(), run, piece))?;
+            let mut runs = runs;
+            runs.clear();
+            lock(&pool).push(runs);
+            Ok(())
+        }));
+        while self.reducing.len() > REDUCTIONS_IN_FLIGHT {
+            self.reducing.pop_front().expect("not empty").wait()?;
+        }
+        Ok(())
+    }
+
     /// The summed gradient of this rank's own part of unit `u`, after the last round.
     pub fn finish(&mut self, u: usize) -> Result<Buf> {
         for t in self.reducing.drain(..) {
@@ -280,8 +323,11 @@ impl Engine {
         if self.world == 1 {
             return Ok(own);
         }
-        // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
-        let whole = lock(&self.shards[u].grads).take();
+        let whole = match self.policy.shard_gradients {
+            // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
+            false => lock(&self.shards[u].grads).take(),
+            true => Buf::zeroed(self.updated(u).len()),
+        };
         self.gather_whole(u, own, whole)
     }
 
@@ -289,7 +335,7 @@ impl Engine {
     pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
         let shards = self.shards.clone();
         self.queue.run(move |comm: &dyn Comm| {
-            comm.all_gather(whole.view_mut(), own.view(), shards[u].part.counts())?;
+            gather(comm, &shards[u], whole.view_mut(), own.view())?;
             Ok(whole)
         })
     }
@@ -300,12 +346,13 @@ impl Engine {
         if self.policy.shard_parameters || self.world == 1 {
             return;
         }
-        let (shards, own) = (self.shards.clone(), self.own(u));
+        let (own, resident) = (self.own(u), self.resident(u).start);
+        let (shards, own) = (self.shards.clone(), own.start - resident..own.end - resident);
         self.publishing.push(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut params = s.params.write().unwrap_or_else(PoisonError::into_inner);
             let mine = Buf::from_slice(&params.host()[own]);
-            comm.all_gather(params.view_mut(), mine.view(), s.part.counts())
+            gather(comm, s, params.view_mut(), mine.view())
         }));
     }
 
@@ -317,6 +364,60 @@ impl Engine {
 
 fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `whole` becomes the owners' parts of a unit, on its owners. Every rank takes part; those that own nothing of the unit give
+/// and get nothing, and `own` and `whole` are empty.
+fn gather(comm: &dyn Comm, s: &Shard, whole: ViewMut, own: View) -> Result<()> {
+    let (owners, world) = (s.unit.owners, comm.world());
+    if owners.all() {
+        return comm.all_gather(whole, own, s.part.counts());
+    }
+    let mine = owners.has(comm.rank());
+    let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
+        (0..world).map(|r| if mine && owners.has(r) { counts(r) } else { 0 }).collect()
+    };
+    let (sent, received) = (only(&|_| own.len()), only(&|r| s.part.counts()[r]));
+    let send: Vec<f32> = own.host().repeat(sent.iter().filter(|n| **n > 0).count());
+    comm.all_to_all(whole, &received, (&send[..]).into(), &sent)
+}
+
+/// The runs of slots that the group of `rank` has in `round`, folded as far as they go.
+fn runs_of(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Vec<Run> {
+    let first = rank / owners.stride * owners.stride;
+    let dealt: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
+    dealt.first().map_or_else(Vec::new, |&a| maximal_runs(a..a + dealt.len()))
+}
+
+/// Each owner gets its part of every owner's runs, in the order of the slots.
+fn trade_runs(
+    comm: &dyn Comm,
+    s: &Shard,
+    slots: &Slots,
+    round: usize,
+    runs: &FoldStack,
+    sink: &mut dyn FnMut(Run, View),
+) -> Result<()> {
+    let (owners, world, me) = (s.unit.owners, comm.world(), comm.rank());
+    let own = s.part.range(me).len();
+    let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
+    let theirs: Vec<Vec<Run>> = (0..world)
+        .map(|r| if owners.has(r) { runs_of(slots, owners, r, round) } else { Vec::new() })
+        .collect();
+    let sent: Vec<usize> = s.part.counts().iter().map(|n| n * kept.len()).collect();
+    let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * own).collect();
+    let mut send = Vec::with_capacity(sent.iter().sum());
+    for r in 0..world {
+        kept.iter().for_each(|v| send.extend_from_slice(v.slice(s.part.range(r)).host()));
+    }
+    let mut room = Buf::zeroed(received.iter().sum());
+    comm.all_to_all(room.view_mut(), &received, (&send[..]).into(), &sent)?;
+    let mut at = 0;
+    for run in theirs.into_iter().flatten() {
+        sink(run, room.view().slice(at..at + own));
+        at += own;
+    }
+    Ok(())
 }
 
 /// The run of slots behind the `index`-th partial that rank `from` kept.

@@ -26,7 +26,7 @@ pub(crate) struct Sum<'a> {
 }
 
 pub(crate) fn combine(cpu: &Cpu, y: &mut [f32], m: usize, sum: Sum) {
-    let per_row = if m == 0 { 0 } else { sum.places.len() / m };
+    let per_row = sum.places.len().checked_div(m).unwrap_or(0);
     expect_len("combine_rows", "y", y.len(), m * sum.d);
     expect_len("combine_rows", "places", sum.places.len(), m * per_row);
     if let Some(w) = sum.weights {
