@@ -169,7 +169,9 @@ impl Sending {
 
     /// Nothing travels.
     pub fn clear(&mut self, experts: usize) {
-        (self.tokens.clear(), self.places.clear(), self.counts.clear());
+        self.tokens.clear();
+        self.places.clear();
+        self.counts.clear();
         self.counts.resize(experts, 0);
     }
 }

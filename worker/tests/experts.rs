@@ -116,6 +116,35 @@ fn groups_within_and_across_hosts() {
     }
 }
 
+#[test]
+fn evaluations_have_no_part_of_the_routers_losses_and_the_same_bits() {
+    let run = |s: &TrainSpec, world: usize| {
+        let source = MadeUp { vocab: s.model.vocab_size };
+        let all = on_ranks(world, |c| {
+            let mut running = build_run(s, c);
+            let evaluated = running.trainer.evaluate(&source, 40, 5).unwrap().loss;
+            (
+                evaluated.to_bits(),
+                steps(&mut running, 2),
+                running.trainer.evaluate(&source, 40, 5).unwrap().loss,
+            )
+        });
+        assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
+        all.into_iter().next().unwrap()
+    };
+    let alone = spec(6, 1, ExpertPlacement::Balanced, 0);
+    let expected = run(&alone, 1);
+    for (world, parallel, stage) in [(2, 2, 3), (4, 2, 2), (6, 3, 1)] {
+        let s = spec(6, parallel, ExpertPlacement::Balanced, stage);
+        assert_eq!(run(&s, world), expected, "world {world}, groups of {parallel}, stage {stage}");
+    }
+    let mut without = alone;
+    (without.experts.aux_loss, without.experts.z_loss) = (Some(0.0), 0.0);
+    let plain = run(&without, 1);
+    assert_eq!(plain.0, expected.0);
+    assert_ne!(plain.1, expected.1);
+}
+
 fn build_run(s: &TrainSpec, comm: std::sync::Arc<dyn comm::Comm>) -> Running {
     common::build(s, comm, 1).fresh()
 }
