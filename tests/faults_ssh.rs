@@ -222,6 +222,7 @@ fn launch(dir: &tempfile::TempDir, args: &[&str]) -> Child {
     let file = |name: &str| File::create(dir.path().join(name)).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
     command.args(args).current_dir(dir.path()).env("HOME", dir.path().join("home"));
+    command.env("XDG_STATE_HOME", dir.path().join(".state"));
     command.env_remove("SSH_AUTH_SOCK").stdin(Stdio::null()).stdout(file("out")).stderr(file("err"));
     command.spawn().unwrap()
 }

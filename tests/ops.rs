@@ -266,3 +266,57 @@ fn a_changed_job_file_takes_effect_while_the_training_runs() {
     assert_eq!(*steps.last().unwrap(), end.max(reloads[1]), "the new end, or where it was already");
     assert_eq!(noticed("`train.seed` can't change"), 1, "once");
 }
+
+/// What other launchers were told becomes a job that can be planned; the job is stdout, the notes are stderr.
+#[test]
+fn other_launchers_settings_become_jobs() {
+    let place = Place::new();
+    fs::write(place.path("hosts"), "a slots=2\nb slots=2\n").unwrap();
+    let config =
+        "distributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\nfrobnicate: 3\n";
+    fs::write(place.path("config.yaml"), config).unwrap();
+    fs::write(
+        place.path("ds.json"),
+        r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}"#,
+    )
+    .unwrap();
+    let ok = |args: &[&str]| {
+        let ran = place.launch(args);
+        assert!(ran.status.success(), "{args:?}: {}", all(&ran));
+        (String::from_utf8(ran.stdout).unwrap(), String::from_utf8(ran.stderr).unwrap())
+    };
+    let world = |job: &str| -> Value {
+        fs::write(place.path("imported.yaml"), job).unwrap();
+        serde_json::from_str::<Value>(&ok(&["plan", "imported.yaml", "--json"]).0).unwrap()["world"].clone()
+    };
+    let (job, notes) = ok(&["import", "accelerate", "config.yaml", "--", "train.py", "--lr", "1"]);
+    assert!(job.contains("[python, train.py, \"--lr\", \"1\"]") && world(&job) == 2, "{job}");
+    assert!(notes.contains("not carried: frobnicate: "), "{notes}");
+    let (job, notes) = ok(&["import", "deepspeed", "ds.json"]);
+    assert_eq!(world(&job.replace("data/*.txt", "corpus.txt")), 1, "{job}");
+    assert!(job.contains("stage: 2") && notes.contains("zero_optimization.overlap_comm"), "{job}{notes}");
+    let (job, _) =
+        ok(&["import", "torchrun", "--hostfile", "hosts", "--", "--nproc-per-node", "2", "-m", "a.b", "-x"]);
+    assert!(job.contains("[python, \"-m\", a.b, \"-x\"]") && world(&job) == 4, "{job}");
+    let (object, _) = ok(&["import", "torchrun", "--json", "--", "a.py"]);
+    let object: Value = serde_json::from_str(&object).unwrap();
+    assert!(object["job"].is_string() && object["notes"].is_array());
+    fs::write(place.path("wrong.yaml"), "distributed_type: FSDP\nnum_processes: []\n").unwrap();
+    fs::write(place.path("sagemaker.yaml"), "compute_environment: AMAZON_SAGEMAKER\n").unwrap();
+    fs::write(place.path("large.json"), " ".repeat(2 << 20)).unwrap();
+    for (args, part) in [
+        (&["import", "accelerate", "absent.yaml"][..], "there is no such file"),
+        (&["import", "accelerate", "wrong.yaml"], "`num_processes` must be an integer"),
+        (&["import", "accelerate", "sagemaker.yaml"], "isn't one that launch runs in"),
+        (&["import", "accelerate", "corpus.txt"], "corpus.txt"),
+        (&["import", "deepspeed", "config.yaml"], "no `{`"),
+        (&["import", "deepspeed", "large.json"], "too large"),
+        (&["import", "deepspeed", "ds.json", "--hostfile", "corpus.txt"], "can't be used"),
+        (&["import", "torchrun", "--", "--frobnicate", "a.py"], "no option `--frobnicate`"),
+        (&["import", "torchrun"], "ARGS"),
+    ] {
+        let ran = place.launch(args);
+        assert!(ran.status.code() == Some(2) && ran.stdout.is_empty(), "{args:?}: {}", all(&ran));
+        assert!(all(&ran).contains(part), "{args:?}: {}", all(&ran));
+    }
+}

@@ -2,12 +2,11 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
+use std::{fs, path::Path, process::Command};
+use support::{
+    Place,
+    scripts::{Script, contents, follows, told},
 };
-use support::Place;
 
 /// Losses of the same batches, split over another number of ranks.
 const CLOSE: f64 = 1e-5;
@@ -45,7 +44,7 @@ fn python_draws_what_the_rule_says() {
         calls.push(words(&format!("make {} {style} {differs}", dir(name).display())));
     }
     oracle(&python, &calls);
-    let originals: Vec<Vec<u8>> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
+    let originals: Vec<_> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
     let mut checks = Vec::new();
     for (name, _, world, _) in sources {
         for new in [1, 2, 3, 4] {
@@ -80,14 +79,9 @@ fn python_draws_what_the_rule_says() {
         }
     }
     assert!(judged[16]["steps"] == 7, "Accelerate's counter stays: {}", judged[16]);
-    let after: Vec<Vec<u8>> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
+    let after: Vec<_> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
     assert!(originals == after, "an original was changed");
     refusals(&place, &dir("a"));
-}
-
-fn contents(dir: &Path) -> Vec<Vec<u8>> {
-    let files = support::files_below(dir);
-    files.iter().map(|f| fs::read(dir.join(f)).unwrap()).collect()
 }
 
 /// `a` has two ranks, each with its own torch streams.
@@ -124,101 +118,72 @@ fn refusals(place: &Place, a: &Path) {
     assert_eq!(support::files_below(&place.path("")).iter().find(|f| f.contains(".saving")), None);
 }
 
-/// A directory for a script with HF Trainer.
-struct Trained {
-    place: Place,
-    python: PathBuf,
-}
-
-impl Trained {
-    /// Runs the script as `workers`; its history of losses.
-    fn run(&self, workers: u32, report: &str, resume: &str, more: &str) -> (support::Ran, Vec<Value>) {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/trainer.py");
-        let python = self.python.display();
-        let job = format!(
-            "name: tiny\ncluster: {{workers_per_host: {workers}}}\nrun:\n  command: [{python}, {script}, out-{report}, {report}, '6'{more}]\n  \
-             env: {{HF_HUB_OFFLINE: '1', OMP_NUM_THREADS: '1'}}\n{resume}\n"
-        );
-        fs::write(self.place.path("job.yaml"), job).unwrap();
-        let ran = self.place.run(&[]);
-        let history = fs::read(self.place.path(&format!("{report}/history.json"))).unwrap_or_default();
-        (ran, serde_json::from_slice(&history).unwrap_or_default())
-    }
-
-    fn first_step(&self, report: &str, rank: u32) -> Value {
-        let text = fs::read(self.place.path(&format!("{report}/rank-{rank}.json"))).unwrap();
-        serde_json::from_slice(&text).unwrap()
-    }
-}
-
 /// Saved by two ranks, resumed by one and by four: the unmodified script goes on as if nothing had happened.
 #[test]
 fn a_trainer_script_resumes_with_another_number_of_ranks() {
     let Some(python) = support::deepspeed("a_trainer_script_resumes_with_another_number_of_ranks") else {
         return;
     };
-    let trained = Trained { place: Place::new(), python };
-    let (_, whole) = trained.run(2, "whole", "", "");
-    assert_eq!(whole.len(), 6, "six steps");
+    let trained = Script::new(&python, "trainer.py", 9);
+    let (_, whole) = trained.run(2, "whole", "", &[]);
+    assert_eq!(whole.len(), 9, "nine steps");
     let saved = trained.place.path("out-whole/checkpoint-3");
     let before = contents(&saved);
-    for workers in [1, 4, 2] {
-        let report = format!("w{workers}");
-        // once by the environment, once by an argument, once as the newest
-        let (resume, more) = match workers {
-            1 => ("resume: {from: out-whole/checkpoint-3}", ""),
-            4 => ("resume: {from: out-whole/checkpoint-3}", ", --resume_from_checkpoint, '{resume}'"),
-            _ => {
-                fs::remove_file(trained.place.path("out-whole/checkpoint-6/trainer_state.json")).unwrap();
-                ("resume: {from: auto}\ncheckpoint: {dir: out-whole}", "")
+    for step in [6, 9] {
+        fs::remove_file(trained.place.path(&format!("out-whole/checkpoint-{step}/trainer_state.json")))
+            .unwrap();
+    }
+    let named = "resume: {from: out-whole/checkpoint-3}";
+    // once by the environment, twice by an argument, once as the newest
+    let by_argument: &[&str] = &["--resume_from_checkpoint", "{resume}"];
+    for (report, old, workers, from, step, resume, more) in [
+        ("w1", 2, 1, "out-whole", 3, named, &[][..]),
+        ("w4", 2, 4, "out-whole", 3, named, by_argument),
+        ("w2", 2, 2, "out-whole", 3, "resume: {from: auto}\ncheckpoint: {dir: out-whole}", &[]),
+        ("back", 4, 2, "out-w4", 6, "resume: {from: out-w4/checkpoint-6}", by_argument),
+    ] {
+        let (ran, rest) = trained.run(workers, report, resume, more);
+        let said = told(&ran.succeeded());
+        let same = old == workers;
+        let within = if same { from.to_owned() } else { format!("{from}/launch-w{workers}") };
+        let folder = trained.place.path(&format!("{within}/checkpoint-{step}"));
+        assert!(said.contains(&format!("resumes from {}", folder.display())), "{said}");
+        let saved_by = format!("saved by {old} ranks and goes on with {workers}");
+        match same {
+            true => assert!(said.contains("passed over") && said.contains("checkpoint-6"), "{said}"),
+            false => {
+                let streams = format!("random states of {old} ranks");
+                assert!(said.contains(&saved_by) && said.contains(&streams), "{said}");
             }
-        };
-        let (ran, rest) = trained.run(workers, &report, resume, more);
-        let ran = ran.succeeded();
-        let told: Vec<String> =
-            ran.kind("notice").iter().map(|e| e["message"].as_str().unwrap().to_owned()).collect();
-        let folder = if workers == 2 {
-            saved.clone()
-        } else {
-            trained.place.path(&format!("out-whole/launch-w{workers}/checkpoint-3"))
-        };
-        let has = |part: &str| told.iter().any(|m| m.contains(part));
-        assert!(has(&format!("resumes from {}", folder.display())), "{told:?}");
-        match workers {
-            2 => assert!(has("passed over") && has("checkpoint-6"), "{told:?}"),
-            _ => assert!(
-                has(&format!("saved by 2 ranks and goes on with {workers}"))
-                    && has("random states of 2 ranks"),
-                "{told:?}"
-            ),
         }
-        assert_eq!(rest.len(), 6, "three steps of before, three more: {rest:?}");
-        for (got, want) in rest.iter().zip(&whole) {
-            let number = |v: &Value, key: &str| v[key].as_f64().unwrap();
+        assert_eq!(rest.len(), 9, "the steps of before, and the rest: {rest:?}");
+        follows(&rest, &whole, CLOSE);
+        assert_eq!(
+            trained.different(report, workers, "torch"),
+            workers as usize,
+            "each rank has its own stream"
+        );
+        assert_eq!(
+            trained.different(report, workers, "python"),
+            1,
+            "what was the same on all ranks stays so"
+        );
+        for rank in 0..workers {
+            let seen = trained.first_step(report, rank);
             assert_eq!(
-                (&got["step"], number(got, "learning_rate")),
-                (&want["step"], number(want, "learning_rate"))
+                (&seen["step"], &seen["weight_decay"]),
+                (&step.into(), &serde_json::json!([0.1, 0.0]))
             );
-            let (got, want) = (number(got, "loss"), number(want, "loss"));
-            assert!((got - want).abs() <= CLOSE * want, "{workers} ranks: {got}, uninterrupted {want}");
-        }
-        let seen: Vec<Value> = (0..workers).map(|rank| trained.first_step(&report, rank)).collect();
-        let mut torch: Vec<&str> = seen.iter().map(|s| s["torch"].as_str().unwrap()).collect();
-        torch.sort_unstable();
-        torch.dedup();
-        assert_eq!(torch.len() as u32, workers, "each rank has a torch stream of its own");
-        for s in &seen {
-            assert_eq!((&s["step"], &s["weight_decay"]), (&3.into(), &serde_json::json!([0.1, 0.0])));
-            assert_eq!(s["python"], seen[0]["python"], "what was the same on all ranks stays so");
         }
     }
     assert!(before == contents(&saved), "the original was changed");
     // what can't be had is refused before anything starts
-    let (ran, _) = trained.run(4, "strict", "resume: {from: out-whole/checkpoint-3, rng: strict}", "");
+    let strict = "resume: {from: out-whole/checkpoint-3, rng: strict}";
+    let (ran, _) = trained.run(4, "strict", strict, &[]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
     assert!(ran.stderr.contains("strict refuses to seed new ones"), "{}", ran.stderr);
     fs::remove_file(saved.join("rng_state_0.pth")).unwrap();
-    let (ran, _) = trained.run(2, "torn", "resume: {from: out-whole/checkpoint-3}", "");
+    let (ran, _) = trained.run(2, "torn", named, &[]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
     assert!(ran.stderr.contains("rng_state_0.pth (the random state of rank 0 of 2)"), "{}", ran.stderr);
 }

@@ -1,71 +1,8 @@
 //! The built-in runtime goes on from what DeepSpeed saved, with the losses with which DeepSpeed itself went on.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
-use serde_json::Value;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
-use support::{Place, Ran};
-
-/// Relative difference of losses that different programs computed in fp32.
-const CLOSE: f64 = 1e-5;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deepspeed").join(name)
-}
-
-/// A place with the job that continues a golden run.
-struct Continued {
-    place: Place,
-    from: PathBuf,
-    next: Vec<f64>,
-}
-
-impl Continued {
-    fn of(name: &str) -> Continued {
-        let (place, from) = (Place::new(), golden(name));
-        let told: Value = serde_json::from_slice(&fs::read(from.join("next.json")).unwrap()).unwrap();
-        let documents = told["documents"].as_array().unwrap().iter().map(|d| format!("{{\"text\": {d}}}\n"));
-        fs::write(place.path("corpus.jsonl"), documents.collect::<String>()).unwrap();
-        fs::write(place.path("job.yaml"), job(told["tied"] == true)).unwrap();
-        let next = told["next"].as_array().unwrap().iter().map(|l| l.as_f64().unwrap()).collect();
-        Continued { place, from, next }
-    }
-
-    fn run(&self, set: &[&str]) -> Ran {
-        let from = format!("resume.from={}", self.from.display());
-        self.place.forget_checkpoints();
-        self.place.run(&[&[from.as_str()], set].concat())
-    }
-
-    fn refused(&self, set: &[&str]) -> String {
-        let ran = self.run(set);
-        assert_eq!(ran.code, 4, "{}", ran.stderr);
-        ran.cause()
-    }
-}
-
-fn job(tied: bool) -> String {
-    format!(
-        "name: tiny
-cluster: {{workers_per_host: 2}}
-train:
-  model: {{family: llama, vocab_size: 257, hidden_size: 24, intermediate_size: 40, num_hidden_layers: 2, num_attention_heads: 4,
-           num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: {tied}}}
-  data: {{files: [corpus.jsonl], seq_len: 20, pack: false, shuffle: false}}
-  zero: {{stage: 3}}
-  batch: {{global: 4, micro: 1}}
-  optimizer: {{lr: 2e-3, weight_decay: 0.1}}
-  schedule: {{name: linear, warmup_steps: 2, min_lr: 0}}
-  steps: 20
-"
-    )
-}
-
-fn notices(ran: &Ran) -> Vec<String> {
-    ran.kind("notice").iter().map(|e| e["message"].as_str().unwrap().to_owned()).collect()
-}
+use std::fs;
+use support::continued::{Continued, golden, notices};
 
 #[test]
 fn the_losses_are_those_with_which_deepspeed_went_on() {
@@ -78,15 +15,8 @@ fn the_losses_are_those_with_which_deepspeed_went_on() {
             let ran = continued.run(&set).succeeded();
             let resumed = ran.kind("resume")[0];
             assert_eq!((&resumed["step"], &resumed["world"]), (&3.into(), &2.into()));
+            continued.follows(&ran);
             let steps = ran.kind("step");
-            assert_eq!(steps[0]["step"], 4);
-            for (step, want) in steps.iter().zip(&continued.next) {
-                let got = step["loss"].as_f64().unwrap();
-                assert!(
-                    (got - want).abs() <= CLOSE * want,
-                    "{name} on {workers}: {got}, DeepSpeed's is {want}"
-                );
-            }
             // linear from 2e-3 at step 2 to 0 at step 20; the fourth step has 3 behind it
             let lr = steps[0]["lr"].as_f64().unwrap();
             assert!((lr - 2e-3 * 17.0 / 18.0).abs() < 1e-12, "{lr}");
@@ -121,13 +51,7 @@ fn the_losses_are_those_of_deepspeed_by_way_of_its_universal_format() {
         for workers in [1, 3] {
             let workers = format!("cluster.workers_per_host={workers}");
             let ran = continued.run(&[&workers, "checkpoint.every=never"]).succeeded();
-            let steps = ran.kind("step");
-            assert_eq!(steps[0]["step"], 4);
-            for (step, want) in steps.iter().zip(&continued.next) {
-                let got = step["loss"].as_f64().unwrap();
-                let shown = continued.from.display();
-                assert!((got - want).abs() <= CLOSE * want, "{shown}: {got}, DeepSpeed's is {want}");
-            }
+            continued.follows(&ran);
         }
     }
 }

@@ -37,7 +37,7 @@ impl Job {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
         command.current_dir(self.dir.path()).args(args).env("HOME", &self.home).env_remove("SSH_AUTH_SOCK");
-        command.stdin(Stdio::null());
+        command.env("XDG_STATE_HOME", self.path(".state")).stdin(Stdio::null());
         command
     }
 
@@ -271,6 +271,10 @@ fn a_program_runs_on_four_hosts() {
         assert_eq!(master.get_or_insert(own.clone()), &own);
         assert!(own.0 != "127.0.0.1" && own.1 != "auto", "{own:?}");
         assert!(value("OMP_NUM_THREADS").parse::<u32>().is_ok_and(|n| n > 0));
+        // The hosts share no run directory: what came to the console is kept here.
+        let logs = job.launch(&["logs", "many", "--rank", &rank.to_string(), "--grep", "rank"]);
+        let (said, talk) = (String::from_utf8_lossy(&logs.stdout), String::from_utf8_lossy(&logs.stderr));
+        assert_eq!(said, format!("rank {rank} on {host}\n"), "{talk}");
     }
 }
 

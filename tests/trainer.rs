@@ -1,123 +1,19 @@
-//! HF Trainer with real DeepSpeed inside: saved by two ranks, resumed by one and by four. The script and its config are the
-//! same in every run; plain Trainer refuses such a folder.
+//! HF Trainer and Accelerate, with real DeepSpeed inside and without: what some ranks saved, others resume. The script and its
+//! config are the same in every run; by themselves these programs refuse such a folder, or lose their random states.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::{
     fs,
     path::{Path, PathBuf},
 };
-use support::{Place, Ran, files_below};
+use support::scripts::{Script, contents, follows, told};
 
 /// Losses of the same batches in fp32, split over another number of ranks.
 const CLOSE: f64 = 1e-5;
-
-/// A directory for the script with one stage of ZeRO.
-struct Trained {
-    place: Place,
-    python: PathBuf,
-}
-
-impl Trained {
-    fn new(python: &Path, stage: u8) -> Trained {
-        let place = Place::new();
-        let mut zero = json!({"stage": stage, "overlap_comm": false, "reduce_bucket_size": 20000});
-        if stage == 3 {
-            // several sub-groups in each group, which the new cut must have as well
-            zero["sub_group_size"] = 3000.into();
-            zero["stage3_param_persistence_threshold"] = 0.into();
-        }
-        let config = json!({
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-            "zero_optimization": zero, "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": false,
-            "steps_per_print": 1_000_000_000,
-        });
-        fs::write(place.path("ds.json"), config.to_string()).unwrap();
-        Trained { place, python: python.to_owned() }
-    }
-
-    /// Runs the script as `workers`; its history of losses.
-    fn run(&self, workers: u32, report: &str, resume: &str) -> (Ran, Vec<Value>) {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/trainer.py");
-        let python = self.python.display();
-        let job = format!(
-            "name: tiny\ncluster: {{workers_per_host: {workers}}}\nrun:\n  command: [{python}, {script}, out-{report}, {report}, '6', \
-             --deepspeed, ds.json, --resume_from_checkpoint, '{{resume}}']\n  \
-             env: {{HF_HUB_OFFLINE: '1', OMP_NUM_THREADS: '1', DS_ACCELERATOR: cpu}}\n{resume}\n"
-        );
-        fs::write(self.place.path("job.yaml"), job).unwrap();
-        let ran = self.place.run(&[]).succeeded();
-        let history = fs::read(self.place.path(&format!("{report}/history.json"))).unwrap_or_default();
-        (ran, serde_json::from_slice(&history).unwrap_or_default())
-    }
-
-    fn first_step(&self, report: &str, rank: u32) -> Value {
-        let text = fs::read(self.place.path(&format!("{report}/rank-{rank}.json"))).unwrap();
-        serde_json::from_slice(&text).unwrap()
-    }
-}
-
-fn contents(dir: &Path) -> Vec<Vec<u8>> {
-    files_below(dir).iter().map(|f| fs::read(dir.join(f)).unwrap()).collect()
-}
-
-fn told(ran: &Ran) -> String {
-    let notices = ran.kind("notice");
-    notices.iter().map(|e| e["message"].as_str().unwrap()).collect::<Vec<_>>().join("\n")
-}
-
-fn goes_on(python: &Path, stage: u8) {
-    let trained = Trained::new(python, stage);
-    let (_, whole) = trained.run(2, "whole", "");
-    assert_eq!(whole.len(), 6, "six steps");
-    let saved = trained.place.path("out-whole/checkpoint-3");
-    let before = contents(&saved);
-    let expected = trained.first_step("whole", 0)["weight_decay"].clone();
-    assert_eq!(expected, json!([0.1, 0.0]));
-    for workers in [1, 4] {
-        let report = format!("w{workers}");
-        let resume = "resume: {from: out-whole/checkpoint-3}";
-        let (ran, rest) = trained.run(workers, &report, resume);
-        let said = told(&ran);
-        let cut = format!(
-            "saved by 2 ranks and goes on with {workers}; its DeepSpeed state (ZeRO-{stage}) is cut anew for {workers}"
-        );
-        assert!(said.contains(&cut) && said.contains("random states of 2 ranks"), "{said}");
-        let folder = trained.place.path(&format!("out-whole/launch-w{workers}/checkpoint-3"));
-        assert!(said.contains(&format!("resumes from {}", folder.display())), "{said}");
-        assert_eq!(rest.len(), 6, "three steps of before, three more: {rest:?}");
-        for (got, want) in rest.iter().zip(&whole) {
-            let number = |v: &Value, key: &str| v[key].as_f64().unwrap();
-            assert_eq!(
-                (&got["step"], number(got, "learning_rate")),
-                (&want["step"], number(want, "learning_rate"))
-            );
-            for key in ["loss", "grad_norm"] {
-                let (got, want) = (number(got, key), number(want, key));
-                assert!(
-                    (got - want).abs() <= CLOSE * want,
-                    "{workers} ranks, {key} {got}, uninterrupted {want}"
-                );
-            }
-        }
-        for rank in 0..workers {
-            let seen = trained.first_step(&report, rank);
-            assert_eq!((&seen["step"], &seen["weight_decay"]), (&3.into(), &expected));
-        }
-        // what did not change is the same file, what did is another
-        let same = |name: &str| links(&folder.join(name)) > 1;
-        assert!(same("trainer_state.json") && same("config.json") && !same("latest"), "{workers} ranks");
-    }
-    assert!(before == contents(&saved), "the original was changed");
-    // the next start with as many ranks uses what was made, whatever program it is
-    let folder = trained.place.path("out-whole/launch-w1/checkpoint-3");
-    let made = inode(&folder.join("latest"));
-    let job = "cluster: {workers_per_host: 1}\nrun: {command: [sh, -c, exit 0]}\nresume: {from: out-whole/checkpoint-3}\n";
-    fs::write(trained.place.path("job.yaml"), job).unwrap();
-    let again = trained.place.run(&[]).succeeded();
-    assert!(told(&again).contains("(done at an earlier start)"), "{}", told(&again));
-    assert_eq!(made, inode(&folder.join("latest")));
-}
+/// The same when weights are multiplied in bf16.
+const CLOSE_BF16: f64 = 1e-3;
+const RESUME: &str = "resume: {from: out-whole/checkpoint-3}";
 
 fn links(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::nlink(&fs::metadata(path).unwrap())
@@ -127,16 +23,132 @@ fn inode(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).unwrap())
 }
 
+/// Every rank begins at `step` with the weight decay of both groups.
+fn begins_right(script: &Script, report: &str, workers: u32, step: u64) {
+    for rank in 0..workers {
+        let seen = script.first_step(report, rank);
+        assert_eq!((&seen["step"], &seen["weight_decay"]), (&step.into(), &json!([0.1, 0.0])), "{report}");
+    }
+}
+
+fn goes_on(python: &Path, stage: u8, bf16: bool) {
+    let close = if bf16 { CLOSE_BF16 } else { CLOSE };
+    let trained = Script::new(python, "trainer.py", 9).with_deepspeed(stage, bf16);
+    let resume_argument: &[&str] = &["--resume_from_checkpoint", "{resume}"];
+    let (ran, whole) = trained.run(2, "whole", "", &[]);
+    ran.succeeded();
+    assert_eq!(whole.len(), 9, "nine steps");
+    let saved = trained.place.path("out-whole/checkpoint-3");
+    let before = contents(&saved);
+    let others: &[u32] = if bf16 { &[1] } else { &[1, 4] };
+    for &workers in others {
+        let report = format!("w{workers}");
+        let (ran, rest) = trained.run(workers, &report, RESUME, resume_argument);
+        let said = told(&ran.succeeded());
+        let cut = format!(
+            "saved by 2 ranks and goes on with {workers}; its DeepSpeed state (ZeRO-{stage}) is cut anew for {workers}"
+        );
+        assert!(said.contains(&cut) && said.contains("random states of 2 ranks"), "{said}");
+        let folder = trained.place.path(&format!("out-whole/launch-w{workers}/checkpoint-3"));
+        assert!(said.contains(&format!("resumes from {}", folder.display())), "{said}");
+        assert_eq!(rest.len(), 9, "three steps of before, six more: {rest:?}");
+        follows(&rest, &whole, close);
+        begins_right(&trained, &report, workers, 3);
+        // what did not change is the same file, what did is another
+        let same = |name: &str| links(&folder.join(name)) > 1;
+        assert!(same("trainer_state.json") && same("config.json") && !same("latest"), "{workers} ranks");
+    }
+    assert!(before == contents(&saved), "the original was changed");
+    if bf16 {
+        // what one rank saved goes on with two again
+        let (ran, rest) = trained.run(2, "back", "resume: {from: out-w1/checkpoint-6}", resume_argument);
+        assert!(told(&ran.succeeded()).contains("saved by 1 ranks and goes on with 2"));
+        follows(&rest, &whole, close);
+        begins_right(&trained, "back", 2, 6);
+    }
+    // the next start with as many ranks uses what was made, whatever program it is
+    let folder = trained.place.path("out-whole/launch-w1/checkpoint-3");
+    let made = inode(&folder.join("latest"));
+    let job = format!("cluster: {{workers_per_host: 1}}\nrun: {{command: [sh, -c, exit 0]}}\n{RESUME}\n");
+    fs::write(trained.place.path("job.yaml"), job).unwrap();
+    let again = trained.place.run(&[]).succeeded();
+    assert!(told(&again).contains("(done at an earlier start)"), "{}", told(&again));
+    assert_eq!(made, inode(&folder.join("latest")));
+}
+
 #[test]
 fn a_trainer_script_with_stage_2_goes_on_with_another_number_of_ranks() {
     let test = "a_trainer_script_with_stage_2_goes_on_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
-    goes_on(&python, 2);
+    goes_on(&python, 2, false);
 }
 
 #[test]
 fn a_trainer_script_with_stage_3_goes_on_with_another_number_of_ranks() {
     let test = "a_trainer_script_with_stage_3_goes_on_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
-    goes_on(&python, 3);
+    goes_on(&python, 3, false);
+}
+
+#[test]
+fn a_trainer_script_in_bf16_goes_on_with_another_number_of_ranks() {
+    let Some(python) = support::deepspeed("a_trainer_script_in_bf16_goes_on_with_another_number_of_ranks")
+    else {
+        return;
+    };
+    goes_on(&python, 2, true);
+}
+
+/// 2 ranks → 4 → 2 → 1, each from what the one before saved.
+#[test]
+fn a_loop_with_accelerate_goes_on_with_another_number_of_ranks() {
+    let Some(python) = support::deepspeed("a_loop_with_accelerate_goes_on_with_another_number_of_ranks")
+    else {
+        return;
+    };
+    let script = Script::new(&python, "accelerate_loop.py", 9);
+    let (ran, whole) = script.run(2, "whole", "", &[]);
+    ran.succeeded();
+    assert_eq!(whole.len(), 9, "nine steps");
+    for (from, old, workers, step) in [("whole", 2, 4, 3), ("w4", 4, 2, 6), ("whole", 2, 1, 3)] {
+        let saved: PathBuf = script.place.path(&format!("out-{from}/step_{step}"));
+        let before = contents(&saved);
+        let (report, resume) = (format!("w{workers}"), format!("resume: {{from: out-{from}/step_{step}}}"));
+        let (ran, rest) = script.run(workers, &report, &resume, &[]);
+        let said = told(&ran.succeeded());
+        let line = format!("saved by {old} ranks and goes on with {workers}");
+        assert!(said.contains(&line) && said.contains(&format!("random states of {old} ranks")), "{said}");
+        let (now, then) = (step * u64::from(workers), step * old);
+        let rescaled = format!("stands at {now} instead of {then} ({step} steps)");
+        assert!(said.contains(&rescaled), "{said}");
+        assert_eq!(rest.len() as u64, 9 - step, "{rest:?}");
+        follows(&rest, &whole, CLOSE);
+        begins_right(&script, &report, workers, step);
+        assert_eq!(script.different(&report, workers, "torch"), workers as usize, "each has its own stream");
+        assert_eq!(
+            script.different(&report, workers, "python"),
+            1,
+            "what was the same on all ranks stays so"
+        );
+        assert!(before == contents(&saved), "the original was changed");
+    }
+}
+
+#[test]
+fn a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks() {
+    let test = "a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks";
+    let Some(python) = support::deepspeed(test) else { return };
+    let script = Script::new(&python, "accelerate_loop.py", 9).with_deepspeed(3, false);
+    let (ran, whole) = script.run(2, "whole", "", &[]);
+    ran.succeeded();
+    assert_eq!(whole.len(), 9, "nine steps");
+    let saved = script.place.path("out-whole/step_3");
+    let before = contents(&saved);
+    let (ran, rest) = script.run(1, "w1", "resume: {from: out-whole/step_3}", &[]);
+    let said = told(&ran.succeeded());
+    assert!(said.contains("its DeepSpeed state (ZeRO-3) is cut anew for 1"), "{said}");
+    assert!(said.contains("stands at 3 instead of 6 (3 steps)"), "{said}");
+    follows(&rest, &whole, CLOSE);
+    begins_right(&script, "w1", 1, 3);
+    assert!(before == contents(&saved), "the original was changed");
 }

@@ -57,10 +57,16 @@ fn folders_come_out_as_they_went_in() {
         ("mistral", 1, "bf16", "5GB"),
         ("qwen2", 2, "bf16", "20KB"),
         ("qwen3", 4, "fp32", "40KB"),
+        ("gpt2", 2, "fp32", "50KB"),
+        ("gpt2_untied", 3, "bf16", "5GB"),
+        ("gemma2", 2, "fp32", "40KB"),
+        ("gemma3", 3, "bf16", "20KB"),
     ] {
         let place = Place::new();
         folders(&python, &["make", &place.path("source").to_string_lossy(), case]);
-        let text = job(workers, "{from: source}").replace(&format!("steps: {STEPS}"), "steps: 0");
+        let dropout = if case == "gpt2_untied" { ", dropout: 0" } else { "" };
+        let text = job(workers, &format!("{{from: source{dropout}}}"))
+            .replace(&format!("steps: {STEPS}"), "steps: 0");
         let text = text.lines().filter(|l| !l.contains("eval:")).collect::<Vec<_>>().join("\n");
         fs::write(place.path("job.yaml"), text).expect("job");
         place.run(&[]).succeeded();
@@ -72,7 +78,14 @@ fn folders_come_out_as_they_went_in() {
         let said = folders(&python, &["compare", &source.to_string_lossy(), &weights.to_string_lossy()]);
         let said: Value = serde_json::from_str(said.trim()).unwrap_or_else(|e| panic!("{e}: {said}"));
         assert!(said["tensors"].as_u64() > Some(20), "{case}: {said}");
-        for difference in ["missing", "unexpected", "warnings", "names", "values", "config", "texts"] {
+        // what the job trained with stands in config.json
+        let rates = serde_json::json!(["attn_pdrop", "embd_pdrop", "resid_pdrop"]);
+        assert_eq!(
+            said["config"],
+            if dropout.is_empty() { Value::Array(vec![]) } else { rates },
+            "{case}: {said}"
+        );
+        for difference in ["missing", "unexpected", "warnings", "names", "values", "texts", "files"] {
             assert_eq!(said[difference], Value::Array(vec![]), "{case}: {difference}: {said}");
         }
         assert_eq!(said["more"], serde_json::json!(["gathered.json"]), "{case}: {said}");

@@ -41,6 +41,8 @@ pub(crate) enum Command {
     Ckpt(CkptArgs),
     /// Submit a job to Slurm
     Sbatch(SbatchArgs),
+    /// Make a job.yaml of what Accelerate, DeepSpeed or torchrun were told
+    Import(ImportArgs),
     /// The agent's role; started by launch itself
     #[command(hide = true)]
     Agent(AgentArgs),
@@ -185,6 +187,45 @@ pub(crate) struct SbatchArgs {
     /// More options for sbatch; they win over those of the script
     #[arg(last = true, value_name = "OPTION", conflicts_with = "print")]
     pub(crate) options: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    #[command(subcommand)]
+    pub(crate) from: ImportFrom,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImportFrom {
+    /// Accelerate's config, as `accelerate config` writes it
+    Accelerate(ImportFile),
+    /// DeepSpeed's config: a job of the built-in training, or of the program after `--`, which reads the config itself
+    Deepspeed(ImportFile),
+    /// torchrun's arguments, after `--`
+    Torchrun(ImportTorchrun),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImportFile {
+    /// The config file
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// The hosts: a hostfile of DeepSpeed or Open MPI
+    #[arg(long, value_name = "FILE")]
+    pub(crate) hostfile: Option<PathBuf>,
+    /// The program that the job runs, and its arguments
+    #[arg(last = true, value_name = "PROGRAM")]
+    pub(crate) program: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImportTorchrun {
+    /// The hosts: a hostfile of DeepSpeed or Open MPI
+    #[arg(long, value_name = "FILE")]
+    pub(crate) hostfile: Option<PathBuf>,
+    /// torchrun's own arguments, the script, and the script's arguments
+    #[arg(last = true, value_name = "ARGS", required = true)]
+    pub(crate) arguments: Vec<String>,
 }
 
 /// What the arguments ask for.

@@ -2,6 +2,7 @@
 pub(crate) mod check;
 pub(crate) mod ckpt;
 pub(crate) mod events;
+pub(crate) mod import;
 pub(crate) mod logs;
 pub(crate) mod plan;
 mod prepare;

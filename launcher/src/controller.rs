@@ -3,6 +3,7 @@
 //! `core` decides, `driver` does: agents are started by a transport and spoken to over links, events go to the journal
 //! and to the report. `prepare` makes each start's plan and has its rendezvous bound.
 mod cause;
+mod copies;
 mod core;
 mod driver;
 mod introduce;
@@ -14,6 +15,7 @@ mod prepare;
 mod requeue;
 mod signals;
 mod store;
+mod tensorboard;
 /// For the job file here; a hostfile's reader may use it too.
 pub(crate) mod watch;
 
@@ -39,6 +41,8 @@ pub struct HostTarget {
     pub name: String,
     /// Workers that it was promised to have room for.
     pub slots: Option<u32>,
+    /// The numbers of those slots, where a filter picked them.
+    pub picked: Option<Vec<u32>>,
     /// It is this machine.
     pub local: bool,
 }

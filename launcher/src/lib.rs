@@ -8,6 +8,7 @@ pub mod controller;
 pub mod discover;
 mod error;
 pub mod hostile;
+mod import;
 mod link;
 pub mod plan;
 mod report;
@@ -41,6 +42,7 @@ pub fn main(args: impl Iterator<Item = OsString>, judge: &dyn TrainJudge) -> u8 
         Command::Plan(args) => cmd::plan::run(&args, json, judge),
         Command::Check(args) => cmd::check::run(&args, json),
         Command::Ckpt(args) => cmd::ckpt::run(args, json),
+        Command::Import(args) => cmd::import::run(&args, json),
         Command::Sbatch(args) => cmd::sbatch::run(&args, json),
         Command::Agent(args) if args.own_hash => agent::print_own_hash(),
         Command::Agent(args) => agent::main(agent::Started {

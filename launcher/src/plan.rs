@@ -42,6 +42,8 @@ pub struct Host {
     pub name: String,
     /// Workers that it was promised to have room for (a hostfile, Slurm).
     pub slots: Option<u32>,
+    /// The numbers of those slots, where a filter picked them: its GPUs.
+    pub picked: Option<Vec<u32>>,
     /// It is the machine of the controller.
     pub local: bool,
     /// Found by its agent, or [`Facts::promised`] before that.
@@ -161,7 +163,7 @@ fn workers(whole: &env::Whole<'_>, node: &Node<'_>) -> Result<Vec<WorkerPlan>, F
 fn room(job: &JobSpec, host: &Host) -> Result<Room, Finding> {
     const PATH: &str = "cluster.workers_per_host";
     let name = &host.name;
-    let gpus = devices::of_job(job, &host.facts)?;
+    let gpus = devices::of_job(job, &host.facts)?.picked(job, host)?;
     let of_gpus = gpus.count() as u32;
     let count = match (job.cluster.workers_per_host, host.slots) {
         (Count::Exactly(n), Some(slots)) if n > slots => {

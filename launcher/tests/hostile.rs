@@ -1,45 +1,22 @@
 //! What strangers write: a corpus, changed in every way a seed gives, through everything of the launcher that reads such
 //! bytes. Nothing panics, and memory stays below a cap that has nothing to do with what the bytes claim.
+#[path = "../../tests/support/strangers.rs"]
+mod strangers;
+
 use contract::{
     control::{ExitStatus, FromAgent, HostFacts, ToAgent, VERSION},
     frame,
 };
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    fs,
-    path::Path,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use std::path::Path;
+use strangers::{Memory, Numbers};
 
 /// Most memory that reading a few kilobytes may take at any time, bytes.
 const CAP: usize = 64 << 20;
 /// Changed copies of each file for each reader.
 const CHANGES: u64 = 1000;
 
-/// Counts what is in use.
-struct Counting;
-
-static USED: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call goes to the system's allocator unchanged; counting has no effect on memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let used = USED.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(used, Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        USED.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `dealloc`.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+/// Signs that mean something to one of the readers.
+const SIGNS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
 
 type Reader = fn(&[u8]) -> Result<(), String>;
 
@@ -77,16 +54,7 @@ fn streams() -> [Vec<u8>; 2] {
 }
 
 fn corpus() -> Vec<(String, Vec<u8>)> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus");
-    let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(dir)
-        .expect("listable")
-        .map(|entry| entry.expect("an entry").path())
-        .filter(|path| path.extension().is_some_and(|ending| ending != "md"))
-        .map(|path| {
-            let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-            (name, fs::read(&path).expect("readable"))
-        })
-        .collect();
+    let mut files = strangers::corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     let [agent, controller] = streams();
     files.push(("agent.control".into(), agent));
     files.push(("controller.control".into(), controller));
@@ -96,47 +64,13 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Numbers that a seed gives, the same on every run.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self, below: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) as usize) % below.max(1)
-    }
-}
-
-/// A few changes: flips, lengths as large as can be, pieces cut out or doubled, signs that mean something to a parser.
 fn changed(sound: &[u8], numbers: &mut Numbers) -> Vec<u8> {
-    const SIGNS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
-    let mut bytes = sound.to_vec();
-    for _ in 0..=numbers.next(3) {
-        let at = numbers.next(bytes.len());
-        let len = numbers.next(32).min(bytes.len() - at);
-        match numbers.next(7) {
-            0 => bytes[at..].iter_mut().take(1).for_each(|b| *b ^= 1 << (len % 8)),
-            1 => bytes[at..at + len.min(8)].fill(0xff),
-            2 => drop(bytes.drain(at..at + len)),
-            3 => {
-                let piece = bytes[at..at + len].to_vec();
-                let to = numbers.next(bytes.len());
-                bytes.splice(to..to, piece);
-            }
-            4 => bytes.truncate(at),
-            5 => bytes[at..].iter_mut().take(1).for_each(|b| *b = SIGNS[numbers.next(SIGNS.len())]),
-            _ => bytes[at..at + len.min(8)].iter_mut().for_each(|b| *b = b'0' + numbers.next(10) as u8),
-        }
-        if bytes.is_empty() {
-            break;
-        }
-    }
-    bytes
+    strangers::changed(sound, numbers, SIGNS, |numbers| b'0' + numbers.next(10) as u8)
 }
 
 #[test]
 fn nothing_panics_and_memory_stays_below_the_cap() {
-    let before = USED.load(Ordering::Relaxed);
-    PEAK.store(before, Ordering::Relaxed);
+    let memory = Memory::from_now();
     let (mut refused, mut read) = (0u64, 0u64);
     for (name, sound) in corpus() {
         for (reader, run) in READERS {
@@ -154,7 +88,7 @@ fn nothing_panics_and_memory_stays_below_the_cap() {
             }
         }
     }
-    let peak = PEAK.load(Ordering::Relaxed) - before;
+    let peak = memory.peak();
     assert!(peak < CAP, "{peak} bytes at the peak");
     assert!(read > 500 && refused > 2000, "{read} read, {refused} refused: the changes reach the readers");
 }
@@ -170,8 +104,7 @@ fn sound_files_are_read() {
 /// Few bytes that ask for much.
 #[test]
 fn claims_cost_the_claimer() {
-    let before = USED.load(Ordering::Relaxed);
-    PEAK.store(before, Ordering::Relaxed);
+    let memory = Memory::from_now();
     let long = "n".repeat(100_000);
     let texts = [
         format!("{long}[0-16383]"),
@@ -192,6 +125,6 @@ fn claims_cost_the_claimer() {
     let mut key = vec![0, 9, 1];
     key.extend([0xff; 8]);
     assert!(launcher::hostile::store(&key).is_err());
-    let peak = PEAK.load(Ordering::Relaxed) - before;
+    let peak = memory.peak();
     assert!(peak < CAP, "{peak} bytes at the peak");
 }

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""What PyTorch does with the model of configs/baseline.yaml, or of configs/mixture.yaml: one JSON line with tokens/s and peak memory.
+"""What PyTorch does with the models of scripts/bench/throughput: one JSON line with tokens/s and peak memory.
 
     python torch_baseline.py --mode plain --threads 2
     python -m torch.distributed.run --standalone --nproc-per-node 2 torch_baseline.py --mode fsdp2 --threads 1
 
-Modes: plain (one process), fsdp2 (fully_shard per block), deepspeed (ZeRO stage 3; needs deepspeed).
-transformers' LlamaForCausalLM with SDPA attention, fp32, random tokens: hidden 384, 6 layers, 6 heads, intermediate 1024, vocabulary 8192,
-untied (16.9M parameters); sequences of 256, 8 in a global batch (2048 tokens a step, divided among the ranks); torch AdamW, lr 1e-3,
-betas 0.9 / 0.95, weight decay 0.1. With --model moe: Qwen3MoeForCausalLM, 8 experts of width 512, 2 for each token, with its
-load-balancing loss, experts as transformers computes them by default; neither clipping nor activation checkpointing. Median of the measured steps.
+Modes: plain (one process), compile (the same with torch.compile; needs a C++ compiler), fsdp2 (fully_shard per block), deepspeed (ZeRO
+stage 3; needs deepspeed). fp32, random tokens, SDPA attention; a global batch is divided among the ranks.
+baseline: transformers' LlamaForCausalLM: hidden 384, 6 layers, 6 heads, intermediate 1024, vocabulary 8192, untied (16.9M parameters);
+sequences of 256, 8 in a global batch. gpt2-124m: GPT2LMHeadModel without dropout; sequences of 64, 4 in a global batch.
+moe: the baseline as Qwen3MoeForCausalLM, 8 experts of width 512, 2 for each token, with its load-balancing loss, experts as transformers
+computes them by default.
+torch AdamW, lr 1e-3, betas 0.9 / 0.95, weight decay 0.1; neither clipping nor activation checkpointing. Median of the measured steps.
 """
 import argparse
 import json
@@ -17,44 +19,56 @@ import resource
 import statistics
 import time
 
-VOCAB, SEQ, GLOBAL_BATCH = 8192, 256, 8
+# vocabulary, length of a sequence, sequences in a global batch
+MODELS = {"baseline": (8192, 256, 8), "gpt2-124m": (50257, 64, 4), "moe": (8192, 256, 8)}
 
 
 def arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=["plain", "fsdp2", "deepspeed"], required=True)
-    parser.add_argument("--model", choices=["dense", "moe"], default="dense")
+    parser.add_argument("--mode", choices=["plain", "compile", "fsdp2", "deepspeed"], required=True)
+    parser.add_argument("--model", choices=MODELS, default="baseline")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     return parser.parse_args()
 
 
-def architecture(kind):
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-    shared = dict(vocab_size=VOCAB, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
-                  num_key_value_heads=6, max_position_embeddings=SEQ, tie_word_embeddings=False, use_cache=False,
+def make(name):
+    """The model, and its blocks."""
+    from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig,
+                              Qwen3MoeForCausalLM)
+
+    vocab, seq, _ = MODELS[name]
+    if name == "gpt2-124m":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
+                                           attn_implementation="sdpa"))
+        return model, model.transformer.h
+    shared = dict(vocab_size=vocab, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
+                  num_key_value_heads=6, max_position_embeddings=seq, tie_word_embeddings=False, use_cache=False,
                   attn_implementation="sdpa")
-    if kind == "dense":
-        return LlamaForCausalLM(LlamaConfig(**shared))
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        **shared, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512, norm_topk_prob=True,
-        output_router_logits=True, router_aux_loss_coef=0.001))
+    if name == "moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            **shared, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512, norm_topk_prob=True,
+            output_router_logits=True, router_aux_loss_coef=0.001))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shared))
+    return model, model.model.layers
 
 
-def build(kind, mode, world):
+def build(name, mode, world):
     """The model and a function that trains on one batch and returns its loss."""
     import torch
 
     torch.manual_seed(0)
-    model = architecture(kind)
+    model, blocks = make(name)
+    global_batch = MODELS[name][2]
     settings = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     if mode == "deepspeed":
         import deepspeed
         deepspeed.init_distributed("gloo")
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.AdamW(model.parameters(), **settings),
-            config={"train_micro_batch_size_per_gpu": GLOBAL_BATCH // world, "gradient_accumulation_steps": 1,
+            config={"train_micro_batch_size_per_gpu": global_batch // world, "gradient_accumulation_steps": 1,
                     "steps_per_print": 1 << 30, "zero_optimization": {"stage": 3}})
 
         def step(ids):
@@ -70,10 +84,12 @@ def build(kind, mode, world):
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-        for block in model.model.layers:
+        for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    if mode == "compile":
+        model = torch.compile(model)
 
     def step(ids):
         loss = model(input_ids=ids, labels=ids).loss
@@ -91,15 +107,16 @@ def main():
     import torch.distributed as dist
     torch.set_num_threads(args.threads)
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    if args.mode == "plain" and world > 1:
-        raise SystemExit("mode plain is one process")
-    if GLOBAL_BATCH % world:
-        raise SystemExit(f"{GLOBAL_BATCH} sequences can't be divided among {world} ranks")
+    vocab, seq, global_batch = MODELS[args.model]
+    if args.mode in ("plain", "compile") and world > 1:
+        raise SystemExit(f"mode {args.mode} is one process")
+    if global_batch % world:
+        raise SystemExit(f"{global_batch} sequences can't be divided among {world} ranks")
     _, step = build(args.model, args.mode, world)
-    generator, own = torch.Generator().manual_seed(1), GLOBAL_BATCH // world
+    generator, own = torch.Generator().manual_seed(1), global_batch // world
     times, losses = [], []
     for _ in range(args.warmup + args.steps):
-        ids = torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQ), generator=generator)[rank * own:(rank + 1) * own]
+        ids = torch.randint(0, vocab, (global_batch, seq), generator=generator)[rank * own:(rank + 1) * own]
         if dist.is_initialized():
             dist.barrier()
         began = time.perf_counter()
@@ -115,7 +132,7 @@ def main():
     if rank == 0:
         seconds = statistics.median(times[args.warmup:])
         print(json.dumps({"mode": args.mode, "world": world, "threads": args.threads,
-                          "tokens_per_s": GLOBAL_BATCH * SEQ / seconds, "peak_rss": max(peaks),
+                          "tokens_per_s": global_batch * seq / seconds, "peak_rss": max(peaks),
                           "losses": [losses[0], losses[-1]]}), flush=True)
     if dist.is_initialized():
         dist.barrier()

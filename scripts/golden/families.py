@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/golden/families/<case>/ with real transformers and real torch on the CPU: every family and variant.
 
-    python scripts/golden/families.py [OUT [CASE...]]        # OUT: tests/golden/families
+    python scripts/golden/families.py [OUT [CASE…]]        # OUT: tests/golden/families
 
 As scripts/golden/llama.py, whose arithmetic it uses, but each case is a folder as save_pretrained makes it (config.json and
 model.safetensors: the initial weights), with the answers beside it. tests/golden/families/README.md says what the files hold.
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
-                          MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config,
+                          GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
                           Qwen3MoeConfig, Qwen3MoeForCausalLM)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -24,6 +25,9 @@ plain_loss, balance = base.loss_of, 0.0
 SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.15, rms_norm_eps=1e-5,
              use_cache=False, bos_token_id=None, eos_token_id=None)
+GPT2_SIZES = dict(vocab_size=61, n_embd=20, n_inner=None, n_layer=2, n_head=4, n_positions=32, initializer_range=0.15,
+                  attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None)
+GEMMA = dict(attention_dropout=0.0, pad_token_id=0, tie_word_embeddings=True, head_dim=6, query_pre_attn_scalar=9)
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
@@ -60,10 +64,25 @@ CASES = {
                                               norm_topk_prob=False, num_hidden_layers=4, decoder_sparse_step=2,
                                               attention_bias=True, num_key_value_heads=1, use_sliding_window=True,
                                               sliding_window=7, router_aux_loss_coef=0.1)),
+    # without a rotation a bias of k changes no score: AdamW must not make steps of the rounding errors of its gradient
+    "gpt2": dict(kind=(GPT2Config, GPT2LMHeadModel), clip_norm=1.0, seed=10, eps=1e-4, config={}),
+    "gpt2_packed": dict(kind=(GPT2Config, GPT2LMHeadModel), clip_norm=None, seed=11, eps=1e-4, documents=[[9, 11], [20], [3, 12, 5]],
+                        config=dict(n_inner=36, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True,
+                                    reorder_and_upcast_attn=True, layer_norm_epsilon=1e-4)),
+    # caps that bite, a window shorter than the sequence in every second layer
+    "gemma2": dict(kind=(Gemma2Config, Gemma2ForCausalLM), clip_norm=1.0, seed=12,
+                   config=GEMMA | dict(sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
+    "gemma3": dict(kind=(Gemma3TextConfig, Gemma3ForCausalLM), clip_norm=None, seed=13,
+                   config=GEMMA | dict(num_hidden_layers=3, sliding_window=5,
+                                       layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+                                       rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                                                        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}})),
 }
 
 
 def make_config(case):
+    if case["kind"][0] is GPT2Config:
+        return GPT2Config(**{**GPT2_SIZES, **case["config"]}, attn_implementation="eager")
     extra = {} if "sliding_window" in case["config"] else (
         {"sliding_window": None} if case["kind"][0] in (MistralConfig, MixtralConfig) else {})
     if has_experts(case):
@@ -96,6 +115,10 @@ def window_of(config, layer):
 def forward(model, tokens, starts, dtype):
     """With several documents the mask is given; else the model makes its own, windows included."""
     b, t = tokens.shape
+    if dtype is torch.float64:  # which reordering "up" to float32 refuses
+        for module in model.modules():
+            if hasattr(module, "reorder_and_upcast_attn"):
+                module.reorder_and_upcast_attn = False
     i = torch.arange(t)
     positions = i[None].expand(b, t)
     if not bool((starts > 0).any()):
@@ -154,6 +177,7 @@ def write(name, case, out):
     case = {"batch": 2, "seq": 20, **case}
     case["config"] = {"vocab_size": SIZES["vocab_size"], **case["config"]}
     base.make_model, base.forward, base.loss_of = make_model, forward, loss_of
+    base.ADAMW["eps"] = case.get("eps", 1e-8)
     check_window(case)
     single, double = base.run(case, torch.float32), base.run(case, torch.float64)
     far = max(base.distance(single[k], double[k]) for k in single
@@ -174,7 +198,7 @@ def write(name, case, out):
         file.chmod(0o644)
     flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
     about = dict(batch=case["batch"], seq=case["seq"],
-                 optimizer=dict(lr=base.ADAMW["lr"], weight_decay=base.WEIGHT_DECAY, clip_norm=case["clip_norm"]),
+                 optimizer=dict(lr=base.ADAMW["lr"], eps=base.ADAMW["eps"], weight_decay=base.WEIGHT_DECAY, clip_norm=case["clip_norm"]),
                  torch=torch.__version__, float64_distance=far,
                  batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(case)])
     (folder / "case.json").write_text(json.dumps(about) + "\n")

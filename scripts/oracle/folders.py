@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig,
+from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
+                          GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
                           MistralForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
                           Qwen3ForCausalLM)
 
@@ -27,6 +28,12 @@ CASES = {
               LlamaForCausalLM, torch.float32, "60KB"),
     "mistral": (MistralConfig(**SIZES, head_dim=6, sliding_window=5), MistralForCausalLM, torch.bfloat16, "5GB"),
     "qwen2": (Qwen2Config(**SIZES, tie_word_embeddings=True), Qwen2ForCausalLM, torch.bfloat16, "20KB"),
+    "gpt2": (GPT2Config(vocab_size=300, n_embd=36, n_layer=3, n_head=6, n_positions=80, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+                        bos_token_id=256, eos_token_id=256), GPT2LMHeadModel, torch.float32, "50KB"),
+    "gpt2_untied": (GPT2Config(vocab_size=300, n_embd=36, n_layer=3, n_head=6, n_positions=80, bos_token_id=256, eos_token_id=256,
+                               tie_word_embeddings=False), GPT2LMHeadModel, torch.bfloat16, "5GB"),
+    "gemma2": (Gemma2Config(**SIZES, head_dim=6, query_pre_attn_scalar=6, sliding_window=5), Gemma2ForCausalLM, torch.float32, "40KB"),
+    "gemma3": (Gemma3TextConfig(**SIZES, head_dim=6, query_pre_attn_scalar=6, sliding_window=5), Gemma3ForCausalLM, torch.bfloat16, "20KB"),
     "qwen3": (Qwen3Config(**SIZES, head_dim=10, tie_word_embeddings=True), Qwen3ForCausalLM, torch.float32, "40KB"),
 }
 
@@ -62,6 +69,20 @@ def tensors(folder):
     return out
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def index_of(folder):
+    """What the index says, less the order of names; nothing where one file is enough."""
+    path = Path(folder) / INDEX
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def cut(folder):
+    """Bytes of tensors in each file, in order: where the shards were cut."""
+    return [sum(t.numel() * t.element_size() for t in load_file(f).values()) for f in sorted(Path(folder).glob("*.safetensors"))]
+
+
 class Kept(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -92,6 +113,7 @@ def compare(source, gathered):
         "names": sorted(set(ours) ^ set(theirs)),
         "values": sorted(n for n in set(ours) & set(theirs) if not same(ours[n], theirs[n])),
         "config": sorted(k for k in config[0].keys() | config[1].keys() if config[0].get(k) != config[1].get(k)),
+        "files": [w for w, f in (("index", index_of), ("sizes", cut)) if f(source) != f(gathered)],
         "texts": texts, "more": sorted(names[0] - names[1]),
     }))
 

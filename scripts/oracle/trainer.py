@@ -1,6 +1,6 @@
 """A script with HF Trainer as people write them; it knows nothing of launch but one environment variable.
 
-    trainer.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json]
+    trainer.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json] [--bf16]
 
 Eight samples a step however many ranks there are, no dropout, so that losses don't depend on their number. Each rank writes
 what it saw at its first step into REPORT_DIR/rank-R.json; rank 0 writes the history into REPORT_DIR/history.json.
@@ -19,7 +19,7 @@ import transformers
 arguments = argparse.ArgumentParser()
 arguments.add_argument("output_dir"), arguments.add_argument("report_dir"), arguments.add_argument("steps", type=int)
 arguments.add_argument("--resume_from_checkpoint", default=None)
-arguments.add_argument("--deepspeed", default=None)
+arguments.add_argument("--deepspeed", default=None), arguments.add_argument("--bf16", action="store_true")
 arguments = arguments.parse_args()
 resume = arguments.resume_from_checkpoint or os.environ.get("LAUNCH_RESUME_FROM") or None
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -34,7 +34,7 @@ os.makedirs(arguments.report_dir, exist_ok=True)
 
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
-        return 64
+        return 72
 
     def __getitem__(self, i):
         ids = torch.randint(0, 128, (12,), generator=torch.Generator().manual_seed(500 + i))
@@ -69,7 +69,7 @@ trainer = transformers.Trainer(
     args=transformers.TrainingArguments(
         output_dir=arguments.output_dir, per_device_train_batch_size=8 // world, max_steps=arguments.steps, save_steps=3, logging_steps=1,
         learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", use_cpu=True, report_to=[], seed=3,
-        deepspeed=arguments.deepspeed, ddp_backend="gloo" if world > 1 or arguments.deepspeed else None, disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch"))
+        deepspeed=arguments.deepspeed, bf16=arguments.bf16, ddp_backend="gloo" if world > 1 or arguments.deepspeed else None, disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch"))
 trainer.train(resume_from_checkpoint=resume)
 if rank == 0:
     with open(f"{arguments.report_dir}/history.json", "w") as f:
@@ -77,3 +77,7 @@ if rank == 0:
 if torch.distributed.is_initialized():
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+# torch's threads that still want Python's lock while the interpreter ends abort the process (Python up to 3.13)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)

@@ -1,7 +1,9 @@
 //! Runs of the real executable in a directory of their own.
 #![allow(dead_code)] // each test file uses a part of it
 
+pub(crate) mod continued;
 pub(crate) mod hosts;
+pub(crate) mod scripts;
 
 use serde_json::Value;
 use std::{

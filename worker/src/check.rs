@@ -1,13 +1,14 @@
 //! Judges a `train:` section without running it: does it hold together, and how much memory will each rank need?
 use crate::{
     data::{self, DataError},
-    experts::{self, Placement},
+    experts::Placement,
     life::STAGING,
     model::{self, Model},
-    optim::{no_decay_set, state_vectors},
+    optim::state_vectors,
     params::Unit,
     stages::resolve,
     train::{experts::elements, workspace::Workspace},
+    trained::{self, first_backward},
     zero::{Policy, Slots, fold::buffers, partition::Partition, pool::PoolPlan},
 };
 use contract::{
@@ -54,22 +55,30 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
     let named = train.model.at(dir);
     let spec = match resolve(&named, vocab, train.data.seq_len) {
         Ok(spec) => spec,
-        Err(e) => return v.problems.push(finding("train.model", e.message, None)),
+        Err(f) => return v.problems.push(finding(f.key, f.message, None)),
     };
-    let model = match model::build_with(&spec, &train.experts, train.data.seq_len) {
+    let mut model = match model::build_with(&spec, &train.experts, train.data.seq_len) {
         Ok(model) => model,
-        Err(e) => return v.problems.push(finding("train.model", e, None)),
+        Err(e) => {
+            let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
+            return v.problems.push(finding(key, e, None));
+        }
     };
     let layers = model.units().len() - 2;
     let placement = match Placement::new(&train.experts, model.as_ref(), layers, world as usize) {
         Ok(placement) => placement,
         Err((key, why)) => return v.problems.push(finding(key, why, None)),
     };
-    let units = experts::units(model.as_ref(), placement.as_ref());
-    v.parameters = units.iter().map(|u| u.len() as u64).sum();
-    if let Err(e) = no_decay_set(&train.optimizer.no_decay, &units) {
-        v.problems.push(finding("train.optimizer.no_decay", e, None));
-    }
+    let units = match trained::units(model.as_mut(), placement.as_ref(), train) {
+        Ok(units) => units,
+        Err(faults) => {
+            let findings = faults.into_iter().map(|f| finding(f.key, f.message, None));
+            return v.problems.extend(findings);
+        }
+    };
+    v.parameters = units.iter().map(|u| u.trained_len() as u64).sum();
+    let faults = trained::groups(&train.optimizer, &units, &model.ties()).err().unwrap_or_default();
+    v.problems.extend(faults.into_iter().map(|f| finding(f.key, f.message, None)));
     if facts.is_err() {
         return;
     }
@@ -113,7 +122,9 @@ impl Memory<'_> {
         let policy =
             Policy::of_stage(self.train.zero.stage).with_experts(self.train.experts.parallel as usize);
         let own: u64 = self.own_lengths(rank as usize).iter().sum::<usize>() as u64;
+        let own_trained: u64 = self.own_trained(rank as usize).iter().sum::<usize>() as u64;
         let all: u64 = self.mine(rank as usize).map(|u| u.len() as u64).sum();
+        let all_trained: u64 = self.mine(rank as usize).map(|u| u.trained_len() as u64).sum();
         let states = {
             let (first, second) = state_vectors(&self.train.optimizer);
             u64::from(first) + u64::from(second)
@@ -121,15 +132,17 @@ impl Memory<'_> {
         let (b, t) = (self.train.batch.micro as usize, self.train.data.seq_len as usize);
         let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
         let resident = if policy.shard_parameters { own } else { all };
-        let updated = if policy.shard_optimizer { own } else { all };
+        let updated = if policy.shard_optimizer { own_trained } else { all_trained };
         let (gathered, gradients) = self.moving(policy, rank as usize);
-        let copies = if self.job.checkpoint.r#async { 4 * own * (1 + states) } else { 0 };
+        let saved = 4 * (own + own_trained * states);
+        let copies = if self.job.checkpoint.r#async { saved } else { 0 };
+        let first = first_backward(self.units);
         let mut parts = vec![
             ("parameters".to_string(), 4 * resident),
             ("optimizer states".into(), 4 * updated * states),
             ("gathered parameters".into(), 4 * gathered),
             ("gradients".into(), 4 * gradients),
-            ("activations".into(), Workspace::bytes(self.model, layers, b, t, self.train.recompute)),
+            ("activations".into(), Workspace::bytes(self.model, layers, b, t, self.train.recompute, first)),
             (
                 "rows of experts".into(),
                 4 * elements(self.model, self.units, b * t, self.train.recompute) as u64,
@@ -137,7 +150,7 @@ impl Memory<'_> {
             ("operator scratch".into(), self.scratch()),
             ("collectives' staging".into(), self.staging()),
             ("checkpoint copy (async)".into(), copies),
-            ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(4 * own * (1 + states))),
+            ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
             ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
             ("process".into(), PROCESS),
         ];
@@ -155,11 +168,18 @@ impl Memory<'_> {
         self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
     }
 
+    /// Elements of gradients that the rank owns, by unit.
+    fn own_trained(&self, rank: usize) -> Vec<usize> {
+        let of = |u: &Unit| u.trained_range(Partition::new(u, self.world).range(rank)).len();
+        self.units.iter().map(of).collect()
+    }
+
     /// Elements of gathered parameters and of gradients at their peak, by the decisions that the engine's pools take.
     fn moving(&self, policy: Policy, rank: usize) -> (u64, u64) {
         let slots = (self.train.batch.global / self.train.batch.micro) as usize;
-        let whole: usize = self.mine(rank).map(Unit::len).sum();
-        let own: usize = self.own_lengths(rank).iter().sum();
+        let whole: usize = self.mine(rank).map(Unit::trained_len).sum();
+        let own: usize = self.own_trained(rank).iter().sum();
+        let trained = self.mine(rank).filter(|u| u.any_trained());
         if !policy.shard_gradients || self.world == 1 {
             let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
@@ -170,12 +190,14 @@ impl Memory<'_> {
                 (_, false) => own,
                 (_, true) => 2 * own,
             };
-            return (0, (whole * buffers(mine, true) + finished) as u64);
+            // What a backward writes of a unit that is frozen in part, before its trained tensors are put together.
+            let mixed = trained.filter(|u| !u.all_trained()).map(Unit::len).max().unwrap_or(0);
+            return (0, (whole * buffers(mine, true) + finished + mixed) as u64);
         }
         // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
         let mut pool = PoolPlan::default();
         let mut in_flight = std::collections::VecDeque::new();
-        for u in self.mine(rank).rev() {
+        for u in trained.rev() {
             in_flight.push_back(pool.take(u.len()));
             if in_flight.len() > 1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT {
                 pool.give(in_flight.pop_front().unwrap_or(0));
@@ -196,7 +218,7 @@ impl Memory<'_> {
             .map(|u| std::iter::once(u).chain(experts.pop_if(|_| sparse(u - 1))).collect())
             .collect();
         let forward = layers.iter().flatten().copied();
-        let backward = layers.iter().rev().flatten().copied();
+        let backward = layers[first_backward(self.units)..].iter().rev().flatten().copied();
         let tied = self.model.tied().then_some(0);
         std::iter::once(0).chain(forward).chain([head]).chain(tied).chain(backward).collect()
     }

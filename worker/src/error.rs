@@ -1,6 +1,7 @@
 //! Why a rank can't go on, and what that means for the job's exit code.
 use comm::CommError;
 use contract::exit::WorkerExit;
+use std::fmt;
 
 /// A rank's failure: what it means and one clear line.
 #[derive(Clone, Debug)]
@@ -52,4 +53,25 @@ impl From<CommError> for Error {
         };
         Error { exit, message: e.to_string() }
     }
+}
+
+/// Something that a key asks for and can't be had.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The key.
+    pub key: &'static str,
+    /// Why.
+    pub message: String,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.key, self.message)
+    }
+}
+
+/// All of them as one error of the job.
+pub fn of_job(faults: &[Fault]) -> Error {
+    let all: Vec<String> = faults.iter().map(Fault::to_string).collect();
+    Error::job(all.join("; "))
 }

@@ -131,7 +131,7 @@ pub fn units(model: &dyn Model, placement: Option<&Placement>) -> Vec<Unit> {
                 _ => format!("experts of layer {layer} on rank {first}"),
             };
             let owners = Owners { first, stride: p.parallel };
-            units.push(Unit::of_experts(name, params, owners, own.iter().flat_map(place).collect()));
+            units.push(Unit::of_experts(name, params, owners, layer, own.iter().flat_map(place).collect()));
         }
     }
     units

@@ -18,6 +18,7 @@ pub mod stages;
 pub mod state;
 pub mod storage;
 pub mod train;
+pub mod trained;
 pub mod zero;
 
 pub use check::Judge;

@@ -218,15 +218,9 @@ impl Samples {
                 let files = (!e.files.is_empty()).then_some(e.files.as_slice());
                 Dataset::open(spec, files, Split::HeldOut, dir).map_err(data_error)
             });
-            let eval = eval
-                .transpose()?
-                .map(|data| Ordered { order: Order::new(train.seed, data.len(), false), data });
+            let eval = eval.transpose()?.map(|data| Ordered { order: data.order(train.seed, false), data });
             let digest = data.digest().to_string();
-            Ok(Samples {
-                train: Ordered { order: Order::new(train.seed, data.len(), spec.shuffle), data },
-                eval,
-                digest,
-            })
+            Ok(Samples { train: Ordered { order: data.order(train.seed, spec.shuffle), data }, eval, digest })
         };
         let turns: [bool; 2] = [true, false];
         let mut mine = None;

@@ -5,6 +5,8 @@
 mod config;
 mod decoder;
 pub mod experts;
+mod gemma;
+mod gpt2;
 mod llama;
 mod mistral;
 mod mixtral;
@@ -92,7 +94,7 @@ pub struct HeadGrads<'a> {
     pub dx: ViewMut<'a>,
     /// The head unit's gradient, flat.
     pub head: ViewMut<'a>,
-    /// The embedding unit's gradient, flat; given exactly when [`Model::tied`].
+    /// The embedding unit's gradient, flat; given when [`Model::tied`] and the embedding is trained.
     pub embedding: Option<ViewMut<'a>>,
     /// Factor of dlogits.
     pub scale: f32,
@@ -111,6 +113,8 @@ pub struct Tie {
 pub trait Model: Send + Sync {
     /// Embedding, layers, head.
     fn units(&self) -> Vec<Unit>;
+    /// Says which parameters of its own units (not those of experts) are trained. Gradients of the others needn't be written: they are not read.
+    fn train(&mut self, _units: &[Unit]) {}
     /// Width of the residual stream.
     fn hidden(&self) -> usize;
     /// Number of tokens known.
@@ -119,6 +123,14 @@ pub trait Model: Send + Sync {
     fn tied(&self) -> bool;
     /// Second names.
     fn ties(&self) -> Vec<Tie>;
+    /// What stored names begin with, where files of the model without its head leave it out.
+    fn prefix(&self) -> Option<&'static str> {
+        None
+    }
+    /// Is this stored tensor one that older files hold although nothing is learned in it?
+    fn is_constant(&self, _name: &str) -> bool {
+        false
+    }
     /// Tokens that sliding layers attend to; `None`: all layers attend to the whole document.
     fn window(&self) -> Option<usize> {
         None
@@ -141,8 +153,8 @@ pub trait Model: Send + Sync {
 
     /// `x[rows, hidden]` from tokens.
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut);
-    /// Adds to the embedding unit's gradient.
-    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: View);
+    /// Adds to the embedding unit's gradient; `dx` is spent.
+    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: ViewMut);
 
     /// `y[rows, hidden]` from `x`; without `y` only what the backward needs is left in `saved`.
     fn layer_forward(
@@ -193,8 +205,17 @@ pub struct Family {
 }
 
 /// Every family the runtime trains. To add one: a file in `model/` and a line here.
-pub const FAMILIES: &[Family] =
-    &[llama::FAMILY, mistral::FAMILY, mixtral::FAMILY, qwen2::FAMILY, qwen3::FAMILY, qwen3_moe::FAMILY];
+pub const FAMILIES: &[Family] = &[
+    gemma::GEMMA2,
+    gemma::GEMMA3,
+    gpt2::FAMILY,
+    llama::FAMILY,
+    mistral::FAMILY,
+    mixtral::FAMILY,
+    qwen2::FAMILY,
+    qwen3::FAMILY,
+    qwen3_moe::FAMILY,
+];
 
 fn known(name: impl Fn(&Family) -> &'static str) -> String {
     FAMILIES.iter().map(name).collect::<Vec<_>>().join(", ")
@@ -231,7 +252,8 @@ pub fn read_folder(folder: &Path) -> Result<(&'static str, u32, u32), String> {
     let config = config::read(folder)?;
     let family = family_of(&config)?;
     let f = config::Fields::new(&config);
-    Ok((family.name, f.size("vocab_size")?, f.size("max_position_embeddings")?))
+    let positions = if family.name == gpt2::FAMILY.name { "n_positions" } else { "max_position_embeddings" };
+    Ok((family.name, f.size("vocab_size")?, f.size(positions)?))
 }
 
 /// As [`build`], with what the job says about experts.
@@ -245,8 +267,12 @@ pub fn build_with(spec: &ModelSpec, experts: &ExpertsSpec, tokens: u32) -> Resul
 /// must be filled in; `from` must be a folder that can be opened as it is.
 pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
     if let Some(folder) = &spec.from {
-        let config = config::read(folder)?;
-        return (family_of(&config)?.build)(&config, tokens as usize);
+        let mut config = config::read(folder)?;
+        let family = family_of(&config)?;
+        if spec.dropout.is_some() {
+            config::without_dropout(&mut config, family.name == gpt2::FAMILY.name);
+        }
+        return (family.build)(&config, tokens as usize);
     }
     let family = FAMILIES
         .iter()
@@ -264,4 +290,10 @@ pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
         return Err(format!("`{key}` has no effect in the family `{}`: remove it", family.name));
     }
     (family.build)(&config, tokens as usize)
+}
+
+/// All buffers of `a` at once, each exclusively.
+fn each<const N: usize>(a: &mut Activations) -> [&mut Buf; N] {
+    let mut it = a.0.iter_mut();
+    std::array::from_fn(|_| it.next().expect("made from the lengths of this model"))
 }

@@ -12,6 +12,8 @@ pub enum Init {
     Ones,
     /// All zeros.
     Zeros,
+    /// Uniform between minus this and this.
+    Uniform(f32),
 }
 
 /// One logical tensor.
@@ -75,9 +77,19 @@ pub struct Unit {
     pub params: Vec<ParamSpec>,
     /// Who has a part of it.
     pub owners: Owners,
-    /// Where each tensor stands among those of all experts; `None` in other units.
-    places: Option<Vec<usize>>,
+    /// Of a unit of experts.
+    experts: Option<OfExperts>,
     offsets: Vec<usize>,
+    /// Of each tensor: is it trained?
+    trained: Vec<bool>,
+}
+
+/// What a unit of experts has beside its tensors.
+#[derive(Clone, Debug, PartialEq)]
+struct OfExperts {
+    layer: usize,
+    /// Where each tensor stands among those of all experts.
+    places: Vec<usize>,
 }
 
 impl Unit {
@@ -90,23 +102,95 @@ impl Unit {
             at += p.len();
             offsets.push(at);
         }
-        Unit { name: name.into(), params, owners: Owners::ALL, places: None, offsets }
+        let trained = vec![true; params.len()];
+        Unit { name: name.into(), params, owners: Owners::ALL, experts: None, offsets, trained }
     }
 
-    /// Experts that only `owners` have; `places` puts their tensors in an order that doesn't depend on who has them.
+    /// Experts of `layer` that only `owners` have; `places` puts their tensors in an order that doesn't depend on who has
+    /// them.
     pub fn of_experts(
         name: impl Into<String>,
         params: Vec<ParamSpec>,
         owners: Owners,
+        layer: usize,
         places: Vec<usize>,
     ) -> Self {
         assert_eq!(params.len(), places.len(), "a place for each tensor");
-        Unit { owners, places: Some(places), ..Unit::new(name, params) }
+        Unit { owners, experts: Some(OfExperts { layer, places }), ..Unit::new(name, params) }
+    }
+
+    /// The layer whose experts it holds; `None`: it is one of the model's own units.
+    pub fn expert_layer(&self) -> Option<usize> {
+        self.experts.as_ref().map(|e| e.layer)
     }
 
     /// Is it a unit of experts?
     pub fn holds_experts(&self) -> bool {
-        self.places.is_some()
+        self.experts.is_some()
+    }
+
+    /// Decides by name which tensors are trained. Gradients and optimizer states are then vectors of the trained tensors
+    /// alone, one after the other in the order of the flat vector: the *trained* vector of the unit.
+    pub fn train_where(&mut self, trained: impl Fn(&str) -> bool) {
+        self.trained = self.params.iter().map(|p| trained(&p.name)).collect();
+    }
+
+    /// Is tensor `i` trained?
+    pub fn is_trained(&self, i: usize) -> bool {
+        self.trained[i]
+    }
+
+    /// Is any tensor?
+    pub fn any_trained(&self) -> bool {
+        self.trained.contains(&true)
+    }
+
+    /// Are all?
+    pub fn all_trained(&self) -> bool {
+        !self.trained.contains(&false)
+    }
+
+    /// Is any tensor in this range of the flat vector?
+    pub fn trains(&self, flat: std::ops::Range<usize>) -> bool {
+        self.segments(flat).iter().any(|s| self.trained[s.param])
+    }
+
+    /// Elements of the trained vector that lie before `flat` of the flat vector.
+    pub fn trained_before(&self, flat: usize) -> usize {
+        let all = self.trained_segments(0..flat);
+        all.iter().map(|s| s.flat.len()).sum()
+    }
+
+    /// Elements of the trained vector.
+    pub fn trained_len(&self) -> usize {
+        self.trained_before(self.len())
+    }
+
+    /// The range of the trained vector that a range of the flat vector holds.
+    pub fn trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        self.trained_before(flat.start)..self.trained_before(flat.end)
+    }
+
+    /// As [`Unit::segments`], without those that are frozen.
+    pub fn trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
+        let mut all = self.segments(flat);
+        all.retain(|s| self.trained[s.param]);
+        all
+    }
+
+    /// The tensors that are trained.
+    pub fn trained_params(&self) -> impl Iterator<Item = &ParamSpec> + Clone {
+        self.params.iter().zip(&self.trained).filter(|(_, trained)| **trained).map(|(p, _)| p)
+    }
+
+    /// Moves what a whole vector holds of the trained tensors to its front.
+    pub fn pack_trained(&self, whole: &mut [f32]) {
+        let mut at = 0;
+        for s in self.trained_segments(0..self.len()) {
+            let len = s.flat.len();
+            whole.copy_within(s.flat, at);
+            at += len;
+        }
     }
 
     /// Elements of the flat vector.
@@ -149,7 +233,7 @@ pub fn canonical_order(units: &[Unit]) -> Vec<(usize, usize)> {
         of.flat_map(|(u, unit)| (0..unit.params.len()).map(move |i| (u, i)))
     };
     let mut spread: Vec<(usize, usize)> = all(true).collect();
-    spread.sort_by_key(|&(u, i)| units[u].places.as_ref().map(|places| places[i]));
+    spread.sort_by_key(|&(u, i)| units[u].experts.as_ref().map(|e| e.places[i]));
     all(false).chain(spread).collect()
 }
 

@@ -9,12 +9,13 @@ use crate::{
     agree::agree,
     error::{Error, Result},
     optim::Group,
+    params::Unit,
     scattered::{self, Candidate, Scattered},
     stages::{Cursor, ScheduleBound},
-    state::{Reading, check_fits, read_own, spread},
+    state::{Reading, check_fits, read_own, spread, without_states},
     storage::Layout,
 };
-use ckpt::{Checkpoint, Facts, Foreign, Found, Source};
+use ckpt::{Checkpoint, Facts, Foreign, Found, Source, TensorInfo};
 use contract::{
     event::Event,
     exit::WorkerExit,
@@ -22,7 +23,7 @@ use contract::{
 };
 use serde_json::{Value, json};
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap, HashSet},
     path::{Path, PathBuf},
 };
 
@@ -187,8 +188,11 @@ fn load(
     let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     check_fits(checkpoint, &units, bound.trainer.optimizer.spec())?;
     let (cursor, guessed) = cursor(bound, checkpoint.facts(), &shown)?;
-    bound.trainer.optimizer.set_late(&units, &late(checkpoint.facts(), &shown)?);
-    let reading = Reading { source, renamed: &HashMap::new(), states: true };
+    let anew = without_states(&source.tensors(), &units, bound.trainer.optimizer.spec());
+    let mut late = late(checkpoint.facts(), &shown)?;
+    late.extend(anew.iter().map(|name| (name.clone(), cursor.step)));
+    bound.trainer.optimizer.set_late(&units, &late);
+    let reading = Reading { source, renamed: &HashMap::new(), states: true, anew: &anew };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(Refusal::Damaged(e));
@@ -201,7 +205,8 @@ fn load(
         world: Some(facts.world),
         stage: Some(facts.stage),
     })?;
-    for message in guessed.into_iter().chain(differences(bound, facts, data)) {
+    let frozen = frozen_otherwise(&units, &source.tensors(), &anew);
+    for message in guessed.into_iter().chain(frozen).chain(differences(bound, facts, data)) {
         tell(Event::Notice { rank: None, message })?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
@@ -255,6 +260,31 @@ fn cursor(bound: &ScheduleBound, facts: &Facts, path: &str) -> Result<(Cursor, O
             Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(said)))
         }
     }
+}
+
+/// What of the optimizer's states applies no longer, or not yet.
+fn frozen_otherwise(units: &[Unit], tensors: &[TensorInfo], anew: &HashSet<String>) -> Vec<String> {
+    let mut out = Vec::new();
+    if !anew.is_empty() {
+        let names: BTreeSet<&String> = anew.iter().collect();
+        out.push(format!(
+            "{} parameters have no optimizer state in the checkpoint, which had them frozen: their states begin anew ({})",
+            names.len(),
+            fit::some(&names.into_iter().collect::<Vec<_>>())
+        ));
+    }
+    let trained: HashSet<&str> =
+        units.iter().flat_map(Unit::trained_params).map(|p| p.name.as_str()).collect();
+    let has = tensors.iter().filter(|t| t.role.is_optimizer_state()).map(|t| t.name.as_str());
+    let left: BTreeSet<&str> = has.filter(|name| !trained.contains(name)).collect();
+    if !left.is_empty() {
+        out.push(format!(
+            "{} parameters are frozen here and were trained in the checkpoint: their optimizer states are left out ({})",
+            left.len(),
+            fit::some(&left.into_iter().collect::<Vec<_>>())
+        ));
+    }
+    out
 }
 
 /// Updates by which parameters are behind the run.

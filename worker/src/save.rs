@@ -3,6 +3,7 @@ use crate::{
     agree::agree,
     error::{Error, Result},
     optim::Optimizer,
+    params::Unit,
     scattered,
     stages::{Cursor, Running},
     state::{pieces, state_roles},
@@ -268,8 +269,9 @@ impl Copied {
 
 /// Bytes of all tensors of a checkpoint.
 pub fn total_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
-    let elements: u64 = engine.shards.iter().map(|s| s.unit.len() as u64).sum();
-    4 * elements * (1 + state_roles(optimizer.spec()).len() as u64)
+    let states = state_roles(optimizer.spec()).len() as u64;
+    let of = |u: &Unit| u.len() as u64 + states * u.trained_len() as u64;
+    4 * engine.shards.iter().map(|s| of(&s.unit)).sum::<u64>()
 }
 
 /// An error of the storage.

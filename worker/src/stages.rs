@@ -1,17 +1,18 @@
 //! The runtime is built in stages, each its own type: spec → parameters → sharded → optimizer bound → schedule bound →
 //! running. What isn't built yet has no method to call.
 use crate::{
-    error::{Error, Result},
+    error::{Error, Fault, Result, of_job},
     experts::{self, Placement},
     model::{self, Batch, Model},
     optim::{Optimizer, schedule::lr_at},
     params::{Init, Unit},
-    rng::{Purpose, fill_normal},
+    rng::{Purpose, fill_normal, fill_uniform},
     train::{
         experts::Experts,
         step::{Outcome, Source, Trainer, Word},
         workspace::Workspace,
     },
+    trained::{self, first_backward},
     zero::{Policy, engine::Engine, queue::Queue},
 };
 use comm::Comm;
@@ -28,6 +29,8 @@ pub struct Spec {
 pub struct Parameters {
     train: TrainSpec,
     model: Arc<dyn Model>,
+    /// Trained elements.
+    count: u64,
 }
 
 /// Stage 3: this rank has memory for its part of every parameter.
@@ -73,65 +76,61 @@ pub struct Cursor {
 }
 
 /// The model's numbers with those that follow from the tokenizer and the data.
-pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> Result<ModelSpec> {
+pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> std::result::Result<ModelSpec, Fault> {
+    const FROM: &str = "train.model.from";
     let mut s = spec.clone();
     if let Some(folder) = &spec.from {
-        let read = model::read_folder(folder).map_err(|e| Error::job(format!("train.model.from: {e}")))?;
+        let read = model::read_folder(folder).map_err(|message| Fault { key: FROM, message })?;
         (s.family, s.vocab_size, s.max_position_embeddings) = (read.0.into(), read.1, read.2);
     }
+    let fault = |key, name: &str, why: String| match &spec.from {
+        Some(folder) => {
+            let message = format!("{name} in {}: {why}", folder.join("config.json").display());
+            Fault { key: FROM, message }
+        }
+        None => Fault { key, message: why },
+    };
     if s.vocab_size == 0 {
         s.vocab_size = vocab;
     }
     if s.vocab_size < vocab {
-        return Err(Error::job(format!(
-            "{}: {} is smaller than the tokenizer's {vocab} tokens; {}",
-            key(&s, "vocab_size"),
-            s.vocab_size,
-            if s.from.is_some() { "use the folder's tokenizer" } else { "leave it out or raise it" }
-        )));
+        let to_do = if s.from.is_some() { "use the folder's tokenizer" } else { "leave it out or raise it" };
+        let why = format!("{} is smaller than the tokenizer's {vocab} tokens; {to_do}", s.vocab_size);
+        return Err(fault("train.model.vocab_size", "vocab_size", why));
     }
     if s.max_position_embeddings == 0 {
         s.max_position_embeddings = seq_len;
     }
     if s.max_position_embeddings < seq_len {
-        return Err(Error::job(format!(
-            "{}: {} is shorter than data.seq_len {seq_len}",
-            key(&s, "max_position_embeddings"),
-            s.max_position_embeddings
-        )));
+        let why = format!("{} is shorter than data.seq_len {seq_len}", s.max_position_embeddings);
+        return Err(fault("train.model.max_position_embeddings", "max_position_embeddings", why));
     }
     Ok(s)
-}
-
-/// Where a number of the model stands.
-fn key(spec: &ModelSpec, name: &str) -> String {
-    match &spec.from {
-        Some(folder) => format!("train.model.from: {name} in {}", folder.join("config.json").display()),
-        None => format!("train.model.{name}"),
-    }
 }
 
 impl Spec {
     /// `vocab`: the tokenizer's number of tokens.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
-        train.model = resolve(&train.model, vocab, train.data.seq_len)?;
+        train.model = resolve(&train.model, vocab, train.data.seq_len).map_err(|f| of_job(&[f]))?;
         Ok(Spec { train })
     }
 
-    /// Builds the model and lists its parameters.
+    /// Builds the model, lists its parameters and decides which of them are trained.
     pub fn parameters(self) -> Result<Parameters> {
-        let model = model::build_with(&self.train.model, &self.train.experts, self.train.data.seq_len)
+        let mut model = model::build_with(&self.train.model, &self.train.experts, self.train.data.seq_len)
             .map_err(|e| Error::job(format!("train.model: {e}")))?;
-        Ok(Parameters { train: self.train, model: model.into() })
+        let anywhere = Placement::anywhere(model.as_ref());
+        let units = trained::units(model.as_mut(), anywhere.as_ref(), &self.train).map_err(|f| of_job(&f))?;
+        let count = units.iter().map(|u| u.trained_len() as u64).sum();
+        Ok(Parameters { train: self.train, model: model.into(), count })
     }
 }
 
 impl Parameters {
     /// Number of trained elements.
     pub fn count(&self) -> u64 {
-        let placement = Placement::anywhere(self.model.as_ref());
-        experts::units(self.model.as_ref(), placement.as_ref()).iter().map(|u| u.len() as u64).sum()
+        self.count
     }
 
     /// Allocates this rank's part, all zeros.
@@ -141,7 +140,8 @@ impl Parameters {
         let layers = self.model.units().len() - 2;
         let placement = Placement::new(&train.experts, self.model.as_ref(), layers, queue.comm().world())
             .map_err(|(key, why)| Error::job(format!("{key}: {why}")))?;
-        let units = experts::units(self.model.as_ref(), placement.as_ref());
+        let mut units = experts::units(self.model.as_ref(), placement.as_ref());
+        trained::choose(&mut units, &self.model.ties(), &train).map_err(|f| of_job(&f))?;
         let parallel = placement.as_ref().map_or(1, |p| p.parallel);
         let policy = Policy::of_stage(train.zero.stage).with_experts(parallel);
         let slots = (train.batch.global / train.batch.micro) as usize;
@@ -161,6 +161,10 @@ fn initialise(engine: &Engine, u: usize, seed: u64) {
                 Init::Normal(std) => {
                     fill_normal(out, seed, Purpose::Init, &spec.name, seg.elements.start as u64, std)
                 }
+                Init::Uniform(bound) => {
+                    let first = seg.elements.start as u64;
+                    fill_uniform(out, seed, Purpose::Init, &spec.name, first, -bound, bound);
+                }
                 Init::Ones => out.fill(1.0),
                 Init::Zeros => out.fill(0.0),
             }
@@ -174,12 +178,14 @@ impl Sharded {
         let Sharded { train, model, engine, ops, placement } = self;
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
         let ranges = (0..units.len()).map(|u| engine.updated(u));
-        let optimizer = Optimizer::bind(&train.optimizer, &units, ranges).map_err(Error::job)?;
+        let optimizer =
+            Optimizer::bind(&train.optimizer, &units, &model.ties(), ranges).map_err(|f| of_job(&f))?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
+        let first = first_backward(&units);
         let experts = Experts::new(model.as_ref(), placement.as_ref(), &engine, b * t, train.recompute);
         let trainer = Trainer {
-            work: Workspace::new(model.as_ref(), layers, b, t, train.recompute),
+            work: Workspace::new(model.as_ref(), layers, b, t, train.recompute, first),
             batch: Batch {
                 b,
                 t,

@@ -3,15 +3,18 @@ use crate::{
     error::{Error, Result},
     model::Model,
     optim::{Optimizer, state_vectors},
-    params::{Unit, canonical_order},
+    params::{Segment, Unit, canonical_order},
     stages::ScheduleBound,
     zero::engine::Engine,
 };
-use ckpt::{Checkpoint, CkptError, ModelCard, Piece, Request, Role, Source, Tie, WeightShape};
+use ckpt::{Checkpoint, CkptError, ModelCard, Piece, Request, Role, Source, TensorInfo, Tie, WeightShape};
 use contract::job::{ModelSpec, OptimizerName, OptimizerSpec};
 use device::Buf;
 use serde_json::Value;
-use std::{collections::HashMap, ops::Range, sync::RwLockReadGuard};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::RwLockReadGuard,
+};
 
 /// The model as checkpoints describe it.
 pub fn model_card(model: &dyn Model, units: &[Unit], spec: &ModelSpec, eod: u32) -> ModelCard {
@@ -20,7 +23,7 @@ pub fn model_card(model: &dyn Model, units: &[Unit], spec: &ModelSpec, eod: u32)
         hf_config: hf_config(model, spec, eod),
         weights: weight_shapes(units),
         ties: model.ties().into_iter().map(|t| Tie { alias: t.alias, target: t.target }).collect(),
-        frozen: Vec::new(),
+        frozen: frozen(units),
         buffers: Vec::new(),
     }
 }
@@ -43,11 +46,27 @@ fn weight_shapes(units: &[Unit]) -> Vec<WeightShape> {
     params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
 }
 
+/// Names of the weights that are not trained.
+fn frozen(units: &[Unit]) -> Vec<String> {
+    let all = canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
+    all.map(|(u, i)| units[u].params[i].name.clone()).collect()
+}
+
+/// Trained parameters of which a checkpoint with these tensors lacks some of the optimizer's states: they begin anew.
+pub fn without_states(tensors: &[TensorInfo], units: &[Unit], optimizer: &OptimizerSpec) -> HashSet<String> {
+    let held: HashSet<(Role, &str)> = tensors.iter().map(|t| (t.role, t.name.as_str())).collect();
+    let roles = state_roles(optimizer);
+    let lacks = |name: &str| roles.iter().any(|role| !held.contains(&(*role, name)));
+    let names = units.iter().flat_map(Unit::trained_params).map(|p| &p.name);
+    names.filter(|name| lacks(name)).cloned().collect()
+}
+
 /// Roles of the optimizer's two state vectors.
 pub fn state_roles(spec: &OptimizerSpec) -> Vec<Role> {
     let (first, second) = match spec.name {
         OptimizerName::Adamw => (Role::ExpAvg, Role::ExpAvgSq),
         OptimizerName::Sgd => (Role::Momentum, Role::Momentum),
+        OptimizerName::Lion => (Role::ExpAvg, Role::ExpAvg),
     };
     let (has_first, has_second) = state_vectors(spec);
     [(has_first, first), (has_second, second)]
@@ -67,16 +86,24 @@ pub fn pieces<'a>(
     let mut out = Vec::new();
     for (u, shard) in engine.shards.iter().enumerate() {
         let (own, resident, st) = (engine.own(u), engine.resident(u), optimizer.states(u));
-        let vectors = [(Role::Weight, params[u].host(), resident.start)]
-            .into_iter()
-            .chain(roles.iter().zip([&st.first, &st.second]).map(|(r, b)| (*r, b.host(), st.range.start)));
-        for (role, data, base) in vectors {
-            out.extend(shard.unit.segments(own.clone()).into_iter().map(|seg| Piece {
-                name: &shard.unit.params[seg.param].name,
-                role,
-                start_element: seg.elements.start as u64,
-                data: &data[seg.flat.start - base..seg.flat.end - base],
-            }));
+        let unit = &shard.unit;
+        let piece = |role, seg: &Segment, data| Piece {
+            name: &unit.params[seg.param].name,
+            role,
+            start_element: seg.elements.start as u64,
+            data,
+        };
+        let weights = &params[u].host()[own.start - resident.start..own.end - resident.start];
+        out.extend(unit.segments(own.clone()).iter().map(|seg| {
+            piece(Role::Weight, seg, &weights[seg.flat.start - own.start..seg.flat.end - own.start])
+        }));
+        for (role, states) in roles.iter().zip([&st.first, &st.second]) {
+            let mut at = unit.trained_before(own.start) - st.trained.start;
+            for seg in unit.trained_segments(own.clone()) {
+                let data = &states.host()[at..at + seg.flat.len()];
+                at += seg.flat.len();
+                out.push(piece(*role, &seg, data));
+            }
         }
     }
     out
@@ -85,14 +112,23 @@ pub fn pieces<'a>(
 /// Refuses a checkpoint of another model, naming the first tensor that differs, or one without the optimizer's states.
 pub fn check_fits(ckpt: &Checkpoint, units: &[Unit], optimizer: &OptimizerSpec) -> Result<()> {
     ckpt.require_model(&weight_shapes(units)).map_err(|e| Error::checkpoint(e.to_string()))?;
-    for role in state_roles(optimizer) {
-        if !ckpt.tensors().any(|t| t.role == role) {
+    let roles = state_roles(optimizer);
+    for role in &roles {
+        if !ckpt.tensors().any(|t| t.role == *role) {
             return Err(Error::checkpoint(format!(
                 "{} holds no {role}: it was written with another optimizer than {:?}; use that one, or start anew with resume.from: never",
                 ckpt.path().display(),
                 optimizer.name
             )));
         }
+    }
+    if let Some(other) = ckpt.tensors().map(|t| t.role).find(|r| r.is_optimizer_state() && !roles.contains(r))
+    {
+        return Err(Error::checkpoint(format!(
+            "{} holds {other}, which {:?} has not: it was written with another optimizer; use that one, or start anew with resume.from: never",
+            ckpt.path().display(),
+            optimizer.name
+        )));
     }
     Ok(())
 }
@@ -117,6 +153,8 @@ pub struct Reading<'a> {
     pub renamed: &'a HashMap<String, String>,
     /// The optimizer's states too.
     pub states: bool,
+    /// Parameters whose states begin anew.
+    pub anew: &'a HashSet<String>,
 }
 
 /// Reads the owned range of every vector of every unit.
@@ -127,10 +165,15 @@ pub fn read_own(bound: &mut ScheduleBound, reading: &Reading) -> std::result::Re
     let mut requests = Vec::new();
     for (u, (params, st)) in guards.iter_mut().zip(optimizer.all_states_mut()).enumerate() {
         let (unit, own, base) = (&engine.shards[u].unit, engine.own(u), engine.resident(u).start);
-        requests.extend(requests_of(unit, Role::Weight, &own, base, params.host_mut()));
-        let base = st.range.start;
+        let weights = &mut params.host_mut()[own.start - base..own.end - base];
+        requests.extend(requests_of(unit, Role::Weight, unit.segments(own.clone()), weights));
+        let trained = unit.trained_range(own.clone());
         for (role, buf) in roles.iter().zip([&mut st.first, &mut st.second]) {
-            requests.extend(requests_of(unit, *role, &own, base, buf.host_mut()));
+            let states =
+                &mut buf.host_mut()[trained.start - st.trained.start..trained.end - st.trained.start];
+            let mut of = requests_of(unit, *role, unit.trained_segments(own.clone()), states);
+            of.retain(|r| !reading.anew.contains(r.name));
+            requests.extend(of);
         }
     }
     for request in &mut requests {
@@ -141,19 +184,16 @@ pub fn read_own(bound: &mut ScheduleBound, reading: &Reading) -> std::result::Re
     reading.source.read_many(&mut requests)
 }
 
-/// What fills flat range `own` of one vector of a unit; `values` begins at flat position `base`.
+/// What fills `values`, which holds these segments one after the other.
 fn requests_of<'a>(
     unit: &'a Unit,
     role: Role,
-    own: &Range<usize>,
-    base: usize,
-    values: &'a mut [f32],
+    segments: Vec<Segment>,
+    mut values: &'a mut [f32],
 ) -> Vec<Request<'a>> {
-    let mut rest = &mut values[own.start - base..own.end - base];
-    let segments = unit.segments(own.clone());
     let requests = segments.into_iter().map(|seg| {
-        let (out, after) = std::mem::take(&mut rest).split_at_mut(seg.flat.len());
-        rest = after;
+        let (out, after) = std::mem::take(&mut values).split_at_mut(seg.flat.len());
+        values = after;
         Request { name: &unit.params[seg.param].name, role, start_element: seg.elements.start as u64, out }
     });
     requests.collect()
@@ -161,10 +201,10 @@ fn requests_of<'a>(
 
 /// Replicated optimizer states: puts the owners' parts together on every rank.
 fn spread_states(engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result<()> {
-    let own = engine.own(u);
+    let own = engine.shards[u].unit.trained_range(engine.own(u));
     let (first, second) = state_vectors(optimizer.spec());
     let st = optimizer.states_mut(u);
-    let mine = own.start - st.range.start..own.end - st.range.start;
+    let mine = own.start - st.trained.start..own.end - st.trained.start;
     for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
         let mine = Buf::from_slice(&buf.host()[mine.clone()]);
         let whole = std::mem::replace(buf, Buf::zeroed(0));

@@ -19,7 +19,11 @@ use worker::{
     stages::{Cursor, Running},
 };
 
-const CASES: [&str; 13] = [
+const CASES: [&str; 17] = [
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt2_packed",
     "llama_biases_tied",
     "llama_linear",
     "llama_llama3",
@@ -80,6 +84,10 @@ fn any_world_and_stage() {
             all.into_iter().next().unwrap()
         };
         let expected = run(0, 1);
+        let mut again = spec(3);
+        again.recompute = contract::job::Recompute::Block;
+        let recomputed = on_ranks(2, |c| steps(&mut started(&again, c), 3)).remove(0);
+        assert_eq!(recomputed, expected, "{name}: recomputed");
         for stage in 0..=3 {
             for world in [1, 2, 3, 4] {
                 assert_eq!(run(stage, world), expected, "{name}: world {world}, stage {stage}");
@@ -129,7 +137,9 @@ fn weights_that_no_step_has_changed_come_out_with_their_bits() {
 
 #[test]
 fn resumed_runs_go_on_with_the_same_bits() {
-    for name in ["llama_biases_tied", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen3_moe"] {
+    let names =
+        ["gemma3", "gpt2", "llama_biases_tied", "mistral_window", "mixtral", "qwen2", "qwen3", "qwen3_moe"];
+    for name in names {
         let spec = |stage| train_spec(from(&folder(name)), stage, 6, 1, 13);
         let whole = on_ranks(1, |c| steps(&mut started(&spec(0), c), 5)).remove(0);
         let dir = tempfile::tempdir().unwrap();
@@ -215,6 +225,29 @@ fn what_is_not_supported_is_refused_by_name() {
     assert_eq!(with("qwen3_moe", "output_router_logits", json!(true)), "");
     let types = with("qwen2_sliding_layers", "layer_types", json!(["full_attention", "chunked_attention"]));
     assert!(types.contains("`layer_types`"), "{types}");
+    for (name, key, value, said) in [
+        ("gpt2", "activation_function", json!("relu"), "`activation_function: \"relu\"`"),
+        ("gpt2", "add_cross_attention", json!(true), "`add_cross_attention: true`"),
+        ("gpt2", "attn_pdrop", json!(0.1), "`attn_pdrop: 0.1` is not supported; train without dropout by"),
+        ("gpt2", "resid_pdrop", json!(null), "`resid_pdrop: 0.1`"),
+        ("gpt2", "n_head", json!(3), "n_head 3 does not divide n_embd 20"),
+        ("gpt2", "rope_theta", json!(1e4), "`rope_theta: 10000.0`"),
+        ("gpt2", "scale_attn_weights", json!(1), "`scale_attn_weights` is 1, not true or false"),
+        ("gemma2", "hidden_activation", json!("gelu"), "`hidden_activation: \"gelu\"`"),
+        ("gemma2", "use_bidirectional_attention", json!(true), "`use_bidirectional_attention: true`"),
+        ("gemma2", "final_logit_softcapping", json!(-1), "`final_logit_softcapping` is -1, not above 0"),
+        ("gemma3", "attn_logit_softcapping", json!(50.0), "`attn_logit_softcapping: 50.0`"),
+        ("gemma3", "rope_scaling", json!({"type": "linear", "factor": 8}), "`rope_scaling` stands beside"),
+        (
+            "gemma3",
+            "rope_parameters",
+            json!({"rope_type": "default"}),
+            "`rope_parameters` is not `full_attention`",
+        ),
+    ] {
+        let found = with(name, key, value);
+        assert!(found.contains(said), "{name}, {key}: {found}");
+    }
     let off = with("qwen2_sliding_layers", "use_sliding_window", json!(false));
     assert!(off.contains("sliding layers without a window"), "{off}");
     assert_eq!(with("llama_biases_tied", "bos_token_id", json!(5)), "");
@@ -230,6 +263,101 @@ fn names_of_older_versions_mean_the_same() {
         c.insert("rope_scaling".into(), rope);
     });
     assert_eq!(old, "");
+}
+
+/// Gemma 3 as transformers 4 wrote it: bases of both rotations by themselves, layers by a pattern.
+#[test]
+fn a_gemma_of_older_versions_is_the_same_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = json(&folder("gemma3").join("config.json"));
+    let map = config.as_object_mut().unwrap();
+    for key in ["rope_parameters", "layer_types", "_sliding_window_pattern"] {
+        map.remove(key);
+    }
+    map.insert("rope_theta".into(), json!(10000.0));
+    map.insert("rope_local_base_freq".into(), json!(100.0));
+    map.insert("rope_scaling".into(), json!({"rope_type": "linear", "factor": 8.0}));
+    map.insert("sliding_window_pattern".into(), json!(3));
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    std::fs::copy(folder("gemma3").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    let run = |folder: &Path| {
+        let spec = train_spec(from(folder), 3, 4, 1, 13);
+        on_ranks(2, |c| steps(&mut started(&spec, c), 2)).remove(0)
+    };
+    assert_eq!(run(dir.path()), run(&folder("gemma3")));
+}
+
+/// The Hub's own GPT-2: names without their prefix, causal masks among the weights, dropout in config.json.
+#[test]
+fn gpt2_as_the_hub_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = json(&folder("gpt2").join("config.json"));
+    for key in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
+        config[key] = json!(0.1);
+    }
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let file = std::fs::read(folder("gpt2").join("model.safetensors")).unwrap();
+    let mut all = golden::tensors_with_shapes(&file);
+    for (name, _) in &mut all {
+        *name = name.strip_prefix("transformer.").unwrap().to_owned();
+    }
+    for layer in 0..2 {
+        all.push((format!("h.{layer}.attn.bias"), (vec![1, 1, 32, 32], vec![1.0; 1024])));
+        all.push((format!("h.{layer}.attn.masked_bias"), (vec![], vec![-1e4])));
+    }
+    std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();
+    let refused = worker::model::build(&from(dir.path()), 16).err().unwrap();
+    assert!(refused.contains("`train.model.dropout: 0`"), "{refused}");
+
+    let model = |folder: &Path| ModelSpec { dropout: Some(0.0), ..from(folder) };
+    let run = |folder: &Path| {
+        let spec = train_spec(model(folder), 3, 4, 1, 13);
+        on_ranks(2, |c| {
+            let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+            let mut bound = build(&spec, c, 1);
+            let mut said = Vec::new();
+            let mut tell = |event| {
+                said.push(format!("{event:?}"));
+                Ok(())
+            };
+            origin.load(&mut bound, &mut tell).unwrap();
+            let config = bound.trainer.model.hf_config().clone();
+            (steps(&mut bound.resumed(Cursor::default()), 2), said, config)
+        })
+        .remove(0)
+    };
+    let (losses, said, config) = run(dir.path());
+    assert_eq!(losses, run(&folder("gpt2")).0);
+    assert!(said.len() == 1 && said[0].contains("h.0.attn.bias"), "{said:?}");
+    assert_eq!(config["embd_pdrop"], 0.0);
+
+    all.retain(|(name, _)| name != "h.1.ln_2.bias");
+    std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();
+    let spec = train_spec(model(dir.path()), 3, 4, 1, 13);
+    let lacking = on_ranks(1, |c| {
+        let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err().message
+    });
+    assert!(lacking[0].contains("lacks transformer.h.1.ln_2.bias"), "{lacking:?}");
+}
+
+/// A described model of each family is one that its own folder describes too, and trains the same on any world.
+#[test]
+fn new_models_of_every_family() {
+    for family in ["gpt2", "gemma2", "gemma3_text"] {
+        let model = ModelSpec { family: family.into(), tie_word_embeddings: true, ..odd_model() };
+        let heads = ModelSpec { num_key_value_heads: 3, ..model.clone() };
+        let model = if family == "gpt2" { heads } else { model };
+        let run = |world, stage| {
+            let spec = train_spec(model.clone(), stage, 4, 1, 13);
+            on_ranks(world, |c| steps(&mut build(&spec, c, 1).fresh(), 3)).remove(0)
+        };
+        let expected = run(1, 0);
+        assert!(expected.windows(2).all(|w| w[0] != w[1]), "{family}: the steps must change something");
+        for (world, stage) in [(2, 3), (3, 2)] {
+            assert_eq!(run(world, stage), expected, "{family}: world {world}, stage {stage}");
+        }
+    }
 }
 
 #[test]

@@ -15,6 +15,7 @@ fn load(name: &str) -> Case {
     let n = |key: &str| config[key].as_u64().unwrap() as u32;
     let model = ModelSpec {
         from: None,
+        dropout: None,
         family: "llama".into(),
         vocab_size: n("vocab_size"),
         hidden_size: n("hidden_size"),

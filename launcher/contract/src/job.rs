@@ -5,6 +5,7 @@ mod check;
 pub mod checkpoint;
 pub mod cluster;
 mod decode;
+mod document;
 pub mod experts;
 mod hosts;
 mod keys;
@@ -18,8 +19,10 @@ mod scalar;
 mod sections;
 pub mod slurm;
 mod source;
+mod sources;
 pub mod train;
 mod tree;
+pub mod tune;
 
 use serde::{Deserialize, Serialize};
 
@@ -27,19 +30,23 @@ pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
 pub use cluster::{
     ClusterSpec, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec, StoreHost,
 };
+pub use document::{Document, Item, ItemValue, Syntax};
 pub use experts::{ExpertPlacement, ExpertsSpec};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
+pub use print::quoted;
 pub use reload::{Reload, ReloadTrain, Reloaded, compare};
 pub use run::{Bind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
 pub use scalar::duration;
 pub use sections::is_reserved;
 pub use slurm::SlurmSpec;
 pub use source::SourceMap;
+pub use sources::{DataSource, Format, LossOn};
 pub use train::{
     BatchSpec, DataSpec, EvalSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
     ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
 };
+pub use tune::GroupSpec;
 
 /// A whole job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

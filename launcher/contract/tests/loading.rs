@@ -115,7 +115,7 @@ fn overrides_win_in_order() {
     let train = spec.train.as_ref().expect("train");
     assert_eq!(train.steps, 9);
     assert_eq!((train.optimizer.lr, train.optimizer.weight_decay), (1e-2, 0.0));
-    assert_eq!(train.data.files, ["a.txt", "b.txt"]);
+    assert_eq!(train.data.sources[0].files, ["a.txt", "b.txt"]);
     assert_eq!(spec.cluster.workers_per_host, Count::Exactly(2));
     assert_eq!(train.batch.global, 8);
     assert_eq!(spec.run.env, [("A_B".to_owned(), "x=y".to_owned())]);

@@ -24,11 +24,20 @@ const JOBS: &[&str] = &[
     "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
      train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b]}, clip_norm: off}\n\
      checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
-    "train: {model: {from: './a b'}, data: {files: [a]}, steps: 0}",
     "train: {model: {family: mixtral, num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 8}, data: {files: [a]}, \
      experts: {parallel: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}, aux_loss: 0.5, z_loss: 1e-3}}",
     "train: {model: {from: m}, data: {files: [a]}, experts: {parallel: 4, placement: {1: {0: 3}, 7: {0: 1, 1: 2}}}}",
+    "train: {model: {from: './a b', dropout: 0}, data: {files: [a]}, steps: 0}",
+    "train: {model: {family: gpt2, dropout: 0}, data: {files: [a]}}",
+    "train: {data: {mixture: {web: {files: ['w/*.parquet'], weight: 0.7}, talk: {files: [t.jsonl], format: chat, field: chat, loss_on: all}}, \
+     tokenizer: t.json, chat_template: 'a b.jinja'}}",
+    "train: {data: {files: [t.jsonl], format: chat}}",
     "train: {model: {from: m}, data: {files: [a], tokenizer: bytes}}",
+    "train: {model: {from: m}, data: {files: [a]}, optimizer: {name: lion}}",
+    "train: {data: {files: [a]}, optimizer: {name: sgd, momentum: 0.5, groups: [{match: [a], momentum: 0.25}]}}",
+    "train: {data: {files: [a]}, train_only: [x, '*y']}",
+    "train: {data: {files: [a]}, freeze: ['model.embed*', b], \
+     optimizer: {groups: [{match: ['*norm*', x], lr: 1e-5, betas: [0.5, 0.25]}, {match: [y], lr_scale: 0, weight_decay: 1, eps: 1e-3}]}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
 
@@ -46,6 +55,19 @@ fn every_key_is_printed() {
     for key in KEYS.iter().filter(|k| k.support == Support::Yes && k.default != Default::Section) {
         assert!(maps.iter().any(|m| m.is_given(key.path)), "{} is never printed", key.path);
     }
+}
+
+/// GPT-2 is made as it is known: a tied head, an MLP of four times the width.
+#[test]
+fn defaults_follow_the_family() {
+    let model = |family: &str| {
+        let text = format!("train: {{model: {{family: {family}, hidden_size: 64}}, data: {{files: [a]}}}}");
+        let model = job(&text, &[]).0.train.expect("train").model;
+        (model.intermediate_size, model.tie_word_embeddings)
+    };
+    assert_eq!(model("gpt2"), (256, true));
+    assert_eq!(model("gemma2"), (176, true));
+    assert_eq!(model("llama"), (176, false));
 }
 
 proptest! {

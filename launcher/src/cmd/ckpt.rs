@@ -394,6 +394,11 @@ mod tests {
         let ckpt = golden.join("z2_frozen");
         assert_eq!(run(Command::Inspect { dir: ckpt.clone() }), exit::DONE);
         assert_eq!(run(verify(ckpt.clone())), exit::DONE);
+        for kind in ["accelerate_z2", "fsdp_full", "universal", "dcp"] {
+            let dir = golden.join("tiny").join(kind);
+            assert_eq!(run(Command::Inspect { dir: dir.clone() }), exit::DONE, "{kind}");
+            assert_eq!(run(verify(dir)), exit::DONE, "{kind}");
+        }
         let (out, dtype) = (dir.path().join("out"), Some(Precision::Bf16));
         let gather =
             Command::Gather { dir: ckpt, out: out.clone(), dtype, max_shard_size: 1 << 30, force: false };

@@ -16,6 +16,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+const ELSEWHERE: &str = "where hosts share no run directory, logs stay on their hosts, and `run.logs.show` says whose output comes here";
+/// Before the name of a log: a copy of what the rank said to the console.
+const COPY: &str = "streamed-";
 /// Text gathered before it is written, bytes.
 const BATCH: usize = 64 << 10;
 
@@ -95,21 +98,44 @@ impl<'a> Logs<'a> {
                     let why =
                         format!("run {} has no logs in {}", self.run.entry.run, self.directory.display());
                     return Err(Failure::new(Kind::Failed, why)
-                        .hint("it ended before a worker started, or they were removed"));
+                        .hint("it ended before a worker started, or they were removed")
+                        .hint(ELSEWHERE));
                 }
-                (false, false) => return Ok(()),
+                (false, false) => {
+                    self.tell_absent(&ranks);
+                    return Ok(());
+                }
             }
         }
     }
 
-    /// Each wanted rank's log files, the oldest first: `rank-0.log.2`, `rank-0.log.1`, `rank-0.log`.
+    /// Says which ranks' logs aren't here.
+    fn tell_absent(&self, found: &[Rank]) {
+        let wanted = (0..self.run.entry.world).filter(|r| self.wanted.as_ref().is_none_or(|w| w.contains(r)));
+        let absent = wanted.filter(|rank| !found.contains(rank)).count();
+        if absent > 0 {
+            plain::say(&format!("the logs of {absent} ranks aren't here: {ELSEWHERE}\n"));
+        }
+    }
+
+    /// Each wanted rank's log files, the oldest first: `rank-0.log.2`, `rank-0.log.1`, `rank-0.log`. Of a rank whose log
+    /// lies on another host there is a copy of what it said to the console, perhaps.
     fn files(&self) -> BTreeMap<Rank, Vec<PathBuf>> {
         let mut found: BTreeMap<Rank, Vec<(u32, PathBuf)>> = BTreeMap::new();
+        let mut copies: BTreeMap<Rank, PathBuf> = BTreeMap::new();
+        let wanted = |rank: &Rank| self.wanted.as_ref().is_none_or(|wanted| wanted.contains(rank));
         for path in fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|e| e.path()) {
-            let Some((rank, age)) = path.file_name().and_then(|n| log_name(n.to_str()?)) else { continue };
-            if self.wanted.as_ref().is_none_or(|wanted| wanted.contains(&rank)) {
+            let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
+            if let Some((rank, _)) =
+                name.strip_prefix(COPY).and_then(log_name).filter(|(rank, _)| wanted(rank))
+            {
+                copies.insert(rank, path);
+            } else if let Some((rank, age)) = log_name(name).filter(|(rank, _)| wanted(rank)) {
                 found.entry(rank).or_default().push((age, path));
             }
+        }
+        for (rank, path) in copies {
+            found.entry(rank).or_insert_with(|| vec![(0, path)]);
         }
         let sorted = |mut files: Vec<(u32, PathBuf)>| {
             files.sort_by_key(|(age, _)| std::cmp::Reverse(*age));

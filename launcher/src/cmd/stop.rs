@@ -24,8 +24,9 @@ fn stop(args: &StopArgs) -> Result<u8, Failure> {
     let run = meant(args.run.as_deref(), Wanted::Running)?;
     let (name, by) = (&run.entry.run, &run.entry.by);
     if !by.is_of_this_machine() && !matches!(run.state, State::Ended(..)) {
-        let why = format!("run {name} was started on {}: it can be stopped there", by.host);
-        return Err(Failure::new(Kind::Cluster, why).hint(format!("on {}: launch stop {name}", by.host)));
+        let why = format!("the controller of run {name} is on {}: it can be stopped there", by.host);
+        let now = if args.now { " --now" } else { "" };
+        return Err(Failure::new(Kind::Cluster, why).hint(format!("ssh {} launch stop{now} {name}", by.host)));
     }
     let failed = |e: &std::io::Error| {
         Failure::new(Kind::Failed, format!("run {name} (pid {}) can't be told", by.pid)).cause(e)

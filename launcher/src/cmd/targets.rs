@@ -24,7 +24,7 @@ const MOST_LOCAL_AGENTS: usize = 64;
 pub(crate) fn of(job: &JobSpec, here: &Facts) -> Result<Vec<HostTarget>, Unfit> {
     let named = hosts(&job.cluster, &job.run.workdir).map_err(Unfit::Job)?;
     match (named, allocation(job).map_err(Unfit::Cluster)?) {
-        (Some(hosts), _) => hosts.iter().map(remote).collect::<Result<_, _>>().map_err(Unfit::Job),
+        (Some(hosts), _) => Ok(hosts.iter().map(remote).collect()),
         (None, Some(allocation)) => Ok(allocation.nodes().map(|node| node_target(job, node)).collect()),
         (None, None) => Ok(local(here)),
     }
@@ -39,21 +39,9 @@ pub(crate) enum Unfit {
     Cluster(Failure),
 }
 
-fn remote(host: &ClusterHost) -> Result<HostTarget, Vec<Finding>> {
-    let name = host.host.name();
-    match &host.slots {
-        // Slots stand for devices, and this version gives none out by number.
-        Slots::These(list) if list.iter().zip(0..).any(|(slot, index)| *slot != index) => {
-            Err(vec![Finding {
-                path: "cluster".to_owned(),
-                message: format!(
-                    "the filters pick slots {list:?} of {name}; only its first ones can be picked in this version"
-                ),
-                hint: Some(format!("write `{name}:0-{}` for as many slots", list.len().saturating_sub(1))),
-            }])
-        }
-        slots => Ok(HostTarget { name, slots: slots.count(), local: false }),
-    }
+fn remote(host: &ClusterHost) -> HostTarget {
+    let picked = if let Slots::These(list) = &host.slots { Some(list.clone()) } else { None };
+    HostTarget { name: host.host.name(), slots: host.slots.count(), picked, local: false }
 }
 
 /// A node of the allocation. The one this process runs on is no exception: its agent is started with the others.
@@ -63,7 +51,7 @@ fn node_target(job: &JobSpec, node: &Node) -> HostTarget {
         Count::Auto => node.workers(use_gpus),
         Count::Exactly(_) => None,
     };
-    HostTarget { name: node.name.clone(), slots, local: false }
+    HostTarget { name: node.name.clone(), slots, picked: None, local: false }
 }
 
 /// The Slurm allocation that the job's hosts are; `None`: they aren't Slurm's.
@@ -121,13 +109,14 @@ pub(crate) fn ssh(job: &JobSpec, hosts: &[ClusterHost]) -> Result<Ssh, Failure> 
 /// A host as the plan sees it before its agent runs.
 pub(crate) fn promised(target: &HostTarget, here: &Facts) -> plan::Host {
     let facts = if target.local { here.clone() } else { Facts::promised(&target.name) };
-    plan::Host { name: target.name.clone(), slots: target.slots, local: target.local, facts }
+    let (name, picked) = (target.name.clone(), target.picked.clone());
+    plan::Host { name, slots: target.slots, picked, local: target.local, facts }
 }
 
 /// This machine; for tests as several, each with an agent of its own.
 fn local(here: &Facts) -> Vec<HostTarget> {
     let several = std::env::var(env::LAUNCH_LOCAL_AGENTS).ok().and_then(|n| n.parse().ok());
-    let target = |name: String| HostTarget { name, slots: None, local: true };
+    let target = |name: String| HostTarget { name, slots: None, picked: None, local: true };
     match several {
         Some(n @ 2..=MOST_LOCAL_AGENTS) => (0..n).map(|i| target(format!("{}-{i}", here.host))).collect(),
         _ => vec![target(here.host.clone())],

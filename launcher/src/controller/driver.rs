@@ -1,63 +1,44 @@
 //! The controller's hands: starts agents, carries messages both ways, catches signals, keeps journal and report.
-use super::Requeue;
+mod ending;
+mod starts;
+
 use super::{
-    Fit, HostTarget, Options, Request, Secrets, Starter,
+    Fit, HostTarget, Options, Request, Requeue, Secrets, Starter,
+    copies::Copies,
     core::{Core, HostSetup, Input, NodeId, Outcome, Output, Setup},
     job_file::{JobFile, Watched},
     journal::Journal,
-    prepare::{Found, Preparation, workers_of},
+    prepare::{Found, Preparation},
     signals::{Said, Signals},
     store::Server,
     watch::Seen,
 };
 use crate::{
-    agent::{
-        self,
-        descendants::{children, kill_descendants},
-    },
-    link::{Clock, LinkError, Outbox, Priority, encode, read_into, write_from},
-    plan::{self, Epoch, Plan},
+    agent::{self, descendants::children},
+    link::{Clock, LinkError, Outbox, Priority, read_into, write_from},
+    plan::Plan,
     report::{self, Report},
     runs,
     transport::{self, AgentProcess, Carrier, Transport},
 };
 use contract::{
-    control::{ExitStatus, FromAgent, JobKey, PeerAddress, Peers, ToAgent},
+    control::{ExitStatus, FromAgent, ToAgent},
     event::Event,
     exit,
     job::JobSpec,
-    judge::Finding,
 };
-use nix::{
-    sys::signal::{SigHandler, Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::{SigHandler, Signal};
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     hash::{BuildHasher, RandomState},
-    io::Read as _,
-    path::PathBuf,
     time::Duration,
 };
-use tokio::{
-    io::AsyncReadExt,
-    sync::mpsc,
-    time::{sleep, timeout},
-};
+use tokio::{io::AsyncReadExt, sync::mpsc, time::sleep};
 
 /// Messages waiting to be read, of all agents together.
 const INBOX: usize = 1024;
 /// Longest piece of what an agent says outside the control stream, bytes.
 const TALK: usize = 4 << 10;
-/// For an agent whose stream has ended to exit, before it is killed.
-const AGENT_EXIT: Duration = Duration::from_secs(1);
-/// For a process that held agents elsewhere to end once they are gone, before it is asked to, and once more before it is
-/// killed.
-const HELPER_EXIT: Duration = Duration::from_secs(2);
-/// For killed processes to go, before the controller gives up on them.
-const SWEEP_LIMIT: Duration = Duration::from_secs(5);
-/// Between two looks for them.
-const SWEEP_PAUSE: Duration = Duration::from_millis(2);
 /// Longest sleep of the loop (the clock needs looking at).
 const TICK: Duration = Duration::from_secs(1);
 
@@ -130,6 +111,8 @@ struct Driver {
     clock: Clock,
     report: Report,
     journal: Option<Journal>,
+    /// What ranks on other hosts say.
+    copies: Copies,
     agents: HashMap<NodeId, Agent>,
     /// Agents whose messages didn't all fit into their queues.
     behind: HashSet<NodeId>,
@@ -155,6 +138,7 @@ impl Driver {
         let setup = Setup::new(&job, setups.collect(), RandomState::new().hash_one(&plan.run.0));
         Driver {
             core: Core::new(setup),
+            copies: Copies::new(plan.run_dir.join("logs"), job.run.logs.max_size),
             found: Found::new(here.chosen, hosts.len()),
             job,
             plan,
@@ -320,120 +304,6 @@ impl Driver {
         }
     }
 
-    /// The stream of an agent has ended: makes sure that nothing of its node is left, then tells the core.
-    async fn bury(&mut self, node: NodeId, error: Option<String>) {
-        if let Some(agent) = self.agents.get_mut(&node) {
-            agent.outbox = None;
-        }
-        let limit = self.clock.now() + AGENT_EXIT;
-        while self.agents.get(&node).is_some_and(|a| a.living_child().is_some()) {
-            self.reap();
-            if self.clock.now() > limit {
-                self.kill_agent(node);
-            }
-            sleep(SWEEP_PAUSE).await;
-        }
-        self.sweep().await;
-        let ended = self.agents.get(&node).and_then(|a| a.ended);
-        let connection = self.agents.get(&node).and_then(|a| match &a.carrier {
-            Carrier::Connection(connection) => Some(connection),
-            Carrier::Child(_) => None,
-        });
-        let ended = ended.or_else(|| connection.and_then(|c| c.status()));
-        let how = match (connection.and_then(|c| c.why()), error, ended) {
-            (Some(why), _, _) => match why.hint {
-                Some(hint) => format!("is lost: {} ({hint})", why.message),
-                None => format!("is lost: {}", why.message),
-            },
-            (None, Some(error), _) => error,
-            (None, None, _) if connection.is_some() => {
-                let ended = ended
-                    .map(|status| format!(" (its agent ended: {})", super::cause::describe(status, false)));
-                format!("is lost: the connection to it has ended{}", ended.unwrap_or_default())
-            }
-            (None, None, Some(status)) => format!("ended: {}", super::cause::describe(status, false)),
-            (None, None, None) => "never ran".into(),
-        };
-        self.handle(Input::AgentGone { node, how });
-    }
-
-    /// Reaps what has ended: agents, and what reparented to us when an agent died.
-    fn reap(&mut self) -> bool {
-        let (agents, transport) = (&mut self.agents, &mut self.transport);
-        agent::reap(
-            |_| false,
-            |pid, status| match agents.values_mut().find(|a| a.living_child() == Some(pid)) {
-                Some(agent) => agent.ended = Some(status),
-                None => transport.child_ended(pid, status),
-            },
-        )
-    }
-
-    /// Kills every process of this job that no living agent looks after.
-    async fn sweep(&mut self) {
-        let limit = self.clock.now() + SWEEP_LIMIT;
-        // One look may miss a process that is born while it is taken.
-        let mut empty_looks = 0;
-        while self.reap() && empty_looks < 2 {
-            let living = self.agents.values().filter_map(Agent::living_child);
-            let spare = living.chain(self.foreign.iter().copied()).chain(self.transport.helpers());
-            let spare: Vec<u32> = spare.collect();
-            empty_looks = if kill_descendants(&spare).is_empty() { empty_looks + 1 } else { 0 };
-            if self.clock.now() > limit {
-                self.report
-                    .talk("launch: some processes do not die of SIGKILL: they hang in the kernel".into());
-                return;
-            }
-            sleep(SWEEP_PAUSE).await;
-        }
-    }
-
-    fn kill_agent(&mut self, node: NodeId) {
-        let Some(agent) = self.agents.get(&node) else { return };
-        match &agent.carrier {
-            Carrier::Connection(connection) => connection.break_off(),
-            Carrier::Child(_) => {
-                if let Some(pid) = agent.living_child() {
-                    // Not reaped yet: the pid is still its own.
-                    _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
-                }
-            }
-        }
-    }
-
-    /// Agents leave when their streams close; then nothing may be left.
-    async fn close(&mut self) {
-        self.agents.values_mut().for_each(|a| a.outbox = None);
-        let limit = self.clock.now() + AGENT_EXIT;
-        while self.reap() && self.agents.values().any(|a| a.living_child().is_some()) {
-            if self.clock.now() > limit {
-                (0..self.hosts.len()).for_each(|node| self.kill_agent(node));
-            }
-            _ = timeout(SWEEP_PAUSE, self.messages.1.recv()).await;
-        }
-        self.end_helpers().await;
-        self.sweep().await;
-    }
-
-    /// What holds agents elsewhere ends with the last of them; if not, it is ended.
-    async fn end_helpers(&mut self) {
-        let limit = self.clock.now() + HELPER_EXIT;
-        while self.reap() && !self.transport.helpers().is_empty() {
-            let now = self.clock.now();
-            if now > limit {
-                let signal = if now > limit + HELPER_EXIT { Signal::SIGKILL } else { Signal::SIGTERM };
-                for pid in self.transport.helpers() {
-                    // Not reaped yet: the pid is still its own.
-                    _ = kill(Pid::from_raw(pid as i32), signal);
-                }
-            }
-            while let Ok(text) = self.talk.1.try_recv() {
-                self.report.talk(text);
-            }
-            _ = timeout(SWEEP_PAUSE, self.messages.1.recv()).await;
-        }
-    }
-
     // ---- what the core wants ----
 
     fn handle(&mut self, input: Input) {
@@ -459,7 +329,12 @@ impl Driver {
             Output::StartAgent(node) => self.start_agent(node),
             Output::Introduce { epoch, members } => self.introduce(epoch, members),
             Output::Event(event) => self.event(event),
-            Output::Line { rank, stderr, text } => self.report.line(rank, stderr, text),
+            Output::Line { rank, stderr, text } => {
+                if let Some(trouble) = self.copies.line(rank, &text) {
+                    self.report.talk(trouble);
+                }
+                self.report.line(rank, stderr, text);
+            }
             Output::Progress { rank, phase } => self.report.progress(rank, phase),
             Output::KillAgent(node) => self.kill_agent(node),
             Output::End(outcome) => self.outcome = Some(outcome),
@@ -475,90 +350,6 @@ impl Driver {
         }
     }
 
-    /// Starts a host's agent again. Its core is told of a failure after what it is about to say.
-    fn start_agent(&mut self, node: NodeId) {
-        let Some(host) = self.hosts.get(node) else { return };
-        match self.transport.start(std::slice::from_ref(&host.name)).pop() {
-            Some(Ok(process)) => self.adopt(node, process),
-            other => {
-                let error = other.and_then(Result::err);
-                let why = error.map_or_else(|| "its transport gave none".to_owned(), |e| e.to_string());
-                self.agents.remove(&node);
-                self.later
-                    .push_back(Input::AgentGone { node, how: format!("could not be started again: {why}") });
-            }
-        }
-    }
-
-    fn prepare_epoch(&mut self, epoch: u32, restarts: u32, nodes: &[NodeId], resume: Option<PathBuf>) {
-        // The store of the last start isn't this one's.
-        self.store = None;
-        let hosts = self.found.hosts(&self.hosts, nodes);
-        let start = Epoch { number: epoch, restarts, resume };
-        let refused = |findings: Vec<Finding>| {
-            findings.iter().map(|f| format!("{}: {}", f.path, f.message)).collect::<Vec<_>>().join("; ")
-        };
-        let mut plan = match plan::plan(&self.job, &hosts, &self.plan.run, &start) {
-            Ok(plan) => plan,
-            Err(findings) => {
-                return self.later.push_back(Input::Refused { epoch, message: refused(findings) });
-            }
-        };
-        plan.warnings.clear();
-        if let Err(failure) = (self.fit)(&self.job, &mut plan) {
-            return self.later.push_back(Input::Refused { epoch, message: failure.line() });
-        }
-        let new = plan.warnings.iter().filter(|w| !self.plan.warnings.contains(w)).cloned();
-        for Finding { path, message, .. } in new.collect::<Vec<_>>() {
-            let message = format!("{path}: {message}");
-            self.event(Event::Notice { rank: None, message });
-        }
-        let mut preparation = Preparation::new(&self.job, plan, &self.found.all());
-        preparation.nodes = nodes.to_vec();
-        let first = nodes.first().copied().unwrap_or(0);
-        let here = self.hosts.get(first).is_some_and(|host| host.local);
-        if here {
-            match preparation.bind_here(&self.talk.0) {
-                Ok(rendezvous) => preparation.rendezvous = Some(rendezvous),
-                Err(message) => return self.later.push_back(Input::Refused { epoch, message }),
-            }
-            self.later.push_back(Input::Ready { epoch, workers: workers_of(&preparation.plan) });
-        } else {
-            self.tell(first, ToAgent::Bind(preparation.bind.clone()));
-        }
-        self.preparation = Some(preparation);
-    }
-
-    /// The agent of rank 0's node has bound the rendezvous, or can't.
-    fn bound(&mut self, node: NodeId, epoch: u32, port: Result<u16, String>) {
-        let Some(preparation) = &mut self.preparation else { return };
-        if preparation.bind.epoch != epoch || preparation.nodes.first() != Some(&node) {
-            return;
-        }
-        let input = match port {
-            Ok(port) => {
-                preparation.port = Some(port);
-                Input::Ready { epoch, workers: workers_of(&preparation.plan) }
-            }
-            Err(message) => Input::Refused { epoch, message },
-        };
-        self.handle(input);
-    }
-
-    /// The workers get to know each other, and a key that nobody else has: it exists in their memory and this message only.
-    fn introduce(&mut self, epoch: u32, members: Vec<PeerAddress>) {
-        let mut key = JobKey([0; 32]);
-        if let Err(error) = std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key.0)) {
-            let message = format!("no random numbers for the job's key from /dev/urandom: {error}");
-            let node = members.first().map_or(0, |m| m.node as NodeId);
-            let failed = FromAgent::Failed { epoch, rank: None, message };
-            return self.later.push_back(Input::Agent(node, failed));
-        }
-        let nodes: HashSet<NodeId> = members.iter().map(|m| m.node as NodeId).collect();
-        let peers = Peers { epoch, key, members, nccl_id: None };
-        nodes.into_iter().for_each(|node| self.tell(node, ToAgent::Peers(peers.clone())));
-    }
-
     /// The job file changed.
     fn reload(&mut self, watched: &mut Watched, seen: Seen) {
         let change = watched.take_up(&self.job, seen);
@@ -571,37 +362,6 @@ impl Driver {
         let prepared = self.preparation.iter_mut().flat_map(|p| &mut p.plan.nodes);
         prepared.for_each(|node| values.apply(&mut node.job));
         self.handle(Input::Reload(values));
-    }
-
-    fn start_workers(&mut self) {
-        let Some(mut preparation) = self.preparation.take() else { return };
-        let (mut port, mut store) = (preparation.port, None);
-        if let Some(rendezvous) = preparation.rendezvous.take() {
-            let (number, kept) = rendezvous.ready();
-            (port, store) = (Some(number), kept);
-        }
-        self.store = store;
-        self.plan = preparation.plan;
-        self.not_started = self.plan.world;
-        for (at, node) in preparation.nodes.into_iter().enumerate() {
-            let Some(mut plan) = self.plan.nodes.get(at).cloned() else { continue };
-            if let Some(port) = port {
-                plan.workers.iter_mut().for_each(|w| super::port::set(&mut w.env, port));
-            }
-            // From here on they are in the message to the agent only.
-            plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
-            let start = ToAgent::Start(plan);
-            match encode(&start) {
-                Ok(_) => self.tell(node, start),
-                Err(error) => {
-                    self.kill_agent(node);
-                    self.later.push_back(Input::AgentGone {
-                        node,
-                        how: format!("can't be told its plan: {error}"),
-                    });
-                }
-            }
-        }
     }
 
     fn event(&mut self, event: Event) {

@@ -1,5 +1,6 @@
 //! The run directory: what was asked for (`job.json`), what happened (`events.jsonl`), and how the loss went
-//! (`metrics.jsonl`). Appended to line by line, so that a crash costs at most the last one.
+//! (`metrics.jsonl`, and an event file for TensorBoard). Appended to line by line, so that a crash costs at most the last one.
+use super::tensorboard::EventFile;
 use crate::plan::Plan;
 use contract::{event::Event, job::JobSpec};
 use serde::Serialize;
@@ -25,11 +26,11 @@ struct JobFile<'a> {
 
 /// A line of the journal.
 #[derive(Serialize)]
-struct Timed<'a> {
+pub(super) struct Timed<'a> {
     #[serde(flatten)]
-    event: &'a Event,
+    pub(super) event: &'a Event,
     /// Seconds since 1970.
-    time: f64,
+    pub(super) time: f64,
 }
 
 /// The open files of a run directory.
@@ -37,6 +38,7 @@ struct Timed<'a> {
 pub(super) struct Journal {
     events: File,
     metrics: File,
+    tensorboard: Option<EventFile>,
     /// The first write that failed; nothing is written after it.
     broken: bool,
 }
@@ -51,7 +53,8 @@ impl Journal {
             write_whole(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
         }
         let open = |name: &str| OpenOptions::new().append(true).create(true).open(plan.run_dir.join(name));
-        Ok(Journal { events: open("events.jsonl")?, metrics: open("metrics.jsonl")?, broken: false })
+        let (events, metrics) = (open("events.jsonl")?, open("metrics.jsonl")?);
+        Ok(Journal { events, metrics, tensorboard: tensorboard(plan)?, broken: false })
     }
 
     /// Appends an event; the error is returned once.
@@ -65,12 +68,15 @@ impl Journal {
     }
 
     fn append(&mut self, event: &Event) -> io::Result<()> {
-        let time = crate::agent::times::now_ms() as f64 / 1000.0;
-        let mut line = serde_json::to_vec(&Timed { event, time })?;
+        let timed = Timed { event, time: now() };
+        let mut line = serde_json::to_vec(&timed)?;
         line.push(b'\n');
         self.events.write_all(&line)?;
         if matches!(event, Event::Step { .. } | Event::Eval { .. }) {
             self.metrics.write_all(&line)?;
+        }
+        if let Some(file) = &mut self.tensorboard {
+            file.event(&timed)?;
         }
         if matches!(event, Event::Failure { .. } | Event::Done { .. } | Event::Checkpoint { .. }) {
             self.events.sync_data()?;
@@ -78,6 +84,17 @@ impl Journal {
         }
         Ok(())
     }
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    crate::agent::times::now_ms() as f64 / 1000.0
+}
+
+/// The event file of this run, when it trains: other programs have metrics of their own.
+fn tensorboard(plan: &Plan) -> io::Result<Option<EventFile>> {
+    let trains = plan.nodes.first().is_some_and(|node| node.job.train.is_some());
+    trains.then(|| EventFile::create(&plan.run_dir, &plan.run.0, now())).transpose()
 }
 
 /// A file that is there with all its bytes, or not there.

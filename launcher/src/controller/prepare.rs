@@ -41,6 +41,7 @@ impl Found {
             Some(Host {
                 name: target.name.clone(),
                 slots: target.slots,
+                picked: target.picked.clone(),
                 local: target.local,
                 facts: Facts::of_agent(facts, &self.chosen),
             })

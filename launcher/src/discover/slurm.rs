@@ -5,10 +5,11 @@
 //! set even where nobody asked for tasks (with `--exclusive` it is the number of CPUs), so it counts only where
 //! `SLURM_NTASKS` says that somebody did. A heterogeneous job has the same names again with `_HET_GROUP_n`, each group is
 //! a job of its own, and the plain names are those of the first group.
+use contract::hosts;
 use std::collections::BTreeSet;
 
 /// Most nodes of an allocation.
-pub const MOST_NODES: usize = 16_384;
+pub const MOST_NODES: usize = hosts::MAX_HOSTS;
 /// Longest list that is read, bytes.
 const LONGEST_LIST: usize = 1 << 20;
 /// Longest name of a node, bytes.
@@ -205,76 +206,14 @@ pub fn expand(list: &str) -> Option<Vec<String>> {
     if list.len() > LONGEST_LIST {
         return None;
     }
-    let mut names = Vec::new();
-    for item in items(list)? {
-        let mut grown = vec![String::new()];
-        let mut rest = item;
-        while let Some((before, after)) = rest.split_once('[') {
-            let (ranges, behind) = after.split_once(']')?;
-            let numbers = numbers(ranges)?;
-            // A long piece is refused before thousands of names get it.
-            if grown.len().checked_mul(numbers.len())? > MOST_NODES || !fits(&grown, before) {
-                return None;
-            }
-            let each =
-                |name: &String| numbers.iter().map(|n| format!("{name}{before}{n}")).collect::<Vec<_>>();
-            grown = grown.iter().flat_map(each).collect();
-            rest = behind;
-        }
-        if !fits(&grown, rest) {
-            return None;
-        }
-        grown.iter_mut().for_each(|name| name.push_str(rest));
-        names.append(&mut grown);
-        if names.len() > MOST_NODES {
-            return None;
-        }
-    }
+    let names = hosts::expand(list).ok()?;
     names.iter().all(|name| is_name(name)).then_some(names)
-}
-
-fn fits(names: &[String], piece: &str) -> bool {
-    names.iter().all(|name| name.len() + piece.len() <= LONGEST_NAME)
 }
 
 /// Node names go into command lines: no other characters than host names have.
 fn is_name(name: &str) -> bool {
     let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     (1..=LONGEST_NAME).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(fits)
-}
-
-/// The items between commas that aren't in brackets.
-fn items(list: &str) -> Option<Vec<&str>> {
-    let (mut items, mut start, mut inside) = (Vec::new(), 0, false);
-    for (at, c) in list.char_indices() {
-        match c {
-            '[' if inside => return None,
-            ']' if !inside => return None,
-            '[' => inside = true,
-            ']' => inside = false,
-            ',' if !inside => {
-                items.push(&list[start..at]);
-                start = at + 1;
-            }
-            _ => {}
-        }
-    }
-    items.push(&list[start..]);
-    (!inside).then_some(items)
-}
-
-/// `01,03-04` → `01`, `03`, `04`, with their zeros.
-fn numbers(ranges: &str) -> Option<Vec<String>> {
-    let mut found = Vec::new();
-    for range in ranges.split(',') {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (from, to) = (number(first)?, number(last)?);
-        if from > to || to - from >= (MOST_NODES - found.len().min(MOST_NODES)) as u64 {
-            return None;
-        }
-        found.extend((from..=to).map(|n| format!("{n:0width$}", width = first.len())));
-    }
-    Some(found)
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
 //! Which GPUs the workers of a host see.
+use super::Host;
 use crate::discover::Facts;
 use contract::{
     env::{CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
@@ -75,6 +76,46 @@ pub(super) fn of_job(job: &JobSpec, facts: &Facts) -> Result<Gpus, Finding> {
 }
 
 impl Gpus {
+    /// Of them, those whose numbers DeepSpeed's filters picked.
+    pub(super) fn picked(self, job: &JobSpec, host: &Host) -> Result<Self, Finding> {
+        let Some(slots) = &host.picked else { return Ok(self) };
+        let are_first = slots.iter().zip(0..).all(|(slot, index)| *slot == index);
+        let path = if job.cluster.include.is_empty() { "cluster.exclude" } else { "cluster.include" };
+        let refuse = |why: String, hint: &str| {
+            let message = format!("`{path}` picks slots {slots:?} of {}, {why}", host.name);
+            Err(problem(path, message, hint))
+        };
+        if matches!(job.cluster.devices, Devices::List(_)) {
+            let why = "and `cluster.devices` names GPUs by number too".to_owned();
+            return refuse(why, "use one of the two");
+        }
+        if self.unknown && self.names.is_empty() && !self.hidden && job.run.command.is_some() {
+            let names = slots.iter().map(u32::to_string).collect();
+            return Ok(Gpus { nodes: vec![None; slots.len()], names, told: true, ..self });
+        }
+        match self.count() {
+            // A slot of a CPU is as good as any other: how many there are counts.
+            0 if are_first => Ok(self),
+            0 => {
+                let count = slots.len().saturating_sub(1);
+                let why = "which are GPUs by number, and the job uses none there".to_owned();
+                refuse(why, &format!("write `{}:0-{count}` for as many workers on CPUs", host.name))
+            }
+            has => match slots.iter().find(|slot| **slot as usize >= has) {
+                Some(absent) => refuse(
+                    format!("which has no GPU {absent} for the job: it has {has}"),
+                    "slots count from 0",
+                ),
+                None => {
+                    let at = |slot: &u32| *slot as usize;
+                    let names = slots.iter().map(|slot| self.names[at(slot)].clone()).collect();
+                    let nodes = slots.iter().map(|slot| self.nodes[at(slot)]).collect();
+                    Ok(Gpus { names, nodes, told: true, ..self })
+                }
+            },
+        }
+    }
+
     pub(super) fn count(&self) -> usize {
         self.names.len()
     }
@@ -214,6 +255,43 @@ mod tests {
         }
         let gpus = of_job(&job(Devices::Auto), &some).expect("GPUs");
         assert_eq!((gpus.count(), gpus.node(0), gpus.node(1), gpus.node(2)), (2, Some(1), Some(0), None));
+    }
+
+    /// A filter's slots are GPUs of the host by number, as with DeepSpeed.
+    #[test]
+    fn picked_slots_are_gpus() {
+        let four = machine(Maker::Nvidia, &[0, 0, 1, 1], &[]);
+        let chosen = machine(Maker::Nvidia, &[0, 0, 1, 1], &[("CUDA_VISIBLE_DEVICES", "3,1")]);
+        let none = machine(Maker::Nvidia, &[], &[]);
+        let promised = Facts::promised("h");
+        let of = |facts: &Facts, devices: Devices, slots: &[u32]| {
+            let mut job = job(devices);
+            job.cluster.include = vec!["h:0".into()];
+            let (slots, picked) = (Some(slots.len() as u32), Some(slots.to_vec()));
+            let host = Host { name: "h".into(), slots, picked, local: false, facts: facts.clone() };
+            let gpus = of_job(&job, facts)?.picked(&job, &host)?;
+            let env = gpus.env(VisibleDevices::All, 0);
+            let last = gpus.node(slots.unwrap_or(1) - 1);
+            Ok::<_, Finding>((env.first().map_or_else(String::new, |(_, value)| value.clone()), last))
+        };
+        let said = |text: &str, node| Ok((text.to_owned(), node));
+        assert_eq!(of(&four, Devices::Auto, &[2, 3]), said("2,3", Some(1)));
+        assert_eq!(of(&four, Devices::Cuda, &[0, 1]), said("0,1", Some(0)));
+        assert_eq!(of(&chosen, Devices::Auto, &[1]), said("1", Some(0)));
+        assert_eq!(of(&chosen, Devices::Auto, &[0]), said("3", Some(1)));
+        assert_eq!(of(&promised, Devices::Auto, &[1, 3]), said("1,3", None));
+        assert_eq!(of(&none, Devices::Auto, &[0, 1]), said("", None));
+        assert_eq!(of(&four, Devices::Cpu, &[0, 1]), said("", None));
+        for (facts, devices, slots, part) in [
+            (&four, Devices::Auto, &[3, 4][..], "no GPU 4 for the job: it has 4"),
+            (&chosen, Devices::Auto, &[2], "no GPU 2"),
+            (&none, Devices::Auto, &[2, 3], "uses none there"),
+            (&four, Devices::Cpu, &[1], "uses none there"),
+            (&four, Devices::List(vec![0, 1]), &[1], "by number too"),
+        ] {
+            let finding = of(facts, devices, slots).expect_err(part);
+            assert!(finding.message.contains(part) && finding.path == "cluster.include", "{finding:?}");
+        }
     }
 
     #[test]

@@ -32,7 +32,8 @@ fn command(workers: u32) -> JobSpec {
 
 /// A plan for the controller's own machine.
 fn on(job: &JobSpec, facts: &Facts) -> Result<Plan, Vec<Finding>> {
-    let here = Host { name: facts.host.clone(), slots: None, local: true, facts: facts.clone() };
+    let here =
+        Host { name: facts.host.clone(), slots: None, picked: None, local: true, facts: facts.clone() };
     plan(job, &[here], &RunId("R".to_owned()), &Epoch::default())
 }
 
@@ -192,7 +193,7 @@ fn host(name: &str, slots: Option<u32>, gpus: u32) -> Host {
     ];
     let gpus = (0..gpus).map(|_| gpu(0)).collect();
     let facts = Facts { gpus, addresses, ..machine(&[0, 1, 2, 3], None) };
-    Host { name: name.to_owned(), slots, local: false, facts }
+    Host { name: name.to_owned(), slots, picked: None, local: false, facts }
 }
 
 fn over(job: &JobSpec, hosts: &[Host], epoch: &Epoch) -> Result<Plan, Vec<Finding>> {

@@ -2,6 +2,7 @@
 //!
 //! Extra memory is the same for every model size: three windows of 16 MiB, one converted window, and the buffers of
 //! one read and one write (24 MiB each).
+mod order;
 pub(crate) mod output;
 
 use self::output::Output;
@@ -147,6 +148,7 @@ impl Plan {
         let readable = |t: &TensorInfo| t.role == Role::Weight || is_float(t.dtype);
         let (tensors, others): (Vec<TensorInfo>, Vec<TensorInfo>) =
             checkpoint.tensors().into_iter().filter(of_model).partition(readable);
+        let tensors = order::sort(tensors);
         let left_out = others.into_iter().map(|t| t.name).collect();
         let sizes: Vec<u64> = tensors.iter().map(|t| t.elements() * dtype.size()).collect();
         let groups = split(&sizes, options.max_shard_size);

@@ -1,39 +1,18 @@
 //! Bytes of strangers: a corpus, changed in every way a seed gives, through everything that reads such bytes. Nothing
 //! panics, and memory stays below a cap that has nothing to do with what the bytes claim.
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::fs;
+#[path = "../../../tests/support/strangers.rs"]
+mod strangers;
+
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use strangers::{Memory, Numbers};
 
 /// Most memory that reading a few kilobytes may take at any time, bytes.
 const CAP: usize = 96 << 20;
 /// Changed copies per file and reader.
 const CHANGES: u64 = 3000;
 
-/// Counts what is in use.
-struct Counting;
-
-static USED: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call goes to the system's allocator unchanged; counting has no effect on memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let used = USED.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(used, Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        USED.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `dealloc`.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+/// Opcodes of pickles.
+const SIGNS: &[u8] = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93";
 
 type Reader = fn(&[u8]) -> Result<(), String>;
 
@@ -48,62 +27,18 @@ const READERS: [(&str, Reader); 7] = [
 ];
 
 fn corpus() -> Vec<(String, Vec<u8>)> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus");
-    let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(dir)
-        .expect("listable")
-        .map(|e| e.expect("an entry").path())
-        .filter(|p| p.extension().is_some_and(|e| e != "md"))
-        .map(|p| {
-            (p.file_name().expect("a name").to_string_lossy().into_owned(), fs::read(&p).expect("readable"))
-        })
-        .collect();
-    files.sort();
+    let files = strangers::corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     assert!(files.len() >= 7, "the corpus is there");
     files
 }
 
-/// Numbers that a seed gives, the same on every run.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self, below: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) as usize) % below.max(1)
-    }
-}
-
-/// A few changes: flips, lengths as large as can be, pieces cut out, doubled or moved, an opcode of pickles.
 fn changed(sound: &[u8], numbers: &mut Numbers) -> Vec<u8> {
-    let mut bytes = sound.to_vec();
-    for _ in 0..=numbers.next(3) {
-        let at = numbers.next(bytes.len());
-        let len = numbers.next(32).min(bytes.len() - at);
-        match numbers.next(7) {
-            0 => bytes[at..].iter_mut().take(1).for_each(|b| *b ^= 1 << (len % 8)),
-            1 => bytes[at..at + len.min(8)].fill(0xff),
-            2 => drop(bytes.drain(at..at + len)),
-            3 => {
-                let piece = bytes[at..at + len].to_vec();
-                let to = numbers.next(bytes.len());
-                bytes.splice(to..to, piece);
-            }
-            4 => bytes.truncate(at),
-            5 => bytes[at..]
-                .iter_mut()
-                .take(1)
-                .for_each(|b| *b = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93"[len % 28]),
-            _ => bytes[at..at + len.min(8)].iter_mut().for_each(|b| *b = numbers.next(256) as u8),
-        }
-        if bytes.is_empty() {
-            break;
-        }
-    }
-    bytes
+    strangers::changed(sound, numbers, SIGNS, |numbers| numbers.next(256) as u8)
 }
 
 #[test]
 fn nothing_panics_and_memory_stays_below_the_cap() {
-    let before = USED.load(Ordering::Relaxed);
+    let memory = Memory::from_now();
     let (mut refused, mut read) = (0u64, 0u64);
     for (name, sound) in corpus() {
         for (reader, run) in READERS {
@@ -119,7 +54,7 @@ fn nothing_panics_and_memory_stays_below_the_cap() {
             }
         }
     }
-    let peak = PEAK.load(Ordering::Relaxed) - before;
+    let peak = memory.peak();
     assert!(peak < CAP, "{peak} bytes at the peak");
     assert!(read > 1000 && refused > 10_000, "{read} read, {refused} refused: the changes reach the readers");
 }

@@ -131,13 +131,7 @@ impl<'a> Step<'a> {
         let [x, branch, dx, dbranch] = [(); 4].map(|()| Buf::zeroed(m * HIDDEN));
         Step {
             cpu,
-            shape: AttentionShape {
-                b: m / SEQUENCE,
-                t: SEQUENCE,
-                heads: HEADS,
-                kv_heads: HEADS,
-                head_dim: HEAD_DIM,
-            },
+            shape: AttentionShape::new(m / SEQUENCE, SEQUENCE, HEADS, HEADS, HEAD_DIM),
             starts: vec![0; m],
             tokens: (0..m).map(|i| (i * 977 % VOCABULARY) as u32).collect(),
             cos: random(SEQUENCE * HEAD_DIM / 2),
@@ -362,8 +356,7 @@ impl Bench<'_> {
     fn attention(&self) {
         let (cpu, m) = (self.cpu, self.m);
         for kv_heads in [HEADS, 2] {
-            let shape =
-                AttentionShape { b: m / SEQUENCE, t: SEQUENCE, heads: HEADS, kv_heads, head_dim: HEAD_DIM };
+            let shape = AttentionShape::new(m / SEQUENCE, SEQUENCE, HEADS, kv_heads, HEAD_DIM);
             let qkv = random(m * (HEADS + 2 * kv_heads) * HEAD_DIM);
             let d_o = random(m * HIDDEN);
             let (mut o, mut lse) = (Buf::zeroed(m * HIDDEN), Buf::zeroed(HEADS * m));

@@ -16,8 +16,8 @@ pub enum Write {
     Add,
 }
 
-/// Shape of attention over `b` sequences of `t` tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Shape of attention over `b` sequences of `t` tokens, and what becomes of its scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionShape {
     pub b: usize,
     pub t: usize,
@@ -26,6 +26,18 @@ pub struct AttentionShape {
     /// Key / value heads; divides `heads`.
     pub kv_heads: usize,
     pub head_dim: usize,
+    /// Factor of q·k, above 0.
+    pub scale: f32,
+    /// A score s becomes `cap·tanh(s / cap)`.
+    pub softcap: Option<f32>,
+}
+
+impl AttentionShape {
+    /// Scores times 1/√head_dim, without a cap.
+    pub fn new(b: usize, t: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
+        let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
+        AttentionShape { b, t, heads, kv_heads, head_dim, scale, softcap: None }
+    }
 }
 
 /// Some heads inside rows of a wider matrix: `rows` of `stride` elements, in each of which the heads lie side by side from
@@ -80,6 +92,16 @@ pub struct Group {
     pub matrix: usize,
 }
 
+/// What a LayerNorm computes with.
+#[derive(Clone, Copy)]
+pub struct LayerNorm<'a> {
+    /// `[d]`
+    pub w: View<'a>,
+    /// `[d]`
+    pub b: View<'a>,
+    pub eps: f32,
+}
+
 /// Numbers of one AdamW update (decoupled weight decay; arithmetic as torch.optim.AdamW, single tensor).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
@@ -99,6 +121,16 @@ pub struct AdamW {
 pub struct Sgd {
     pub lr: f64,
     pub momentum: f64,
+    pub weight_decay: f64,
+    pub grad_scale: f32,
+}
+
+/// Numbers of one Lion update (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023; decoupled decay).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lion {
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
     pub weight_decay: f64,
     pub grad_scale: f32,
 }
@@ -137,6 +169,21 @@ pub trait Ops: Send + Sync {
         k: usize,
         write: Write,
     );
+
+    // --- the same for a weight stored as `w[in, out]` (GPT-2's Conv1D) -----------------------------------------------
+
+    /// `y[m,out] = x[m,inp] · w[inp,out]`
+    fn conv1d_forward(&self, y: ViewMut, x: View, w: View, m: usize, inp: usize, out: usize) {
+        self.matmul_backward_input(y, x, w, m, inp, out, Write::Set);
+    }
+    /// `dx[m,inp] = dy[m,out] · w[inp,out]ᵀ`
+    fn conv1d_backward_input(&self, dx: ViewMut, dy: View, w: View, m: usize, inp: usize, out: usize) {
+        self.matmul_forward(dx, dy, w, m, inp, out, Write::Set);
+    }
+    /// `dw[inp,out] = x[m,inp]ᵀ · dy[m,out]`
+    fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
+        self.matmul_backward_weight(dw, x, dy, m, inp, out, Write::Set);
+    }
 
     // --- embedding ----------------------------------------------------------------------------------------------
 
@@ -181,6 +228,35 @@ pub trait Ops: Send + Sync {
     /// In place on `dx[rows, stride]`: gradient of the normed heads in, of the heads before out. `dw[head_dim] += …`
     fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows);
 
+    // --- LayerNorm --------------------------------------------------------------------------------------------------
+
+    /// `y[m,d] = (x − mean)·rstd·w + b`, `rstd = 1/√(mean((x − mean)²) + eps)`; `stats[m,2]` keeps mean and rstd of
+    /// each row.
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNorm, m: usize);
+    /// Residual add and norm in one pass: `x[m,d] += delta[m,d]` in place, then as above.
+    fn add_layernorm_forward(
+        &self,
+        y: ViewMut,
+        stats: ViewMut,
+        x: ViewMut,
+        delta: View,
+        norm: LayerNorm,
+        m: usize,
+    );
+    /// `dx[m,d] (=|+=) …`, `dw[d] += …`, `db[d] += …`
+    fn layernorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        db: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        stats: View,
+        m: usize,
+        write: Write,
+    );
+
     // --- bias ---------------------------------------------------------------------------------------------------
 
     /// `y[m,n] += bias[n]`
@@ -217,7 +293,7 @@ pub trait Ops: Send + Sync {
 
     // --- attention ------------------------------------------------------------------------------------------------
 
-    /// Causal grouped-query attention, scale `1/√head_dim`, memory linear in `t`.
+    /// Causal grouped-query attention, memory linear in `t`.
     ///
     /// `qkv[b·t, (heads + 2·kv_heads)·head_dim]` holds q, then k, then v in each row; `o[b·t, heads·head_dim]`;
     /// `lse[b, heads, t]` is kept for the backward. `starts[b·t]`: position in its sequence of the first token that
@@ -284,6 +360,17 @@ pub trait Ops: Send + Sync {
     /// Of each group: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]`, zeros without rows; what lies between the matrices stays.
     fn grouped_backward_weight(&self, dw: ViewMut, dy: View, x: View, groups: &[Group], n: usize, k: usize);
 
+    // --- GELU, tanh form --------------------------------------------------------------------------------------------
+
+    /// `y = ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))`, element by element.
+    fn gelu_forward(&self, y: ViewMut, x: View);
+    /// `dx` is overwritten.
+    fn gelu_backward(&self, dx: ViewMut, dy: View, x: View);
+    /// `y[m,f] = gelu(gate) · up`; `gate_up[m, 2f]` holds gate, then up in each row.
+    fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
+    /// `dgate_up` is overwritten.
+    fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize);
+
     // --- head and loss ----------------------------------------------------------------------------------------------
 
     /// Cross-entropy of `x[m,d]·w[v,d]ᵀ`, in chunks of rows so that the logits never exist whole.
@@ -299,6 +386,21 @@ pub trait Ops: Send + Sync {
         m: usize,
         d: usize,
         v: usize,
+        grads: Option<ClassifierGrads>,
+    ) {
+        self.capped_classifier(loss, x, w, labels, m, d, v, None, grads);
+    }
+    /// As [`Ops::classifier`], where a logit l becomes `cap·tanh(l / cap)` first.
+    fn capped_classifier(
+        &self,
+        loss: ViewMut,
+        x: View,
+        w: View,
+        labels: &[u32],
+        m: usize,
+        d: usize,
+        v: usize,
+        cap: Option<f32>,
         grads: Option<ClassifierGrads>,
     );
     /// `logits[m,v]` written whole, for inference and tests.
@@ -318,11 +420,14 @@ pub trait Ops: Send + Sync {
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW);
     /// One SGD update of a flat range; `momentum_buffer` is empty when momentum is 0.
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd);
+    /// One Lion update of a flat range.
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion);
 }
 
 /// Outputs of [`Ops::classifier`]'s backward.
 pub struct ClassifierGrads<'a> {
     pub dx: ViewMut<'a>,
+    /// Empty: not wanted.
     pub dw: ViewMut<'a>,
     pub dw_write: Write,
     pub scale: f32,

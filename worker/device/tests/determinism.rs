@@ -1,7 +1,7 @@
 //! Results don't depend on threads, on where the buffers lie, or (with fused multiply-add) on the instruction set.
 mod reference;
 
-use device::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, IGNORE, Sgd, Write};
+use device::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Sgd, Write};
 use device::{Cpu, Ops, View, ViewMut};
 use proptest::prelude::*;
 use reference::Random;
@@ -81,7 +81,8 @@ proptest! {
     fn attention_of_any_shape(
         seed: u64, b in 1usize..3, t in 1usize..150, kv_heads in 1usize..4, group in 1usize..4, head_dim in 1usize..40,
     ) {
-        attention_case(seed, AttentionShape { b, t, heads: kv_heads * group, kv_heads, head_dim });
+        let shape = AttentionShape::new(b, t, kv_heads * group, kv_heads, head_dim);
+        attention_case(seed, AttentionShape { softcap: (t % 2 == 0).then_some(4.0), ..shape });
     }
 
     #[test]
@@ -122,7 +123,7 @@ fn a_row_of_a_product_stands_alone() {
 }
 
 fn attention_case(seed: u64, shape: AttentionShape) {
-    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let mut r = Random::new(seed);
     let (qkv, d_o) = (r.vec(b * t * (heads + 2 * kv_heads) * head_dim), r.vec(b * t * heads * head_dim));
     let mean = 1 + r.below(100);
@@ -174,6 +175,26 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         cpu.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), pw.view(), h);
         vec![y.bits(), db.bits(), raw.bits(), rstd.bits(), dx.bits(), dw.bits()]
     });
+    let b = r.vec(d);
+    assert_same_bits(&format!("layernorm {m} {d}"), |cpu, place| {
+        let (mut sum, mut y, mut stats) = (place(&x), place(&dy), place(&vec![0.0; 2 * m]));
+        let (pw, pb, pdelta) = (place(&w), place(&b), place(&delta));
+        let norm = LayerNorm { w: pw.view(), b: pb.view(), eps: 1e-5 };
+        let (yv, sv) = (y.view_mut(), stats.view_mut());
+        cpu.add_layernorm_forward(yv, sv, sum.view_mut(), pdelta.view(), norm, m);
+        let (mut dx, mut dw, mut db, pdy) = (place(&x), place(&w), place(&w), place(&dy));
+        let (dxv, dwv, dbv) = (dx.view_mut(), dw.view_mut(), db.view_mut());
+        cpu.layernorm_backward(dxv, dwv, dbv, pdy.view(), sum.view(), pw.view(), stats.view(), m, Write::Add);
+        let mut plain = place(&dy);
+        cpu.layernorm_forward(plain.view_mut(), stats.view_mut(), pdelta.view(), norm, m);
+        vec![sum.bits(), y.bits(), stats.bits(), dx.bits(), dw.bits(), db.bits(), plain.bits()]
+    });
+    assert_same_bits(&format!("gelu {m} {d}"), |cpu, place| {
+        let (px, pdy, mut y, mut dx) = (place(&x), place(&dy), place(&x), place(&x));
+        cpu.gelu_forward(y.view_mut(), px.view());
+        cpu.gelu_backward(dx.view_mut(), pdy.view(), px.view());
+        vec![y.bits(), dx.bits()]
+    });
     let tokens: Vec<u32> = (0..m).map(|_| r.below(9) as u32).collect();
     let table = r.vec(9 * d);
     assert_same_bits(&format!("embedding {m} {d}"), |cpu, place| {
@@ -192,7 +213,10 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         cpu.rope_forward(turned.view_mut(), c.view(), s.view(), 1, m, 1, 2 * d, 2 * d);
         let forward = turned.bits();
         cpu.rope_backward(turned.view_mut(), s.view(), c.view(), 1, m, 1, 2 * d, 2 * d);
-        vec![y.bits(), dg.bits(), forward, turned.bits()]
+        let (mut gated, mut dgated) = (place(&x), place(&gate_up));
+        cpu.geglu_forward(gated.view_mut(), pg.view(), m, d);
+        cpu.geglu_backward(dgated.view_mut(), pdy.view(), pg.view(), m, d);
+        vec![y.bits(), dg.bits(), forward, turned.bits(), gated.bits(), dgated.bits()]
     });
     let v = 1 + r.below(300);
     let head = r.vec(v * d);
@@ -202,7 +226,8 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         let (mut loss, mut dx, mut dw) = (place(&vec![0.0; m]), place(&x), place(&head));
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
         let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: Write::Add, scale: 0.1 };
-        cpu.classifier(loss.view_mut(), px.view(), pw.view(), &labels, m, d, v, Some(grads));
+        let cap = (v % 2 == 0).then_some(3.0);
+        cpu.capped_classifier(loss.view_mut(), px.view(), pw.view(), &labels, m, d, v, cap, Some(grads));
         vec![loss.bits(), dx.bits(), dw.bits()]
     });
 }
@@ -295,7 +320,7 @@ fn calls_at_once() {
 #[test]
 fn scratch_is_kept() {
     let cpu = Cpu::new(1);
-    let shape = AttentionShape { b: 2, t: 70, heads: 4, kv_heads: 2, head_dim: 16 };
+    let shape = AttentionShape::new(2, 70, 4, 2, 16);
     let mut r = Random::new(13);
     let qkv = r.vec(140 * 8 * 16);
     let (mut o, mut lse, mut dqkv) = (vec![0.0; 140 * 64], vec![0.0; 8 * 70], qkv.clone());

@@ -2,7 +2,7 @@
 //! every instruction set of this machine.
 mod reference;
 
-use device::ops::{AttentionShape, ClassifierGrads, HeadRows, IGNORE, Write};
+use device::ops::{AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Write};
 use device::{Cpu, Ops};
 use reference::*;
 
@@ -214,7 +214,7 @@ fn rope() {
 }
 
 fn attention_case(r: &mut Random, shape: AttentionShape, starts: &[u32]) {
-    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let width = (heads + 2 * kv_heads) * head_dim;
     let qkv: Vec<f32> = r.vec(b * t * width).iter().map(|x| 3.0 * x).collect();
     let d_o = r.vec(b * t * heads * head_dim);
@@ -247,7 +247,7 @@ fn attention_over_whole_sequences() {
     for (b, t, heads, kv_heads, head_dim) in
         [(1, 1, 1, 1, 1), (2, 9, 4, 2, 5), (1, 130, 2, 1, 3), (1, 67, 3, 3, 18)]
     {
-        let shape = AttentionShape { b, t, heads, kv_heads, head_dim };
+        let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
         attention_case(&mut r, shape, &vec![0; b * t]);
     }
 }
@@ -257,12 +257,12 @@ fn attention_within_documents() {
     let mut r = Random::new(6);
     // Documents longer and shorter than a tile, so that tiles are skipped, cut and whole.
     for (t, mean) in [(140, 4), (140, 45), (200, 70)] {
-        let shape = AttentionShape { b: 2, t, heads: 2, kv_heads: 1, head_dim: 2 };
+        let shape = AttentionShape::new(2, t, 2, 1, 2);
         let starts = r.starts(2, t, mean);
         attention_case(&mut r, shape, &starts);
     }
     // Any start up to the token itself is allowed, also ones that move back.
-    let shape = AttentionShape { b: 1, t: 150, heads: 1, kv_heads: 1, head_dim: 4 };
+    let shape = AttentionShape::new(1, 150, 1, 1, 4);
     let starts: Vec<u32> = (0..150).map(|q| r.below(q + 1) as u32).collect();
     attention_case(&mut r, shape, &starts);
 }
@@ -282,6 +282,137 @@ fn swiglu() {
             assert_gradient("swiglu", &grad, &wide(&gate_up), 1, 2e-6, |x| {
                 dot(&reference::swiglu(x, f), &wide(&dy))
             });
+        }
+    }
+}
+
+#[test]
+fn layernorm() {
+    let mut r = Random::new(11);
+    let eps = 1e-5;
+    for (m, d) in [(1, 3), (3, 5), (67, 16), (70, 37), (33, 100)] {
+        let (x, delta, dy) = (r.vec(m * d), r.vec(m * d), r.vec(m * d));
+        // A mean that is far from 0 beside the deviation.
+        let x: Vec<f32> = x.iter().map(|x| x + 3.0).collect();
+        let (w, b) = (r.vec(d), r.vec(d));
+        let norm = LayerNorm { w: (&w[..]).into(), b: (&b[..]).into(), eps };
+        let normed = |x: &[f64], w: &[f64], b: &[f64]| reference::layernorm(x, w, b, f64::from(eps));
+        for cpu in backends() {
+            let what = format!("{} {m}x{d}", cpu.describe());
+            let (mut y, mut stats) = (r.vec(m * d), r.vec(2 * m));
+            cpu.layernorm_forward((&mut y[..]).into(), (&mut stats[..]).into(), (&x[..]).into(), norm, m);
+            assert_close(&what, &y, &normed(&wide(&x), &wide(&w), &wide(&b)), 2e-6);
+
+            let objective = |x: &[f64], w: &[f64], b: &[f64]| dot(&normed(x, w, b), &wide(&dy));
+            let start = r.vec(m * d);
+            for write in [Write::Set, Write::Add] {
+                let (mut dx, mut dw, mut db) = (start.clone(), vec![0.5; d], vec![0.25; d]);
+                let (dxv, dwv, dbv) = ((&mut dx[..]).into(), (&mut dw[..]).into(), (&mut db[..]).into());
+                let (dyv, xv, sv) = ((&dy[..]).into(), (&x[..]).into(), (&stats[..]).into());
+                cpu.layernorm_backward(dxv, dwv, dbv, dyv, xv, norm.w, sv, m, write);
+                if write == Write::Add {
+                    dx.iter_mut().zip(&start).for_each(|(x, s)| *x -= s);
+                }
+                dw.iter_mut().for_each(|w| *w -= 0.5);
+                db.iter_mut().for_each(|b| *b -= 0.25);
+                let step = 1 + m * d / 300;
+                let (x, w, b) = (wide(&x), wide(&w), wide(&b));
+                assert_gradient(&what, &dx, &x, step, 2e-5, |x| objective(x, &w, &b));
+                assert_gradient(&what, &dw, &w, 1, 4e-6, |w| objective(&x, w, &b));
+                assert_gradient(&what, &db, &b, 1, 4e-6, |b| objective(&x, &w, b));
+            }
+
+            let mut sum = x.clone();
+            let (sumv, deltav) = ((&mut sum[..]).into(), (&delta[..]).into());
+            let (yv, sv) = ((&mut y[..]).into(), (&mut stats[..]).into());
+            cpu.add_layernorm_forward(yv, sv, sumv, deltav, norm, m);
+            let want: Vec<f32> = x.iter().zip(&delta).map(|(a, b)| a + b).collect();
+            assert_eq!(sum, want);
+            assert_close(&what, &y, &normed(&wide(&want), &wide(&w), &wide(&b)), 2e-6);
+        }
+    }
+}
+
+#[test]
+fn gelu() {
+    let mut r = Random::new(12);
+    for (m, f) in [(1, 1), (3, 17), (40, 33)] {
+        let gate_up: Vec<f32> = r.vec(m * 2 * f).iter().map(|x| 7.0 * x).collect();
+        let (dy, both) = (r.vec(m * f), r.vec(m * 2 * f));
+        let each = |x: &[f64]| x.iter().map(|&x| reference::gelu(x)).collect::<Vec<_>>();
+        for cpu in backends() {
+            let (mut y, mut grad) = (r.vec(gate_up.len()), r.vec(gate_up.len()));
+            cpu.gelu_forward((&mut y[..]).into(), (&gate_up[..]).into());
+            assert_close("gelu", &y, &each(&wide(&gate_up)), 5e-7);
+            cpu.gelu_backward((&mut grad[..]).into(), (&both[..]).into(), (&gate_up[..]).into());
+            assert_gradient("gelu", &grad, &wide(&gate_up), 1, 2e-6, |x| dot(&each(x), &wide(&both)));
+            let mut y = r.vec(m * f);
+            cpu.geglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
+            assert_close("geglu", &y, &reference::geglu(&wide(&gate_up), f), 5e-7);
+            cpu.geglu_backward((&mut grad[..]).into(), (&dy[..]).into(), (&gate_up[..]).into(), m, f);
+            assert_gradient("geglu", &grad, &wide(&gate_up), 1, 2e-6, |x| {
+                dot(&reference::geglu(x, f), &wide(&dy))
+            });
+        }
+    }
+}
+
+/// Weights stored as `[in, out]` are the same products with the matrix turned.
+#[test]
+fn conv1d() {
+    let mut r = Random::new(13);
+    for (m, inp, out) in [(1, 1, 1), (5, 7, 3), (17, 33, 49)] {
+        let (x, w, dy) = (r.vec(m * inp), r.vec(inp * out), r.vec(m * out));
+        let product = |x: &[f64], w: &[f64]| {
+            let turned: Vec<f64> = (0..out).flat_map(|o| (0..inp).map(move |i| w[i * out + o])).collect();
+            reference::matmul(x, &turned, m, out, inp)
+        };
+        let objective = |x: &[f64], w: &[f64]| dot(&product(x, w), &wide(&dy));
+        for cpu in backends() {
+            let what = format!("{} {m}x{inp}x{out}", cpu.describe());
+            let (mut y, mut dx, mut dw) = (r.vec(m * out), r.vec(m * inp), r.vec(inp * out));
+            let (xv, wv, dyv) = ((&x[..]).into(), (&w[..]).into(), (&dy[..]).into());
+            cpu.conv1d_forward((&mut y[..]).into(), xv, wv, m, inp, out);
+            assert_close(&what, &y, &product(&wide(&x), &wide(&w)), 2e-6);
+            cpu.conv1d_backward_input((&mut dx[..]).into(), dyv, wv, m, inp, out);
+            cpu.conv1d_backward_weight((&mut dw[..]).into(), dyv, xv, m, inp, out);
+            assert_gradient(&what, &dx, &wide(&x), 1 + x.len() / 40, 2e-6, |x| objective(x, &wide(&w)));
+            assert_gradient(&what, &dw, &wide(&w), 1 + w.len() / 40, 2e-6, |w| objective(&wide(&x), w));
+        }
+    }
+}
+
+#[test]
+fn attention_of_scaled_and_capped_scores() {
+    let mut r = Random::new(14);
+    for (cap, scale) in [(None, 0.1), (Some(2.0), 0.4), (Some(30.0), 0.7)] {
+        let shape = AttentionShape { scale, softcap: cap, ..AttentionShape::new(2, 80, 2, 1, 5) };
+        let starts = r.starts(2, 80, 40);
+        attention_case(&mut r, shape, &starts);
+    }
+}
+
+#[test]
+fn classifier_of_capped_logits() {
+    let mut r = Random::new(15);
+    for (m, d, v) in [(9, 5, 21), (4, 7, 1100)] {
+        let x: Vec<f32> = r.vec(m * d).iter().map(|x| 4.0 * x).collect();
+        let w = r.vec(v * d);
+        let labels: Vec<u32> = (0..m).map(|i| if i == 2 { IGNORE } else { r.below(v) as u32 }).collect();
+        for cap in [Some(1.5), Some(30.0)] {
+            let losses = |x: &[f64], w: &[f64]| reference::capped_cross_entropy(x, w, &labels, d, v, cap);
+            let total = |x: &[f64], w: &[f64]| 0.5 * losses(x, w).iter().sum::<f64>();
+            for cpu in backends() {
+                let what = format!("{} {m}x{d}x{v}, cap {cap:?}", cpu.describe());
+                let (mut loss, mut dx, mut dw) = (r.vec(m), r.vec(m * d), r.vec(v * d));
+                let (dxv, dwv) = ((&mut dx[..]).into(), (&mut dw[..]).into());
+                let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: Write::Set, scale: 0.5 };
+                let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
+                cpu.capped_classifier((&mut loss[..]).into(), xv, wv, &labels, m, d, v, cap, Some(grads));
+                assert_close(&what, &loss, &losses(&wide(&x), &wide(&w)), 1e-6);
+                assert_gradient(&what, &dx, &wide(&x), 1, 3e-6, |x| total(x, &wide(&w)));
+                assert_gradient(&what, &dw, &wide(&w), 1 + v * d / 100, 5e-6, |w| total(&wide(&x), w));
+            }
         }
     }
 }
@@ -313,6 +444,10 @@ fn classifier() {
                     ClassifierGrads { dx: (&mut dx[..]).into(), dw: (&mut dw[..]).into(), dw_write, scale };
                 cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
                 assert_eq!(loss, again);
+                let (mut alone, dw_none) = (r.vec(m * d), (&mut [][..]).into());
+                let grads = ClassifierGrads { dx: (&mut alone[..]).into(), dw: dw_none, dw_write, scale };
+                cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
+                assert_eq!(dx, alone, "{what}: the same without the weights' gradient");
                 if dw_write == Write::Add {
                     dw.iter_mut().for_each(|x| *x -= 0.25);
                 }
@@ -365,7 +500,7 @@ fn loss_of_extreme_and_broken_logits() {
 #[test]
 fn empty_inputs() {
     for cpu in backends() {
-        let shape = AttentionShape { b: 0, t: 5, heads: 2, kv_heads: 1, head_dim: 4 };
+        let shape = AttentionShape::new(0, 5, 2, 1, 4);
         for shape in [shape, AttentionShape { b: 3, t: 0, ..shape }] {
             let none = || (&mut [][..]).into();
             let nothing = || (&[][..]).into();
@@ -387,7 +522,7 @@ fn empty_inputs() {
 #[test]
 #[should_panic(expected = "attention_forward: token 1 starts at 2, after itself")]
 fn a_document_starts_before_its_tokens() {
-    let shape = AttentionShape { b: 1, t: 3, heads: 1, kv_heads: 1, head_dim: 1 };
+    let shape = AttentionShape::new(1, 3, 1, 1, 1);
     let (mut o, mut lse) = ([0.0; 3], [0.0; 3]);
     let qkv = [0.0; 9];
     let (o, lse) = ((&mut o[..]).into(), (&mut lse[..]).into());

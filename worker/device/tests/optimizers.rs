@@ -1,7 +1,7 @@
 //! Optimizers against torch's arithmetic, written out in scalars.
 mod reference;
 
-use device::ops::{AdamW, NORM_BLOCK, Sgd};
+use device::ops::{AdamW, Lion, NORM_BLOCK, Sgd};
 use device::{Cpu, Ops};
 use reference::Random;
 
@@ -88,6 +88,37 @@ fn sgd_equals_the_scalar_arithmetic() {
                 }
                 assert_eq!(p, p1, "{} {h:?}", cpu.describe());
             }
+        }
+    }
+}
+
+#[test]
+fn lion_equals_the_scalar_arithmetic() {
+    let mut r = Random::new(5);
+    let len = 37;
+    for cpu in Cpu::each_level(2) {
+        for weight_decay in [0.0, 0.1] {
+            let h = Lion { lr: 0.01, beta1: 0.9, beta2: 0.99, weight_decay, grad_scale: 0.25 };
+            let (mut p, mut m) = (r.vec(len), vec![0.0; len]);
+            let mut exact: Vec<[f64; 2]> = p.iter().map(|&p| [f64::from(p), 0.0]).collect();
+            for step in 0..6 {
+                let mut g = r.vec(len);
+                // without momentum and gradient the sign is 0
+                if step == 0 {
+                    g[3] = 0.0;
+                }
+                cpu.lion((&mut p[..]).into(), (&g[..]).into(), (&mut m[..]).into(), &h);
+                for ([p, m], g) in exact.iter_mut().zip(&g) {
+                    let g = f64::from(g * h.grad_scale);
+                    let towards = h.beta1 * *m + (1.0 - h.beta1) * g;
+                    let sign = if towards == 0.0 { 0.0 } else { towards.signum() };
+                    *p = *p * (1.0 - h.lr * weight_decay) - h.lr * sign;
+                    *m = h.beta2 * *m + (1.0 - h.beta2) * g;
+                }
+            }
+            let (want_p, want_m): (Vec<f64>, Vec<f64>) = exact.iter().map(|[p, m]| (*p, *m)).unzip();
+            reference::assert_close("p", &p, &want_p, 1e-6);
+            reference::assert_close("exp_avg", &m, &want_m, 1e-6);
         }
     }
 }

@@ -6,7 +6,7 @@
 use super::{
     cache::{self, OpenError, TokenCache, Writer},
     contents::{self, Digest},
-    documents::{self, Choice, Kind, Part, Split},
+    documents::{self, Choice, Kind, Part, Reading, Split},
     error::DataError,
     files::DataFile,
     tokenize::TextTokenizer,
@@ -36,17 +36,25 @@ pub(crate) struct Inputs<'a> {
     pub(crate) files: &'a [DataFile],
     /// Of the files' contents.
     pub(crate) digests: &'a [Digest],
-    pub(crate) field: &'a str,
+    pub(crate) reading: Reading<'a>,
     pub(crate) tokenizer: &'a TextTokenizer,
     pub(crate) choice: Choice,
 }
 
 impl Inputs<'_> {
+    /// Are some of its tokens no targets?
+    fn marked(&self) -> bool {
+        self.reading.chat.is_some_and(|c| c.marks_targets())
+    }
+
     /// Equal keys give equal token streams.
     pub(crate) fn key(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 token cache key v1");
         hasher.update(&cache::VERSION.to_le_bytes());
         hasher.update(&self.tokenizer.digest());
+        if let Some(chat) = self.reading.chat {
+            hasher.update(&[1]).update(chat.digest());
+        }
         match self.choice {
             Choice::All => hasher.update(&[0]),
             Choice::Side(Split::Train, share) => hasher.update(&[1]).update(&share.to_bits().to_le_bytes()),
@@ -55,9 +63,10 @@ impl Inputs<'_> {
         for (file, digest) in self.files.iter().zip(self.digests) {
             match Kind::of(&file.path) {
                 Kind::Text => hasher.update(&[0]),
-                Kind::JsonLines => {
-                    let length = (self.field.len() as u64).to_le_bytes();
-                    hasher.update(&[1]).update(&length).update(self.field.as_bytes())
+                kind => {
+                    let field = self.reading.field;
+                    hasher.update(&[if kind == Kind::JsonLines { 1 } else { 2 }]);
+                    hasher.update(&(field.len() as u64).to_le_bytes()).update(field.as_bytes())
                 }
             };
             hasher.update(digest);
@@ -201,7 +210,8 @@ fn build_file(inputs: &Inputs, key: [u8; 32], dir: &Path, stem: &str, path: &Pat
     let temporary = Temporary(dir.join(format!("{stem}.{}-{number}.tmp", std::process::id())));
     let error = |source| DataError::Cache { path: path.to_path_buf(), doing: "write", source };
     let file = File::options().write(true).create(true).truncate(true).open(&temporary.0).map_err(error)?;
-    let writer = Writer::new(file, inputs.tokenizer.vocab_size(), inputs.tokenizer.eod()).map_err(error)?;
+    let writer = Writer::new(file, inputs.tokenizer.vocab_size(), inputs.tokenizer.eod(), inputs.marked());
+    let writer = writer.map_err(error)?;
     let writer = tokenize(inputs, writer, path)?;
     writer.finish(key).map_err(error)?;
     fs::rename(&temporary.0, path).map_err(error)?;
@@ -220,8 +230,13 @@ impl Drop for Temporary {
 fn tokenize(inputs: &Inputs, mut writer: Writer, path: &Path) -> Result<Writer, DataError> {
     let (mut batch, mut bytes) = (Vec::new(), 0);
     for (file, digest) in inputs.files.iter().zip(inputs.digests) {
-        let read = documents::read_file(&file.path, inputs.field, inputs.choice, &mut |part| {
-            bytes += if let Part::Text(text) = &part { text.len() } else { 0 } + size_of::<Part>();
+        let read = documents::read_file(&file.path, inputs.reading, inputs.choice, &mut |part| {
+            bytes += size_of::<Part>()
+                + match &part {
+                    Part::Text(text) => text.len(),
+                    Part::Marked(marked) => marked.text.len(),
+                    Part::End => 0,
+                };
             batch.push(part);
             if bytes < BATCH {
                 return Ok(());
@@ -247,9 +262,12 @@ fn flush(
     let tokens: Result<Vec<Option<Vec<u32>>>, DataError> = batch
         .par_drain(..)
         .map(|part| {
-            let Part::Text(text) = part else { return Ok(None) };
             let mut tokens = Vec::new();
-            tokenizer.encode(&text, &mut tokens)?;
+            match part {
+                Part::End => return Ok(None),
+                Part::Text(text) => tokenizer.encode(&text, &mut tokens)?,
+                Part::Marked(marked) => tokenizer.encode_marked(&marked, &mut tokens)?,
+            }
             Ok(Some(tokens))
         })
         .collect();
@@ -274,8 +292,13 @@ mod tests {
         let cache = dir.join("cache");
         let digests = contents::digests(&files, &cache, SystemTime::UNIX_EPOCH)?;
         let tokenizer = TextTokenizer::Bytes;
-        let inputs =
-            Inputs { files: &files, digests: &digests, field: "text", tokenizer: &tokenizer, choice };
+        let inputs = Inputs {
+            files: &files,
+            digests: &digests,
+            reading: Reading { field: "text", chat: None },
+            tokenizer: &tokenizer,
+            choice,
+        };
         let mut notices = Vec::new();
         open_or_build(&inputs, &cache, &mut notices).map(|c| (c, notices))
     }
@@ -409,7 +432,7 @@ mod tests {
         let inputs = Inputs {
             files: &files,
             digests: &digests,
-            field: "text",
+            reading: Reading { field: "text", chat: None },
             tokenizer: &tokenizer,
             choice: Choice::All,
         };
@@ -430,7 +453,13 @@ mod tests {
         let open = || {
             let digests = contents::digests(&files, &cache, later).unwrap();
             let (files, digests) = (&files[..], &digests[..]);
-            let inputs = Inputs { files, digests, field: "text", tokenizer: &tokenizer, choice: Choice::All };
+            let inputs = Inputs {
+                files,
+                digests,
+                reading: Reading { field: "text", chat: None },
+                tokenizer: &tokenizer,
+                choice: Choice::All,
+            };
             open_or_build(&inputs, &cache, &mut Vec::new()).map(|c| c.header.tokens)
         };
         assert!(matches!(open(), Err(DataError::Changed { .. })));

@@ -1,11 +1,11 @@
 //! The token cache: a data set's token stream in one file, memory-mapped.
 //!
 //! ```text
-//! header    256 bytes: magic, version, width, vocab_size, eod, tokens, documents, key, digest of the body, digest of the header
-//! tokens    tokens × width bytes (2 when vocab_size ≤ 65,536, else 4), padded with zeros to a multiple of 8
+//! header    256 bytes: magic, version, width, vocab_size, eod, tokens, documents, key, digest of the body, marked, digest of the header
+//! tokens    tokens × width bytes (2 when vocab_size ≤ 65,536 and none is marked, else 4), padded with zeros to a multiple of 8
 //! offsets   (documents + 1) × 8 bytes: where each document begins in the stream, and the stream's end
 //! ```
-//! All little-endian. Each document is at least one token and the end-of-document token after it. A file is complete or absent (written aside, synced,
+//! All little-endian. In a marked stream the top bit of a token says that it is no target. Each document is at least one token and the end-of-document token after it. A file is complete or absent (written aside, synced,
 //! renamed), and checked whole when opened: sizes, both digests, every token below vocab_size, offsets rising.
 use memmap2::{Mmap, UncheckedAdvice};
 use rayon::prelude::*;
@@ -18,7 +18,9 @@ use std::{
 
 const MAGIC: [u8; 8] = *b"LNCHTOKS";
 /// Also stands for how documents are cut and tokenized: it is part of every key.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
+/// Of a token in a marked stream: it is no target.
+pub(crate) const NO_LOSS: u32 = 1 << 31;
 const HEADER: usize = 256;
 /// The body is hashed in blocks of this many bytes, so that many threads can check it; its digest is that of the blocks' digests.
 const BLOCK: usize = 1 << 20;
@@ -34,24 +36,27 @@ pub(crate) struct Header {
     pub(crate) documents: u64,
     pub(crate) key: [u8; 32],
     pub(crate) body: [u8; 32],
+    /// Tokens may carry [`NO_LOSS`].
+    pub(crate) marked: bool,
 }
 
 /// Bytes a token takes.
-fn width(vocab_size: u32) -> usize {
-    if vocab_size <= 1 << 16 { 2 } else { 4 }
+fn width(vocab_size: u32, marked: bool) -> usize {
+    if vocab_size <= 1 << 16 && !marked { 2 } else { 4 }
 }
 
 impl Header {
     fn encode(&self) -> [u8; HEADER] {
         let mut out = Vec::with_capacity(HEADER);
         out.extend_from_slice(&MAGIC);
-        for word in [VERSION, width(self.vocab_size) as u32, self.vocab_size, self.eod] {
+        for word in [VERSION, self.width() as u32, self.vocab_size, self.eod] {
             out.extend_from_slice(&word.to_le_bytes());
         }
         out.extend_from_slice(&self.tokens.to_le_bytes());
         out.extend_from_slice(&self.documents.to_le_bytes());
         out.extend_from_slice(&self.key);
         out.extend_from_slice(&self.body);
+        out.extend_from_slice(&u32::from(self.marked).to_le_bytes());
         out.resize(HEADER - 32, 0);
         let digest = blake3::hash(&out);
         out.extend_from_slice(digest.as_bytes());
@@ -79,6 +84,7 @@ impl Header {
             documents: le_u64(&bytes[32..40]),
             key: digest(40),
             body: digest(72),
+            marked: word(104) != 0,
         };
         if header.encode() != *bytes || header.eod >= header.vocab_size {
             return Err("its header contradicts itself".into());
@@ -86,9 +92,13 @@ impl Header {
         Ok(header)
     }
 
+    fn width(&self) -> usize {
+        width(self.vocab_size, self.marked)
+    }
+
     /// Where the offsets begin in the body, and the body's length; `None` if no file can be so long.
     fn layout(&self) -> Option<(u64, u64)> {
-        let offsets = self.tokens.checked_mul(width(self.vocab_size) as u64)?.checked_next_multiple_of(8)?;
+        let offsets = self.tokens.checked_mul(self.width() as u64)?.checked_next_multiple_of(8)?;
         let end = self.documents.checked_add(1)?.checked_mul(8)?.checked_add(offsets)?;
         (end <= i64::MAX as u64 - HEADER as u64).then_some((offsets, end))
     }
@@ -179,7 +189,8 @@ impl TokenCache {
 /// Checks the body's digest and that every token is below vocab_size. Reads instead of mapping, so that checking a large cache does not
 /// count as this process's memory.
 fn check_body(file: &File, header: &Header, length: u64) -> Result<(), OpenError> {
-    let width = width(header.vocab_size);
+    let width = header.width();
+    let mark = if header.marked { NO_LOSS } else { 0 };
     let token_bytes = header.tokens * width as u64;
     let blocks = length.div_ceil(BLOCK as u64);
     let digests: Result<Vec<[u8; 32]>, OpenError> = (0..blocks)
@@ -189,7 +200,7 @@ fn check_body(file: &File, header: &Header, length: u64) -> Result<(), OpenError
             let mut block = vec![0; BLOCK.min((length - from) as usize)];
             file.read_exact_at(&mut block, HEADER as u64 + from)?;
             let tokens = &block[..(token_bytes.saturating_sub(from) as usize).min(block.len())];
-            match tokens.chunks_exact(width).all(|t| le_u32(t) < header.vocab_size) {
+            match tokens.chunks_exact(width).all(|t| le_u32(t) & !mark < header.vocab_size) {
                 true => Ok(*blake3::hash(&block).as_bytes()),
                 false => Err(OpenError::Damaged("it holds tokens beyond its vocabulary".into())),
             }
@@ -206,8 +217,10 @@ pub(crate) trait TokenStream {
     fn documents(&self) -> u64;
     /// Where document `d` begins; for `d = documents()` the stream's end.
     fn offset(&self, d: u64) -> u64;
-    /// Copies tokens `from .. from + out.len()`.
+    /// Copies tokens `from .. from + out.len()`, marks included.
     fn read(&self, from: u64, out: &mut [u32]);
+    /// May tokens carry [`NO_LOSS`]?
+    fn marked(&self) -> bool;
 }
 
 impl TokenStream for TokenCache {
@@ -220,8 +233,12 @@ impl TokenStream for TokenCache {
         le_u64(&self.map[at..at + 8])
     }
 
+    fn marked(&self) -> bool {
+        self.header.marked
+    }
+
     fn read(&self, from: u64, out: &mut [u32]) {
-        let width = width(self.header.vocab_size);
+        let width = self.header.width();
         let at = HEADER + from as usize * width;
         let bytes = &self.map[at..at + out.len() * width];
         match width {
@@ -241,12 +258,13 @@ pub(crate) struct Writer {
     digests: Vec<[u8; 32]>,
     vocab_size: u32,
     eod: u32,
+    marked: bool,
     tokens: u64,
     offsets: Vec<u64>,
 }
 
 impl Writer {
-    pub(crate) fn new(mut file: File, vocab_size: u32, eod: u32) -> io::Result<Self> {
+    pub(crate) fn new(mut file: File, vocab_size: u32, eod: u32, marked: bool) -> io::Result<Self> {
         file.seek(SeekFrom::Start(0))?;
         file.write_all(&[0; HEADER])?;
         Ok(Writer {
@@ -255,21 +273,23 @@ impl Writer {
             digests: Vec::new(),
             vocab_size,
             eod,
+            marked,
             tokens: 0,
             offsets: vec![0],
         })
     }
 
-    /// Appends tokens to the current document; each must be below vocab_size.
+    /// Appends tokens to the current document; each must be below vocab_size, its mark apart.
     pub(crate) fn push(&mut self, tokens: &[u32]) -> io::Result<()> {
-        if let Some(t) = tokens.iter().find(|&&t| t >= self.vocab_size) {
+        let mark = if self.marked { NO_LOSS } else { 0 };
+        if let Some(t) = tokens.iter().find(|&&t| t & !mark >= self.vocab_size) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 format!("token {t} is beyond the vocabulary"),
             ));
         }
         self.tokens += tokens.len() as u64;
-        let width = width(self.vocab_size);
+        let width = width(self.vocab_size, self.marked);
         let mut rest = tokens;
         while !rest.is_empty() {
             let room = (BLOCK - self.block.len()) / width;
@@ -291,7 +311,8 @@ impl Writer {
         if self.offsets.last() == Some(&self.tokens) {
             return Ok(());
         }
-        self.push(&[self.eod])?;
+        // a chat's own template ends what the assistant says
+        self.push(&[if self.marked { self.eod | NO_LOSS } else { self.eod }])?;
         self.offsets.push(self.tokens);
         Ok(())
     }
@@ -323,6 +344,7 @@ impl Writer {
             documents: offsets.len() as u64 - 1,
             key,
             body: *blake3::hash(self.digests.as_flattened()).as_bytes(),
+            marked: self.marked,
         };
         let file = self.out.into_inner()?;
         file.write_all_at(&header.encode(), 0)?;
@@ -339,7 +361,8 @@ mod tests {
 
     fn write(dir: &Path, vocab_size: u32, documents: &[&[u32]]) -> PathBuf {
         let path = dir.join("x.tokens");
-        let mut writer = Writer::new(File::create(&path).unwrap(), vocab_size, vocab_size - 1).unwrap();
+        let mut writer =
+            Writer::new(File::create(&path).unwrap(), vocab_size, vocab_size - 1, false).unwrap();
         for d in documents {
             let (a, b) = d.split_at(d.len() / 2);
             writer.push(a).unwrap();
@@ -425,7 +448,15 @@ mod tests {
             fs::write(&path, [&header.encode()[..], body].concat()).unwrap();
             why(&path)
         };
-        let header = Header { vocab_size: 300, eod: 299, tokens: 4, documents: 2, key: KEY, body: [0; 32] };
+        let header = Header {
+            vocab_size: 300,
+            eod: 299,
+            tokens: 4,
+            documents: 2,
+            key: KEY,
+            body: [0; 32],
+            marked: false,
+        };
         let body = |tokens: [u16; 4], offsets: [u64; 3]| {
             [tokens.map(u16::to_le_bytes).as_flattened(), offsets.map(u64::to_le_bytes).as_flattened()]
                 .concat()
@@ -443,7 +474,7 @@ mod tests {
     #[test]
     fn tokens_beyond_the_vocabulary_are_not_written() {
         let dir = tempfile::tempdir().unwrap();
-        let mut writer = Writer::new(File::create(dir.path().join("x")).unwrap(), 10, 9).unwrap();
+        let mut writer = Writer::new(File::create(dir.path().join("x")).unwrap(), 10, 9, false).unwrap();
         assert_eq!(writer.push(&[10]).unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 }

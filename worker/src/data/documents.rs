@@ -1,18 +1,21 @@
 //! Files to documents, streaming: whatever a file's size, memory holds one segment of text files and one line of JSON lines.
 //!
 //! - A text file is one document.
-//! - Each line of a `.jsonl` or `.ndjson` file is one document: the named field of its object.
+//! - Each record of a `.jsonl`, `.ndjson` or `.parquet` file is one document: its named field, a text or a chat.
 //!
 //! **Held-out split.** A piece of text is held out when a hash of its content falls below the share, so the split does not depend on its
-//! neighbours, its file's name or order, and stays the same when files are added. A JSON line is one piece. Text files are cut into pieces of
+//! neighbours, its file's name or order, and stays the same when files are added. A record is one piece. Text files are cut into pieces of
 //! [`PIECE`] bytes at the most (after the last newline, else between characters), so that few long files can be split too; a run of adjacent pieces on
 //! the same side is one document.
-use super::error::DataError;
-use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
+use super::{
+    chat::{ChatTemplate, Marked},
+    error::DataError,
+    parquet,
+    records::{Record, read_json_lines},
+};
 use std::{
-    fmt,
     fs::File,
-    io::{self, BufRead, BufReader, Read},
+    io::{self, Read},
     path::Path,
 };
 
@@ -20,9 +23,6 @@ use std::{
 pub(crate) const PIECE: usize = 16 << 10;
 /// Longest text that is tokenized at once, bytes (one JSON line may be longer). Longer documents are cut after a newline, else between characters.
 const SEGMENT: usize = 256 << 10;
-/// Longest line of a JSON lines file, bytes.
-pub(crate) const MAX_LINE: usize = 16 << 20;
-
 /// Which side of the held-out split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
@@ -62,6 +62,8 @@ fn is_held_out(piece: &str, share: f64) -> bool {
 pub(crate) enum Part {
     /// Text of the current document, never empty.
     Text(String),
+    /// The whole of a document, some of which is no target.
+    Marked(Marked),
     /// The current document ends; it had text.
     End,
 }
@@ -71,6 +73,7 @@ pub(crate) enum Part {
 pub(crate) enum Kind {
     Text,
     JsonLines,
+    Parquet,
 }
 
 impl Kind {
@@ -78,27 +81,88 @@ impl Kind {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
         match extension.to_ascii_lowercase().as_str() {
             "jsonl" | "ndjson" => Kind::JsonLines,
+            "parquet" => Kind::Parquet,
             _ => Kind::Text,
         }
     }
 }
 
-type Sink<'a> = dyn FnMut(Part) -> Result<(), DataError> + 'a;
+pub(crate) type Sink<'a> = dyn FnMut(Part) -> Result<(), DataError> + 'a;
+
+/// How the records of a source are read.
+#[derive(Clone, Copy)]
+pub(crate) struct Reading<'a> {
+    /// The field of a record that holds its text or chat.
+    pub(crate) field: &'a str,
+    /// Writes chats out; absent where records are text.
+    pub(crate) chat: Option<&'a ChatTemplate>,
+}
 
 /// Reads one file into `sink`; returns the BLAKE3 of its content, so that the caller can tell whether it read what it meant to.
 pub(crate) fn read_file(
     path: &Path,
-    field: &str,
+    reading: Reading,
     choice: Choice,
     sink: &mut Sink,
 ) -> Result<blake3::Hash, DataError> {
+    refuse_what_is_packed(path)?;
     let file = File::open(path).map_err(|source| DataError::Read { path: path.to_path_buf(), source })?;
     let mut input = Hashing { inner: file, hasher: blake3::Hasher::new() };
+    let mut take = |record: Record| take_record(record, reading, choice, sink);
     match Kind::of(path) {
+        Kind::Text if reading.chat.is_some() => {
+            let why =
+                "it holds running text, not chats: chats are records of .jsonl or .parquet files".into();
+            return Err(DataError::BadFile { path: path.to_path_buf(), why });
+        }
         Kind::Text => read_text(&mut input, path, choice, sink)?,
-        Kind::JsonLines => read_json_lines(&mut input, path, field, choice, sink)?,
+        Kind::JsonLines => read_json_lines(&mut input, path, reading, &mut take)?,
+        Kind::Parquet => parquet::read(&mut input, path, reading, &mut take)?,
     }
     Ok(input.hasher.finalize())
+}
+
+/// A document of one record, if it is wanted; or why there is none.
+fn take_record(
+    record: Record,
+    reading: Reading,
+    choice: Choice,
+    sink: &mut Sink,
+) -> Result<Result<(), String>, DataError> {
+    let part = match (record, reading.chat) {
+        (Record::Chat(chat), Some(template)) => match template.write(&chat) {
+            Ok(marked) if template.marks_targets() => Part::Marked(marked),
+            Ok(marked) => Part::Text(marked.text),
+            Err(why) => return Ok(Err(why)),
+        },
+        (Record::Text(text), _) => Part::Text(text),
+        (Record::Chat(_), None) => return Ok(Err("a chat where text is read".into())),
+    };
+    let text = match &part {
+        Part::Text(text) | Part::Marked(Marked { text, .. }) => text,
+        Part::End => return Ok(Ok(())),
+    };
+    if !text.is_empty() && choice.takes(text) {
+        sink(part)?;
+        sink(Part::End)?;
+    }
+    Ok(Ok(()))
+}
+
+/// Compressed and other binary files by their names: read as text they would be "not UTF-8".
+fn refuse_what_is_packed(path: &Path) -> Result<(), DataError> {
+    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
+    let unpack = match extension.as_str() {
+        "gz" => "gunzip",
+        "zst" => "zstd -d",
+        "xz" => "unxz",
+        "bz2" => "bunzip2",
+        "zip" => "unzip",
+        "arrow" => "writing it as Parquet or JSON lines",
+        _ => return Ok(()),
+    };
+    let why = format!("`.{extension}` files aren't read: unpack it first ({unpack})");
+    Err(DataError::BadFile { path: path.to_path_buf(), why })
 }
 
 /// Hashes what is read through it.
@@ -112,6 +176,12 @@ impl<R: Read> Read for Hashing<R> {
         let n = self.inner.read(buf)?;
         self.hasher.update(&buf[..n]);
         Ok(n)
+    }
+}
+
+impl parquet::AsFile for Hashing<File> {
+    fn as_file(&mut self) -> &mut File {
+        &mut self.inner
     }
 }
 
@@ -211,96 +281,10 @@ fn piece_length(bytes: &[u8]) -> usize {
     (PIECE - 3..=PIECE).rev().find(|&i| bytes[i] & 0xC0 != 0x80).unwrap_or(PIECE)
 }
 
-fn read_json_lines(
-    input: &mut impl Read,
-    path: &Path,
-    field: &str,
-    choice: Choice,
-    sink: &mut Sink,
-) -> Result<(), DataError> {
-    let mut input = BufReader::with_capacity(1 << 16, input);
-    let (mut bytes, mut line, mut offset) = (Vec::new(), 0u64, 0u64);
-    loop {
-        bytes.clear();
-        line += 1;
-        let n = (&mut input)
-            .take(MAX_LINE as u64 + 1)
-            .read_until(b'\n', &mut bytes)
-            .map_err(|source| DataError::Read { path: path.to_path_buf(), source })?;
-        if n == 0 {
-            return Ok(());
-        }
-        let bad = |why: String| DataError::BadLine { path: path.to_path_buf(), line, why };
-        if n > MAX_LINE {
-            return Err(bad(format!("the line is longer than {} MiB", MAX_LINE >> 20)));
-        }
-        let text = std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 {
-            path: path.to_path_buf(),
-            line,
-            offset: offset + e.valid_up_to() as u64,
-        })?;
-        offset += n as u64;
-        let text = if line == 1 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text };
-        if text.trim().is_empty() {
-            continue;
-        }
-        let document = json_field(text, field).map_err(bad)?;
-        if !document.is_empty() && choice.takes(&document) {
-            sink(Part::Text(document))?;
-            sink(Part::End)?;
-        }
-    }
-}
-
-/// The string in one field of a JSON object; everything else is skipped without being stored.
-fn json_field(line: &str, field: &str) -> Result<String, String> {
-    let mut input = serde_json::Deserializer::from_str(line);
-    let found = Field(field).deserialize(&mut input).and_then(|found| input.end().map(|()| found));
-    // the line is known better than the parser's "line 1"
-    found.map_err(|e| {
-        let said = e.to_string();
-        format!("{} (column {})", said.split(" at line ").next().unwrap_or(&said), e.column())
-    })?
-}
-
-struct Field<'a>(&'a str);
-
-impl<'de> DeserializeSeed<'de> for Field<'_> {
-    type Value = Result<String, String>;
-    fn deserialize<D: de::Deserializer<'de>>(self, input: D) -> Result<Self::Value, D::Error> {
-        input.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Field<'_> {
-    type Value = Result<String, String>;
-
-    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str("a JSON object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let (mut text, mut others) = (None, Vec::new());
-        while let Some(key) = map.next_key::<String>()? {
-            if key == self.0 {
-                text = Some(map.next_value::<String>()?);
-                continue;
-            }
-            map.next_value::<IgnoredAny>()?;
-            if others.len() < 8 && key.len() < 64 {
-                others.push(format!("`{key}`"));
-            }
-        }
-        Ok(text.ok_or_else(|| match others.len() {
-            0 => format!("the object has no field `{}`", self.0),
-            _ => format!("the object has no field `{}`; it has {}", self.0, others.join(", ")),
-        }))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::records::MAX_LINE;
     use proptest::prelude::*;
     use std::fs;
 
@@ -310,8 +294,10 @@ mod tests {
         let path = dir.path().join(name);
         fs::write(&path, content).unwrap();
         let (mut done, mut now) = (Vec::new(), String::new());
-        let hash = read_file(&path, "text", choice, &mut |part| {
+        let reading = Reading { field: "text", chat: None };
+        let hash = read_file(&path, reading, choice, &mut |part| {
             match part {
+                Part::Marked(m) => panic!("{m:?}"),
                 Part::Text(t) => {
                     assert!(!t.is_empty() && t.len() <= SEGMENT.max(MAX_LINE));
                     now.push_str(&t);

@@ -17,7 +17,9 @@ pub enum DataError {
     Read { path: PathBuf, source: io::Error },
     /// Text that is not UTF-8; `line` counts from 1, `offset` from the file's start.
     NotUtf8 { path: PathBuf, line: u64, offset: u64 },
-    /// A line of a JSON lines file that can't be used.
+    /// A file that can't be read as what it seems to be.
+    BadFile { path: PathBuf, why: String },
+    /// A line of a JSON lines file, or a row of a Parquet file, that can't be used.
     BadLine { path: PathBuf, line: u64, why: String },
     /// A file's content changed between two looks at it.
     Changed { path: PathBuf },
@@ -31,6 +33,8 @@ pub enum DataError {
     Setting { key: &'static str, why: String },
     /// Held-out data was asked for and there is none to hold out.
     NothingHeldOut,
+    /// What is wrong with one source of a mixture.
+    OfSource { name: String, error: Box<DataError> },
     /// Less data than one sample needs.
     TooLittle { held_out: bool, documents: u64, tokens: u64, needed: u64 },
 }
@@ -50,6 +54,7 @@ impl fmt::Display for DataError {
             NotUtf8 { path, line, offset } => {
                 write!(f, "{}:{line}: not UTF-8 text at byte {offset} of the file", path.display())
             }
+            BadFile { path, why } => write!(f, "{}: {why}", path.display()),
             BadLine { path, line, why } => write!(f, "{}:{line}: {why}", path.display()),
             Changed { path } => write!(f, "{} changed while it was read", path.display()),
             Tokenizer { path, why } => write!(f, "the tokenizer {} can't be used: {why}", path.display()),
@@ -58,6 +63,7 @@ impl fmt::Display for DataError {
                 write!(f, "can't {doing} the token cache {}: {source}", path.display())
             }
             Setting { key, why } => write!(f, "{key}: {why}"),
+            OfSource { name, error } => write!(f, "source `{name}`: {error}"),
             NothingHeldOut => write!(f, "evaluation has no data: no eval files are given and held_out is 0"),
             TooLittle { held_out, documents, tokens, needed } => write!(
                 f,
@@ -78,10 +84,19 @@ impl std::error::Error for DataError {
 }
 
 impl DataError {
+    /// The same, of a named source.
+    pub(crate) fn of_source(self, name: &str) -> DataError {
+        match name {
+            "" => self,
+            _ => DataError::OfSource { name: name.into(), error: Box::new(self) },
+        }
+    }
+
     /// What to do about it.
     pub fn hint(&self) -> Option<String> {
         use DataError::*;
         Some(match self {
+            OfSource { error, .. } => return error.hint(),
             NoPatterns => "name files or patterns, e.g. files: [\"docs/**/*.md\"]".into(),
             NoMatch { pattern, .. } if pattern.starts_with('~') => {
                 "`~` is not expanded here; write the whole path".into()
@@ -97,7 +112,7 @@ impl DataError {
             }
             NotUtf8 { .. } => "convert it (iconv -t UTF-8) or leave it out".into(),
             BadLine { .. } => {
-                "each line is a JSON object whose `train.data.field` is the document's text".into()
+                "each record's `train.data.field` is its text or, with `format: chat`, its messages".into()
             }
             Changed { .. } => "start again when nothing writes to it".into(),
             Cache { .. } => "set train.data.cache to a directory that is writable and has room".into(),
@@ -106,7 +121,12 @@ impl DataError {
                 "raise train.data.held_out, name train.eval.files, or shorten train.data.seq_len".into()
             }
             TooLittle { .. } => "shorten train.data.seq_len or add data".into(),
-            Read { .. } | NotAFile { .. } | Tokenizer { .. } | Encode { .. } | Setting { .. } => return None,
+            Read { .. }
+            | BadFile { .. }
+            | NotAFile { .. }
+            | Tokenizer { .. }
+            | Encode { .. }
+            | Setting { .. } => return None,
         })
     }
 
@@ -114,6 +134,7 @@ impl DataError {
     pub fn exit(&self) -> WorkerExit {
         match self {
             DataError::Cache { .. } => WorkerExit::Cluster,
+            DataError::OfSource { error, .. } => error.exit(),
             _ => WorkerExit::BadJob,
         }
     }
@@ -124,6 +145,10 @@ impl DataError {
             DataError::Tokenizer { .. } | DataError::Encode { .. } => "train.data.tokenizer",
             DataError::Cache { .. } => "train.data.cache",
             DataError::Setting { key, .. } => key,
+            DataError::OfSource { error, .. } => match error.key() {
+                "train.data.files" => "train.data.mixture",
+                key => key,
+            },
             DataError::NothingHeldOut => "train.data.held_out",
             DataError::TooLittle { held_out: true, .. } => "train.data.held_out",
             DataError::TooLittle { .. } => "train.data.seq_len",

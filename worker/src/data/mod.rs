@@ -5,42 +5,56 @@
 mod build;
 mod byte_tokenizer;
 mod cache;
+mod chat;
 mod contents;
 mod documents;
 mod error;
 mod files;
+mod mix;
 mod order;
 mod pack;
+mod parquet;
 mod peek;
+mod records;
 mod tokenize;
 
 pub use documents::Split;
 pub use error::DataError;
-pub use order::Order;
+pub use mix::Order;
 pub use pack::IGNORE;
 pub use peek::{DataFacts, count_files, estimate};
 pub use tokenize::TextTokenizer;
 
 use cache::TokenCache;
-use contract::job::DataSpec;
-use documents::Choice;
+use chat::ChatTemplate;
+use contract::job::{DataSource, DataSpec, Format};
+use documents::{Choice, Reading};
+use mix::Mix;
+use order::Permutation;
 use pack::{Packer, SampleOut};
 use std::{path::Path, time::SystemTime};
 
 /// One side of a job's data, ready to be asked for samples.
 pub struct Dataset {
-    cache: TokenCache,
-    packer: Packer,
+    sources: Vec<Source>,
+    mix: Mix,
     seq_len: usize,
     digest: String,
     notices: Vec<String>,
 }
 
+/// The samples of one source.
+struct Source {
+    name: String,
+    cache: TokenCache,
+    packer: Packer,
+}
+
 impl Dataset {
     /// Opens (and if need be tokenizes) one side of the data. `HeldOut` is `eval_files` when there are any, whole; else the held-out share of
-    /// `spec.files`. `Train` is `spec.files` without that share. Relative paths are relative to `workdir`.
+    /// each source. `Train` is the sources without that share. Relative paths are relative to `workdir`.
     ///
-    /// Blocks while another process builds the same cache. At least one sample or an error.
+    /// Blocks while another process builds the same cache. At least one sample of each source or an error.
     pub fn open(
         spec: &DataSpec,
         eval_files: Option<&[String]>,
@@ -49,77 +63,67 @@ impl Dataset {
     ) -> Result<Self, DataError> {
         check_settings(spec)?;
         let eval_files = eval_files.filter(|f| !f.is_empty());
-        let (patterns, choice) = match (split, eval_files) {
-            (Split::HeldOut, Some(files)) => (files, Choice::All),
+        let (sources, choice) = match (split, eval_files) {
+            (Split::HeldOut, Some(files)) => (vec![eval_source(spec, files)?], Choice::All),
             (Split::HeldOut, None) if spec.held_out == 0.0 => return Err(DataError::NothingHeldOut),
-            (Split::Train, _) if spec.held_out == 0.0 => (&spec.files[..], Choice::All),
-            _ => (&spec.files[..], Choice::Side(split, spec.held_out)),
+            (Split::Train, _) if spec.held_out == 0.0 => (spec.sources.clone(), Choice::All),
+            _ => (spec.sources.clone(), Choice::Side(split, spec.held_out)),
         };
-        let mut files = files::expand(patterns, workdir)?;
-        files.retain(|f| f.bytes > 0);
         let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
-        let dir = workdir.join(&spec.cache);
-        let digests = contents::digests(&files, &dir, SystemTime::now())?;
-        let inputs = build::Inputs {
-            files: &files,
-            digests: &digests,
-            field: &spec.field,
-            tokenizer: &tokenizer,
-            choice,
-        };
         let mut notices = Vec::new();
-        let cache = build::open_or_build(&inputs, &dir, &mut notices)?;
-        Self::over(cache, spec, split, notices)
+        let mut open = |source: &DataSource| {
+            let cache = open_cache(spec, source, choice, &tokenizer, workdir, &mut notices)?;
+            Source::over(source.name.clone(), cache, spec, split)
+        };
+        let opened = sources.iter().map(|source| open(source).map_err(|e| e.of_source(&source.name)));
+        let opened = opened.collect::<Result<Vec<Source>, DataError>>()?;
+        let weights: Vec<f64> = sources.iter().map(|s| s.weight).collect();
+        Ok(Self::of(opened, Mix::new(&weights), spec, notices))
     }
 
-    fn over(
-        cache: TokenCache,
-        spec: &DataSpec,
-        split: Split,
-        notices: Vec<String>,
-    ) -> Result<Self, DataError> {
-        let packer = Packer::new(&cache, spec.seq_len, spec.pack, cache.header.eod);
-        if packer.len() == 0 {
-            return Err(DataError::TooLittle {
-                held_out: split == Split::HeldOut,
-                documents: cache.header.documents,
-                tokens: cache.header.tokens,
-                needed: if spec.pack { spec.seq_len.into() } else { 2 },
-            });
-        }
+    fn of(sources: Vec<Source>, mix: Mix, spec: &DataSpec, notices: Vec<String>) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 data set v1");
-        hasher.update(&cache.header.body);
-        for word in [cache.header.vocab_size, cache.header.eod, spec.seq_len, spec.pack.into()] {
-            hasher.update(&word.to_le_bytes());
+        for (i, source) in sources.iter().enumerate() {
+            if !source.name.is_empty() {
+                let length = source.name.len() as u64;
+                hasher.update(&length.to_le_bytes()).update(source.name.as_bytes());
+                hasher.update(&mix.counts()[i].to_le_bytes());
+            }
+            let header = &source.cache.header;
+            hasher.update(&header.body);
+            for word in [header.vocab_size, header.eod, spec.seq_len, spec.pack.into()] {
+                hasher.update(&word.to_le_bytes());
+            }
         }
         let digest = hasher.finalize().to_hex().to_string();
-        Ok(Dataset { cache, packer, seq_len: spec.seq_len as usize, digest, notices })
+        Dataset { sources, mix, seq_len: spec.seq_len as usize, digest, notices }
     }
 
-    /// Number of samples in an epoch, at least 1.
+    /// Number of samples of all sources, at least 1.
     #[expect(clippy::len_without_is_empty, reason = "a data set is never empty")]
     pub fn len(&self) -> u64 {
-        self.packer.len()
+        self.sources.iter().map(|s| s.packer.len()).sum()
     }
 
     /// The order in which a run visits these samples.
     pub fn order(&self, seed: u64, shuffle: bool) -> Order {
-        Order::new(seed, self.len(), shuffle)
+        let permutation = |s: &Source| Permutation::new(seed, &s.name, s.packer.len(), shuffle);
+        Order::new(self.mix.clone(), self.sources.iter().map(permutation).collect())
     }
 
-    /// Tokens of the stream, end-of-document tokens included.
+    /// Tokens of the streams, end-of-document tokens included.
     pub fn tokens(&self) -> u64 {
-        self.cache.header.tokens
+        self.sources.iter().map(|s| s.cache.header.tokens).sum()
     }
 
-    /// Documents of the stream.
+    /// Documents of the streams.
     pub fn documents(&self) -> u64 {
-        self.cache.header.documents
+        self.sources.iter().map(|s| s.cache.header.documents).sum()
     }
 
     /// Every token id is below it.
     pub fn vocab_size(&self) -> u32 {
-        self.cache.header.vocab_size
+        self.sources[0].cache.header.vocab_size
     }
 
     /// Identity of the samples (64 hex digits): equal digests give equal samples. Kept in checkpoints, so that a resume on other data is noticed.
@@ -143,22 +147,92 @@ impl Dataset {
         labels: &mut [u32],
         starts: &mut [u32],
     ) {
-        assert_eq!(order.epoch_len(), self.len(), "the order is of another data set");
+        let own = self.sources.iter().map(|s| s.packer.len());
+        assert!(order.lengths().eq(own), "the order is of another data set");
         let n = self.seq_len;
         assert_eq!([tokens.len(), labels.len(), starts.len()], [micro * n; 3]);
         let rows = tokens.chunks_exact_mut(n).zip(labels.chunks_exact_mut(n)).zip(starts.chunks_exact_mut(n));
         for (place, ((tokens, labels), starts)) in (first_global_index..).zip(rows) {
-            let (_, sample) = order.sample(place);
-            self.packer.fill(&self.cache, sample, SampleOut { tokens, labels, starts });
+            let (source, _, sample) = order.sample(place);
+            let Source { cache, packer, .. } = &self.sources[source];
+            packer.fill(cache, sample, SampleOut { tokens, labels, starts });
         }
     }
 
-    /// Number of labels that are not [`IGNORE`] in the samples at places `first_global_index .. + count` of the run, without reading them.
+    /// Number of labels that are not [`IGNORE`] in the samples at places `first_global_index .. + count` of the run.
     pub fn count_targets(&self, order: &Order, first_global_index: u64, count: u64) -> u64 {
-        (first_global_index..first_global_index + count)
-            .map(|place| self.packer.targets(&self.cache, order.sample(place).1))
-            .sum()
+        let targets = |place| {
+            let (source, _, sample) = order.sample(place);
+            let Source { cache, packer, .. } = &self.sources[source];
+            packer.targets(cache, sample)
+        };
+        (first_global_index..first_global_index + count).map(targets).sum()
     }
+}
+
+impl Source {
+    fn over(name: String, cache: TokenCache, spec: &DataSpec, split: Split) -> Result<Self, DataError> {
+        let packer = Packer::new(&cache, spec.seq_len, spec.pack, cache.header.eod);
+        if packer.len() == 0 {
+            return Err(DataError::TooLittle {
+                held_out: split == Split::HeldOut,
+                documents: cache.header.documents,
+                tokens: cache.header.tokens,
+                needed: if spec.pack { spec.seq_len.into() } else { 2 },
+            });
+        }
+        Ok(Source { name, cache, packer })
+    }
+}
+
+/// The token cache of one source, built if need be.
+fn open_cache(
+    spec: &DataSpec,
+    source: &DataSource,
+    choice: Choice,
+    tokenizer: &TextTokenizer,
+    workdir: &Path,
+    notices: &mut Vec<String>,
+) -> Result<TokenCache, DataError> {
+    let mut files = files::expand(&source.files, workdir)?;
+    files.retain(|f| f.bytes > 0);
+    let chat = chat_template(spec, source, tokenizer, workdir)?;
+    let dir = workdir.join(&spec.cache);
+    let digests = contents::digests(&files, &dir, SystemTime::now())?;
+    let inputs = build::Inputs {
+        files: &files,
+        digests: &digests,
+        reading: Reading { field: &source.field, chat: chat.as_ref() },
+        tokenizer,
+        choice,
+    };
+    build::open_or_build(&inputs, &dir, notices)
+}
+
+/// What writes the chats of a source; nothing where its records are text.
+fn chat_template(
+    spec: &DataSpec,
+    source: &DataSource,
+    tokenizer: &TextTokenizer,
+    workdir: &Path,
+) -> Result<Option<ChatTemplate>, DataError> {
+    match source.format {
+        Format::Text => Ok(None),
+        Format::Chat => {
+            ChatTemplate::open(spec.chat_template.as_deref(), tokenizer, source.loss_on, workdir).map(Some)
+        }
+    }
+}
+
+/// `eval.files` are read as the sources are; all must be read in one way.
+fn eval_source(spec: &DataSpec, files: &[String]) -> Result<DataSource, DataError> {
+    let way = |s: &DataSource| (s.format, s.field.clone(), s.loss_on);
+    let first = &spec.sources[0];
+    if spec.sources.iter().any(|s| way(s) != way(first)) {
+        let why = "the sources of the mixture are read in different ways, so it isn't known which is meant for these;                    use train.data.held_out instead";
+        return Err(DataError::Setting { key: "train.eval.files", why: why.into() });
+    }
+    Ok(DataSource { name: String::new(), weight: 1.0, files: files.to_vec(), ..first.clone() })
 }
 
 /// What of a data section can be wrong by itself.
@@ -176,5 +250,7 @@ fn check_settings(spec: &DataSpec) -> Result<(), DataError> {
     Ok(())
 }
 
+#[cfg(test)]
+mod golden_tests;
 #[cfg(test)]
 mod tests;

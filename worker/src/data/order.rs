@@ -1,5 +1,5 @@
-//! In which order samples are visited: a pure function of (seed, number of samples, position), so a cursor is one number and any number of
-//! workers, stopped and resumed anywhere, visits the same samples.
+//! In which order the samples of one source are visited: a pure function of (seed, source, number of samples, position), so a cursor is one
+//! number and any number of workers, stopped and resumed anywhere, visits the same samples.
 use crate::rng::{Purpose, Stream};
 
 /// Most samples an order can hold.
@@ -13,7 +13,7 @@ const ROUNDS: u64 = 8;
 /// Shuffled, each epoch is a keyed Feistel permutation of `0..4^k ≥ n` restricted to `0..n` by cycle walking (what falls outside is permuted
 /// again; fewer than four times on average).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Order {
+pub(crate) struct Permutation {
     n: u64,
     /// Bits of half an index; the network permutes `2 * half_bits` bits.
     half_bits: u32,
@@ -21,22 +21,24 @@ pub struct Order {
     stream: Option<Stream>,
 }
 
-impl Order {
+impl Permutation {
     /// The order of `n` samples, 1 to 2⁴⁸ (anything else is a panic: a data set has at least one sample).
-    pub fn new(seed: u64, n: u64, shuffle: bool) -> Self {
+    ///
+    /// `name` is that of the source, so that sources of equal sizes are not in step.
+    pub(crate) fn new(seed: u64, name: &str, n: u64, shuffle: bool) -> Self {
         assert!((1..=MAX_SAMPLES).contains(&n), "{n} samples can't be put in order");
         let bits = 64 - (n - 1).leading_zeros();
-        let stream = shuffle.then(|| Stream::new(seed, Purpose::DataOrder, ""));
-        Order { n, half_bits: bits.div_ceil(2), stream }
+        let stream = shuffle.then(|| Stream::new(seed, Purpose::DataOrder, name));
+        Permutation { n, half_bits: bits.div_ceil(2), stream }
     }
 
     /// Number of samples in an epoch.
-    pub fn epoch_len(&self) -> u64 {
+    pub(crate) fn epoch_len(&self) -> u64 {
         self.n
     }
 
-    /// The epoch and the sample at a place of the whole run: `step * global batch + slot * micro batch + place in the slot`.
-    pub fn sample(&self, global_index: u64) -> (u64, u64) {
+    /// The epoch and the sample at a place of the whole run, this source's samples counted alone.
+    pub(crate) fn sample(&self, global_index: u64) -> (u64, u64) {
         let (epoch, at) = (global_index / self.n, global_index % self.n);
         let Some(stream) = &self.stream else { return (epoch, at) };
         let mut index = self.permute(stream, epoch, at);
@@ -64,7 +66,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::HashSet;
 
-    fn epoch(order: &Order, e: u64) -> Vec<u64> {
+    fn epoch(order: &Permutation, e: u64) -> Vec<u64> {
         let n = order.epoch_len();
         (0..n)
             .map(|i| {
@@ -78,7 +80,7 @@ mod tests {
     #[test]
     fn every_small_epoch_is_a_permutation() {
         for n in 1..=130 {
-            let order = Order::new(9, n, true);
+            let order = Permutation::new(9, "", n, true);
             for e in 0..3 {
                 let seen: HashSet<u64> = epoch(&order, e).into_iter().collect();
                 assert_eq!(seen.len() as u64, n);
@@ -89,17 +91,17 @@ mod tests {
 
     #[test]
     fn epochs_and_seeds_differ_and_unshuffled_is_identity() {
-        let order = Order::new(9, 1000, true);
+        let order = Permutation::new(9, "", 1000, true);
         assert_ne!(epoch(&order, 0), epoch(&order, 1));
-        assert_ne!(epoch(&order, 0), epoch(&Order::new(10, 1000, true), 0));
+        assert_ne!(epoch(&order, 0), epoch(&Permutation::new(10, "", 1000, true), 0));
         assert_eq!(epoch(&order, 5), epoch(&order, 5));
-        let plain = Order::new(9, 1000, false);
+        let plain = Permutation::new(9, "", 1000, false);
         assert_eq!(epoch(&plain, 3), (0..1000).collect::<Vec<_>>());
     }
 
     #[test]
     fn tiny_epochs_reach_every_permutation() {
-        let order = Order::new(1, 3, true);
+        let order = Permutation::new(1, "", 3, true);
         let seen: HashSet<Vec<u64>> = (0..200).map(|e| epoch(&order, e)).collect();
         assert_eq!(seen.len(), 6);
     }
@@ -108,7 +110,7 @@ mod tests {
     #[test]
     fn shuffle_spreads_evenly() {
         let n = 1 << 14;
-        let order = epoch(&Order::new(5, n, true), 0);
+        let order = epoch(&Permutation::new(5, "", n, true), 0);
         let region = |s: u64| (s * 16 / n) as usize;
         let (mut by_place, mut by_follower) = ([[0f64; 16]; 16], [[0f64; 16]; 16]);
         for (i, &s) in order.iter().enumerate() {
@@ -126,7 +128,7 @@ mod tests {
         /// On domains too large to list: inside the range and without a collision.
         #[test]
         fn large_orders_are_injective(n in 1u64..=MAX_SAMPLES, seed: u64, start: u64) {
-            let order = Order::new(seed, n, true);
+            let order = Permutation::new(seed, "", n, true);
             let start = start % n;
             let places: Vec<u64> = (0..64).map(|i| (start + i) % n).collect::<HashSet<_>>().into_iter().collect();
             let samples: HashSet<u64> = places.iter().map(|&p| order.sample(p).1).collect();
@@ -138,8 +140,8 @@ mod tests {
     /// A run's order is a promise: a resumed run must go on in the order of the version that began it.
     #[test]
     fn order_is_pinned() {
-        assert_eq!(epoch(&Order::new(1234, 10, true), 0), PINNED_SMALL);
-        let large = Order::new(1234, 1_000_000_007, true);
+        assert_eq!(epoch(&Permutation::new(1234, "", 10, true), 0), PINNED_SMALL);
+        let large = Permutation::new(1234, "", 1_000_000_007, true);
         assert_eq!([0, 1, 2, 5_000_000_000].map(|i| large.sample(i)), PINNED_LARGE);
     }
     const PINNED_SMALL: [u64; 10] = [1, 9, 5, 7, 6, 3, 2, 4, 0, 8];
@@ -148,8 +150,8 @@ mod tests {
 
     #[test]
     fn extremes() {
-        assert_eq!(Order::new(0, 1, true).sample(17), (17, 0));
-        let order = Order::new(3, MAX_SAMPLES, true);
+        assert_eq!(Permutation::new(0, "", 1, true).sample(17), (17, 0));
+        let order = Permutation::new(3, "", MAX_SAMPLES, true);
         assert!(order.sample(MAX_SAMPLES - 1).1 < MAX_SAMPLES);
         assert_eq!(order.sample(MAX_SAMPLES).0, 1);
     }

@@ -9,8 +9,10 @@
 //! - **Not packed**: each sample is one document or, when it is longer, one of its consecutive pieces; its EOD is the last label, not an input. Every other
 //!   token is an input exactly once. The rest of a sample is EODs without a label that attend to themselves alone.
 //!
+//! A marked token of the stream is an input like any other but no target: what it would be the label of has [`IGNORE`] instead.
+//!
 //! A sample is found by binary search over the documents; nothing is stored per epoch.
-use super::cache::TokenStream;
+use super::cache::{NO_LOSS, TokenStream};
 
 /// Label of an input that predicts nothing.
 pub const IGNORE: u32 = u32::MAX;
@@ -59,14 +61,26 @@ impl Packer {
 
     /// Writes sample `s`.
     pub(crate) fn fill(&self, stream: &impl TokenStream, s: u64, out: SampleOut) {
+        let SampleOut { tokens, labels, starts } = out;
+        let raw = SampleOut { tokens: &mut *tokens, labels: &mut *labels, starts };
         match &self.index {
-            None => self.fill_packed(stream, s * self.seq_len, out),
-            Some(index) => self.fill_single(stream, self.piece(stream, index, s), out),
+            None => self.fill_packed(stream, s * self.seq_len, raw),
+            Some(index) => self.fill_single(stream, self.piece(stream, index, s), raw),
+        }
+        if stream.marked() {
+            tokens.iter_mut().for_each(|t| *t &= !NO_LOSS);
+            labels.iter_mut().filter(|l| **l & NO_LOSS != 0).for_each(|l| *l = IGNORE);
         }
     }
 
     /// Number of inputs of sample `s` that have a label.
     pub(crate) fn targets(&self, stream: &impl TokenStream, s: u64) -> u64 {
+        if stream.marked() {
+            let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![0; self.seq_len as usize]);
+            let out = SampleOut { tokens: &mut tokens, labels: &mut labels, starts: &mut starts };
+            self.fill(stream, s, out);
+            return labels.iter().filter(|&&l| l != IGNORE).count() as u64;
+        }
         match &self.index {
             None => {
                 let (from, to) = (s * self.seq_len, (s + 1) * self.seq_len);
@@ -177,6 +191,9 @@ mod tests {
     }
 
     impl TokenStream for Plain {
+        fn marked(&self) -> bool {
+            false
+        }
         fn documents(&self) -> u64 {
             self.offsets.len() as u64 - 1
         }

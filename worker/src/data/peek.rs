@@ -17,16 +17,22 @@ pub struct DataFacts {
     pub vocab_size: u32,
 }
 
-/// Looks at names and sizes of `spec.files` and loads the tokenizer; writes nothing. Errors are those that opening the data would meet first.
+/// Looks at names and sizes of the sources' files and loads the tokenizer and the chat template; writes nothing. Errors are those that opening the data would meet first.
 pub fn estimate(spec: &DataSpec, workdir: &Path) -> Result<DataFacts, DataError> {
     super::check_settings(spec)?;
-    let (files, bytes) = count_files(&spec.files, workdir)?;
-    let vocab_size = TextTokenizer::open(&spec.tokenizer, workdir)?.vocab_size();
+    let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
+    let (mut files, mut bytes) = (0, 0);
+    for source in &spec.sources {
+        let counted = count_files(&source.files, workdir);
+        let (f, b) = counted.map_err(|e| e.of_source(&source.name))?;
+        super::chat_template(spec, source, &tokenizer, workdir).map_err(|e| e.of_source(&source.name))?;
+        (files, bytes) = (files + f, bytes + b);
+    }
     let tokens = match spec.tokenizer {
         Tokenizer::Bytes => bytes + files,
         Tokenizer::File(_) => bytes / BYTES_PER_TOKEN + files,
     };
-    Ok(DataFacts { files, bytes, tokens, vocab_size })
+    Ok(DataFacts { files, bytes, tokens, vocab_size: tokenizer.vocab_size() })
 }
 
 /// Number and bytes of the files that patterns match; for `eval.files`.

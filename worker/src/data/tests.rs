@@ -1,19 +1,30 @@
 //! The whole way, from files to samples.
 use super::*;
-use contract::job::Tokenizer;
+use contract::job::{LossOn, Tokenizer};
 use proptest::prelude::*;
 use std::{collections::HashSet, fs};
 
 fn spec(files: &[&str], seq_len: u32) -> DataSpec {
     DataSpec {
-        files: files.iter().map(|f| f.to_string()).collect(),
-        field: "text".into(),
+        sources: vec![source(files.iter().map(|f| f.to_string()).collect())],
+        chat_template: None,
         tokenizer: Tokenizer::Bytes,
         seq_len,
         pack: true,
         shuffle: true,
         held_out: 0.0,
         cache: ".launch-cache".into(),
+    }
+}
+
+fn source(files: Vec<String>) -> DataSource {
+    DataSource {
+        name: String::new(),
+        weight: 1.0,
+        files,
+        format: Format::Text,
+        field: "text".into(),
+        loss_on: LossOn::All,
     }
 }
 
@@ -161,6 +172,67 @@ fn tokenizer_file_all_the_way() {
     );
 }
 
+/// A mixture of three corpora of different sizes.
+fn mixture() -> (tempfile::TempDir, DataSpec) {
+    let lines = |name: &str, n: usize| -> String {
+        (0..n).map(|i| format!("{{\"text\":\"{name} {i} {}\"}}\n", "x".repeat(i % 40))).collect()
+    };
+    let dir =
+        folder(&[("a.jsonl", &lines("a", 200)), ("b.jsonl", &lines("b", 30)), ("c.jsonl", &lines("c", 90))]);
+    let part = |name: &str, weight| DataSource {
+        name: name.into(),
+        weight,
+        ..source(vec![format!("{name}.jsonl")])
+    };
+    let sources = vec![part("a", 0.5), part("b", 0.2), part("c", 0.3)];
+    (dir, DataSpec { sources, ..spec(&[], 16) })
+}
+
+#[test]
+fn a_mixture_has_its_shares_and_each_source_its_own_epochs() {
+    let (dir, spec) = mixture();
+    let data = train(&spec, &dir).unwrap();
+    let order = data.order(5, true);
+    let lengths: Vec<u64> = order.lengths().collect();
+    assert_eq!(data.len(), lengths.iter().sum::<u64>());
+    let mut seen = vec![Vec::new(); 3];
+    for place in 0..2000 {
+        let (source, epoch, sample) = order.sample(place);
+        assert_eq!(epoch, seen[source].len() as u64 / lengths[source]);
+        seen[source].push(sample);
+    }
+    assert_eq!(seen.iter().map(Vec::len).collect::<Vec<_>>(), [1000, 400, 600]);
+    for (samples, n) in seen.iter().zip(lengths) {
+        for epoch in samples.chunks_exact(n as usize) {
+            assert_eq!(epoch.iter().collect::<HashSet<_>>().len() as u64, n);
+        }
+    }
+    let other = |change: &dyn Fn(&mut DataSpec)| {
+        let mut spec = spec.clone();
+        change(&mut spec);
+        train(&spec, &dir).unwrap().digest().to_string()
+    };
+    assert_eq!(other(&|s| s.sources.iter_mut().for_each(|s| s.weight *= 10.0)), data.digest());
+    assert_ne!(other(&|s| s.sources[0].weight = 0.6), data.digest());
+    assert_ne!(other(&|s| s.sources[0].name = "d".into()), data.digest());
+}
+
+#[test]
+fn what_is_wrong_with_a_source_names_it() {
+    let (dir, mut spec) = mixture();
+    spec.sources[1].files = vec!["none*.jsonl".into()];
+    let e = error(train(&spec, &dir));
+    assert!(e.to_string().starts_with("source `b`: `none*.jsonl` matches no file"), "{e}");
+    assert_eq!(e.key(), "train.data.mixture");
+    assert!(estimate(&spec, dir.path()).unwrap_err().to_string().starts_with("source `b`"));
+    let (dir, mut spec) = mixture();
+    spec.sources[2].field = "txt".into();
+    assert!(error(train(&spec, &dir)).to_string().contains("has no field `txt`"));
+    let files = ["a.jsonl".to_string()];
+    let e = error(Dataset::open(&spec, Some(&files), Split::HeldOut, dir.path()));
+    assert_eq!(e.key(), "train.eval.files");
+}
+
 /// Many documents of many lengths, to be opened once and cut up by the properties below.
 fn corpus(pack: bool) -> (tempfile::TempDir, Dataset) {
     let text = |i: usize| (0..i * i % 97).map(|k| char::from(b'a' + (k % 26) as u8)).collect::<String>();
@@ -194,6 +266,7 @@ proptest! {
     #[test]
     fn resume_on_another_world_goes_on_exactly(
         pack: bool,
+        mixed: bool,
         seed: u64,
         stop in 0u64..40,
         (before, after) in (1u64..9, 1u64..9),
@@ -201,7 +274,7 @@ proptest! {
     ) {
         const GLOBAL: usize = 8;
         const STEPS: u64 = 40;
-        let (_dir, data) = corpus(pack);
+        let (_dir, data) = if mixed { let (dir, spec) = mixture(); let data = train(&spec, &dir).unwrap(); (dir, data) } else { corpus(pack) };
         let order = data.order(seed, true);
         let whole: Vec<Batch> = (0..STEPS).map(|t| batch(&data, &order, t * GLOBAL as u64, GLOBAL)).collect();
         // a rank owns a stretch of slots; the ranks' parts in rank order are the step

@@ -3,7 +3,7 @@
 //! Documents are encoded without the tokenizer's own template (no BOS, no post-processed specials); each is followed by one end-of-document
 //! token when it is packed. Special tokens written in a text are encoded as such, as everywhere in that ecosystem, so that texts with chat
 //! templates keep their meaning; document boundaries do not depend on them.
-use super::{byte_tokenizer, error::DataError};
+use super::{byte_tokenizer, cache::NO_LOSS, chat::Marked, error::DataError};
 use contract::job::Tokenizer as TokenizerSpec;
 use serde_json::Value;
 use std::{
@@ -19,7 +19,8 @@ const MAX_SIBLING: u64 = 16 << 20;
 /// The companion that names the end-of-sequence token.
 pub(crate) const CONFIG_FILE: &str = "tokenizer_config.json";
 /// Files beside a tokenizer.json that belong to it.
-const SIBLINGS: [&str; 3] = [CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja"];
+const SIBLINGS: [&str; 3] = [CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE];
+const TEMPLATE_FILE: &str = "chat_template.jinja";
 /// Special tokens that mean the end of a document, in order of preference; used when no companion file names one.
 const EOD_NAMES: [&str; 8] = [
     "<|endoftext|>",
@@ -91,6 +92,68 @@ impl TextTokenizer {
         Ok(())
     }
 
+    /// Appends the tokens of a text; those that no target range touches carry [`NO_LOSS`].
+    pub(crate) fn encode_marked(&self, marked: &Marked, out: &mut Vec<u32>) -> Result<(), DataError> {
+        let mut targets = marked.targets.iter().peekable();
+        let mut mark = |token: u32, from: usize, to: usize| {
+            while targets.next_if(|r| r.end <= from).is_some() {}
+            let is_target = targets.peek().is_some_and(|r| r.start < to && from < r.end);
+            if is_target { token } else { token | NO_LOSS }
+        };
+        match self {
+            TextTokenizer::Bytes => {
+                out.extend(marked.text.bytes().enumerate().map(|(i, b)| mark(b.into(), i, i + 1)));
+            }
+            TextTokenizer::File(t) => {
+                let encoding = t.inner.encode(marked.text.as_str(), false);
+                let encoding = encoding.map_err(|e| DataError::Encode { why: e.to_string() })?;
+                let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
+                out.extend(spans.map(|(&token, &(from, to))| mark(token, from, to)));
+            }
+        }
+        Ok(())
+    }
+
+    /// The chat template that lies beside the tokenizer, or is in its configuration.
+    pub(crate) fn chat_template(&self) -> Result<Option<String>, String> {
+        let TextTokenizer::File(t) = self else { return Ok(None) };
+        if let Some((_, text)) = t.files.iter().find(|(name, _)| name == TEMPLATE_FILE) {
+            return Ok(Some(text.clone()));
+        }
+        let Some(config) = t.config() else { return Ok(None) };
+        match config.get("chat_template") {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text.clone())),
+            // several by name, of which the default one is for chats
+            Some(Value::Array(named)) => {
+                let default = named.iter().find(|t| t.get("name").and_then(Value::as_str) == Some("default"));
+                let text = default.and_then(|t| t.get("template")).and_then(Value::as_str);
+                text.map(|t| Some(t.to_owned())).ok_or_else(|| {
+                    format!(
+                        "{CONFIG_FILE} names several chat templates and none is the `default`; name a file"
+                    )
+                })
+            }
+            Some(_) => Err(format!("the chat_template of {CONFIG_FILE} is no text")),
+        }
+    }
+
+    /// Names and texts of the special tokens that the tokenizer's configuration names, for chat templates.
+    pub(crate) fn special_tokens(&self) -> Vec<(String, String)> {
+        const NAMES: [&str; 5] = ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token"];
+        let TextTokenizer::File(t) = self else {
+            return vec![("eos_token".into(), byte_tokenizer::EOD_TEXT.into())];
+        };
+        let text = |v: &Value| v.as_str().or_else(|| v.get("content")?.as_str()).map(str::to_owned);
+        let config = t.config().unwrap_or_default();
+        let given = NAMES.iter().filter_map(|&n| Some((n.to_owned(), text(config.get(n)?)?)));
+        let mut tokens: Vec<(String, String)> = given.collect();
+        if !tokens.iter().any(|(n, _)| n == "eos_token") {
+            tokens.push(("eos_token".into(), t.eod_text.clone()));
+        }
+        tokens
+    }
+
     /// Identity of the tokenizer: equal digests encode equal texts equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
@@ -119,6 +182,12 @@ impl TextTokenizer {
 }
 
 impl FileTokenizer {
+    /// tokenizer_config.json, when there is one; it was read as JSON when the tokenizer was opened.
+    fn config(&self) -> Option<Value> {
+        let (_, text) = self.files.iter().find(|(name, _)| name == CONFIG_FILE)?;
+        serde_json::from_str(text).ok()
+    }
+
     fn open(path: &Path) -> Result<Self, DataError> {
         let bad = |why: String| DataError::Tokenizer { path: path.to_path_buf(), why };
         let text = read_capped(path, MAX_TOKENIZER)?
@@ -144,7 +213,7 @@ impl FileTokenizer {
 }
 
 /// The whole of a UTF-8 file, `None` if there is none.
-fn read_capped(path: &Path, cap: u64) -> Result<Option<String>, DataError> {
+pub(crate) fn read_capped(path: &Path, cap: u64) -> Result<Option<String>, DataError> {
     let bad = |why: String| DataError::Tokenizer { path: path.to_path_buf(), why };
     let file = match File::open(path) {
         Ok(file) => file,

@@ -48,6 +48,21 @@ pub(super) fn read(folder: &Path) -> Result<Map<String, Value>, String> {
     }
 }
 
+/// More layers than this are no model.
+const LAYERS_MAX: usize = 1 << 14;
+
+/// Rates of dropout, by the names of the families.
+const DROPOUT: [&str; 4] = ["attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"];
+
+/// Sets every rate of dropout to 0, also those of GPT-2 (`pdrop`) that are absent and not 0 by themselves.
+pub(super) fn without_dropout(config: &mut Map<String, Value>, pdrop: bool) {
+    for key in DROPOUT {
+        if config.contains_key(key) || (pdrop && key.ends_with("_pdrop")) {
+            config.insert(key.into(), 0.0.into());
+        }
+    }
+}
+
 /// The fields of a configuration; remembers which were asked for.
 pub(super) struct Fields<'a> {
     map: &'a Map<String, Value>,
@@ -103,6 +118,31 @@ impl<'a> Fields<'a> {
             None => Ok(false),
             Some(Value::Bool(b)) => Ok(*b),
             Some(v) => Err(format!("config.json: `{key}` is {}, not true or false", shown(v))),
+        }
+    }
+
+    /// As [`Fields::flag`], where absent may be true.
+    pub(super) fn flag_or(&self, key: &'static str, absent: bool) -> Result<bool, String> {
+        Ok(if self.get(key).is_none() { absent } else { self.flag(key)? })
+    }
+
+    /// A number of layers.
+    pub(super) fn layers(&self, key: &'static str) -> Result<usize, String> {
+        let layers = self.size(key)? as usize;
+        match layers > LAYERS_MAX {
+            true => Err(format!("{key} {layers} is more than {LAYERS_MAX}")),
+            false => Ok(layers),
+        }
+    }
+
+    /// Refuses a rate of dropout other than 0; `absent` is the family's own.
+    pub(super) fn dropout(&self, key: &'static str, absent: f64) -> Result<(), String> {
+        let rate = self.opt_number(key)?.unwrap_or(absent);
+        match rate == 0.0 {
+            true => Ok(()),
+            false => Err(format!(
+                "config.json: `{key}: {rate}` is not supported; train without dropout by `train.model.dropout: 0`"
+            )),
         }
     }
 

@@ -8,7 +8,7 @@ mod mlp;
 use super::config::Fields;
 use super::experts::{ExpertShape, Sparse, losses};
 use super::rotary::{Rope, Tables};
-use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Tie};
+use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
 use contract::job::{ExpertsSpec, ModelSpec};
 use device::{
@@ -18,6 +18,7 @@ use device::{
 pub(super) use experts::{ExpertNames, ExpertNumbers};
 use layout::{Spans, layer_unit};
 use serde_json::{Map, Value, json};
+use std::ops::Range;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const LM_HEAD: &str = "lm_head.weight";
@@ -44,6 +45,24 @@ pub(super) struct Numbers {
     pub(super) mlp_bias: bool,
     /// RMSNorm of each head of q and k, before the rotation.
     pub(super) qk_norm: bool,
+    /// Norms multiply by 1 + their weight, not by their weight.
+    pub(super) norms_from_one: bool,
+    /// Attention's and the MLP's outputs have norms of their own.
+    pub(super) output_norms: bool,
+    /// The MLP's gate is GELU (tanh form), not SiLU.
+    pub(super) gelu: bool,
+    /// Factor of embedded tokens.
+    pub(super) embedding_scale: Option<f32>,
+    /// Factor of attention's scores.
+    pub(super) attention_scale: f32,
+    /// Attention's scores s become cap·tanh(s / cap).
+    pub(super) attention_cap: Option<f32>,
+    /// The same of the logits.
+    pub(super) logit_cap: Option<f32>,
+    /// Rotation of sliding layers, where it isn't that of the others.
+    pub(super) sliding_rope: Option<Rope>,
+    /// The token whose embedding learns nothing where it is an input.
+    pub(super) padding: Option<u32>,
     /// Tokens that a token of a sliding layer attends to, itself included.
     pub(super) window: Option<usize>,
     /// Of each layer: does it attend to the window alone?
@@ -56,7 +75,12 @@ impl Numbers {
     /// The fields that all these families have, checked against each other.
     pub(super) fn read(f: &Fields) -> Result<Self, String> {
         f.only("hidden_act", &[json!("silu"), json!("swish")])?;
-        f.only("attention_dropout", &[json!(0)])?;
+        Self::read_but_activation(f, f.rope()?)
+    }
+
+    /// As [`Numbers::read`], all but `hidden_act` and the rotation.
+    pub(super) fn read_but_activation(f: &Fields, rope: Rope) -> Result<Self, String> {
+        f.dropout("attention_dropout", 0.0)?;
         f.only("pretraining_tp", &[json!(1)])?;
         f.only("is_encoder_decoder", &[json!(false)])?;
         f.only("add_cross_attention", &[json!(false)])?;
@@ -77,12 +101,10 @@ impl Numbers {
             return Err(format!("head_dim {head_dim} is odd; rotary embedding needs pairs"));
         }
         f.size("max_position_embeddings")?;
-        let layers = f.size("num_hidden_layers")? as usize;
-        if layers > LAYERS_MAX {
-            return Err(format!("num_hidden_layers {layers} is more than {LAYERS_MAX}"));
-        }
+        let layers = f.layers("num_hidden_layers")?;
+        let vocab = f.size("vocab_size")? as usize;
         Ok(Numbers {
-            vocab: f.size("vocab_size")? as usize,
+            vocab,
             hidden: hidden as usize,
             intermediate: f.size("intermediate_size")? as usize,
             layers,
@@ -90,13 +112,22 @@ impl Numbers {
             kv_heads: kv_heads as usize,
             head_dim: head_dim as usize,
             eps: f.positive("rms_norm_eps", 1e-6)? as f32,
-            rope: f.rope()?,
+            rope,
             tied: f.flag("tie_word_embeddings")?,
             std: f.positive("initializer_range", 0.02)? as f32,
             qkv_bias: false,
             o_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            norms_from_one: false,
+            output_norms: false,
+            gelu: false,
+            embedding_scale: None,
+            attention_scale: (1.0 / f64::from(head_dim).sqrt()) as f32,
+            attention_cap: None,
+            logit_cap: None,
+            sliding_rope: None,
+            padding: padding(f, vocab),
             window: None,
             sliding: vec![false; layers],
             experts: None,
@@ -134,6 +165,11 @@ impl Numbers {
         Ok(())
     }
 
+    /// What norms' weights begin with.
+    fn norm_init(&self) -> Init {
+        if self.norms_from_one { Init::Zeros } else { Init::Ones }
+    }
+
     /// The fields by which Qwen says which layers slide.
     pub(super) fn read_sliding_layers(&mut self, f: &Fields) -> Result<(), String> {
         let on = f.flag("use_sliding_window")?;
@@ -142,6 +178,12 @@ impl Numbers {
         let first = first.ok_or("config.json: `max_window_layers` is not a number of layers")?;
         self.window = window.map(|n| n as usize);
         self.sliding = (0..self.layers).map(|l| window.is_some() && l as u64 >= first).collect();
+        self.read_layer_types(f)
+    }
+
+    /// `layer_types`, where it is there, says which layers slide.
+    pub(super) fn read_layer_types(&mut self, f: &Fields) -> Result<(), String> {
+        let window = self.window;
         let Some(types) = f.get("layer_types") else { return Ok(()) };
         let wrong =
             "config.json: `layer_types` is not `full_attention` or `sliding_attention` for each layer";
@@ -162,8 +204,13 @@ impl Numbers {
 
 /// More experts than this are no layer.
 const EXPERTS_MAX: u32 = 1 << 16;
-/// More layers than this are no model.
-const LAYERS_MAX: usize = 1 << 14;
+
+/// `pad_token_id` as torch's embedding takes it: a negative one counts from the end.
+fn padding(f: &Fields, vocab: usize) -> Option<u32> {
+    let id = f.get("pad_token_id")?.as_i64()?;
+    let id = if id < 0 { id.checked_add(vocab as i64)? } else { id };
+    u32::try_from(id).ok()
+}
 
 /// `config.json` of a model that job.yaml describes, all but what the family adds.
 pub(super) fn describe(
@@ -206,15 +253,31 @@ pub(super) struct Decoder {
     n: Numbers,
     config: Map<String, Value>,
     tables: Tables,
-    /// Of a layer without experts; one with experts is the same up to the norm after attention.
+    /// Of sliding layers, where they differ.
+    sliding_tables: Option<Tables>,
+    /// Of a layer without experts; one with experts is the same up to the norm before its router.
     spans: Spans,
     /// Elements of all layers' matrices that a token is multiplied with.
     matrices: usize,
+    /// Of each layer, and of the head's matrix: is its gradient wanted?
+    wanted: Vec<Wanted>,
+    head_wanted: bool,
+}
+
+/// Which matrices of a layer have a trained part; the gradients of the others are not computed.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted {
+    pub(super) qkv: bool,
+    pub(super) o: bool,
+    pub(super) gate_up: bool,
+    pub(super) down: bool,
+    pub(super) router: bool,
 }
 
 /// `tokens`: the longest sequence.
 pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> Box<dyn Model> {
     let tables = Tables::new(&n.rope, tokens, n.head_dim);
+    let sliding_tables = n.sliding_rope.map(|rope| Tables::new(&rope, tokens, n.head_dim));
     let spans = layer_unit(&n, None).1;
     let active = |l: usize| match &n.experts {
         Some(e) if n.is_sparse(l) => e.shape.per_token * e.shape.expert_len(),
@@ -225,7 +288,17 @@ pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> B
         active(l) + params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum::<usize>()
     };
     let matrices = (0..n.layers).map(of).sum();
-    Box::new(Decoder { n, config: config.clone(), tables, spans, matrices })
+    let wanted = vec![Wanted { qkv: true, o: true, gate_up: true, down: true, router: true }; n.layers];
+    Box::new(Decoder {
+        n,
+        config: config.clone(),
+        tables,
+        sliding_tables,
+        spans,
+        matrices,
+        wanted,
+        head_wanted: true,
+    })
 }
 
 impl Decoder {
@@ -235,6 +308,17 @@ impl Decoder {
 
     fn o_width(&self) -> usize {
         self.n.heads * self.n.head_dim
+    }
+
+    /// A norm's factors: its weight, or 1 + its weight, which is written to `room`.
+    fn norm_factors<'a>(&self, p: View<'a>, at: &Range<usize>, room: &'a mut Buf) -> View<'a> {
+        let weight = p.slice(at.clone());
+        if !self.n.norms_from_one {
+            return weight;
+        }
+        let factors = &mut room.host_mut()[..at.len()];
+        factors.iter_mut().zip(weight.host()).for_each(|(f, w)| *f = 1.0 + w);
+        room.view().slice(0..at.len())
     }
 
     /// The head's matrix, wherever it lies, and the final norm's weight.
@@ -256,7 +340,7 @@ impl Model for Decoder {
         let mut head = vec![ParamSpec {
             name: "model.norm.weight".into(),
             shape: vec![self.n.hidden],
-            init: Init::Ones,
+            init: self.n.norm_init(),
         }];
         if !self.tied() {
             head.push(matrix(LM_HEAD));
@@ -266,6 +350,24 @@ impl Model for Decoder {
             .chain(layers)
             .chain(std::iter::once(Unit::new("head", head)))
             .collect()
+    }
+
+    fn train(&mut self, units: &[Unit]) {
+        let s = &self.spans;
+        let wanted = |(l, u): (usize, &Unit)| {
+            let sparse = self.n.is_sparse(l);
+            Wanted {
+                qkv: u.trains(s.qkv.clone()),
+                o: u.trains(s.o.clone()),
+                gate_up: !sparse && u.trains(s.gate_up.clone()),
+                down: !sparse && u.trains(s.down.clone()),
+                router: sparse && u.trains(self.router()),
+            }
+        };
+        let layers = 1..units.len() - 1;
+        self.wanted = units[layers].iter().enumerate().map(wanted).collect();
+        let matrix = if self.tied() { units.first() } else { units.last() };
+        self.head_wanted = matrix.is_some_and(|u| u.is_trained(u.params.len() - 1));
     }
 
     fn hidden(&self) -> usize {
@@ -306,9 +408,11 @@ impl Model for Decoder {
     }
 
     /// 1/rms of the input · rotated q, k, and v · attention output · log-sum-exp of attention · residual stream after
-    /// attention · 1/rms of it · gate and up · q and k before their norm · 1/rms of each of their heads.
+    /// attention · 1/rms of it · gate and up · q and k before their norm · 1/rms of each of their heads · outputs of
+    /// attention and MLP before their norms, each with its 1/rms.
     fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let m = b * t;
+        let normed = if self.n.output_norms { m } else { 0 };
         let heads = if self.n.qk_norm { self.n.heads + self.n.kv_heads } else { 0 };
         vec![
             m,
@@ -320,16 +424,22 @@ impl Model for Decoder {
             m * 2 * self.n.dense_width(),
             m * heads * self.n.head_dim,
             m * heads,
+            normed * self.n.hidden,
+            normed,
+            normed * self.n.hidden,
+            normed,
         ]
     }
 
-    /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · the router's
-    /// logits.
+    /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · a norm's factors ·
+    /// the router's logits.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let (m, d, f) = (b * t, self.n.hidden, self.n.dense_width());
+        let factors = if self.n.norms_from_one { d.max(self.n.head_dim) } else { 0 };
         let experts = self.n.experts.as_ref().map_or(0, |e| e.shape.experts);
         // The head keeps a number per row where layers keep SwiGLU's output.
-        vec![m * d, m * d, m * f.max(1), m * 2 * f, m * self.o_width(), m * self.qkv_width(), m * experts]
+        let act = m * f.max(1);
+        vec![m * d, m * d, act, m * 2 * f, m * self.o_width(), m * self.qkv_width(), factors, m * experts]
     }
 
     fn sparse(&self) -> Option<&dyn Sparse> {
@@ -342,12 +452,22 @@ impl Model for Decoder {
         }
     }
 
-    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut) {
-        ops.embedding_forward(x, params, &batch.tokens, self.n.hidden);
+    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, mut x: ViewMut) {
+        ops.embedding_forward(x.reborrow(), params, &batch.tokens, self.n.hidden);
+        if let Some(scale) = self.n.embedding_scale {
+            ops.scale(x, scale);
+        }
     }
 
-    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: View) {
-        ops.embedding_backward(grads, dx, &batch.tokens, self.n.hidden);
+    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, mut dx: ViewMut) {
+        if let Some(scale) = self.n.embedding_scale {
+            ops.scale(dx.reborrow(), scale);
+        }
+        if let Some(padding) = self.n.padding {
+            let rows = dx.reborrow().host().chunks_exact_mut(self.n.hidden);
+            rows.zip(&batch.tokens).filter(|(_, t)| **t == padding).for_each(|(row, _)| row.fill(0.0));
+        }
+        ops.embedding_backward(grads, dx.as_view(), &batch.tokens, self.n.hidden);
     }
 
     fn layer_forward(
@@ -391,23 +511,20 @@ impl Model for Decoder {
     ) {
         let (m, d, v, eps) = (batch.rows(), self.n.hidden, self.n.vocab, self.n.eps);
         let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, dnorm, rstd, ..] = each::<6>(scratch);
+        let [norm, dnorm, rstd, _, _, _, room] = each::<7>(scratch);
+        let (w_norm, cap) = (self.norm_factors(w_norm, &(0..d), room), self.n.logit_cap);
         let mut rstd = rstd.view_mut().slice(0..m);
         ops.rmsnorm_forward(norm.view_mut(), rstd.reborrow(), x, w_norm, m, d, eps);
         let Some(g) = grads else {
-            return ops.classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, None);
+            return ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, None);
         };
         let (mut dw_norm, rest) = g.head.split_at(d);
         dw_norm.reborrow().host().fill(0.0);
         let dw = g.embedding.unwrap_or(rest);
+        // empty: not wanted
+        let dw = if self.head_wanted { dw } else { dw.slice(0..0) };
         let out = ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: Write::Set, scale: g.scale };
-        ops.classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, Some(out));
+        ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, Some(out));
         ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.as_view(), m, d, Write::Set);
     }
-}
-
-/// All buffers of `a` at once, each exclusively.
-fn each<const N: usize>(a: &mut Activations) -> [&mut Buf; N] {
-    let mut it = a.0.iter_mut();
-    std::array::from_fn(|_| it.next().expect("made from the lengths of this model"))
 }

@@ -1,29 +1,33 @@
 //! Optimizer states of this rank's part and their update.
 pub mod schedule;
 
-use crate::params::{Unit, canonical_order};
+use crate::{
+    error::Fault,
+    model::Tie,
+    params::{Unit, canonical_order},
+    trained::{self, Groups, Numbers},
+};
 use contract::job::{OptimizerName, OptimizerSpec};
 use device::{
     Buf, Ops, View,
-    ops::{AdamW, Sgd},
+    ops::{AdamW, Lion, Sgd},
 };
-use globset::{Glob, GlobSet, GlobSetBuilder};
 use std::{collections::HashMap, ops::Range};
 
 /// Parameters that share hyper-parameters, as checkpoints list them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Group {
-    /// `decay` or `no_decay`.
+    /// `decay`, `no_decay`, or an item of `optimizer.groups`.
     pub name: String,
     /// Base learning rate, before the schedule.
     pub lr: f64,
-    /// AdamW.
+    /// AdamW and Lion.
     pub betas: (f64, f64),
     /// AdamW.
     pub eps: f64,
     /// SGD.
     pub momentum: f64,
-    /// Decoupled (AdamW) or added to the gradient (SGD).
+    /// Decoupled (AdamW, Lion) or added to the gradient (SGD).
     pub weight_decay: f64,
     /// Names of its parameters.
     pub params: Vec<String>,
@@ -32,7 +36,7 @@ pub struct Group {
 /// What varies from step to step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepFacts {
-    /// Learning rate of this step.
+    /// Learning rate of this step, of a group that has none of its own.
     pub lr: f64,
     /// 1-based.
     pub step: u64,
@@ -43,31 +47,25 @@ pub struct StepFacts {
 /// The optimizer bound to the units and ranges that this rank updates.
 pub struct Optimizer {
     spec: OptimizerSpec,
-    /// Per unit, per parameter: is it decayed?
-    decay: Vec<Vec<bool>>,
+    /// Numbers of each group.
+    groups: Vec<Numbers>,
+    /// Per unit, per parameter: its group.
+    group_of: Vec<Vec<usize>>,
     /// Per unit, per parameter: updates that it has had fewer than the run has done steps.
     late: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
 }
 
-/// States of the range of one unit that this rank updates.
+/// States of the range of one unit that this rank updates: vectors of its trained tensors alone.
 pub struct UnitStates {
     /// Flat range of the unit.
     pub range: Range<usize>,
-    /// AdamW's first moment, or SGD's momentum buffer (empty without momentum).
+    /// The same in the unit's trained vector.
+    pub trained: Range<usize>,
+    /// AdamW's first moment, Lion's, or SGD's momentum buffer (empty without momentum).
     pub first: Buf,
-    /// AdamW's second moment; empty for SGD.
+    /// AdamW's second moment; empty for others.
     pub second: Buf,
-}
-
-/// Parameters without weight decay; a pattern that matches no parameter is an error naming it.
-pub fn no_decay_set(patterns: &[String], units: &[Unit]) -> Result<GlobSet, String> {
-    let mut set = GlobSetBuilder::new();
-    for p in patterns {
-        let glob = Glob::new(p).map_err(|e| format!("optimizer.no_decay: bad pattern `{p}`: {e}"))?;
-        set.add(glob);
-    }
-    set.build().map_err(|e| format!("optimizer.no_decay: {e}")).inspect(|_| debug_assert!(!units.is_empty()))
 }
 
 impl Optimizer {
@@ -75,19 +73,22 @@ impl Optimizer {
     pub fn bind(
         spec: &OptimizerSpec,
         units: &[Unit],
+        ties: &[Tie],
         ranges: impl Iterator<Item = Range<usize>>,
-    ) -> Result<Self, String> {
-        let no_decay = no_decay_set(&spec.no_decay, units)?;
-        let decay =
-            units.iter().map(|u| u.params.iter().map(|p| !no_decay.is_match(&p.name)).collect()).collect();
+    ) -> Result<Self, Vec<Fault>> {
+        let Groups { numbers, of } = trained::groups(spec, units, ties)?;
         let (first, second) = state_vectors(spec);
-        let states = ranges.map(|range| UnitStates {
-            first: Buf::zeroed(if first { range.len() } else { 0 }),
-            second: Buf::zeroed(if second { range.len() } else { 0 }),
-            range,
+        let states = ranges.zip(units).map(|(range, unit)| {
+            let trained = unit.trained_range(range.clone());
+            UnitStates {
+                first: Buf::zeroed(if first { trained.len() } else { 0 }),
+                second: Buf::zeroed(if second { trained.len() } else { 0 }),
+                range,
+                trained,
+            }
         });
         let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
-        Ok(Optimizer { spec: spec.clone(), decay, late, units: states.collect() })
+        Ok(Optimizer { spec: spec.clone(), groups: numbers, group_of: of, late, units: states.collect() })
     }
 
     /// Says by how many updates parameters are behind the run; those not named are not. (A group that another program
@@ -97,10 +98,12 @@ impl Optimizer {
         self.late = units.iter().map(of).collect();
     }
 
-    /// Parameters that are behind the run, with the number of updates.
+    /// Trained parameters that are behind the run, with the number of updates.
     pub fn late(&self, units: &[Unit]) -> HashMap<String, u64> {
-        let all = units.iter().zip(&self.late).flat_map(|(u, l)| u.params.iter().zip(l));
-        all.filter(|(_, late)| **late > 0).map(|(p, late)| (p.name.clone(), *late)).collect()
+        let all = units.iter().zip(&self.late).flat_map(|(u, late)| {
+            (0..u.params.len()).filter(|&i| u.is_trained(i)).map(|i| (u.params[i].name.clone(), late[i]))
+        });
+        all.filter(|(_, late)| *late > 0).collect()
     }
 
     /// States of unit `u`.
@@ -125,28 +128,21 @@ impl Optimizer {
 
     /// The parameter groups, for checkpoints.
     pub fn groups(&self, units: &[Unit]) -> Vec<Group> {
-        [true, false]
-            .into_iter()
-            .map(|decayed| self.group(units, decayed))
-            .filter(|g| !g.params.is_empty())
-            .collect()
-    }
-
-    fn group(&self, units: &[Unit], decayed: bool) -> Group {
-        let s = &self.spec;
-        let names = canonical_order(units).into_iter().map(|(u, i)| (&units[u].params[i], &self.decay[u][i]));
-        Group {
-            name: if decayed { "decay" } else { "no_decay" }.into(),
-            lr: s.lr,
-            betas: s.betas,
-            eps: s.eps,
-            momentum: s.momentum,
-            weight_decay: if decayed { s.weight_decay } else { 0.0 },
-            params: names.filter(|(_, d)| **d == decayed).map(|(p, _)| p.name.clone()).collect(),
+        let mut groups: Vec<Group> = self.groups.iter().map(|n| self.group(n)).collect();
+        for (u, i) in canonical_order(units).into_iter().filter(|&(u, i)| units[u].is_trained(i)) {
+            groups[self.group_of[u][i]].params.push(units[u].params[i].name.clone());
         }
+        groups.sort_by_key(|g| g.name.clone());
+        groups
     }
 
-    /// Updates `params` of unit `u`; both vectors cover the bound range.
+    fn group(&self, n: &Numbers) -> Group {
+        let params = Vec::new();
+        let Numbers { name, betas, eps, momentum, weight_decay, .. } = n.clone();
+        Group { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
+    }
+
+    /// Updates `params` of unit `u`: `params` covers the bound range, `grad` its trained part.
     pub fn update(
         &mut self,
         ops: &dyn Ops,
@@ -157,32 +153,46 @@ impl Optimizer {
         step: StepFacts,
     ) {
         let st = &mut self.units[u];
-        assert!(params.len() == st.range.len() && grad.len() == st.range.len(), "update of another range");
-        let base = st.range.start;
-        for seg in unit.segments(st.range.clone()) {
-            let r = seg.flat.start - base..seg.flat.end - base;
-            let weight_decay = if self.decay[u][seg.param] { self.spec.weight_decay } else { 0.0 };
-            let (p, g) = ((&mut params[r.clone()]).into(), grad.slice(r.clone()));
-            match self.spec.name {
-                OptimizerName::Adamw => {
-                    let h = AdamW {
-                        lr: step.lr,
-                        beta1: self.spec.betas.0,
-                        beta2: self.spec.betas.1,
-                        eps: self.spec.eps,
-                        weight_decay,
-                        step: step.step.saturating_sub(self.late[u][seg.param]).max(1),
-                        grad_scale: step.grad_scale,
-                    };
-                    ops.adamw(p, g, st.first.view_mut().slice(r.clone()), st.second.view_mut().slice(r), &h);
-                }
-                OptimizerName::Sgd => {
-                    let momentum = self.spec.momentum;
-                    let h = Sgd { lr: step.lr, momentum, weight_decay, grad_scale: step.grad_scale };
-                    let buffer = if st.first.is_empty() { 0..0 } else { r };
-                    ops.sgd(p, g, st.first.view_mut().slice(buffer), &h);
-                }
-            }
+        assert!(params.len() == st.range.len() && grad.len() == st.trained.len(), "update of another range");
+        let mut at = 0;
+        for seg in unit.trained_segments(st.range.clone()) {
+            let p = &mut params[seg.flat.start - st.range.start..seg.flat.end - st.range.start];
+            let r = at..at + seg.flat.len();
+            at = r.end;
+            let n = &self.groups[self.group_of[u][seg.param]];
+            let own_step = step.step.saturating_sub(self.late[u][seg.param]).max(1);
+            let step = StepFacts { step: own_step, lr: step.lr * n.lr_scale, ..step };
+            update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), st, r, step);
+        }
+    }
+}
+
+/// One tensor's part `p` with its gradient; `r`: where its states lie.
+fn update_segment(
+    ops: &dyn Ops,
+    name: OptimizerName,
+    n: &Numbers,
+    p: &mut [f32],
+    g: View,
+    st: &mut UnitStates,
+    r: Range<usize>,
+    step: StepFacts,
+) {
+    let StepFacts { lr, step, grad_scale } = step;
+    let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
+    let (p, first) = (p.into(), st.first.view_mut());
+    match name {
+        OptimizerName::Adamw => {
+            let h = AdamW { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };
+            ops.adamw(p, g, first.slice(r.clone()), st.second.view_mut().slice(r), &h);
+        }
+        OptimizerName::Sgd => {
+            let h = Sgd { lr, momentum: n.momentum, weight_decay, grad_scale };
+            let buffer = if n.momentum == 0.0 { 0..0 } else { r };
+            ops.sgd(p, g, first.slice(buffer), &h);
+        }
+        OptimizerName::Lion => {
+            ops.lion(p, g, first.slice(r), &Lion { lr, beta1, beta2, weight_decay, grad_scale });
         }
     }
 }
@@ -192,5 +202,6 @@ pub fn state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
     match spec.name {
         OptimizerName::Adamw => (true, true),
         OptimizerName::Sgd => (spec.momentum != 0.0, false),
+        OptimizerName::Lion => (true, false),
     }
 }

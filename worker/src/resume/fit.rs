@@ -1,13 +1,14 @@
 //! Does another program's checkpoint fit the job's model: which of its tensors fills which of ours.
 use crate::{
     error::{Error, Result},
-    model::Tie,
+    model::{Model, Tie},
     params::Unit,
     state::state_roles,
 };
-use ckpt::{Foreign, Request, Role, Source, TensorInfo};
+use ckpt::{Foreign, ForeignFacts, Request, Role, Source, TensorInfo};
 use contract::job::OptimizerSpec;
-use std::collections::{BTreeSet, HashMap};
+use serde_json::{Map, Value};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Names listed in one message.
 const SHOWN: usize = 4;
@@ -21,6 +22,8 @@ pub(super) struct Fit {
     pub(super) renamed: HashMap<String, String>,
     /// The optimizer's states are there; otherwise only weights are.
     pub(super) moments: bool,
+    /// Trained parameters that are frozen there: their states begin anew.
+    pub(super) anew: HashSet<String>,
     /// Buffers that the job's model has no place for.
     pub(super) unused: Vec<String>,
     /// Second names that are stored as well, with the name each must be equal to.
@@ -29,8 +32,11 @@ pub(super) struct Fit {
 
 /// Our side of the comparison.
 pub(super) struct Wanted<'a> {
+    /// `model_type` of its `config.json`.
+    pub(super) family: &'a str,
     pub(super) units: &'a [Unit],
     pub(super) ties: &'a [Tie],
+    pub(super) model: &'a dyn Model,
     /// Whose states are looked for; `None`: weights alone.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
 }
@@ -50,7 +56,13 @@ pub(super) fn fit(source: &Foreign, wanted: &Wanted<'_>) -> Result<Fit> {
     let tensors = source.tensors();
     let stored: HashMap<(Role, &str), &TensorInfo> =
         tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect();
-    let mut fit = Fit { renamed: HashMap::new(), moments: false, unused: Vec::new(), aliases: Vec::new() };
+    let mut fit = Fit {
+        renamed: HashMap::new(),
+        moments: false,
+        anew: HashSet::new(),
+        unused: Vec::new(),
+        aliases: Vec::new(),
+    };
     let mut wrong = Wrong::default();
     let mut used = BTreeSet::new();
     for param in wanted.units.iter().flat_map(|u| &u.params) {
@@ -70,12 +82,13 @@ pub(super) fn fit(source: &Foreign, wanted: &Wanted<'_>) -> Result<Fit> {
     for tensor in tensors.iter().filter(|t| t.role == Role::Weight && !used.contains(t.name.as_str())) {
         match wanted.ties.iter().find(|t| t.alias == tensor.name) {
             Some(tie) => fit.aliases.push((tensor.name.clone(), tie.target.clone())),
+            None if wanted.model.is_constant(&tensor.name) => fit.unused.push(tensor.name.clone()),
             None => wrong.extra.push(tensor.name.clone()),
         }
     }
-    wrong.refuse(source)?;
-    fit.unused = tensors.iter().filter(|t| t.role == Role::Buffer).map(|t| t.name.clone()).collect();
-    fit.moments = moments(source, wanted, &fit.renamed, &stored)?;
+    wrong.refuse(source, wanted.family)?;
+    fit.unused.extend(tensors.iter().filter(|t| t.role == Role::Buffer).map(|t| t.name.clone()));
+    (fit.moments, fit.anew) = moments(source, wanted, &fit.renamed, &stored)?;
     Ok(fit)
 }
 
@@ -90,7 +103,14 @@ fn name_there<'a>(
     let theirs = source.facts().ties.iter().find(|t| t.alias == name).map(|t| t.target.as_str());
     // tied in the job: it may be stored under the second name alone
     let ours = wanted.ties.iter().find(|t| t.target == name).map(|t| t.alias.as_str());
-    [Some(name), theirs, ours].into_iter().flatten().find(holds)
+    // a model that was saved without its head: its names begin after the prefix
+    let bare = wanted.model.prefix().and_then(|prefix| name.strip_prefix(prefix));
+    [Some(name), bare, theirs, ours].into_iter().flatten().find(holds)
+}
+
+/// What a `config.json` says that the model is.
+pub(super) fn model_type(config: &Map<String, Value>) -> Option<&str> {
+    config.get("model_type").and_then(Value::as_str)
 }
 
 /// Everything about names and shapes that doesn't fit.
@@ -102,19 +122,23 @@ struct Wrong {
 }
 
 impl Wrong {
-    fn refuse(&self, source: &Foreign) -> Result<()> {
+    fn refuse(&self, source: &Foreign, family: &str) -> Result<()> {
         let parts = [
             ("it lacks", &self.missing),
             ("of other shapes are", &self.shapes),
             ("the job's model hasn't", &self.extra),
         ];
-        let said: Vec<String> = parts
+        let mut said: Vec<String> = parts
             .iter()
             .filter(|(_, names)| !names.is_empty())
             .map(|(what, names)| format!("{what} {}", some(names)))
             .collect();
         if said.is_empty() {
             return Ok(());
+        }
+        let theirs = source.hf_config().and_then(model_type);
+        if let Some(theirs) = theirs.filter(|theirs| *theirs != family) {
+            said.insert(0, format!("its config.json says {theirs}, the job's model is {family}"));
         }
         Err(Error::checkpoint(format!(
             "{} ({}) is of another model than the job's: {}; make train.model like its config.json",
@@ -125,47 +149,62 @@ impl Wrong {
     }
 }
 
-/// Are the optimizer's states there? Neither all nor none is an error, and so is a training state without any.
+/// Are the optimizer's states there, and of which trained parameters aren't they, because they are frozen there? Any other
+/// gap is an error, and so is a training state without any.
 fn moments(
     source: &Foreign,
     wanted: &Wanted<'_>,
     renamed: &HashMap<String, String>,
     stored: &HashMap<(Role, &str), &TensorInfo>,
-) -> Result<bool> {
-    let Some(optimizer) = wanted.optimizer else { return Ok(false) };
+) -> Result<(bool, HashSet<String>)> {
+    let none = HashSet::new();
+    let Some(optimizer) = wanted.optimizer else { return Ok((false, none)) };
     let (facts, roles) = (source.facts(), state_roles(optimizer));
     let any = stored.keys().any(|(role, _)| role.is_optimizer_state());
-    if roles.is_empty() || (!any && facts.step.unwrap_or(0) == 0) {
-        return Ok(any || (roles.is_empty() && facts.step.is_some()));
+    if roles.is_empty() || (!any && !is_training_state(facts)) {
+        return Ok((any || (roles.is_empty() && facts.step.is_some()), none));
     }
-    let (mut lost, mut frozen) = (Vec::new(), Vec::new());
-    for param in wanted.units.iter().flat_map(|u| &u.params) {
+    let (mut lost, mut frozen) = (Vec::new(), HashSet::new());
+    for param in wanted.units.iter().flat_map(Unit::trained_params) {
         let there = renamed.get(&param.name).unwrap_or(&param.name);
         let shape: Vec<u64> = param.shape.iter().map(|&n| n as u64).collect();
         let has = |role: &Role| stored.get(&(*role, there.as_str())).is_some_and(|t| t.shape == shape);
         match roles.iter().find(|role| !has(role)) {
-            Some(_) if facts.frozen.contains(there) => frozen.push(param.name.as_str()),
+            Some(_) if facts.frozen.contains(there) => {
+                frozen.insert(param.name.clone());
+            }
             Some(role) => lost.push(format!("{role} of {}", param.name)),
             None => {}
         }
     }
     let refused = |why: String| Err(Error::checkpoint(format!("{}: {why}", source.path().display())));
-    match (lost.as_slice(), frozen.as_slice()) {
-        ([], []) => Ok(true),
-        ([], frozen) => refused(format!(
-            "{} weights are frozen in it ({}), and this version trains every weight; to train them all from here on, \
-             gather the weights (launch ckpt gather) and resume from those",
-            frozen.len(),
-            some(frozen)
-        )),
-        (lost, _) => refused(format!(
-            "it is the training state of step {} but lacks the optimizer's {} ({} in all); use another checkpoint, \
+    if !lost.is_empty() {
+        return refused(format!(
+            "it is the training state of step {} but lacks the optimizer's {} ({} in all){}; use another checkpoint, \
              or gather its weights (launch ckpt gather) and resume from those with a new optimizer",
             facts.step.map_or("unknown".into(), |s| s.to_string()),
-            some(lost),
-            lost.len()
-        )),
+            some(&lost),
+            lost.len(),
+            facts.unread().map(|why| format!(": {why}")).unwrap_or_default()
+        ));
     }
+    if let Some(other) = stored.keys().map(|(r, _)| *r).find(|r| r.is_optimizer_state() && !roles.contains(r))
+    {
+        return refused(format!(
+            "it holds {other}, which {:?} has not: another optimizer wrote it; use that one, or gather its weights \
+             (launch ckpt gather) and resume from those",
+            optimizer.name
+        ));
+    }
+    Ok((true, frozen))
+}
+
+/// True when it was saved to go on from, whether or not everything for that is there.
+fn is_training_state(facts: &ForeignFacts) -> bool {
+    facts.step.unwrap_or(0) > 0
+        || facts.unread().is_some()
+        || !facts.scheduler.is_null()
+        || !facts.rng_files.is_empty()
 }
 
 /// A second name that is stored as a matrix of its own must hold the same values: the job ties them.

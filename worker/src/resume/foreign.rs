@@ -1,5 +1,5 @@
 //! Going on from a checkpoint that another program wrote: the training state where it is whole, or weights alone.
-use super::{Resumed, Tell, agree_on_damage, fit::*};
+use super::{Resumed, Tell, agree_on_damage, fit::*, frozen_otherwise};
 use crate::{
     agree::agree,
     error::{Error, Result},
@@ -26,7 +26,10 @@ pub(super) fn load(
 ) -> Result<Resumed> {
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
-    let wanted = Wanted { units: &units, ties: &ties, optimizer: Some(bound.trainer.optimizer.spec()) };
+    let model = bound.trainer.model.clone();
+    let family = family_of(bound);
+    let optimizer = Some(bound.trainer.optimizer.spec());
+    let wanted = Wanted { family: &family, units: &units, ties: &ties, model: model.as_ref(), optimizer };
     let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
@@ -36,13 +39,14 @@ pub(super) fn load(
         true => cursor(bound, source, &fit, &units)?,
         false => (Cursor::default(), vec![weights_alone(source)]),
     };
-    let reading = Reading { source, renamed: &fit.renamed, states: fit.moments };
+    let reading = Reading { source, renamed: &fit.renamed, states: fit.moments, anew: &fit.anew };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(e);
     }
     spread(bound)?;
     if fit.moments {
+        notices.extend(frozen_otherwise(&units, &source.tensors(), &fit.anew));
         notices.extend(differences(bound, source, &fit, &units, cursor.step));
     }
     notices.extend(left_out(source, &fit));
@@ -58,11 +62,15 @@ pub(super) fn load(
 pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &mut Tell) -> Result<()> {
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
-    let fit = fit(source, &Wanted { units: &units, ties: &ties, optimizer: None })?;
+    let model = bound.trainer.model.clone();
+    let family = family_of(bound);
+    let wanted =
+        Wanted { family: &family, units: &units, ties: &ties, model: model.as_ref(), optimizer: None };
+    let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
     agree(bound.trainer.engine.queue(), aliases)?;
-    let reading = Reading { source, renamed: &fit.renamed, states: false };
+    let reading = Reading { source, renamed: &fit.renamed, states: false, anew: &fit.anew };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(e);
@@ -74,6 +82,11 @@ pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &m
         tell(Event::Notice { rank: None, message })?;
     }
     Ok(())
+}
+
+/// The job's `model_type`.
+fn family_of(bound: &ScheduleBound) -> String {
+    model_type(bound.trainer.model.hf_config()).unwrap_or_default().to_owned()
 }
 
 fn weights_alone(source: &Foreign) -> String {
@@ -116,8 +129,9 @@ fn cursor(
             source.path().display()
         )));
     };
-    let late: HashMap<String, u64> =
+    let mut late: HashMap<String, u64> =
         names().filter_map(|n| Some((n.to_owned(), step - own(n)?))).filter(|(_, late)| *late > 0).collect();
+    late.retain(|name, _| !fit.anew.contains(name));
     let mut notices = Vec::new();
     if !late.is_empty() {
         notices.push(format!(
@@ -125,6 +139,7 @@ fn cursor(
             late.len()
         ));
     }
+    late.extend(fit.anew.iter().map(|name| (name.clone(), step)));
     bound.trainer.optimizer.set_late(units, &late);
     let batch = bound.trainer.global_batch();
     let by_steps = || {
@@ -184,7 +199,9 @@ fn differences(bound: &ScheduleBound, source: &Foreign, fit: &Fit, units: &[Unit
         }
     }
     out.extend(learning_rate(bound, theirs, step));
-    if let Some(position) = position(&facts.scheduler).filter(|p| *p != step) {
+    // Accelerate steps a scheduler once for each process, and its scripts make it for that
+    let each = facts.world.and_then(|world| step.checked_mul(world.into()));
+    if let Some(position) = position(&facts.scheduler).filter(|p| *p != step && Some(*p) != each) {
         out.push(format!(
             "the checkpoint's scheduler stands at {position}, its optimizer at {step}: the learning rate is that of train.schedule at step {step}"
         ));

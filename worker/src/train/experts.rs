@@ -17,7 +17,6 @@ use crate::{
     params::Unit,
     zero::{
         engine::{Engine, Held},
-        fold::Run,
         queue::Queue,
     },
 };
@@ -448,7 +447,8 @@ impl Trainer {
             expert_gradients(ops, shape, &of, &given, grads.view_mut().slice(0..len));
         };
         if roads.local() {
-            let mut grad = compute.then(|| self.engine.gradient(unit));
+            let trained = self.engine.shards[unit].unit.any_trained();
+            let mut grad = (compute && trained).then(|| self.engine.gradient(unit));
             if let Some(g) = &mut grad {
                 write(0, g);
             }
@@ -457,9 +457,7 @@ impl Trainer {
         let mut runs = self.engine.runs(unit);
         for (sender, rank) in roads.group.clone().enumerate() {
             let Some(slot) = self.engine.slots.slot(rank, round) else { continue };
-            let mut grads = runs.take();
-            write(sender, &mut grads);
-            runs.push_owned(ops, Run::slot(slot), grads);
+            self.engine.push_run(unit, &mut runs, slot, |grads| write(sender, grads));
         }
         Ok(self.engine.reduce_runs(unit, round, runs)?)
     }

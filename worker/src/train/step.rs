@@ -6,6 +6,7 @@ use crate::{
     model::{Batch, HeadGrads, HeadParams, LayerInput, Model},
     optim::{Optimizer, StepFacts},
     params::{Unit, canonical_order},
+    trained::lowest_trained,
     zero::{
         engine::{Engine, Held},
         fold::fold_f64,
@@ -154,9 +155,19 @@ impl Trainer {
             order.push(0);
         }
         if backward {
-            order.extend((0..self.layers()).rev().flat_map(layer));
+            let lowest = self.lowest_trained().max(1) - 1;
+            order.extend((lowest..self.layers()).rev().flat_map(layer));
         }
         order
+    }
+
+    /// The first of the model's own units that needs a gradient.
+    fn lowest_trained(&self) -> usize {
+        lowest_trained(self.engine.shards.iter().map(|s| &s.unit))
+    }
+
+    fn trains(&self, u: usize) -> bool {
+        self.engine.shards[u].unit.any_trained()
     }
 
     /// Tokens to the head's input. Without `compute` only the collectives take place.
@@ -184,7 +195,7 @@ impl Trainer {
 
     fn layer_forward(&mut self, l: usize, held: &Held, output: bool) {
         let w = &mut self.work;
-        let saved = l.min(w.saved.len() - 1);
+        let saved = w.saved_index(l);
         let (before, after) = w.x.split_at_mut(l + 1);
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, before[l].view());
         let y = output.then(|| after[0].view_mut());
@@ -204,10 +215,11 @@ impl Trainer {
         let head = self.head_unit();
         let tied = self.model.tied();
         let mut head_grad = compute.then(|| self.engine.gradient(head));
-        let mut embedding_grad = (compute && tied).then(|| self.engine.gradient(0));
+        let mut embedding_grad = (compute && tied && self.trains(0)).then(|| self.engine.gradient(0));
         self.head(head_grad.as_mut().map(|h| (h, embedding_grad.as_mut())), compute)?;
         self.engine.reduce(head, round, head_grad)?;
-        for l in (0..self.layers()).rev() {
+        let lowest = self.lowest_trained();
+        for l in (lowest.max(1) - 1..self.layers()).rev() {
             if let Some(unit) = self.expert_unit(l) {
                 self.sparse_backward(l, unit, round, compute)?;
                 continue;
@@ -223,6 +235,9 @@ impl Trainer {
             self.engine.release(held);
             self.engine.reduce(l + 1, round, grad)?;
         }
+        if lowest > 0 {
+            return Ok(());
+        }
         let embedding_grad = compute.then(|| self.embedding_backward(embedding_grad));
         Ok(self.engine.reduce(0, round, embedding_grad)?)
     }
@@ -236,13 +251,13 @@ impl Trainer {
             g
         });
         let g = grad.view_mut().slice(0..len);
-        self.model.embedding_backward(self.ops.as_ref(), g, &self.batch, self.work.dx.view());
+        self.model.embedding_backward(self.ops.as_ref(), g, &self.batch, self.work.dx.view_mut());
         grad
     }
 
     fn layer_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) {
         let w = &mut self.work;
-        let saved = l.min(w.saved.len() - 1);
+        let saved = w.saved_index(l);
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.x[l].view());
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
         self.engine.with_params(held, |params| {
@@ -359,6 +374,9 @@ impl Trainer {
     }
 
     fn update_unit(&mut self, u: usize, own: Buf, facts: StepFacts) -> Result<()> {
+        if !self.trains(u) {
+            return Ok(());
+        }
         let replicated = !self.engine.policy.shard_optimizer;
         let grad = if replicated { self.engine.gather_gradient(u, own)? } else { own };
         let base = self.engine.resident(u).start;
@@ -380,8 +398,10 @@ impl Trainer {
         let mut bytes = Vec::new();
         for (u, g) in own.iter().enumerate() {
             let range = self.engine.own(u);
-            for seg in self.engine.shards[u].unit.segments(range.clone()) {
-                let part = g.view().slice(seg.flat.start - range.start..seg.flat.end - range.start);
+            let (unit, mut at) = (&self.engine.shards[u].unit, 0);
+            for seg in unit.trained_segments(range) {
+                let part = g.view().slice(at..at + seg.flat.len());
+                at += seg.flat.len();
                 let mut blocks = vec![0.0; part.len().div_ceil(device::ops::NORM_BLOCK)];
                 self.ops.norm_blocks(&mut blocks, part);
                 bytes.extend(blocks.iter().flat_map(|s| s.to_le_bytes()));
@@ -398,7 +418,7 @@ impl Trainer {
         let mut of: Vec<Vec<Vec<f64>>> = units.iter().map(|u| vec![Vec::new(); u.params.len()]).collect();
         for (s, of) in self.engine.shards.iter().zip(&mut of) {
             for (rank, reader) in readers.iter_mut().enumerate() {
-                for g in s.unit.segments(s.part.range(rank)) {
+                for g in s.unit.trained_segments(s.part.range(rank)) {
                     for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK) {
                         let word = reader
                             .next()

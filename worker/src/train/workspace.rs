@@ -15,18 +15,22 @@ pub struct Workspace {
     pub dx: Buf,
     /// Loss of each row.
     pub loss: Buf,
+    /// Layers below this one need no backward and keep nothing for it.
+    first: usize,
 }
 
-/// Lengths of all buffers of a [`Workspace`], for allocation and for the estimate.
+/// Lengths of all buffers of a [`Workspace`], for allocation and for the estimate. `first`: the first layer that needs a
+/// backward.
 pub fn lengths(
     model: &dyn Model,
     layers: usize,
     b: usize,
     t: usize,
     recompute: Recompute,
+    first: usize,
 ) -> (usize, usize, Vec<usize>, Vec<usize>) {
     let saved_sets = match recompute {
-        Recompute::None => layers,
+        Recompute::None => (layers - first).max(layers.min(1)),
         Recompute::Block => layers.min(1),
     };
     (b * t * model.hidden(), saved_sets, model.saved_lengths(b, t), model.scratch_lengths(b, t))
@@ -34,25 +38,40 @@ pub fn lengths(
 
 impl Workspace {
     /// For micro-batches of `b` sequences of `t` tokens.
-    pub fn new(model: &dyn Model, layers: usize, b: usize, t: usize, recompute: Recompute) -> Self {
-        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute);
+    pub fn new(
+        model: &dyn Model,
+        layers: usize,
+        b: usize,
+        t: usize,
+        recompute: Recompute,
+        first: usize,
+    ) -> Self {
+        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute, first);
         Workspace {
             x: (0..=layers).map(|_| Buf::zeroed(x)).collect(),
             saved: (0..sets).map(|_| Activations::new(&saved)).collect(),
             scratch: Activations::new(&scratch),
             dx: Buf::zeroed(x),
             loss: Buf::zeroed(b * t),
+            first,
         }
     }
 
-    /// The saved set of layer `l`.
+    /// The saved set of layer `l`. Layers without a backward share one with the first that has one.
     pub fn saved_index(&self, l: usize) -> usize {
-        l.min(self.saved.len() - 1)
+        l.saturating_sub(self.first).min(self.saved.len() - 1)
     }
 
     /// Bytes of all buffers.
-    pub fn bytes(model: &dyn Model, layers: usize, b: usize, t: usize, recompute: Recompute) -> u64 {
-        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute);
+    pub fn bytes(
+        model: &dyn Model,
+        layers: usize,
+        b: usize,
+        t: usize,
+        recompute: Recompute,
+        first: usize,
+    ) -> u64 {
+        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute, first);
         let floats =
             x * (layers + 2) + sets * saved.iter().sum::<usize>() + scratch.iter().sum::<usize>() + b * t;
         4 * floats as u64

@@ -26,6 +26,8 @@ pub struct Shard {
     pub unit: Unit,
     /// Who owns what.
     pub part: Partition,
+    /// Elements per rank of vectors of the trained tensors alone: gradients, optimizer states.
+    trained: Vec<usize>,
     /// The owned part, or everything (policy).
     params: RwLock<Buf>,
     /// Partial sums of gradients: of the owned part, or of everything (policy).
@@ -85,10 +87,12 @@ impl Engine {
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
             let own = part.range(rank).len();
-            let whole = if unit.owners.has(rank) { unit.len() } else { 0 };
-            let params = Buf::zeroed(if policy.shard_parameters { own } else { whole });
-            let grads = FoldStack::new(if policy.shard_gradients { own } else { whole });
-            Shard { unit, part, params: RwLock::new(params), grads: Mutex::new(grads) }
+            let whole = |len: usize| if unit.owners.has(rank) { len } else { 0 };
+            let params = Buf::zeroed(if policy.shard_parameters { own } else { whole(unit.len()) });
+            let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
+            let summed = if policy.shard_gradients { trained[rank] } else { whole(unit.trained_len()) };
+            let (params, grads) = (RwLock::new(params), Mutex::new(FoldStack::new(summed)));
+            Shard { unit, part, trained, params, grads }
         });
         Engine {
             shards: Arc::new(shards.collect()),
@@ -127,6 +131,11 @@ impl Engine {
     /// Flat range of unit `u` that this rank owns.
     pub fn own(&self, u: usize) -> Range<usize> {
         self.shards[u].part.range(self.rank)
+    }
+
+    /// Elements of gradients and optimizer states of unit `u` that this rank owns.
+    pub fn own_trained(&self, u: usize) -> usize {
+        self.shards[u].trained[self.rank]
     }
 
     /// Flat range of unit `u` whose parameters lie here all the time.
@@ -192,7 +201,8 @@ impl Engine {
         let mut whole = lock(&self.gathered).take(len);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            gather(comm, s, whole.view_mut().slice(0..len), read(&s.params).view())?;
+            let own = read(&s.params);
+            gather(comm, s.unit.owners, s.part.counts(), whole.view_mut().slice(0..len), own.view())?;
             Ok(whole)
         })
     }
@@ -216,11 +226,25 @@ impl Engine {
 
     /// A buffer for the whole gradient of unit `u`, content unspecified.
     pub fn gradient(&mut self, u: usize) -> Buf {
-        if self.reduces_at_once() {
-            lock(&self.whole_grads).take(self.shards[u].unit.len())
+        let unit = &self.shards[u].unit;
+        if self.reduces_at_once() || !unit.all_trained() {
+            lock(&self.whole_grads).take(unit.len())
         } else {
             lock(&self.shards[u].grads).take()
         }
+    }
+
+    /// The trained part of a whole gradient that [`Engine::gradient`] gave, in a buffer of the sums.
+    fn trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
+        let shard = &self.shards[u];
+        if shard.unit.all_trained() {
+            return whole;
+        }
+        shard.unit.pack_trained(whole.host_mut());
+        let mut packed = lock(&shard.grads).take();
+        packed.host_mut().copy_from_slice(&whole.host()[..shard.unit.trained_len()]);
+        lock(&self.whole_grads).give(whole);
+        packed
     }
 
     fn reduces_at_once(&self) -> bool {
@@ -228,21 +252,31 @@ impl Engine {
     }
 
     /// Takes one slot's whole gradient of unit `u`; every rank calls this for every unit and round, with `None` where it has
-    /// no slot in this round.
-    pub fn reduce(&mut self, u: usize, round: usize, gradient: Option<Buf>) -> Result<()> {
+    /// no slot in this round. What is frozen is not reduced.
+    pub fn reduce(&mut self, u: usize, round: usize, mut gradient: Option<Buf>) -> Result<()> {
+        let shards = self.shards.clone();
+        let unit = &shards[u].unit;
+        if !unit.any_trained() {
+            gradient.into_iter().for_each(|g| lock(&self.whole_grads).give(g));
+            return Ok(());
+        }
         if !self.reduces_at_once() {
             if let (Some(g), Some(slot)) = (gradient, self.slots.slot(self.rank, round)) {
+                let g = self.trained_gradient(u, g);
                 lock(&self.shards[u].grads).push_owned(self.ops.as_ref(), Run::slot(slot), g);
             }
             return Ok(());
         }
+        if let Some(g) = gradient.as_mut().filter(|_| !unit.all_trained()) {
+            unit.pack_trained(g.host_mut());
+        }
         let (shards, slots, ops, pool) =
-            (self.shards.clone(), self.slots, self.ops.clone(), self.whole_grads.clone());
+            (shards.clone(), self.slots, self.ops.clone(), self.whole_grads.clone());
         self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut fold = lock(&s.grads);
-            let whole = gradient.as_ref().map(|g| g.view().slice(0..s.unit.len()));
-            comm.reduce_scatter_fold(whole.as_slice(), s.part.counts(), &mut |from, _, piece| {
+            let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained.iter().sum()));
+            comm.reduce_scatter_fold(whole.as_slice(), &s.trained, &mut |from, _, piece| {
                 if let Some(slot) = slots.slot(from, round) {
                     fold.push(ops.as_ref(), Run::slot(slot), piece);
                 }
@@ -258,11 +292,29 @@ impl Engine {
         Ok(())
     }
 
-    /// Buffers for gradients of unit `u` by several slots, to be given to [`Engine::reduce_runs`] in the order of the slots.
+    /// For gradients of unit `u` by several slots, which [`Engine::push_run`] adds in the order of the slots and
+    /// [`Engine::reduce_runs`] takes.
     pub fn runs(&self, u: usize) -> FoldStack {
         let pooled = lock(&self.run_grads).pop();
-        let len = self.shards[u].unit.len();
+        let len = self.shards[u].unit.trained_len();
         pooled.filter(|stack| stack.len() == len).unwrap_or_else(|| FoldStack::new(len))
+    }
+
+    /// Adds the gradient of unit `u` by one slot, which `write` writes whole. What is frozen is left out, and where all is,
+    /// nothing is written.
+    pub fn push_run(&self, u: usize, runs: &mut FoldStack, slot: usize, write: impl FnOnce(&mut Buf)) {
+        let unit = &self.shards[u].unit;
+        let mut kept = runs.take();
+        if unit.all_trained() {
+            write(&mut kept);
+        } else if unit.any_trained() {
+            let mut whole = lock(&self.whole_grads).take(unit.len());
+            write(&mut whole);
+            unit.pack_trained(whole.host_mut());
+            kept.host_mut().copy_from_slice(&whole.host()[..unit.trained_len()]);
+            lock(&self.whole_grads).give(whole);
+        }
+        runs.push_owned(self.ops.as_ref(), Run::slot(slot), kept);
     }
 
     /// Takes the gradients of unit `u`, whose owners are not all ranks, by the slots that this rank's group of neighbours
@@ -288,12 +340,15 @@ impl Engine {
         Ok(())
     }
 
-    /// The summed gradient of this rank's own part of unit `u`, after the last round.
+    /// The summed gradient of the trained tensors in this rank's own part of unit `u`, after the last round.
     pub fn finish(&mut self, u: usize) -> Result<Buf> {
         for t in self.reducing.drain(..) {
             t.wait()?;
         }
-        let own = self.own(u).len();
+        let own = self.own_trained(u);
+        if !self.shards[u].unit.any_trained() {
+            return Ok(Buf::zeroed(0));
+        }
         if self.policy.shard_gradients || self.world == 1 {
             let sum = lock(&self.shards[u].grads).finish(self.ops.as_ref());
             return Ok(sum.unwrap_or_else(|| Buf::zeroed(own)));
@@ -304,7 +359,7 @@ impl Engine {
             let mut whole = lock(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
             let mut fold = FoldStack::new(own);
-            comm.reduce_scatter_fold(&partials, s.part.counts(), &mut |from, index, piece| {
+            comm.reduce_scatter_fold(&partials, &s.trained, &mut |from, index, piece| {
                 fold.push(ops.as_ref(), partial_run(slots, from, index), piece);
             })?;
             drop(partials);
@@ -326,16 +381,17 @@ impl Engine {
         let whole = match self.policy.shard_gradients {
             // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
             false => lock(&self.shards[u].grads).take(),
-            true => Buf::zeroed(self.updated(u).len()),
+            true => Buf::zeroed(self.shards[u].unit.trained_range(self.updated(u)).len()),
         };
         self.gather_whole(u, own, whole)
     }
 
-    /// Every rank's own part of a vector of unit `u`, put together in `whole`.
+    /// Every rank's own part of a trained vector of unit `u`, put together in `whole`.
     pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
         let shards = self.shards.clone();
         self.queue.run(move |comm: &dyn Comm| {
-            gather(comm, &shards[u], whole.view_mut(), own.view())?;
+            let s = &shards[u];
+            gather(comm, s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
             Ok(whole)
         })
     }
@@ -352,7 +408,7 @@ impl Engine {
             let s = &shards[u];
             let mut params = s.params.write().unwrap_or_else(PoisonError::into_inner);
             let mine = Buf::from_slice(&params.host()[own]);
-            gather(comm, s, params.view_mut(), mine.view())
+            gather(comm, s.unit.owners, s.part.counts(), params.view_mut(), mine.view())
         }));
     }
 
@@ -366,18 +422,18 @@ fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// `whole` becomes the owners' parts of a unit, on its owners. Every rank takes part; those that own nothing of the unit give
+/// `whole` becomes the owners' `parts` of a unit, on its owners. Every rank takes part; those that own nothing of the unit give
 /// and get nothing, and `own` and `whole` are empty.
-fn gather(comm: &dyn Comm, s: &Shard, whole: ViewMut, own: View) -> Result<()> {
-    let (owners, world) = (s.unit.owners, comm.world());
+fn gather(comm: &dyn Comm, owners: Owners, parts: &[usize], whole: ViewMut, own: View) -> Result<()> {
     if owners.all() {
-        return comm.all_gather(whole, own, s.part.counts());
+        return comm.all_gather(whole, own, parts);
     }
+    let world = comm.world();
     let mine = owners.has(comm.rank());
     let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
         (0..world).map(|r| if mine && owners.has(r) { counts(r) } else { 0 }).collect()
     };
-    let (sent, received) = (only(&|_| own.len()), only(&|r| s.part.counts()[r]));
+    let (sent, received) = (only(&|_| own.len()), only(&|r| parts[r]));
     let send: Vec<f32> = own.host().repeat(sent.iter().filter(|n| **n > 0).count());
     comm.all_to_all(whole, &received, (&send[..]).into(), &sent)
 }
@@ -399,16 +455,17 @@ fn trade_runs(
     sink: &mut dyn FnMut(Run, View),
 ) -> Result<()> {
     let (owners, world, me) = (s.unit.owners, comm.world(), comm.rank());
-    let own = s.part.range(me).len();
+    let own = s.trained[me];
     let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
     let theirs: Vec<Vec<Run>> = (0..world)
         .map(|r| if owners.has(r) { runs_of(slots, owners, r, round) } else { Vec::new() })
         .collect();
-    let sent: Vec<usize> = s.part.counts().iter().map(|n| n * kept.len()).collect();
+    let sent: Vec<usize> = s.trained.iter().map(|n| n * kept.len()).collect();
     let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * own).collect();
     let mut send = Vec::with_capacity(sent.iter().sum());
     for r in 0..world {
-        kept.iter().for_each(|v| send.extend_from_slice(v.slice(s.part.range(r)).host()));
+        kept.iter()
+            .for_each(|v| send.extend_from_slice(v.slice(s.unit.trained_range(s.part.range(r))).host()));
     }
     let mut room = Buf::zeroed(received.iter().sum());
     comm.all_to_all(room.view_mut(), &received, (&send[..]).into(), &sent)?;

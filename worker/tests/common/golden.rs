@@ -1,6 +1,9 @@
 //! Logits, loss, every gradient and ten AdamW steps of a case, compared with what other programs got.
 use super::*;
-use device::{Buf, ops::Write};
+use device::{
+    Buf,
+    ops::{LayerNorm, Write},
+};
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
@@ -37,6 +40,12 @@ pub(crate) fn case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
     let opt = &about["optimizer"];
     spec.optimizer.lr = opt["lr"].as_f64().unwrap();
     spec.optimizer.weight_decay = opt["weight_decay"].as_f64().unwrap();
+    if let Some(eps) = opt["eps"].as_f64() {
+        spec.optimizer.eps = eps;
+    }
+    if opt["name"] == "lion" {
+        (spec.optimizer.name, spec.optimizer.betas) = (OptimizerName::Lion, (0.9, 0.99));
+    }
     spec.clip_norm = opt["clip_norm"].as_f64();
     spec.schedule.name = ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;
@@ -60,6 +69,31 @@ pub(crate) fn tensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
         (k.clone(), floats.collect())
     });
     entries.collect()
+}
+
+/// A tensor's name, shape and values.
+pub(crate) type Shaped = (String, (Vec<u64>, Vec<f32>));
+
+/// The same with shapes, in the order of names.
+pub(crate) fn tensors_with_shapes(file: &[u8]) -> Vec<Shaped> {
+    let n = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + n]).unwrap();
+    let shape = |name: &str| header[name]["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap());
+    let all = tensors(file).into_iter();
+    all.map(|(name, x)| (name.clone(), (shape(&name).collect(), x))).collect()
+}
+
+/// A file of these tensors.
+pub(crate) fn safetensors(all: &[Shaped]) -> Vec<u8> {
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, (shape, values)) in all {
+        let from = data.len();
+        data.extend(values.iter().flat_map(|x| x.to_le_bytes()));
+        let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [from, data.len()]});
+        header.insert(name.clone(), entry);
+    }
+    let header = Value::Object(header).to_string();
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
 }
 
 #[track_caller]
@@ -95,19 +129,42 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
     for u in 0..running.trainer.engine.shards.len() {
         let g = running.trainer.engine.finish(u).unwrap();
         let unit = &running.trainer.engine.shards[u].unit;
-        for (i, spec) in unit.params.iter().enumerate() {
-            let ours: Vec<f32> = g.host()[unit.range(i)].iter().map(|x| x * mean).collect();
+        let mut rest = g.host();
+        for spec in unit.trained_params() {
+            let (ours, after) = rest.split_at(spec.len());
+            rest = after;
+            let ours: Vec<f32> = ours.iter().map(|x| x * mean).collect();
             close(&spec.name, &ours, &case.tensors[&format!("grad/{}", spec.name)]);
         }
+        assert!(rest.is_empty(), "gradients of the trained tensors alone");
     }
 
     let mut running = make(case);
+    let mut before = BTreeMap::new();
+    params(&running, |name, values| drop(before.insert(name.to_string(), values.to_vec())));
     for i in 0..10 {
         let (o, _) = running.step(case, Word::default()).unwrap();
         close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
         close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
     }
-    params(&running, |name, ours| close(name, ours, &case.tensors[&format!("after10/{name}")]));
+    let frozen: Vec<&str> = running
+        .trainer
+        .engine
+        .shards
+        .iter()
+        .flat_map(|s| {
+            (0..s.unit.params.len())
+                .filter(|&i| !s.unit.is_trained(i))
+                .map(|i| s.unit.params[i].name.as_str())
+        })
+        .collect();
+    let answers = case.tensors.keys().filter(|k| k.starts_with("after10/")).count();
+    let all: usize = running.trainer.engine.shards.iter().map(|s| s.unit.params.len()).sum();
+    assert_eq!(answers, all - frozen.len(), "what was trained there is trained here");
+    params(&running, |name, ours| match frozen.contains(&name) {
+        true => assert_eq!(ours, before[name], "{name} is frozen"),
+        false => close(name, ours, &case.tensors[&format!("after10/{name}")]),
+    });
 }
 
 /// Logits of the batch that was just computed, from the head's input.
@@ -119,19 +176,24 @@ fn logits(running: &Running, case: &Case) -> Vec<f32> {
         params(running, |name, values| drop(w.insert(name.to_string(), values.to_vec())));
         w
     };
-    let (mut normed, mut rstd, mut out) = (Buf::zeroed(m * d), Buf::zeroed(m), Buf::zeroed(m * v));
-    let norm = weights["model.norm.weight"].as_slice();
-    let x = t.work.x.last().unwrap().view();
-    t.ops.rmsnorm_forward(
-        normed.view_mut(),
-        rstd.view_mut(),
-        x,
-        norm.into(),
-        m,
-        d,
-        case.spec.model.rms_norm_eps as f32,
-    );
-    let head = weights.get("lm_head.weight").unwrap_or(&weights["model.embed_tokens.weight"]).as_slice();
+    let (mut normed, mut stats, mut out) = (Buf::zeroed(m * d), Buf::zeroed(2 * m), Buf::zeroed(m * v));
+    let number = |key: &str| t.model.hf_config().get(key).and_then(Value::as_f64).map(|x| x as f32);
+    let (x, y) = (t.work.x.last().unwrap().view(), normed.view_mut());
+    if let Some(w) = weights.get("transformer.ln_f.weight") {
+        let b = weights["transformer.ln_f.bias"].as_slice().into();
+        let norm = LayerNorm { w: w.as_slice().into(), b, eps: number("layer_norm_epsilon").unwrap() };
+        t.ops.layernorm_forward(y, stats.view_mut(), x, norm, m);
+    } else {
+        let mut w = weights["model.norm.weight"].clone();
+        if number("query_pre_attn_scalar").is_some() {
+            w.iter_mut().for_each(|w| *w += 1.0);
+        }
+        let eps = case.spec.model.rms_norm_eps as f32;
+        t.ops.rmsnorm_forward(y, stats.view_mut().slice(0..m), x, w.as_slice().into(), m, d, eps);
+    }
+    let heads = ["lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"];
+    let head = heads.iter().find_map(|name| weights.get(*name)).unwrap().as_slice();
     t.ops.matmul_forward(out.view_mut(), normed.view(), head.into(), m, v, d, Write::Set);
-    out.host().to_vec()
+    let cap = number("final_logit_softcapping");
+    out.host().iter().map(|l| cap.map_or(*l, |cap| cap * (l / cap).tanh())).collect()
 }

@@ -24,6 +24,7 @@ use worker::{
 pub(crate) fn odd_model() -> ModelSpec {
     ModelSpec {
         from: None,
+        dropout: None,
         family: "llama".into(),
         vocab_size: 131,
         hidden_size: 42,
@@ -43,13 +44,24 @@ pub(crate) fn odd_model() -> ModelSpec {
     }
 }
 
+fn source(files: Vec<String>) -> DataSource {
+    DataSource {
+        name: String::new(),
+        weight: 1.0,
+        files,
+        format: Format::Text,
+        field: "text".into(),
+        loss_on: LossOn::All,
+    }
+}
+
 pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
     TrainSpec {
         model,
         experts: ExpertsSpec::default(),
         data: DataSpec {
-            files: vec!["unused".into()],
-            field: "text".into(),
+            sources: vec![source(vec!["unused".into()])],
+            chat_template: None,
             tokenizer: Tokenizer::Bytes,
             seq_len,
             pack: true,
@@ -68,6 +80,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
             momentum: 0.0,
             weight_decay: 0.1,
             no_decay: vec!["*norm*".into()],
+            groups: Vec::new(),
         },
         schedule: ScheduleSpec { name: ScheduleName::Cosine, warmup_steps: 3, min_lr: 1e-4, decay_steps: 0 },
         clip_norm: Some(1.0),
@@ -75,6 +88,8 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         seed: 7,
         recompute: Recompute::None,
         eval: None,
+        freeze: Vec::new(),
+        train_only: Vec::new(),
     }
 }
 

@@ -1,4 +1,5 @@
 //! What keys mean together: checks that need no data and no machine.
+use super::train::GPT2;
 use super::{
     Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec,
     ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder,
@@ -24,6 +25,7 @@ pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
         data(d, train);
         optimizer(d, &train.optimizer);
         schedule(d, train);
+        tune(d, train);
     }
 }
 
@@ -120,14 +122,18 @@ fn batch(d: &mut Decoder, train: &TrainSpec) {
 
 fn model(d: &mut Decoder, m: &ModelSpec) {
     const FROM: &str = "train.model.from";
+    const DROPOUT: &str = "train.model.dropout";
     if m.from.is_some() {
-        for (name, key) in names_in("train.model").filter(|(_, key)| key.path != FROM) {
+        for (name, key) in names_in("train.model").filter(|(_, key)| ![FROM, DROPOUT].contains(&key.path)) {
             if d.map.is_given(key.path) {
                 let message = format!("`{}` is given beside `{FROM}`", key.path);
                 d.refuse(key.path, message, &format!("the folder's config.json says {name}: remove the key"));
             }
         }
         return;
+    }
+    if m.family == GPT2 {
+        refuse_for_gpt2(d, m);
     }
     const HIDDEN: &str = "train.model.hidden_size";
     const HEADS: &str = "train.model.num_attention_heads";
@@ -152,7 +158,7 @@ fn model(d: &mut Decoder, m: &ModelSpec) {
             format!("`{HIDDEN}` ({}) is not a multiple of `{HEADS}` ({heads})", m.hidden_size),
             &format!("change one of them, or give `{DIM}`"),
         );
-    } else if !m.head_dim.is_multiple_of(2) {
+    } else if !m.head_dim.is_multiple_of(2) && m.family != GPT2 {
         d.refuse(
             if asked { DIM } else { HEADS },
             format!("`{DIM}` ({}) is odd", m.head_dim),
@@ -181,6 +187,22 @@ fn experts(d: &mut Decoder, e: &ExpertsSpec) {
             format!("`{PLACEMENT}` puts expert {expert} on rank {rank} of {}", e.parallel),
             "ranks of an expert group are numbered from 0 to `train.experts.parallel` - 1",
         );
+    }
+}
+
+/// What GPT-2 has no place for.
+fn refuse_for_gpt2(d: &mut Decoder, m: &ModelSpec) {
+    let own = m.hidden_size.checked_div(m.num_attention_heads);
+    for (path, wrong) in [
+        ("train.model.num_key_value_heads", m.num_key_value_heads != m.num_attention_heads),
+        ("train.model.head_dim", own != Some(m.head_dim)),
+        ("train.model.rms_norm_eps", true),
+        ("train.model.rope_theta", true),
+    ] {
+        if wrong && d.map.is_given(path) && d.clean(&[path]) {
+            let why = "it has LayerNorm, learned positions, and as many key as query heads of `hidden_size` / `num_attention_heads`";
+            d.refuse(path, format!("`{path}` has no meaning for `family: gpt2`"), why);
+        }
     }
 }
 
@@ -232,6 +254,7 @@ fn optimizer(d: &mut Decoder, o: &OptimizerSpec) {
     let (other, foreign): (&str, &[&str]) = match o.name {
         OptimizerName::Adamw => ("adamw", &["train.optimizer.momentum"]),
         OptimizerName::Sgd => ("sgd", &["train.optimizer.betas", "train.optimizer.eps"]),
+        OptimizerName::Lion => ("lion", &["train.optimizer.eps", "train.optimizer.momentum"]),
     };
     if !d.clean(&["train.optimizer.name"]) {
         return;
@@ -239,6 +262,47 @@ fn optimizer(d: &mut Decoder, o: &OptimizerSpec) {
     for &path in foreign {
         if d.map.is_given(path) {
             d.refuse(path, format!("`{path}` has no effect with the optimizer `{other}`"), "remove it");
+        }
+    }
+}
+
+/// One way of saying what is trained, and numbers that an optimizer has.
+fn tune(d: &mut Decoder, train: &TrainSpec) {
+    const FREEZE: &str = "train.freeze";
+    const ONLY: &str = "train.train_only";
+    if !train.freeze.is_empty() && d.map.is_given(ONLY) {
+        d.refuse(
+            FREEZE,
+            format!("`{FREEZE}` is given beside `{ONLY}`"),
+            "each says it all: keep one of them",
+        );
+    }
+    const GROUPS: &str = "train.optimizer.groups";
+    let name = train.optimizer.name;
+    for (i, g) in train.optimizer.groups.iter().enumerate() {
+        let (adam, sgd) = (name == OptimizerName::Adamw, name == OptimizerName::Sgd);
+        let has = [
+            ("betas", g.betas.is_some(), !sgd),
+            ("eps", g.eps.is_some(), adam),
+            ("momentum", g.momentum.is_some(), sgd),
+        ];
+        for (key, given, fits) in has {
+            if given && !fits {
+                let message =
+                    format!("item {} of `{GROUPS}` has `{key}`, which this optimizer hasn't", i + 1);
+                d.refuse(GROUPS, message, "remove it");
+            }
+        }
+        if g.momentum.is_some_and(|m| (m == 0.0) != (train.optimizer.momentum == 0.0)) {
+            let message = format!(
+                "item {} of `{GROUPS}` has a momentum where the rest has none, or none where the rest has one",
+                i + 1
+            );
+            d.refuse(
+                GROUPS,
+                message,
+                "a state of the optimizer is kept for all or for none: set `train.optimizer.momentum`",
+            );
         }
     }
 }

@@ -37,14 +37,14 @@ pub fn load(
     let (name, text) = match source {
         Source::File(path) => {
             let name = path.display().to_string();
-            let bytes = read(&path, &name).map_err(|p| vec![*p])?;
+            let bytes = read(&path, &name, "job file").map_err(|p| vec![*p])?;
             let text = decode_utf8(&name, bytes).map_err(|p| vec![*p])?;
             (name, text)
         }
         Source::Text { name, text } => (name, text),
     };
     if text.len() as u64 > MAX_JOB {
-        return Err(vec![*too_large(&name, text.len() as u64)]);
+        return Err(vec![*too_large(&name, "job file", text.len() as u64)]);
     }
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     from_text(&name, text, overrides)
@@ -103,7 +103,8 @@ fn from_text(
 
 const HOW_TO_BEGIN: &str = "the shortest job is `run: {command: [./program]}`; docs/job.md has every key";
 
-fn read(path: &Path, name: &str) -> Result<Vec<u8>, Box<Problem>> {
+/// Reads a small file; `what` is the word for it.
+pub(crate) fn read(path: &Path, name: &str, what: &str) -> Result<Vec<u8>, Box<Problem>> {
     let fail = |message: String, hint: Option<&str>| {
         Box::new(Problem {
             path: String::new(),
@@ -113,39 +114,40 @@ fn read(path: &Path, name: &str) -> Result<Vec<u8>, Box<Problem>> {
         })
     };
     let cannot = |error: std::io::Error| match error.kind() {
-        std::io::ErrorKind::NotFound => fail("there is no such job file".to_owned(), None),
-        _ => fail(format!("the job file can't be read: {error}"), None),
+        std::io::ErrorKind::NotFound => fail(format!("there is no such {what}"), None),
+        _ => fail(format!("the {what} can't be read: {error}"), None),
     };
     let metadata = std::fs::metadata(path).map_err(cannot)?;
     if metadata.is_dir() {
-        return Err(fail("this is a directory, not a job file".to_owned(), Some("name the job.yaml in it")));
+        return Err(fail(format!("this is a directory, not a {what}"), Some("name the file in it")));
     }
     if metadata.len() > MAX_JOB {
-        return Err(too_large(name, metadata.len()));
+        return Err(too_large(name, what, metadata.len()));
     }
     let mut bytes = Vec::new();
     // A pipe or a growing file has no length to trust.
     let file = std::fs::File::open(path).map_err(cannot)?;
     file.take(MAX_JOB + 1).read_to_end(&mut bytes).map_err(cannot)?;
     if bytes.len() as u64 > MAX_JOB {
-        return Err(too_large(name, bytes.len() as u64));
+        return Err(too_large(name, what, bytes.len() as u64));
     }
     Ok(bytes)
 }
 
-fn too_large(name: &str, bytes: u64) -> Box<Problem> {
+fn too_large(name: &str, what: &str, bytes: u64) -> Box<Problem> {
     Box::new(Problem {
         path: String::new(),
         place: Place::File { file: name.to_owned() },
         message: format!(
-            "the job file is too large: {:.1} MiB or more, at most 1 MiB is read",
+            "the {what} is too large: {:.1} MiB or more, at most 1 MiB is read",
             bytes as f64 / MAX_JOB as f64
         ),
-        hint: Some("is this really a job.yaml?".to_owned()),
+        hint: Some("is it really what its name says?".to_owned()),
     })
 }
 
-fn decode_utf8(name: &str, bytes: Vec<u8>) -> Result<String, Box<Problem>> {
+/// The file as text.
+pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> Result<String, Box<Problem>> {
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let bytes = error.as_bytes();
@@ -158,7 +160,7 @@ fn decode_utf8(name: &str, bytes: Vec<u8>) -> Result<String, Box<Problem>> {
             path: String::new(),
             place: Place::File { file: name.to_owned() },
             message: format!(
-                "the job file isn't UTF-8 text: byte 0x{:02x} at offset {at}, line {line}",
+                "the file isn't UTF-8 text: byte 0x{:02x} at offset {at}, line {line}",
                 bytes[at]
             ),
             hint: Some(hint.to_owned()),
@@ -167,13 +169,13 @@ fn decode_utf8(name: &str, bytes: Vec<u8>) -> Result<String, Box<Problem>> {
 }
 
 /// YAML has no control characters but tab and line breaks; a parser may take NUL for the end of the file.
-fn printable(text: &str) -> Result<(), Fault> {
+pub(crate) fn printable(text: &str) -> Result<(), Fault> {
     let control = |c: char| (c.is_ascii_control() && !matches!(c, '\t' | '\n' | '\r')) || c == '\u{feff}';
     match text.char_indices().find(|&(_, c)| control(c)) {
         Some((at, c)) => {
             let span = Span { source: SourceMap::JOB, start: at as u32, end: (at + c.len_utf8()) as u32 };
-            let message = format!("the job has the control character U+{:04X}", c as u32);
-            Err(Fault::at(span, message).hint("a job is plain text"))
+            let message = format!("the text has the control character U+{:04X}", c as u32);
+            Err(Fault::at(span, message).hint("it must be plain text"))
         }
         None => Ok(()),
     }

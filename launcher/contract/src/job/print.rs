@@ -1,9 +1,11 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
+use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, ExpertPlacement, ExpertsSpec, Hosts,
-    Interface, JobSpec, KnownHosts, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision,
-    Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals,
-    SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
+    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, ExpertPlacement,
+    ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts,
+    ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy,
+    RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost,
+    Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -195,8 +197,20 @@ fn action_name(action: SignalAction) -> &'static str {
 fn train(y: &mut Yaml, t: &TrainSpec) {
     y.section("model", |y| model(y, &t.model));
     y.section("data", |y| {
-        y.key("files", texts(&t.data.files));
-        y.key("field", text(&t.data.field));
+        match &t.data.sources[..] {
+            [only] if only.name.is_empty() => source(y, only),
+            sources => y.section("mixture", |y| {
+                for s in sources {
+                    y.section(&s.name, |y| {
+                        source(y, s);
+                        y.key("weight", number(s.weight));
+                    });
+                }
+            }),
+        }
+        if let Some(path) = &t.data.chat_template {
+            y.key("chat_template", text(&path.to_string_lossy()));
+        }
         match &t.data.tokenizer {
             Tokenizer::Bytes => y.key("tokenizer", "bytes"),
             Tokenizer::File(path) => y.key("tokenizer", text(&path.to_string_lossy())),
@@ -236,6 +250,12 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
             Recompute::Block => "block",
         },
     );
+    if !t.freeze.is_empty() {
+        y.key("freeze", texts(&t.freeze));
+    }
+    if !t.train_only.is_empty() {
+        y.key("train_only", texts(&t.train_only));
+    }
     if let Some(eval) = &t.eval {
         y.section("eval", |y| {
             y.key("every", eval.every);
@@ -245,12 +265,38 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
     }
 }
 
+fn source(y: &mut Yaml, s: &DataSource) {
+    y.key("files", texts(&s.files));
+    y.key(
+        "format",
+        match s.format {
+            Format::Text => "text",
+            Format::Chat => "chat",
+        },
+    );
+    y.key("field", text(&s.field));
+    y.key(
+        "loss_on",
+        match s.loss_on {
+            LossOn::All => "all",
+            LossOn::Assistant => "assistant",
+        },
+    );
+}
+
 fn model(y: &mut Yaml, m: &ModelSpec) {
     if let Some(folder) = &m.from {
-        return y.key("from", text(&folder.to_string_lossy()));
+        y.key("from", text(&folder.to_string_lossy()));
+        if m.dropout.is_some() {
+            y.key("dropout", 0);
+        }
+        return;
     }
     let or_auto = |n: u32| if n == 0 { "auto".to_owned() } else { n.to_string() };
     y.key("family", text(&m.family));
+    if m.dropout.is_some() {
+        y.key("dropout", 0);
+    }
     y.key("vocab_size", or_auto(m.vocab_size));
     y.key("hidden_size", m.hidden_size);
     y.key("intermediate_size", m.intermediate_size);
@@ -267,8 +313,10 @@ fn model(y: &mut Yaml, m: &ModelSpec) {
         y.key(name, n);
     }
     y.key("max_position_embeddings", or_auto(m.max_position_embeddings));
-    y.key("rms_norm_eps", number(m.rms_norm_eps));
-    y.key("rope_theta", number(m.rope_theta));
+    if m.family != GPT2 {
+        y.key("rms_norm_eps", number(m.rms_norm_eps));
+        y.key("rope_theta", number(m.rope_theta));
+    }
     y.key("tie_word_embeddings", m.tie_word_embeddings);
     y.key("initializer_range", number(m.initializer_range));
 }
@@ -296,17 +344,42 @@ fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
             y.key("name", "adamw");
-            y.key("betas", list([number(o.betas.0), number(o.betas.1)].into_iter()));
+            y.key("betas", pair(o.betas));
             y.key("eps", number(o.eps));
         }
         OptimizerName::Sgd => {
             y.key("name", "sgd");
             y.key("momentum", number(o.momentum));
         }
+        OptimizerName::Lion => {
+            y.key("name", "lion");
+            y.key("betas", pair(o.betas));
+        }
     }
     y.key("lr", number(o.lr));
     y.key("weight_decay", number(o.weight_decay));
     y.key("no_decay", texts(&o.no_decay));
+    if !o.groups.is_empty() {
+        y.key("groups", list(o.groups.iter().map(group)));
+    }
+}
+
+fn group(g: &GroupSpec) -> String {
+    let mut parts = vec![format!("match: {}", texts(&g.r#match))];
+    let numbers = [
+        ("lr", g.lr),
+        ("lr_scale", g.lr_scale),
+        ("weight_decay", g.weight_decay),
+        ("eps", g.eps),
+        ("momentum", g.momentum),
+    ];
+    parts.extend(numbers.into_iter().filter_map(|(key, x)| Some(format!("{key}: {}", number(x?)))));
+    parts.extend(g.betas.map(|b| format!("betas: {}", pair(b))));
+    format!("{{{}}}", parts.join(", "))
+}
+
+fn pair((a, b): (f64, f64)) -> String {
+    list([number(a), number(b)].into_iter())
 }
 
 fn schedule(y: &mut Yaml, s: &ScheduleSpec) {
@@ -381,7 +454,11 @@ fn slurm(y: &mut Yaml, s: &SlurmSpec) {
     y.key("bcast", s.bcast);
 }
 
-/// Plain where nothing else could be meant, else in double quotes.
+/// Text as a YAML scalar: plain where nothing else could be meant, else in double quotes.
+pub fn quoted(plain: &str) -> String {
+    text(plain)
+}
+
 fn text(text: &str) -> String {
     let simple = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/' | '-');
     let plain = text.starts_with(|c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/'))

@@ -1,10 +1,12 @@
 //! `train:` — what the built-in runtime trains.
 use super::{
+    DataSource,
     decode::{Decoder, Table},
     experts::{self, ExpertsSpec},
-    read::{Read, boolean, choice, expected, int, int32, list, number, text, word_or},
+    read::{Read, boolean, choice, int, int32, list, number, text, word_or},
     sections::path,
     tree::Node,
+    tune::{self, GroupSpec, betas, share},
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -28,6 +30,12 @@ pub struct TrainSpec {
     pub seed: u64,
     pub recompute: Recompute,
     pub eval: Option<EvalSpec>,
+    /// Patterns of parameters that are not trained.
+    #[serde(default)]
+    pub freeze: Vec<String>,
+    /// Patterns of the only parameters that are trained; empty: all that `freeze` leaves.
+    #[serde(default)]
+    pub train_only: Vec<String>,
 }
 
 /// `model:` — the family and its numbers, by their Hugging Face names.
@@ -37,6 +45,9 @@ pub struct ModelSpec {
     /// to the workdir.
     #[serde(default)]
     pub from: Option<PathBuf>,
+    /// Rates of dropout that stand in for those of the folder's config.json; only 0 can be had.
+    #[serde(default)]
+    pub dropout: Option<f64>,
     /// A name of the families table, e.g. `llama`.
     pub family: String,
     /// 0: the tokenizer's size.
@@ -75,10 +86,10 @@ impl ModelSpec {
 /// `data:` — text to samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSpec {
-    /// Files and globs, relative to the workdir.
-    pub files: Vec<String>,
-    /// For `.jsonl` files: the field that holds the text. Default `text`.
-    pub field: String,
+    /// Where text comes from, at least one; the only one of `data.files` has no name.
+    pub sources: Vec<DataSource>,
+    /// A Jinja template for chats, relative to the workdir. Default the tokenizer's own.
+    pub chat_template: Option<PathBuf>,
     pub tokenizer: Tokenizer,
     /// Tokens per sample that get a loss.
     pub seq_len: u32,
@@ -136,6 +147,9 @@ pub struct OptimizerSpec {
     pub weight_decay: f64,
     /// Patterns (`*`, `?`) of parameter names without weight decay.
     pub no_decay: Vec<String>,
+    /// Parameters with numbers of their own; the first that matches counts.
+    #[serde(default)]
+    pub groups: Vec<GroupSpec>,
 }
 
 /// Which optimizer.
@@ -143,6 +157,7 @@ pub struct OptimizerSpec {
 pub enum OptimizerName {
     Adamw,
     Sgd,
+    Lion,
 }
 
 /// `schedule:` — learning rate over steps.
@@ -208,27 +223,39 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
             choice(&[("none", Recompute::None), ("block", Recompute::Block)], &[]),
         ),
         eval: eval(d, t),
+        freeze: d.opt(t, "train.freeze", list("a list of patterns", text)).unwrap_or_default(),
+        train_only: d.opt(t, "train.train_only", tune::patterns).unwrap_or_default(),
     }
 }
 
-fn positive(node: &Node) -> Read<f64> {
+pub(super) fn positive(node: &Node) -> Read<f64> {
     // Kernels compute in f32: it must neither vanish nor overflow there.
     number("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
 }
+
+/// The family with learned positions, LayerNorm and a tied head, whose defaults differ.
+pub(super) const GPT2: &str = "gpt2";
 
 fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
     let t = d.section(train, "train.model");
     let auto = |range| word_or("auto", 0, int32(range));
     let hidden_size = d.get(&t, "train.model.hidden_size", int32(1..=1 << 20));
     let heads = d.get(&t, "train.model.num_attention_heads", int32(1..=1 << 16));
+    let family = d.get(&t, "train.model.family", text);
+    let gpt2 = family == GPT2;
+    let tied = gpt2 || family.starts_with("gemma");
     ModelSpec {
         from: d.opt(&t, "train.model.from", path),
-        family: d.get(&t, "train.model.family", text),
+        dropout: d.opt(&t, "train.model.dropout", number("0", |x| x == 0.0)),
+        family,
         vocab_size: d.get(&t, "train.model.vocab_size", auto(1..=1 << 24)),
         hidden_size,
-        intermediate_size: d
-            .opt(&t, "train.model.intermediate_size", int32(1..=1 << 22))
-            .unwrap_or_else(|| (hidden_size * 8).div_ceil(3).next_multiple_of(16)),
+        intermediate_size: d.opt(&t, "train.model.intermediate_size", int32(1..=1 << 22)).unwrap_or_else(
+            || match gpt2 {
+                true => 4 * hidden_size,
+                false => (hidden_size * 8).div_ceil(3).next_multiple_of(16),
+            },
+        ),
         num_hidden_layers: d.get(&t, "train.model.num_hidden_layers", int32(1..=4096)),
         num_attention_heads: heads,
         num_key_value_heads: d
@@ -241,7 +268,7 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
         max_position_embeddings: d.get(&t, "train.model.max_position_embeddings", auto(1..=1 << 24)),
         rms_norm_eps: d.get(&t, "train.model.rms_norm_eps", positive),
         rope_theta: d.get(&t, "train.model.rope_theta", number("a number above 0", |x| x > 0.0)),
-        tie_word_embeddings: d.get(&t, "train.model.tie_word_embeddings", boolean),
+        tie_word_embeddings: d.opt(&t, "train.model.tie_word_embeddings", boolean).unwrap_or(tied),
         initializer_range: d.get(&t, "train.model.initializer_range", positive),
     }
 }
@@ -249,17 +276,9 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
 /// `from`: the folder that the model comes from, whose tokenizer is used unless another one is named.
 fn data(d: &mut Decoder, train: &Table<'_>, from: Option<&Path>) -> DataSpec {
     let t = d.section(train, "train.data");
-    let files = d.opt(&t, "train.data.files", files).unwrap_or_default();
-    if !d.map.is_given("train.data.files") {
-        d.refuse(
-            "train.data.files",
-            "`train.data.files` is missing: there is nothing to train on",
-            "name text files, for example `data: {files: [\"docs/**/*.md\"]}`",
-        );
-    }
     DataSpec {
-        files,
-        field: d.get(&t, "train.data.field", text),
+        sources: super::sources::sources(d, &t),
+        chat_template: d.opt(&t, "train.data.chat_template", path),
         tokenizer: tokenizer(d, &t, from),
         seq_len: d.get(&t, "train.data.seq_len", int32(1..=1 << 20)),
         pack: d.get(&t, "train.data.pack", boolean),
@@ -284,13 +303,6 @@ fn tokenizer(d: &mut Decoder, data: &Table<'_>, from: Option<&Path>) -> Tokenize
     given.unwrap_or_else(default)
 }
 
-/// At least one file or glob.
-fn files(node: &Node) -> Read<Vec<String>> {
-    let what = "a list of files and globs";
-    let files = list(what, text)(node)?;
-    if files.is_empty() { Err(expected(what, node)) } else { Ok(files) }
-}
-
 fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
     let t = d.section(train, "train.zero");
     ZeroSpec {
@@ -312,20 +324,17 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
     let name = d.get(
         &t,
         "train.optimizer.name",
-        choice(&[("adamw", OptimizerName::Adamw), ("sgd", OptimizerName::Sgd)], &[]),
+        choice(
+            &[("adamw", OptimizerName::Adamw), ("sgd", OptimizerName::Sgd), ("lion", OptimizerName::Lion)],
+            &[],
+        ),
     );
-    let share = number("a number from 0 to below 1", |x| (0.0..1.0).contains(&x));
-    let momentum = d.opt(&t, "train.optimizer.momentum", &share);
+    let momentum = d.opt(&t, "train.optimizer.momentum", share("a number from 0 to below 1"));
+    let default_betas = if name == OptimizerName::Lion { (0.9, 0.99) } else { (0.9, 0.95) };
     OptimizerSpec {
         name,
         lr: d.get(&t, "train.optimizer.lr", number("a number above 0", |x| x > 0.0)),
-        betas: d.get(&t, "train.optimizer.betas", |node| {
-            let what = "a list of two numbers from 0 to below 1";
-            match list(what, &share)(node)?[..] {
-                [first, second] => Ok((first, second)),
-                _ => Err(expected(what, node)),
-            }
-        }),
+        betas: d.opt(&t, "train.optimizer.betas", betas).unwrap_or(default_betas),
         eps: d.get(&t, "train.optimizer.eps", positive),
         momentum: momentum.unwrap_or(if name == OptimizerName::Sgd { 0.9 } else { 0.0 }),
         weight_decay: d.get(
@@ -334,6 +343,7 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
             number("a number of 0 or more", |x| x >= 0.0),
         ),
         no_decay: d.get(&t, "train.optimizer.no_decay", list("a list of patterns", text)),
+        groups: d.get(&t, "train.optimizer.groups", tune::groups),
     }
 }
 

@@ -3,15 +3,47 @@ use super::config::matches_any;
 use contract::job::KnownHosts;
 use sha1::{Digest, Sha1};
 use std::{
+    collections::HashMap,
     fs::{self, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::{Arc, LazyLock, Mutex, PoisonError},
 };
 
 /// Largest file that is read, bytes.
 const MAX_FILE: u64 = 64 << 20;
+
+/// Most lists of files that are kept.
+const MOST_LISTS: usize = 64;
+
+/// A file's identity, size and time of change; `None` where it isn't there.
+type Mark = Option<(u64, u64, u64, i64, i64)>;
+/// What lists of files said when they were read last.
+type Readings = HashMap<Vec<PathBuf>, (Vec<Mark>, Arc<Known>)>;
+
+static READ: LazyLock<Mutex<Readings>> = LazyLock::new(Mutex::default);
+
+/// What the files say; hosts that have the same files share one reading, until a file changes.
+pub(super) fn known(files: &[PathBuf]) -> Result<Arc<Known>, String> {
+    let marks: Vec<Mark> = files.iter().map(|file| mark(file)).collect();
+    // Held while reading: whoever comes meanwhile waits for the same.
+    let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, known)) = read.get(files).filter(|(then, _)| *then == marks) {
+        return Ok(known.clone());
+    }
+    let known = Arc::new(Known::read(files)?);
+    if read.len() >= MOST_LISTS {
+        read.clear();
+    }
+    read.insert(files.to_vec(), (marks, known.clone()));
+    Ok(known)
+}
+
+fn mark(file: &Path) -> Mark {
+    let m = fs::metadata(file).ok()?;
+    Some((m.dev(), m.ino(), m.size(), m.ctime(), m.ctime_nsec()))
+}
 
 /// The lines of the files, in their order.
 #[derive(Debug, Default)]
@@ -232,6 +264,20 @@ mod tests {
         let file = dir.path().join("k");
         fs::write(&file, text).expect("a file");
         Known::read(&[file, dir.path().join("missing")]).expect("readable")
+    }
+
+    #[test]
+    fn files_are_read_again_when_they_change_only() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let files = [dir.path().join("k"), dir.path().join("missing")];
+        fs::write(&files[0], format!("a ssh-ed25519 {KEY}\n")).expect("a file");
+        let first = super::known(&files).expect("readable");
+        assert!(Arc::ptr_eq(&first, &super::known(&files).expect("readable")));
+        add(&files[0], "b", "ssh-ed25519", KEY).expect("added");
+        let second = super::known(&files).expect("readable");
+        assert_eq!((first.kinds("b").len(), second.kinds("b").len()), (0, 1));
+        fs::write(&files[1], format!("c ssh-ed25519 {KEY}\n")).expect("a file");
+        assert_eq!(super::known(&files).expect("readable").kinds("c").len(), 1);
     }
 
     #[test]

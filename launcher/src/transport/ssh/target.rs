@@ -1,7 +1,7 @@
 //! Where and how a host is reached: the job, then the SSH configuration, then the usual.
 use super::{
     config::{Config, Settings, tilde},
-    known_hosts::{Known, name_of},
+    known_hosts::{self, Known, name_of},
 };
 use crate::transport::Refusal;
 use contract::{
@@ -12,6 +12,7 @@ use nix::unistd::{Uid, User};
 use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::Arc,
     time::Duration,
 };
 
@@ -216,9 +217,9 @@ impl Resolver {
 }
 
 impl Target {
-    /// Reads the known_hosts files.
-    pub(super) fn known(&self) -> Result<Known, String> {
-        Known::read(&self.known_hosts)
+    /// What the known_hosts files say.
+    pub(super) fn known(&self) -> Result<Arc<Known>, String> {
+        known_hosts::known(&self.known_hosts)
     }
 }
 

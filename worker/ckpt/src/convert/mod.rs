@@ -5,11 +5,13 @@
 //! ([`run`]), into a hidden folder that survives a kill ([`output`]) and gets its name when all of it is there.
 mod beside;
 mod deepspeed;
+mod earlier;
 mod file;
 mod native;
 pub(crate) mod output;
 mod run;
 mod state;
+mod steps;
 mod universal;
 
 use self::file::{Content, FilePlan};

@@ -1,17 +1,17 @@
 //! Writes planned files in parallel. Each worker reads ahead, converts, and hands over to the thread that writes; what it
 //! needs of memory is the same for every size of file.
+use super::earlier::{shard_is_sound, torch_is_sound};
 use super::file::{Content, FilePlan, Span, TorchPlan};
 use super::output::{Finished, Output};
 use super::state::State;
+use super::steps::{Loaded, Step, WINDOW, steps};
 use crate::catalog::TensorInfo;
 use crate::checkpoint::Request;
-use crate::disk::{self, BLOCK, FileWriter, Folder, WritePath};
+use crate::disk::{self, FileWriter, Folder, WritePath};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors::{self, Planned};
-use crate::formats::torch_write::{TorchWriter, digest};
-use crate::formats::zip;
-use crate::hash::Hash;
+use crate::formats::torch_write::TorchWriter;
 use crate::manifest::shard_name;
 use crate::save::{PieceReport, ShardReport};
 use crate::source::Source;
@@ -19,18 +19,15 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::fs;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
-/// Elements in flight at a time: 8 MiB of f32.
-const WINDOW: usize = 2 << 20;
 /// Windows of one worker: one being read, one waiting, one being written.
 const WINDOWS: usize = 3;
 /// Bytes that one worker needs: windows, a converted one, three of the writing thread, one to check the source.
-const PER_WORKER: u64 = 56 << 20;
+const PER_WORKER: u64 = 18 << 20;
 /// Bytes needed beside the workers.
 const BESIDE: u64 = 8 << 20;
 /// Most files at once.
@@ -235,7 +232,7 @@ impl Shared<'_> {
             })
             .collect();
         let header = safetensors::shard_header(rank, self.world, &planned).map_err(CkptError::invalid)?;
-        let mut writer = FileWriter::create(path.to_owned(), WritePath::Direct, true)?;
+        let mut writer = FileWriter::narrow(path.to_owned(), WritePath::Direct, true)?;
         writer.write(&header)?;
         let spans: Vec<Span> = pieces.iter().map(|(i, r)| Span::Of(*i, r.clone())).collect();
         let steps: Vec<Step> = steps(Dtype::F32, &spans);
@@ -348,99 +345,6 @@ impl Shared<'_> {
     }
 }
 
-/// Consecutive elements in a window.
-struct Part {
-    /// `None`: zeros.
-    tensor: Option<usize>,
-    start: u64,
-    count: u64,
-}
-
-/// What is done with a file, one after the other.
-enum Step<'p> {
-    /// A storage begins.
-    Begin,
-    Window {
-        dtype: Dtype,
-        spans: Vec<Part>,
-        elements: usize,
-    },
-    Raw {
-        tensor: usize,
-        start: u64,
-        bytes: usize,
-    },
-    Bytes(&'p [u8]),
-    End,
-}
-
-/// What was read for a step.
-enum Loaded {
-    Values(Vec<f32>),
-    Bytes(Vec<u8>),
-    Nothing,
-}
-
-impl Step<'_> {
-    fn elements(&self) -> usize {
-        match self {
-            Step::Window { elements, .. } => *elements,
-            Step::Raw { bytes, .. } => *bytes,
-            _ => 0,
-        }
-    }
-
-    /// Bytes of the result.
-    fn bytes(&self) -> u64 {
-        match self {
-            Step::Window { dtype, elements, .. } => *elements as u64 * dtype.size(),
-            Step::Raw { bytes, .. } => *bytes as u64,
-            Step::Bytes(bytes) => bytes.len() as u64,
-            Step::Begin | Step::End => 0,
-        }
-    }
-}
-
-/// The steps of one storage.
-fn steps(dtype: Dtype, spans: &[Span]) -> Vec<Step<'_>> {
-    let mut steps = vec![Step::Begin];
-    for span in spans {
-        match span {
-            Span::Bytes(bytes) => steps.push(Step::Bytes(bytes)),
-            Span::Raw(tensor, count) => {
-                let size = dtype.size();
-                let mut start = 0;
-                while start < *count {
-                    let n = (count - start).min(WINDOW as u64 / size);
-                    steps.push(Step::Raw { tensor: *tensor, start, bytes: (n * size) as usize });
-                    start += n;
-                }
-            }
-            Span::Of(tensor, range) => {
-                add(&mut steps, dtype, Some(*tensor), range.start, range.end - range.start)
-            }
-            Span::Zeros(count) => add(&mut steps, dtype, None, 0, *count),
-        }
-    }
-    steps.push(Step::End);
-    steps
-}
-
-/// Adds elements to the last window, and further windows as needed.
-fn add(steps: &mut Vec<Step<'_>>, dtype: Dtype, tensor: Option<usize>, mut start: u64, mut count: u64) {
-    while count > 0 {
-        if !matches!(steps.last(), Some(Step::Window { elements, .. }) if *elements < WINDOW) {
-            steps.push(Step::Window { dtype, spans: Vec::new(), elements: 0 });
-        }
-        let Some(Step::Window { spans, elements, .. }) = steps.last_mut() else { return };
-        let n = count.min((WINDOW - *elements) as u64);
-        spans.push(Part { tensor, start, count: n });
-        *elements += n as usize;
-        start += n;
-        count -= n;
-    }
-}
-
 /// Memory of the conversion.
 #[derive(Default)]
 struct Narrow {
@@ -473,42 +377,4 @@ fn link(from: &Path, to: &Path) -> Result<u64> {
         fs::copy(from, to).map_err(CkptError::io("copy", from))?;
     }
     fs::metadata(to).map(|m| m.len()).map_err(CkptError::io("look at", to))
-}
-
-fn torch_is_sound(file: &fs::File, size: u64, expected: u32) -> Option<bool> {
-    let members = zip::members(size, |at, out| file.read_exact_at(out, at)).ok()?;
-    let crcs: Vec<u32> = members.iter().map(|m| m.crc).collect::<Option<_>>()?;
-    let all = members.iter().zip(&crcs).map(|(m, crc)| (m.name.as_str(), m.data.end - m.data.start, *crc));
-    if digest(all) != expected {
-        return Some(false);
-    }
-    let mut buffer = vec![0u8; BLOCK];
-    for (m, crc) in members.iter().zip(crcs) {
-        let mut hasher = crc32fast::Hasher::new();
-        let mut at = m.data.start;
-        while at < m.data.end {
-            let n = (m.data.end - at).min(BLOCK as u64) as usize;
-            file.read_exact_at(&mut buffer[..n], at).ok()?;
-            hasher.update(&buffer[..n]);
-            at += n as u64;
-        }
-        if hasher.finalize() != crc {
-            return Some(false);
-        }
-    }
-    Some(true)
-}
-
-fn shard_is_sound(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
-    let mut buffer = vec![0u8; BLOCK];
-    let mut at = 0;
-    for hash in &shard.blocks {
-        let n = size.checked_sub(at)?.min(BLOCK as u64) as usize;
-        file.read_exact_at(&mut buffer[..n], at).ok()?;
-        if Hash::of(&buffer[..n]) != *hash {
-            return Some(false);
-        }
-        at += n as u64;
-    }
-    Some(at == size)
 }

@@ -60,13 +60,7 @@ impl State {
         let has = |name: &str, role: Role| index.contains_key(&(role, name.to_owned()));
         let states = Role::ALL.into_iter().filter(|r| r.is_optimizer_state());
         let roles: Vec<Role> = states.filter(|&r| tensors.iter().any(|t| t.role == r)).collect();
-        if roles.is_empty() && options.to != Target::Native {
-            return Err(refused(
-                "it has no optimizer state, which this target needs; use --to safetensors or --to native"
-                    .into(),
-            ));
-        }
-        let step = step.ok_or_else(|| refused("it doesn't say its step".into()))?;
+        let step = training_step(step, !roles.is_empty(), options.to).map_err(refused)?;
         let trained = |t: &&TensorInfo| t.role == Role::Weight && roles.iter().any(|&r| has(&t.name, r));
         let names: Vec<String> = tensors.iter().filter(trained).map(|t| t.name.clone()).collect();
         let given = named_groups(std::mem::take(&mut extras.groups), &names).map_err(refused)?;
@@ -145,6 +139,18 @@ impl State {
                 Err(CkptError::Unsupported { path: self.path.clone(), what })
             }
         }
+    }
+}
+
+/// The step of what can be a training state in the target's format. SGD without momentum keeps no states.
+fn training_step(step: Option<u64>, has_states: bool, to: Target) -> std::result::Result<u64, String> {
+    match (step, has_states) {
+        (None, false) => Err("it holds weights alone, which are no training state: --to safetensors writes them, and resume.from begins a run with them as they are".into()),
+        (None, true) => Err("it doesn't say its step".into()),
+        (Some(_), false) if to != Target::Native => {
+            Err("it has no optimizer state, which this target needs; use --to safetensors or --to native".into())
+        }
+        (Some(step), _) => Ok(step),
     }
 }
 

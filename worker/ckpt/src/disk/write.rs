@@ -1,5 +1,5 @@
 //! A new file, written in large aligned blocks while the next ones are hashed.
-use super::{ALIGN, BLOCK, Buffers, WINDOW};
+use super::{ALIGN, BLOCK, Buffers};
 use crate::error::{CkptError, Result};
 use crate::fault;
 use crate::hash::Hash;
@@ -23,6 +23,8 @@ pub(crate) enum Path {
 
 /// Windows in flight per file: one being filled, one waiting, one being written.
 const WINDOWS: usize = 3;
+/// Bytes of a window where many files are written at once: not much slower than [`WINDOW`], and a quarter of the memory.
+pub(crate) const NARROW: usize = 2 << 20;
 
 /// The file itself: windows go in one after the other.
 struct Target {
@@ -54,7 +56,7 @@ impl Target {
         Ok(Target { file, direct: false, at: 0 })
     }
 
-    /// Appends `len` bytes; only the last window of a file may be shorter than [`WINDOW`].
+    /// Appends `len` bytes; only the last window of a file may be shorter than the others.
     fn append(&mut self, window: &mut MmapMut, len: usize) -> io::Result<()> {
         let padded = len.next_multiple_of(ALIGN);
         window[len..padded].fill(0);
@@ -125,8 +127,17 @@ pub(crate) struct FileWriter {
 impl FileWriter {
     /// A new file; an existing one is an error.
     pub(crate) fn create(path: PathBuf, how: Path, hashed: bool) -> Result<FileWriter> {
+        FileWriter::with(path, how, hashed, Buffers::default())
+    }
+
+    /// The same with [`NARROW`] windows.
+    pub(crate) fn narrow(path: PathBuf, how: Path, hashed: bool) -> Result<FileWriter> {
+        FileWriter::with(path, how, hashed, Buffers::of(NARROW))
+    }
+
+    /// The same with three windows of these.
+    fn with(path: PathBuf, how: Path, hashed: bool, buffers: Buffers) -> Result<FileWriter> {
         let target = Target::create(&path, how).map_err(CkptError::io("create", &path))?;
-        let buffers = Buffers::default();
         let window = buffers.take().map_err(CkptError::io("get memory to write", &path))?;
         let hashes = hashed.then(Vec::new);
         Ok(FileWriter {
@@ -145,7 +156,7 @@ impl FileWriter {
     pub(crate) fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.len += bytes.len() as u64;
         while !bytes.is_empty() {
-            if self.filled == WINDOW {
+            if self.filled == self.window.len() {
                 self.send().map_err(CkptError::io("write", &self.path))?;
             }
             // block by block, so that a block is hashed while it is still in the cache
@@ -252,14 +263,15 @@ pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::WINDOW;
     use super::*;
 
     /// Writes `len` bytes in uneven parts and compares content and hashes.
-    fn check(dir: &std::path::Path, how: Path, len: usize) {
+    fn check(dir: &std::path::Path, how: Path, window: usize, len: usize) {
         let bytes: Vec<u8> =
             (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();
-        let path = dir.join(format!("{how:?}-{len}"));
-        let mut writer = FileWriter::create(path.clone(), how, true).expect("made");
+        let path = dir.join(format!("{how:?}-{window}-{len}"));
+        let mut writer = FileWriter::with(path.clone(), how, true, Buffers::of(window)).expect("made");
         let (mut rest, mut n) = (bytes.as_slice(), 1);
         while !rest.is_empty() {
             let (now, later) = rest.split_at(n.min(rest.len()));
@@ -279,8 +291,12 @@ mod tests {
         for dir in dirs {
             let dir = dir.expect("a directory");
             for how in [Path::Direct, Path::Buffered] {
-                for len in [0, 1, 4095, 4096, BLOCK - 1, BLOCK, WINDOW, WINDOW + 1, 4 * WINDOW + BLOCK + 5] {
-                    check(dir.path(), how, len);
+                for window in [NARROW, WINDOW] {
+                    for len in
+                        [0, 1, 4095, 4096, BLOCK - 1, BLOCK, window, window + 1, 4 * window + BLOCK + 5]
+                    {
+                        check(dir.path(), how, window, len);
+                    }
                 }
             }
         }

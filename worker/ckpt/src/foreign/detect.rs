@@ -164,7 +164,7 @@ fn distributed(draft: &mut Draft) -> Result<()> {
 /// Weights in their model's order where it is known.
 fn put_in_order(draft: &mut Draft) {
     let names: Vec<&str> = draft.weights().map(|(name, _)| name).collect();
-    if let Some(order) = crate::formats::order::registered(&names) {
+    if let Some(order) = crate::formats::order::registered(&names).into_iter().next() {
         let order: Vec<String> = order.into_iter().map(str::to_owned).collect();
         draft.sort_by(&order);
     }

@@ -49,6 +49,14 @@ pub struct ForeignFacts {
 }
 
 impl ForeignFacts {
+    /// The notice that says why states of the optimizer that are there aren't read.
+    pub fn unread(&self) -> Option<&str> {
+        let says = |n: &&String| {
+            n.contains("optimizer") && ["isn't read: ", "aren't read: "].iter().any(|part| n.contains(part))
+        };
+        self.notices.iter().find(says).map(String::as_str)
+    }
+
     /// The same in the words that all checkpoints share.
     pub(crate) fn state(&self) -> TrainingState {
         TrainingState {

@@ -1,5 +1,6 @@
 //! Checkpoints that other programs wrote, read where they lie.
 mod beside;
+mod check;
 mod detect;
 pub(crate) mod draft;
 mod facts;

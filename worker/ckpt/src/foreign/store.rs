@@ -28,18 +28,29 @@ pub(crate) struct StoredFile {
     folder: Arc<Folder>,
     pub(crate) name: String,
     pub(crate) size: u64,
-    stretches: Vec<Stretch>,
+    pub(super) stretches: Vec<Stretch>,
 }
 
-struct Stretch {
+/// Consecutive bytes of a file under one CRC.
+pub(super) struct Stretch {
     name: String,
-    bytes: Range<u64>,
+    pub(super) bytes: Range<u64>,
     /// Legacy torch files and safetensors have none: what they hold can't be checked.
-    crc: Option<u32>,
+    pub(super) crc: Option<u32>,
     /// Its CRC fits.
     sound: AtomicBool,
     /// Of what was read before it was known to be sound.
-    sums: Sums,
+    pub(super) sums: Sums,
+}
+
+impl Stretch {
+    pub(super) fn is_sound(&self) -> bool {
+        self.sound.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_sound(&self) {
+        self.sound.store(true, Ordering::Release);
+    }
 }
 
 /// Consecutive elements of a tensor, in one file.
@@ -86,7 +97,7 @@ impl Part {
     }
 
     /// True when its bytes are in this stretch of this file.
-    fn is_in(&self, file: usize, stretch: usize) -> bool {
+    pub(super) fn is_in(&self, file: usize, stretch: usize) -> bool {
         (self.file, self.stretch) == (file, stretch)
     }
 
@@ -159,7 +170,7 @@ impl StoredFile {
         &self.folder
     }
 
-    fn open(&self) -> Result<File> {
+    pub(super) fn open(&self) -> Result<File> {
         let (file, size) = self.folder.open_file(&self.name, nix::fcntl::OFlag::empty())?;
         match size == self.size {
             true => Ok(file),
@@ -168,7 +179,7 @@ impl StoredFile {
     }
 
     /// A stretch whose CRC doesn't fit.
-    fn flaw(&self, stretch: &Stretch, tensors: Vec<String>) -> Damage {
+    pub(super) fn flaw(&self, stretch: &Stretch, tensors: Vec<String>) -> Damage {
         Damage { file: self.name.clone(), block: None, tensors, why: crc_flaw(&stretch.name) }
     }
 
@@ -177,7 +188,7 @@ impl StoredFile {
     }
 
     /// The CRC of a range of bytes.
-    fn crc(&self, open: &File, bytes: Range<u64>, buffer: &mut [u8]) -> Result<u32> {
+    pub(super) fn crc(&self, open: &File, bytes: Range<u64>, buffer: &mut [u8]) -> Result<u32> {
         let mut hasher = crc32fast::Hasher::new();
         let mut at = bytes.start;
         while at < bytes.end {
@@ -192,7 +203,7 @@ impl StoredFile {
     /// Reads bytes of a stretch; their CRC is kept until the stretch is known to be sound.
     fn read_summed(&self, open: &File, stretch: &Stretch, at: u64, out: &mut [u8]) -> Result<()> {
         self.read(open, at, out)?;
-        if !stretch.sound.load(Ordering::Acquire) {
+        if !stretch.is_sound() {
             stretch.sums.add(at..at + out.len() as u64, crc32fast::hash(out));
         }
         Ok(())
@@ -225,34 +236,6 @@ impl Store {
         self.read_wanted(wanted, false, holders)
     }
 
-    /// Checks every stretch of which something was read unchecked, or with `all` every one: what was not read is read now.
-    pub(crate) fn settle(
-        &self,
-        all: bool,
-        holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
-    ) -> Result<()> {
-        let mut buffer = vec![0u8; CHUNK];
-        for (index, file) in self.files.iter().enumerate() {
-            let is_due = |s: &Stretch| !s.sound.load(Ordering::Acquire) && (all || !s.sums.is_empty());
-            if !file.stretches.iter().any(is_due) {
-                continue;
-            }
-            let open = file.open()?;
-            for (s, stretch) in file.stretches.iter().enumerate().filter(|(_, s)| is_due(s)) {
-                for gap in stretch.sums.gaps(stretch.bytes.clone()) {
-                    let crc = file.crc(&open, gap.clone(), &mut buffer)?;
-                    stretch.sums.add(gap, crc);
-                }
-                if stretch.sums.whole(stretch.bytes.clone()) != stretch.crc {
-                    let damage = file.flaw(stretch, holders(&|p: &Part| p.is_in(index, s)));
-                    return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
-                }
-                stretch.sound.store(true, Ordering::Release);
-            }
-        }
-        Ok(())
-    }
-
     fn read_wanted(
         &self,
         mut wanted: Vec<Wanted<'_>>,
@@ -269,13 +252,13 @@ impl Store {
                 let stretch = &file.stretches[w.part.stretch];
                 // elements here and there make no pieces of a sum
                 let first = checked || w.part.strided.is_some();
-                if first && !stretch.sound.load(Ordering::Acquire) {
+                if first && !stretch.is_sound() {
                     if !self.is_sound(index, stretch, &open, &mut buffer)? {
                         let tensors = holders(&|p: &Part| p.is_in(index, w.part.stretch));
                         let damage = file.flaw(stretch, tensors);
                         return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
                     }
-                    stretch.sound.store(true, Ordering::Release);
+                    stretch.set_sound();
                 }
                 read_part(file, &open, stretch, w, &mut buffer)?;
             }
@@ -286,26 +269,6 @@ impl Store {
     fn is_sound(&self, index: usize, stretch: &Stretch, open: &File, buffer: &mut [u8]) -> Result<bool> {
         let crc = self.files[index].crc(open, stretch.bytes.clone(), buffer)?;
         Ok(stretch.crc.is_none_or(|expected| expected == crc))
-    }
-
-    /// Reads and checks every stretch of every file: bytes, stretches and what is damaged.
-    pub(crate) fn check(
-        &self,
-        holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
-    ) -> Result<(u64, u64, Vec<Damage>)> {
-        let (mut bytes, mut count, mut damaged) = (0, 0, Vec::new());
-        let mut buffer = vec![0u8; CHUNK];
-        for (index, file) in self.files.iter().enumerate() {
-            let open = file.open()?;
-            for (s, stretch) in file.stretches.iter().enumerate() {
-                bytes += stretch.bytes.end - stretch.bytes.start;
-                count += 1;
-                if !self.is_sound(index, stretch, &open, &mut buffer)? {
-                    damaged.push(file.flaw(stretch, holders(&|p: &Part| p.is_in(index, s))));
-                }
-            }
-        }
-        Ok((bytes, count, damaged))
     }
 
     /// Elements `range` of the tensor of which `part` is a part, as they are stored.
@@ -320,12 +283,12 @@ impl Store {
         let file = &self.files[part.file];
         let stretch = &file.stretches[part.stretch];
         let open = file.open()?;
-        if !stretch.sound.load(Ordering::Acquire) {
+        if !stretch.is_sound() {
             if !self.is_sound(part.file, stretch, &open, &mut vec![0u8; CHUNK])? {
                 let damage = file.flaw(stretch, holders(&|p: &Part| p.is_in(part.file, part.stretch)));
                 return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
             }
-            stretch.sound.store(true, Ordering::Release);
+            stretch.set_sound();
         }
         let (size, mut done) = (dtype.size(), 0usize);
         part.runs(range, |element, count| {

@@ -16,7 +16,7 @@ struct Piece {
 }
 
 /// The CRC of two neighbours.
-fn joined(first: u32, second: u32, second_bytes: u64) -> u32 {
+pub(super) fn joined(first: u32, second: u32, second_bytes: u64) -> u32 {
     let mut all = Hasher::new_with_initial(first);
     all.combine(&Hasher::new_with_initial_len(second, second_bytes));
     all.finalize()

@@ -30,27 +30,14 @@ pub(crate) fn names(
         ));
     }
     let known: Vec<&str> = weights.iter().map(|(n, _)| *n).collect();
-    let ordered = if in_order { Some(known.clone()) } else { order::registered(&known) };
+    let orders = if in_order { vec![known.clone()] } else { order::registered(&known) };
     let shapes: HashMap<&str, &[u64]> = weights.iter().copied().collect();
-    let sure = ordered.is_some();
-    let sequence: Vec<Weight<'_>> = ordered
-        .unwrap_or(known)
-        .into_iter()
-        .map(|name| (name, shapes.get(name).copied().unwrap_or(&[])))
-        .collect();
-    let candidates: Vec<Vec<Vec<Weight<'_>>>> = match groups {
-        [_] => vec![vec![sequence]],
-        [_, _] => RULES
-            .iter()
-            .map(|rule| {
-                let (first, second) = sequence.iter().partition(|w| rule(w));
-                vec![first, second]
-            })
-            .collect(),
-        more => {
-            return Err(format!("it has {} groups, and how weights went into them isn't known", more.len()));
-        }
-    };
+    let sure = !orders.is_empty();
+    let mut candidates = Vec::new();
+    for order in if sure { orders } else { vec![known] } {
+        let weight = |name| (name, shapes.get(name).copied().unwrap_or(&[]));
+        candidates.extend(grouped(groups.len(), order.into_iter().map(weight).collect())?);
+    }
     let mut fitting: Vec<Vec<Vec<String>>> = Vec::new();
     let mut why = String::new();
     for candidate in candidates {
@@ -64,6 +51,21 @@ pub(crate) fn names(
         1 => Ok(fitting.swap_remove(0)),
         0 => Err(why),
         _ => Err("its groups fit the weights in more than one way".into()),
+    }
+}
+
+/// The ways in which programs put weights into so many groups.
+fn grouped(groups: usize, sequence: Vec<Weight<'_>>) -> Result<Vec<Vec<Vec<Weight<'_>>>>, String> {
+    match groups {
+        1 => Ok(vec![vec![sequence]]),
+        2 => Ok(RULES
+            .iter()
+            .map(|rule| {
+                let (first, second) = sequence.iter().partition(|w| rule(w));
+                vec![first, second]
+            })
+            .collect()),
+        more => Err(format!("it has {more} groups, and how weights went into them isn't known")),
     }
 }
 
@@ -156,6 +158,29 @@ mod tests {
         assert_eq!(found, [decayed.map(str::to_owned).to_vec(), vec!["model.norm.weight".to_owned()]]);
         let one = [shapes(&[&[8, 2], &[2, 2], &[2], &[8, 2]])];
         assert_eq!(names(&one, &WEIGHTS, false).expect("fits")[0][2], "model.norm.weight");
+    }
+
+    /// Each family of transformers with one group and with two: states in its order find their names, whatever order the
+    /// names come in.
+    #[test]
+    fn states_of_every_family_find_their_names() {
+        let all: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_str(include_str!("../../tests/golden/orders.json")).expect("JSON");
+        for (model, weights) in all.iter().filter(|(name, _)| *name != "transformers") {
+            let own: Vec<(String, Vec<u64>)> =
+                serde_json::from_value(weights.clone()).expect("names and shapes");
+            let own: Vec<Weight<'_>> = own.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
+            let (first, second): (Vec<Weight<'_>>, Vec<_>) = own.iter().partition(|w| is_decayed_by_name(w));
+            let mut sorted = own.clone();
+            sorted.sort_unstable();
+            for groups in [vec![own.clone()], vec![first, second]] {
+                let shapes: Vec<Shapes> =
+                    groups.iter().map(|g| g.iter().map(|(_, s)| Some(s.to_vec())).collect()).collect();
+                let expected: Vec<Vec<&str>> =
+                    groups.iter().map(|g| g.iter().map(|(n, _)| *n).collect()).collect();
+                assert_eq!(names(&shapes, &sorted, false).expect(model), expected, "{model}");
+            }
+        }
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! The order in which models of known families register their weights: files of weights are sorted by name, optimizers
 //! number weights in the order of the model.
 //!
-//! Compared with models that transformers 5.23 makes: Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, Mixtral, GPT-2, GPT-NeoX,
-//! OPT, BERT for classification. Qwen3-MoE has its experts before their gate, which no line here says: shapes then don't fit, and
-//! its states are left out with a notice.
+//! Compared with the models that transformers makes (scripts/golden/orders.py). Names may fit more than one family: Mixtral has the
+//! gate before its experts, Qwen3-MoE after them. Shapes then say which it is.
 use std::collections::HashMap;
 
 /// Modules of families in the order of their registration; `*` is a number. A weight is a module's, or its `.weight` or
@@ -37,6 +36,26 @@ const FAMILIES: &[&[&str]] = &[
         "model.norm",
         "lm_head",
         "score",
+    ],
+    // Qwen3-MoE
+    &[
+        "model.embed_tokens",
+        "model.layers.*.self_attn.q_proj",
+        "model.layers.*.self_attn.k_proj",
+        "model.layers.*.self_attn.v_proj",
+        "model.layers.*.self_attn.o_proj",
+        "model.layers.*.self_attn.q_norm",
+        "model.layers.*.self_attn.k_norm",
+        "model.layers.*.mlp.experts.gate_up_proj",
+        "model.layers.*.mlp.experts.down_proj",
+        "model.layers.*.mlp.gate",
+        "model.layers.*.mlp.gate_proj",
+        "model.layers.*.mlp.up_proj",
+        "model.layers.*.mlp.down_proj",
+        "model.layers.*.input_layernorm",
+        "model.layers.*.post_attention_layernorm",
+        "model.norm",
+        "lm_head",
     ],
     // GPT-2
     &[
@@ -101,15 +120,19 @@ const FAMILIES: &[&[&str]] = &[
     ],
 ];
 
-/// The names in the order of their model's registration; `None` when no known family has all of them.
-pub(crate) fn registered<'a>(names: &[&'a str]) -> Option<Vec<&'a str>> {
-    FAMILIES.iter().find_map(|family| {
-        let places = Places::new(family);
-        let mut keyed: Vec<(Key, &str)> =
-            names.iter().map(|n| Some((places.key(n)?, *n))).collect::<Option<_>>()?;
+/// The names in the orders in which models that have all of them register them; none when no known family has.
+pub(crate) fn registered<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
+    let mut orders: Vec<Vec<&str>> = Vec::new();
+    for places in FAMILIES.iter().map(|family| Places::new(family)) {
+        let keyed: Option<Vec<(Key, &str)>> = names.iter().map(|n| Some((places.key(n)?, *n))).collect();
+        let Some(mut keyed) = keyed else { continue };
         keyed.sort();
-        Some(keyed.into_iter().map(|(_, name)| name).collect())
-    })
+        let order = keyed.into_iter().map(|(_, name)| name).collect();
+        if !orders.contains(&order) {
+            orders.push(order);
+        }
+    }
+    orders
 }
 
 /// Sorts weights as the depth-first walk of their modules does.
@@ -186,7 +209,26 @@ mod tests {
             "model.layers.10.input_layernorm.weight",
             "lm_head.weight",
         ];
-        assert_eq!(registered(&sorted).expect("known"), expected);
-        assert_eq!(registered(&["model.embed_tokens.weight", "mine.weight"]), None);
+        assert_eq!(registered(&sorted), [expected]);
+        assert!(registered(&["model.embed_tokens.weight", "mine.weight"]).is_empty());
+    }
+
+    /// What transformers says, for every family here: by names alone, or where two fit, one of two.
+    #[test]
+    fn orders_are_those_of_transformers() {
+        let all: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_str(include_str!("../../tests/golden/orders.json")).expect("JSON");
+        let models: Vec<_> = all.iter().filter(|(name, _)| *name != "transformers").collect();
+        assert_eq!(models.len(), 15);
+        for (model, weights) in models {
+            let names = weights.as_array().expect("a list").iter().map(|w| w[0].as_str().expect("a name"));
+            let expected: Vec<&str> = names.collect();
+            let mut sorted = expected.clone();
+            sorted.sort_unstable();
+            let orders = registered(&sorted);
+            assert!(orders.contains(&expected), "{model}: {orders:?}");
+            let experts = expected.iter().any(|n| n.contains("experts"));
+            assert!(orders.len() == 1 || (experts && orders.len() == 2), "{model}: {orders:?}");
+        }
     }
 }

@@ -52,7 +52,7 @@ impl TorchWriter {
     /// A new file without members, for [`TorchWriter::begin`].
     pub(crate) fn empty(path: PathBuf, root: &str, size: u64) -> Result<TorchWriter> {
         let how = if size < SMALL { WritePath::Buffered } else { WritePath::Direct };
-        let out = FileWriter::create(path, how, false)?;
+        let out = FileWriter::narrow(path, how, false)?;
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 

@@ -374,6 +374,22 @@ fn a_damaged_source_gives_an_error_and_leaves_nothing() {
 }
 
 #[test]
+fn weights_alone_are_no_training_state_in_any_format() {
+    let dir = fast_dir();
+    let weights = dir.path().join("weights");
+    fs::create_dir(&weights).expect("made");
+    fs::copy(golden("hf_ddp").join("checkpoint-3/model.safetensors"), weights.join("model.safetensors"))
+        .expect("copied");
+    for to in [Target::Native, Target::DeepSpeed, Target::Universal] {
+        let out = dir.path().join("out");
+        let why =
+            convert(&*open(&weights), &out, &options(to, 2, 1), |_, _| {}).expect_err("refused").to_string();
+        assert!(why.contains("--to safetensors") && !why.contains("--to native"), "{why}");
+        assert!(!out.exists());
+    }
+}
+
+#[test]
 fn impossible_options_are_refused() {
     let dir = fast_dir();
     let source = open(&golden("z1_tied"));

@@ -2,6 +2,7 @@
 mod convert;
 mod damage;
 mod diff;
+mod flips;
 mod foreign;
 mod full;
 mod gather;
@@ -14,6 +15,7 @@ mod repair;
 mod roundtrip;
 mod saving;
 mod scattered;
+mod tiny;
 mod watch;
 
 use crate::catalog::{Facts, ModelCard, Role, TextFile, WeightShape};

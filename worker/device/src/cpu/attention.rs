@@ -3,7 +3,7 @@
 //! Keys and values of a sequence are laid out once, tile by tile, for all heads; the scores exist only as one strip of a
 //! few queries × one tile of keys. A query's result depends on the tiles of keys, not on which queries share its tile.
 use super::kernel::{Tile, small_product};
-use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store};
+use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store, tanh};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::AttentionShape;
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub(crate) struct Geometry {
 impl Geometry {
     /// Checks the shape and the arguments that forward and backward share.
     pub(crate) fn new(op: &str, qkv: usize, starts: &[u32], shape: AttentionShape) -> Self {
-        let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+        let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         assert!(
             kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
             "{op}: {kv_heads} key heads don't divide {heads} query heads"
@@ -50,7 +50,7 @@ impl Geometry {
             stride,
             group: heads / kv_heads,
             padded: head_dim.next_multiple_of(LANES),
-            scale: (1.0 / (head_dim as f64).sqrt()) as f32,
+            scale: shape.scale,
         }
     }
 
@@ -149,7 +149,7 @@ pub(crate) fn forward(
     starts: &[u32],
     shape: AttentionShape,
 ) {
-    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let g = Geometry::new("attention_forward", qkv.len(), starts, shape);
     expect_len("attention_forward", "o", o.len(), b * t * heads * head_dim);
     expect_len("attention_forward", "lse", lse.len(), b * heads * t);
@@ -339,6 +339,11 @@ impl Strip<'_> {
         };
         // SAFETY: q holds MR rows, keys head_dim × KEYS, scores MR × KEYS.
         unsafe { small_product(s, S::MR, columns.div_ceil(LANES), scores) };
+        if let Some(cap) = g.shape.softcap {
+            for row in self.scores.chunks_exact_mut(KEYS) {
+                cap_scores(s, &mut row[..columns.next_multiple_of(LANES)], cap);
+            }
+        }
         softmax_strip(s, self.scores, self.sums, self.out, self.max, g.padded, columns, &seen);
         let outputs = Tile {
             k: columns,
@@ -353,6 +358,16 @@ impl Strip<'_> {
         };
         // SAFETY: scores hold MR × KEYS, values KEYS × padded, out MR × padded.
         unsafe { small_product(s, S::MR, g.padded / LANES, outputs) };
+    }
+}
+
+/// A score s becomes `cap·tanh(s / cap)`.
+#[inline(always)]
+pub(crate) fn cap_scores<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
+    let (cap, inverse) = (s.splat(cap), s.splat(1.0 / cap));
+    for v in scores.as_chunks_mut().0 {
+        let capped = s.mul(cap, tanh(s, s.mul(load(s, v), inverse)));
+        store(s, v, capped);
     }
 }
 

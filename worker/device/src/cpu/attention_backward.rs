@@ -3,7 +3,9 @@
 //! A task owns one key head of one sequence with all its query heads. It goes over the tiles of keys, and inside over
 //! the query heads and their tiles in rising order, so each sum has one order. Probabilities are made again from the
 //! scores and `lse`; no more than one tile of them exists.
-use super::attention::{Geometry, KEYS, MAX_MR, QUERIES, Rows, SLACK, copy_rows, transpose_rows, visible};
+use super::attention::{
+    Geometry, KEYS, MAX_MR, QUERIES, Rows, SLACK, cap_scores, copy_rows, transpose_rows, visible,
+};
 use super::kernel::{Tile, small_product};
 use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store};
 use super::{Cpu, Parts, expect_len};
@@ -20,7 +22,7 @@ pub(crate) struct Given<'a> {
 }
 
 pub(crate) fn backward(cpu: &Cpu, dqkv: &mut [f32], given: Given, shape: AttentionShape) {
-    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let op = "attention_backward";
     let g = Geometry::new(op, given.qkv.len(), given.starts, shape);
     expect_len(op, "dqkv", dqkv.len(), given.qkv.len());
@@ -155,6 +157,13 @@ unsafe fn add_rows<S: Simd>(s: S, dst: &Parts<f32>, first: usize, g: Geometry, x
     }
 }
 
+/// The gradient of `l` from that of `c = cap·tanh(l / cap)`: times 1 − (c/cap)².
+#[inline(always)]
+pub(crate) fn before_cap<S: Simd>(s: S, grad: S::V, capped: S::V, cap: f32) -> S::V {
+    let t = s.mul(capped, s.splat(1.0 / cap));
+    s.mul(grad, s.fnma(t, t, s.splat(1.0)))
+}
+
 /// A key head of a sequence.
 #[derive(Clone, Copy)]
 struct Task<'a> {
@@ -261,10 +270,16 @@ impl Task<'_> {
                 let (p, ds) = (&mut tiles.p[i * KEYS..][..KEYS], &mut tiles.ds[i * KEYS..][..KEYS]);
                 let delta = tiles.delta[member * t + pair.q0 + i];
                 let (lse, delta) = (s.splat(lse[i]), s.splat(delta));
+                let cap = g.shape.softcap;
+                if let Some(cap) = cap {
+                    cap_scores(s, &mut p[..nvecs * LANES], cap);
+                }
                 for (p, ds) in p.as_chunks_mut().0.iter_mut().zip(ds.as_chunks_mut().0).take(nvecs) {
-                    let e = exp(s, s.sub(load(s, p), lse));
+                    let score = load(s, p);
+                    let e = exp(s, s.sub(score, lse));
                     store(s, p, e);
-                    store(s, ds, s.mul(e, s.sub(load(s, ds), delta)));
+                    let slope = s.mul(e, s.sub(load(s, ds), delta));
+                    store(s, ds, cap.map_or(slope, |cap| before_cap(s, slope, score, cap)));
                 }
                 let sees = visible(pair.q0 + i, pair.starts[i], pair.k0);
                 if sees.len() < KEYS {

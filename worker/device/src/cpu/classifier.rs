@@ -3,9 +3,10 @@
 //! A chunk's logits are worked on in blocks of the vocabulary, so that each block is read where it was just written:
 //! the forward makes a block and folds it into each row's running maximum and sum; the backward turns it into gradients
 //! and uses them in both products.
+use super::attention_backward::before_cap;
 use super::matmul::{Product, product};
 use super::pack::Operand;
-use super::simd::{LANES, Simd, exp, get, multiversion, put};
+use super::simd::{LANES, Simd, exp, get, multiversion, put, tanh};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::{ClassifierGrads, IGNORE, Write};
 use std::ops::Range;
@@ -23,6 +24,8 @@ pub(crate) struct Shape {
     pub(crate) m: usize,
     pub(crate) d: usize,
     pub(crate) v: usize,
+    /// A logit l becomes cap·tanh(l / cap).
+    pub(crate) cap: Option<f32>,
 }
 
 pub(crate) fn classifier(
@@ -34,11 +37,13 @@ pub(crate) fn classifier(
     shape: Shape,
     grads: Option<ClassifierGrads>,
 ) {
-    let Shape { m, d, v } = shape;
+    let Shape { m, d, v, .. } = shape;
     check(loss.len(), x.len(), w.len(), labels, shape);
     let mut grads = grads.map(|g| {
         expect_len("classifier", "dx", g.dx.len(), m * d);
-        expect_len("classifier", "dw", g.dw.len(), v * d);
+        if !g.dw.is_empty() {
+            expect_len("classifier", "dw", g.dw.len(), v * d);
+        }
         Grads { dx: g.dx.host(), dw: g.dw.host(), dw_write: g.dw_write, scale: g.scale }
     });
     if let (0, Some(g)) = (m, &mut grads)
@@ -71,7 +76,7 @@ pub(crate) fn classifier(
 }
 
 fn check(loss: usize, x: usize, w: usize, labels: &[u32], shape: Shape) {
-    let Shape { m, d, v } = shape;
+    let Shape { m, d, v, .. } = shape;
     assert!(v > 0 && d > 0, "classifier: an empty vocabulary or model");
     expect_len("classifier", "loss", loss, m);
     expect_len("classifier", "x", x, m * d);
@@ -130,23 +135,28 @@ impl Chunk<'_> {
 
     /// Fills `logits` and `sums`.
     fn forward(&self, logits: &mut [f32], sums: &mut [RowSums]) {
-        let Shape { m, d, v } = self.shape;
+        let Shape { m, d, v, .. } = self.shape;
         sums.fill(RowSums::EMPTY);
         for block in self.blocks() {
             let a = Operand { data: self.x, row: d, depth: 1 };
             let b = Operand { data: &self.w[self.of_weights(&block)], row: d, depth: 1 };
             let shape = Product { m, n: block.len(), k: d, ldc: v, write: Write::Set };
             product(self.cpu, &mut logits[block.start..], a, b, shape);
-            let sums = Parts::new(sums);
+            let (sums, logits) = (Parts::new(sums), Parts::new(logits));
             self.cpu.by_rows(m, 4 * block.len(), |rows| {
                 // SAFETY: tasks have rows of their own.
                 let sums = unsafe { sums.part(rows.clone()) };
                 for (sums, row) in sums.iter_mut().zip(rows) {
+                    // SAFETY: as above.
+                    let logits = unsafe { logits.part(row * v + block.start..row * v + block.end) };
+                    if let Some(cap) = self.shape.cap {
+                        cap_logits(self.cpu.level, logits, cap);
+                    }
                     let label = self.labels[row] as usize;
                     if block.contains(&label) {
-                        sums.at_label = f64::from(logits[row * v + label]);
+                        sums.at_label = f64::from(logits[label - block.start]);
                     }
-                    fold_row(self.cpu.level, sums, &logits[row * v..][block.clone()]);
+                    fold_row(self.cpu.level, sums, logits);
                 }
             });
         }
@@ -154,7 +164,7 @@ impl Chunk<'_> {
 
     /// `dx = dlogits·w` of these rows, `dw (=|+=) dlogitsᵀ·x`; `logits` becomes dlogits. `first`: the chunk's first row.
     fn backward(&self, logits: &mut [f32], sums: &[RowSums], g: &mut Grads, first: usize) {
-        let Shape { m, d, v } = self.shape;
+        let Shape { m, d, v, .. } = self.shape;
         let dx = &mut g.dx[first * d..(first + m) * d];
         let dw_write = if first == 0 { g.dw_write } else { Write::Add };
         for block in self.blocks() {
@@ -164,6 +174,9 @@ impl Chunk<'_> {
             let b = Operand { data: &self.w[self.of_weights(&block)], row: 1, depth: d };
             let write = if block.start == 0 { Write::Set } else { Write::Add };
             product(self.cpu, dx, a, b, Product { m, n: d, k: block.len(), ldc: d, write });
+            if g.dw.is_empty() {
+                continue;
+            }
             let a = Operand { data: dlogits, row: 1, depth: v };
             let b = Operand { data: self.x, row: 1, depth: d };
             let shape = Product { m: block.len(), n: d, k: m, ldc: d, write: dw_write };
@@ -185,9 +198,16 @@ impl Chunk<'_> {
                     continue;
                 }
                 let factor = (f64::from(scale) / sums[row].total) as f32;
-                exponentiate(self.cpu.level, part, sums[row].max as f32, factor);
-                if block.contains(&label) {
-                    part[label - block.start] -= scale;
+                let at_label = block.contains(&label).then(|| label - block.start);
+                let slope = |l: f32| self.shape.cap.map_or(1.0, |cap| 1.0 - (l / cap) * (l / cap));
+                let of_label = at_label.map(|at| (at, scale * slope(part[at])));
+                let max = sums[row].max as f32;
+                match self.shape.cap {
+                    Some(cap) => exponentiate_capped(self.cpu.level, part, max, factor, cap),
+                    None => exponentiate(self.cpu.level, part, max, factor),
+                }
+                if let Some((at, less)) = of_label {
+                    part[at] -= less;
                 }
             }
         });
@@ -199,6 +219,20 @@ multiversion! {
 }
 multiversion! {
     fn exponentiate = exponentiate_logits(x: &mut [f32], shift: f32, factor: f32)
+}
+
+multiversion! {
+    fn cap_logits = cap_each(x: &mut [f32], cap: f32)
+}
+multiversion! {
+    fn exponentiate_capped = exponentiate_capped_logits(x: &mut [f32], shift: f32, factor: f32, cap: f32)
+}
+
+#[inline(always)]
+fn cap_each<S: Simd>(s: S, x: &mut [f32], cap: f32) {
+    for i in (0..x.len()).step_by(LANES) {
+        put(s, x, i, s.mul(s.splat(cap), tanh(s, s.mul(get(s, x, i), s.splat(1.0 / cap)))));
+    }
 }
 
 /// Takes some logits of a row into account. A number that is none makes the sum none.
@@ -234,5 +268,16 @@ fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));
     for i in (0..x.len()).step_by(LANES) {
         put(s, x, i, s.mul(exp(s, s.sub(get(s, x, i), shift)), factor));
+    }
+}
+
+/// As [`exponentiate_logits`] of capped logits, and on to the gradient of what they were before.
+#[inline(always)]
+fn exponentiate_capped_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32, cap: f32) {
+    let (shift, factor) = (s.splat(shift), s.splat(factor));
+    for i in (0..x.len()).step_by(LANES) {
+        let capped = get(s, x, i);
+        let p = s.mul(exp(s, s.sub(capped, shift)), factor);
+        put(s, x, i, before_cap(s, p, capped, cap));
     }
 }

@@ -3,7 +3,7 @@
 //! Optimizers use no fused multiply-add: they wait for memory anyway, and so every machine gives the same bits.
 use super::simd::{LANES, Simd, get, multiversion, put};
 use super::{Cpu, Parts, expect_len};
-use crate::ops::{AdamW, NORM_BLOCK, Sgd};
+use crate::ops::{AdamW, Lion, NORM_BLOCK, Sgd};
 
 pub(crate) fn add(cpu: &Cpu, y: &mut [f32], x: &[f32]) {
     expect_len("add", "x", x.len(), y.len());
@@ -66,6 +66,18 @@ pub(crate) fn sgd(cpu: &Cpu, p: &mut [f32], g: &[f32], momentum_buffer: &mut [f3
     });
 }
 
+pub(crate) fn lion(cpu: &Cpu, p: &mut [f32], g: &[f32], avg: &mut [f32], h: &Lion) {
+    let len = p.len();
+    expect_len("lion", "g", g.len(), len);
+    expect_len("lion", "exp_avg", avg.len(), len);
+    let (p, avg) = (Parts::new(p), Parts::new(avg));
+    cpu.by_elements(len, |r| {
+        // SAFETY: tasks have ranges of their own.
+        let (p, avg) = unsafe { (p.part(r.clone()), avg.part(r.clone())) };
+        lion_range(cpu.level, p, &g[r], avg, *h);
+    });
+}
+
 multiversion! {
     fn add_range = add_vectors(y: &mut [f32], x: &[f32])
 }
@@ -80,6 +92,10 @@ multiversion! {
 }
 multiversion! {
     fn sgd_range = sgd_vectors(p: &mut [f32], g: &[f32], buffer: &mut [f32], h: Sgd)
+}
+
+multiversion! {
+    fn lion_range = lion_vectors(p: &mut [f32], g: &[f32], avg: &mut [f32], h: Lion)
 }
 
 #[inline(always)]
@@ -202,5 +218,20 @@ fn sgd_vectors<S: Simd>(s: S, p: &mut [f32], g: &[f32], buffer: &mut [f32], h: S
             put(s, buffer, i, grad);
         }
         put(s, p, i, s.add(param, s.mul(s.splat(-h.lr as f32), grad)));
+    }
+}
+
+/// The sign of 0 is 0.
+#[inline(always)]
+fn lion_vectors<S: Simd>(_: S, p: &mut [f32], g: &[f32], avg: &mut [f32], h: Lion) {
+    let keep = (1.0 - h.lr * h.weight_decay) as f32;
+    let (beta1, rest1) = (h.beta1 as f32, (1.0 - h.beta1) as f32);
+    let (beta2, rest2, lr) = (h.beta2 as f32, (1.0 - h.beta2) as f32, h.lr as f32);
+    for ((p, g), m) in p.iter_mut().zip(g).zip(avg) {
+        let grad = g * h.grad_scale;
+        let towards = *m * beta1 + grad * rest1;
+        let sign = f32::from(towards > 0.0) - f32::from(towards < 0.0);
+        *p = *p * keep - lr * sign;
+        *m = *m * beta2 + grad * rest2;
     }
 }

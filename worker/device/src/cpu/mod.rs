@@ -8,9 +8,11 @@ mod bias;
 mod classifier;
 mod embedding;
 mod flat;
+mod gelu;
 mod grouped;
 mod head_norm;
 mod kernel;
+mod layer_norm;
 mod matmul;
 mod norm;
 mod pack;
@@ -26,7 +28,8 @@ mod x86;
 
 use crate::mem::{View, ViewMut};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, Ops, RouterGradient, RouterShape, Sgd, Write,
+    AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
+    RouterShape, Sgd, Write,
 };
 use matmul::{Product, product};
 use pack::Operand;
@@ -93,6 +96,10 @@ impl Cpu {
 #[track_caller]
 fn expect_len(op: &str, name: &str, len: usize, want: usize) {
     assert!(len == want, "{op}: {name} has {len} elements, the shape asks for {want}");
+}
+
+fn on_host(norm: LayerNorm<'_>) -> layer_norm::Norm<'_> {
+    layer_norm::Norm { w: norm.w.host(), b: norm.b.host(), eps: norm.eps }
 }
 
 impl Ops for Cpu {
@@ -188,6 +195,38 @@ impl Ops for Cpu {
 
     fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows) {
         head_norm::backward(self, dx.host(), dw.host(), raw.host(), rstd.host(), w.host(), h);
+    }
+
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNorm, m: usize) {
+        layer_norm::forward(self, y.host(), stats.host(), x.host(), on_host(norm), m);
+    }
+
+    fn add_layernorm_forward(
+        &self,
+        y: ViewMut,
+        stats: ViewMut,
+        x: ViewMut,
+        delta: View,
+        norm: LayerNorm,
+        m: usize,
+    ) {
+        layer_norm::add_forward(self, y.host(), stats.host(), x.host(), delta.host(), on_host(norm), m);
+    }
+
+    fn layernorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        db: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        stats: View,
+        m: usize,
+        write: Write,
+    ) {
+        let grads = [dw.host(), db.host()];
+        layer_norm::backward(self, dx.host(), grads, dy.host(), x.host(), w.host(), stats.host(), m, write);
     }
 
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
@@ -315,7 +354,23 @@ impl Ops for Cpu {
         grouped::backward_weight(self, dw.host(), dy.host(), x.host(), groups, n, k);
     }
 
-    fn classifier(
+    fn gelu_forward(&self, y: ViewMut, x: View) {
+        gelu::forward(self, y.host(), x.host());
+    }
+
+    fn gelu_backward(&self, dx: ViewMut, dy: View, x: View) {
+        gelu::backward(self, dx.host(), dy.host(), x.host());
+    }
+
+    fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
+        gelu::gated_forward(self, y.host(), gate_up.host(), m, f);
+    }
+
+    fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
+        gelu::gated_backward(self, dgate_up.host(), dy.host(), gate_up.host(), m, f);
+    }
+
+    fn capped_classifier(
         &self,
         loss: ViewMut,
         x: View,
@@ -324,9 +379,10 @@ impl Ops for Cpu {
         m: usize,
         d: usize,
         v: usize,
+        cap: Option<f32>,
         grads: Option<ClassifierGrads>,
     ) {
-        let shape = classifier::Shape { m, d, v };
+        let shape = classifier::Shape { m, d, v, cap };
         classifier::classifier(self, loss.host(), x.host(), w.host(), labels, shape, grads);
     }
 
@@ -348,5 +404,9 @@ impl Ops for Cpu {
 
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {
         flat::sgd(self, p.host(), g.host(), momentum_buffer.host(), h);
+    }
+
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion) {
+        flat::lion(self, p.host(), g.host(), exp_avg.host(), h);
     }
 }

@@ -129,6 +129,26 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     s.scale_pow2(p, n)
 }
 
+/// tanh(x) within 6 ulp, small ones included; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
+    // From 9.02 on the nearest f32 is 1. min and max keep the second where one is NaN.
+    let x = s.min(s.splat(9.02), s.max(s.splat(-9.02), x));
+    // Lambert's continued fraction of tanh(x/4), cut after seven terms, as a quotient of polynomials.
+    let quarter = s.mul(x, s.splat(0.25));
+    let y = s.mul(quarter, quarter);
+    let polynomial = |coefficients: &[f32]| {
+        let one = s.splat(1.0);
+        coefficients.iter().fold(one, |p, &c| s.fma(p, y, s.splat(c)))
+    };
+    let above = s.mul(quarter, polynomial(&[378.0, 17325.0, 135_135.0]));
+    let below =
+        s.fma(s.fma(s.fma(s.splat(28.0), y, s.splat(3150.0)), y, s.splat(62370.0)), y, s.splat(135_135.0));
+    // tanh(2u) = 2·tanh(u) / (1 + tanh²(u)), twice.
+    let double = |t: S::V| s.div(s.add(t, t), s.fma(t, t, s.splat(1.0)));
+    double(double(s.div(above, below)))
+}
+
 /// Arrays that the compiler vectorises for the target's baseline (SSE2 on x86-64, NEON on aarch64).
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
@@ -368,6 +388,40 @@ mod tests {
                 let error = ulps(*y, f64::from(*x).exp());
                 assert!(error <= 2.0, "{}: exp({x}) = {y}, off by {error} ulp", level.name());
             }
+        }
+    }
+
+    multiversion! {
+        fn tanh_all = tanh_each(x: &mut [f32])
+    }
+
+    #[inline(always)]
+    fn tanh_each<S: Simd>(s: S, x: &mut [f32]) {
+        for i in (0..x.len()).step_by(LANES) {
+            put(s, x, i, tanh(s, get(s, x, i)));
+        }
+    }
+
+    #[test]
+    fn tanh_is_within_six_ulps() {
+        let range =
+            |from: f32, to: f32, n: usize| (0..n).map(move |i| from + (to - from) * i as f32 / n as f32);
+        let x: Vec<f32> = range(-12.0, 12.0, 200_000)
+            .chain(range(1e-4, 0.1, 50_000))
+            .chain([0.0, -0.0, 1e-30, 1e30, f32::INFINITY, f32::NEG_INFINITY])
+            .collect();
+        for level in Level::available() {
+            let mut y = x.clone();
+            tanh_all(level, &mut y);
+            for (x, y) in x.iter().zip(&y) {
+                let want = f64::from(*x).tanh();
+                let error = ulps(y.abs(), want.abs());
+                assert!(error <= 6.0, "{}: tanh({x}) = {y}, off by {error} ulp", level.name());
+                assert!(y.abs() <= 1.0, "{}: tanh({x}) = {y}", level.name());
+            }
+            let mut broken = [f32::NAN, -f32::NAN];
+            tanh_all(level, &mut broken);
+            assert!(broken.iter().all(|x| x.is_nan()));
         }
     }
 

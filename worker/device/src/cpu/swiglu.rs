@@ -38,7 +38,7 @@ multiversion! {
 
 /// σ(x)
 #[inline(always)]
-fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
+pub(super) fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     let one = s.splat(1.0);
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }

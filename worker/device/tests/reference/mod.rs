@@ -120,6 +120,27 @@ pub(crate) fn rmsnorm(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
     x.chunks(d).flat_map(row).collect()
 }
 
+pub(crate) fn layernorm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> Vec<f64> {
+    let d = w.len();
+    let row = |x: &[f64]| {
+        let mean = x.iter().sum::<f64>() / d as f64;
+        let centred: Vec<f64> = x.iter().map(|x| x - mean).collect();
+        let rstd = 1.0 / (dot(&centred, &centred) / d as f64 + eps).sqrt();
+        centred.iter().zip(w).zip(b).map(|((c, w), b)| c * rstd * w + b).collect::<Vec<_>>()
+    };
+    x.chunks(d).flat_map(row).collect()
+}
+
+/// By its definition with tanh.
+pub(crate) fn gelu(x: f64) -> f64 {
+    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
+}
+
+pub(crate) fn geglu(gate_up: &[f64], f: usize) -> Vec<f64> {
+    let row = |r: &[f64]| (0..f).map(|i| gelu(r[i]) * r[f + i]).collect::<Vec<_>>();
+    gate_up.chunks(2 * f).flat_map(row).collect()
+}
+
 /// Position p of head h: pairs (i, i + head_dim/2) turned by the angle whose cosine and sine are given.
 pub(crate) fn rope(
     x: &[f64],
@@ -147,7 +168,7 @@ pub(crate) fn rope(
 
 /// Outputs and log-sum-exps.
 pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (Vec<f64>, Vec<f64>) {
-    let AttentionShape { b, t, heads, kv_heads, head_dim } = shape;
+    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let stride = (heads + 2 * kv_heads) * head_dim;
     let mut o = vec![0.0; b * t * heads * head_dim];
     let mut lse = vec![0.0; b * heads * t];
@@ -160,7 +181,10 @@ pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (
                     &qkv[first..first + head_dim]
                 };
                 let keys: Vec<usize> = (starts[seq * t + q] as usize..=q).collect();
-                let score = |&k: &usize| dot(at(q, h), at(k, heads + kv)) / (head_dim as f64).sqrt();
+                let score = |&k: &usize| {
+                    let score = dot(at(q, h), at(k, heads + kv)) * f64::from(shape.scale);
+                    shape.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                };
                 let scores: Vec<f64> = keys.iter().map(score).collect();
                 let max = scores.iter().fold(f64::NEG_INFINITY, |m, &s| m.max(s));
                 let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
@@ -184,7 +208,22 @@ pub(crate) fn swiglu(gate_up: &[f64], f: usize) -> Vec<f64> {
 
 /// Each row's loss.
 pub(crate) fn cross_entropy(x: &[f64], w: &[f64], labels: &[u32], d: usize, v: usize) -> Vec<f64> {
-    let logits = matmul(x, w, labels.len(), v, d);
+    capped_cross_entropy(x, w, labels, d, v, None)
+}
+
+/// As [`cross_entropy`], of logits that a cap was put on.
+pub(crate) fn capped_cross_entropy(
+    x: &[f64],
+    w: &[f64],
+    labels: &[u32],
+    d: usize,
+    v: usize,
+    cap: Option<f32>,
+) -> Vec<f64> {
+    let mut logits = matmul(x, w, labels.len(), v, d);
+    if let Some(cap) = cap.map(f64::from) {
+        logits.iter_mut().for_each(|l| *l = cap * (*l / cap).tanh());
+    }
     let row = |(logits, &label): (&[f64], &u32)| {
         if label == IGNORE {
             return 0.0;

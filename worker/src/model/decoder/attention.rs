@@ -1,6 +1,6 @@
 //! The first half of a layer: norm, q k v, their norms, rotation, attention, output projection.
-use super::{Decoder, each};
-use crate::model::{Activations, Batch, LayerInput};
+use super::Decoder;
+use crate::model::{Activations, Batch, LayerInput, each};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{AttentionShape, HeadRows, Write},
@@ -8,19 +8,27 @@ use device::{
 
 impl Decoder {
     fn shape(&self, batch: &Batch) -> AttentionShape {
+        let (heads, kv_heads, head_dim) = (self.n.heads, self.n.kv_heads, self.n.head_dim);
         AttentionShape {
-            b: batch.b,
-            t: batch.t,
-            heads: self.n.heads,
-            kv_heads: self.n.kv_heads,
-            head_dim: self.n.head_dim,
+            scale: self.n.attention_scale,
+            softcap: self.n.attention_cap,
+            ..AttentionShape::new(batch.b, batch.t, heads, kv_heads, head_dim)
         }
+    }
+
+    fn slides(&self, input: &LayerInput) -> bool {
+        self.n.sliding.get(input.layer).is_some_and(|s| *s)
     }
 
     /// Position of the first token that each token of this layer may attend to.
     fn starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
-        let sliding = self.n.sliding.get(input.layer).is_some_and(|s| *s);
-        if sliding { &input.batch.windowed } else { &input.batch.starts }
+        if self.slides(input) { &input.batch.windowed } else { &input.batch.starts }
+    }
+
+    /// cos and sin of this layer.
+    fn angles(&self, input: &LayerInput) -> (View<'_>, View<'_>) {
+        let own = self.sliding_tables.as_ref().filter(|_| self.slides(input));
+        own.unwrap_or(&self.tables).first(input.batch.t)
     }
 
     /// q's heads, then k's, inside rows of q, k and v.
@@ -40,16 +48,16 @@ impl Decoder {
     ) {
         let (p, batch, s) = (input.params, input.batch, &self.spans);
         let (m, d, width, eps) = (batch.rows(), self.n.hidden, self.qkv_width(), self.n.eps);
-        let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd] = each::<9>(saved);
-        let [norm, ..] = each::<6>(scratch);
-        let w_in = p.slice(s.input_norm.clone());
+        let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd, branch, branch_rstd] = each::<11>(saved);
+        let [norm, _, _, _, _, _, room] = each::<7>(scratch);
+        let w_in = self.norm_factors(p, &s.input_norm, room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), input.x, w_in, m, d, eps);
         ops.matmul_forward(qkv.view_mut(), norm.view(), p.slice(s.qkv.clone()), m, width, d, Write::Set);
         if let Some(bias) = &s.qkv_bias {
             ops.bias_forward(qkv.view_mut(), p.slice(bias.clone()), m, width);
         }
-        self.qk_norm_forward(ops, p, qkv, raw, head_rstd, m);
-        let (cos, sin) = self.tables.first(batch.t);
+        self.qk_norm_forward(ops, p, qkv, raw, head_rstd, room, m);
+        let (cos, sin) = self.angles(input);
         let (rotated, head_dim) = (self.n.heads + self.n.kv_heads, self.n.head_dim);
         ops.rope_forward(qkv.view_mut(), cos, sin, batch.b, batch.t, rotated, head_dim, width);
         ops.attention_forward(
@@ -60,9 +68,14 @@ impl Decoder {
             self.shape(batch),
         );
         let w_o = p.slice(s.o.clone());
-        ops.matmul_forward(mid.view_mut(), o.view(), w_o, m, d, self.o_width(), Write::Set);
+        let mut out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
+        ops.matmul_forward(out.reborrow(), o.view(), w_o, m, d, self.o_width(), Write::Set);
         if let Some(bias) = &s.o_bias {
-            ops.bias_forward(mid.view_mut(), p.slice(bias.clone()), m, d);
+            ops.bias_forward(out, p.slice(bias.clone()), m, d);
+        }
+        if let Some(at) = &s.attention_out_norm {
+            let w = self.norm_factors(p, at, room);
+            ops.rmsnorm_forward(mid.view_mut(), branch_rstd.view_mut(), branch.view(), w, m, d, eps);
         }
     }
 
@@ -78,22 +91,34 @@ impl Decoder {
     ) {
         let (p, batch, x, s) = (input.params, input.batch, input.x, &self.spans);
         let (m, d, width) = (batch.rows(), self.n.hidden, self.qkv_width());
-        let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd] = each::<9>(saved);
-        let [norm, dnorm, _, _, d_o, dqkv] = each::<6>(scratch);
-        self.output_backward(ops, p, g, dx.as_view(), o.view(), d_o.view_mut(), m);
+        let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd, branch, branch_rstd] = each::<11>(saved);
+        let [norm, dnorm, _, _, d_o, dqkv, room] = each::<7>(scratch);
+        let dout = match &s.attention_out_norm {
+            None => dx.as_view(),
+            Some(at) => {
+                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view());
+                let (dbranch, dw) = (norm.view_mut(), (&mut g[at.clone()]).into());
+                ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
+                norm.view()
+            }
+        };
+        self.output_backward(ops, input, g, dout, o.view(), d_o.view_mut());
         let (starts, shape) = (self.starts(input), self.shape(batch));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
-        let (cos, sin) = self.tables.first(batch.t);
+        let (cos, sin) = self.angles(input);
         let (rotated, head_dim) = (self.n.heads + self.n.kv_heads, self.n.head_dim);
         ops.rope_backward(dqkv.view_mut(), cos, sin, batch.b, batch.t, rotated, head_dim, width);
-        self.qk_norm_backward(ops, p, g, dqkv, raw.view(), head_rstd.view(), m);
+        self.qk_norm_backward(ops, p, g, dqkv, raw.view(), head_rstd.view(), room, m);
         if let Some(bias) = &s.qkv_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dqkv.view(), m, width);
         }
-        let w_in = p.slice(s.input_norm.clone());
+        let w_in = self.norm_factors(p, &s.input_norm, room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.n.eps);
-        let dw_qkv = (&mut g[s.qkv.clone()]).into();
-        ops.matmul_backward_weight(dw_qkv, dqkv.view(), norm.view(), m, width, d, Write::Set);
+        let wanted = self.wanted[input.layer];
+        if wanted.qkv {
+            let dw_qkv = (&mut g[s.qkv.clone()]).into();
+            ops.matmul_backward_weight(dw_qkv, dqkv.view(), norm.view(), m, width, d, Write::Set);
+        }
         let w_qkv = p.slice(s.qkv.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dqkv.view(), w_qkv, m, width, d, Write::Set);
         let dw_in = (&mut g[s.input_norm.clone()]).into();
@@ -104,18 +129,20 @@ impl Decoder {
     fn output_backward(
         &self,
         ops: &dyn Ops,
-        p: View,
+        input: &LayerInput,
         g: &mut [f32],
         dx: View,
         o: View,
         d_o: ViewMut,
-        m: usize,
     ) {
+        let (p, m) = (input.params, input.batch.rows());
         let (s, d, o_width) = (&self.spans, self.n.hidden, self.o_width());
         if let Some(bias) = &s.o_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dx, m, d);
         }
-        ops.matmul_backward_weight((&mut g[s.o.clone()]).into(), dx, o, m, d, o_width, Write::Set);
+        if self.wanted[input.layer].o {
+            ops.matmul_backward_weight((&mut g[s.o.clone()]).into(), dx, o, m, d, o_width, Write::Set);
+        }
         ops.matmul_backward_input(d_o, dx, p.slice(s.o.clone()), m, d, o_width, Write::Set);
     }
 
@@ -127,6 +154,7 @@ impl Decoder {
         qkv: &mut Buf,
         raw: &mut Buf,
         rstd: &mut Buf,
+        room: &mut Buf,
         m: usize,
     ) {
         let Some(weights) = &self.spans.qk_norm else { return };
@@ -134,7 +162,8 @@ impl Decoder {
         let (rstd_q, rstd_k) = rstd.view_mut().split_at(m * self.n.heads);
         let kept = [(raw_q, rstd_q), (raw_k, rstd_k)];
         for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
-            ops.rmsnorm_heads_forward(qkv.view_mut(), raw, rstd, p.slice(w.clone()), shape, self.n.eps);
+            let w = self.norm_factors(p, w, room);
+            ops.rmsnorm_heads_forward(qkv.view_mut(), raw, rstd, w, shape, self.n.eps);
         }
     }
 
@@ -146,6 +175,7 @@ impl Decoder {
         dqkv: &mut Buf,
         raw: View,
         rstd: View,
+        room: &mut Buf,
         m: usize,
     ) {
         let Some(weights) = &self.spans.qk_norm else { return };
@@ -154,7 +184,8 @@ impl Decoder {
             [(raw.slice(0..q), rstd.slice(0..h)), (raw.slice(q..raw.len()), rstd.slice(h..rstd.len()))];
         for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
             let dw = (&mut g[w.clone()]).into();
-            ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, p.slice(w.clone()), shape);
+            let w = self.norm_factors(p, w, room);
+            ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, w, shape);
         }
     }
 }

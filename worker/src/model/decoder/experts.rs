@@ -43,7 +43,7 @@ impl Decoder {
     }
 
     /// The router's matrix in the flat vector of a layer with experts.
-    fn router(&self) -> std::ops::Range<usize> {
+    pub(super) fn router(&self) -> std::ops::Range<usize> {
         let at = self.spans.post_norm.end;
         at..at + self.experts().shape.experts * self.n.hidden
     }
@@ -85,8 +85,8 @@ impl Sparse for Decoder {
         self.attention_forward(ops, input, saved, scratch);
         let (p, m, d, shape) = (input.params, input.batch.rows(), self.n.hidden, self.shape());
         let [_, _, _, _, mid, rstd2, ..] = each::<9>(saved);
-        let [norm, _, _, _, _, _, logits] = each::<7>(scratch);
-        let w_post = p.slice(self.spans.post_norm.clone());
+        let [norm, _, _, _, _, _, room, logits] = each::<8>(scratch);
+        let w_post = self.norm_factors(p, &self.spans.post_norm, room);
         let (normed, rstd2, eps) = (norm.view_mut(), rstd2.view_mut(), self.n.eps);
         ops.add_rmsnorm_forward(normed, rstd2, mid.view_mut(), input.x, w_post, m, d, eps);
         let w = p.slice(self.router());
@@ -131,13 +131,16 @@ impl Sparse for Decoder {
             g[span].fill(0.0);
         }
         let [_, _, _, _, mid, rstd2, ..] = each::<9>(saved);
-        let [norm, dnorm, _, _, _, _, dlogits] = each::<7>(scratch);
+        let [norm, dnorm, _, _, _, _, room, dlogits] = each::<8>(scratch);
         ops.combine_rows(dnorm.view_mut(), back.rows, None, back.places, m, d, Write::Set);
         routing.backward(ops, dlogits.view_mut(), back, shape);
-        let w_post = p.slice(self.spans.post_norm.clone());
+        let w_post = self.norm_factors(p, &self.spans.post_norm, room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
-        let (dw, w) = ((&mut g[router.clone()]).into(), p.slice(router));
-        ops.matmul_backward_weight(dw, dlogits.view(), norm.view(), m, shape.experts, d, Write::Set);
+        if self.wanted[input.layer].router {
+            let dw = (&mut g[router.clone()]).into();
+            ops.matmul_backward_weight(dw, dlogits.view(), norm.view(), m, shape.experts, d, Write::Set);
+        }
+        let w = p.slice(router);
         ops.matmul_backward_input(dnorm.view_mut(), dlogits.view(), w, m, shape.experts, d, Write::Add);
         let dw_post = (&mut g[self.spans.post_norm.clone()]).into();
         let (dy, x, rstd) = (dnorm.view(), mid.view(), rstd2.view());

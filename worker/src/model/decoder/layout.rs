@@ -13,18 +13,23 @@ pub(super) struct Spans {
     pub(super) qk_norm: Option<[Range<usize>; 2]>,
     pub(super) o: Range<usize>,
     pub(super) o_bias: Option<Range<usize>>,
+    /// Of attention's output, before it is added to the residual stream.
+    pub(super) attention_out_norm: Option<Range<usize>>,
+    /// Before the MLP.
     pub(super) post_norm: Range<usize>,
     pub(super) gate_up: Range<usize>,
     pub(super) gate_up_bias: Option<Range<usize>>,
     pub(super) down: Range<usize>,
     pub(super) down_bias: Option<Range<usize>>,
+    /// Of the MLP's output, before it is added to the residual stream.
+    pub(super) mlp_out_norm: Option<Range<usize>>,
 }
 
 impl Spans {
     /// Those whose gradients are sums that ops add to.
     pub(super) fn summed(&self) -> impl Iterator<Item = Range<usize>> {
         let biases = [&self.qkv_bias, &self.o_bias, &self.gate_up_bias, &self.down_bias];
-        let norms = self.qk_norm.iter().flatten();
+        let norms = self.qk_norm.iter().flatten().chain(&self.attention_out_norm).chain(&self.mlp_out_norm);
         let all =
             [&self.input_norm, &self.post_norm].into_iter().chain(biases.into_iter().flatten()).chain(norms);
         all.cloned()
@@ -35,6 +40,7 @@ impl Spans {
 struct Tensors {
     prefix: String,
     std: f32,
+    norm: Init,
     params: Vec<ParamSpec>,
     at: usize,
 }
@@ -49,7 +55,7 @@ impl Tensors {
     }
 
     fn norm(&mut self, name: &str, width: usize) -> Range<usize> {
-        self.add(&format!("{name}.weight"), vec![width], Init::Ones)
+        self.add(&format!("{name}.weight"), vec![width], self.norm)
     }
 
     /// Matrices with the same input, by name and rows.
@@ -76,7 +82,7 @@ impl Tensors {
 pub(super) fn layer_unit(n: &Numbers, number: Option<usize>) -> (Unit, Spans) {
     let layer = number.unwrap_or(0);
     let prefix = format!("model.layers.{layer}");
-    let mut t = Tensors { prefix, std: n.std, params: Vec::new(), at: 0 };
+    let mut t = Tensors { prefix, std: n.std, norm: n.norm_init(), params: Vec::new(), at: 0 };
     let (d, f, hd) = (n.hidden, n.intermediate, n.head_dim);
     let (q, kv) = (n.heads * hd, n.kv_heads * hd);
     let input_norm = t.norm("input_layernorm", d);
@@ -87,7 +93,9 @@ pub(super) fn layer_unit(n: &Numbers, number: Option<usize>) -> (Unit, Spans) {
     let named = [("self_attn.o_proj", d)];
     let o = t.matrices(&named, q);
     let o_bias = t.biases(n.o_bias, &named);
-    let post_norm = t.norm("post_attention_layernorm", d);
+    let attention_out_norm = n.output_norms.then(|| t.norm("post_attention_layernorm", d));
+    let before_mlp = if n.output_norms { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
+    let post_norm = t.norm(before_mlp, d);
     let experts = n.experts.as_ref().filter(|_| number.is_some_and(|l| n.is_sparse(l)));
     // Either a router, whose experts are units of their own, or gate, up and down.
     let (ups, downs) = ([("mlp.gate_proj", f), ("mlp.up_proj", f)], [("mlp.down_proj", d)]);
@@ -99,6 +107,7 @@ pub(super) fn layer_unit(n: &Numbers, number: Option<usize>) -> (Unit, Spans) {
     let gate_up_bias = t.biases(n.mlp_bias, ups);
     let down = t.matrices(downs, f);
     let down_bias = t.biases(n.mlp_bias, downs);
+    let mlp_out_norm = n.output_norms.then(|| t.norm("post_feedforward_layernorm", d));
     let spans = Spans {
         input_norm,
         qkv,
@@ -106,11 +115,13 @@ pub(super) fn layer_unit(n: &Numbers, number: Option<usize>) -> (Unit, Spans) {
         qk_norm,
         o,
         o_bias,
+        attention_out_norm,
         post_norm,
         gate_up,
         gate_up_bias,
         down,
         down_bias,
+        mlp_out_norm,
     };
     (Unit::new(format!("layer {layer}"), t.params), spans)
 }

@@ -1,6 +1,6 @@
-//! The second half of a layer: residual add, norm, SwiGLU, residual add.
-use super::{Decoder, each};
-use crate::model::{Activations, LayerInput};
+//! The second half of a layer: residual add, norm, SwiGLU or GeGLU, residual add.
+use super::Decoder;
+use crate::model::{Activations, LayerInput, each};
 use device::{Ops, View, ViewMut, ops::Write};
 
 impl Decoder {
@@ -15,9 +15,9 @@ impl Decoder {
     ) {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
-        let [_, _, _, _, mid, rstd2, gate_up, ..] = each::<9>(saved);
-        let [norm, _, act, ..] = each::<6>(scratch);
-        let (w_post, eps) = (p.slice(s.post_norm.clone()), self.n.eps);
+        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
+        let [norm, _, act, _, _, _, room] = each::<7>(scratch);
+        let (w_post, eps) = (self.norm_factors(p, &s.post_norm, room), self.n.eps);
         let x = input.x;
         ops.add_rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view_mut(), x, w_post, m, d, eps);
         let w_gate_up = p.slice(s.gate_up.clone());
@@ -25,13 +25,49 @@ impl Decoder {
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_forward(gate_up.view_mut(), p.slice(bias.clone()), m, 2 * f);
         }
-        let Some(mut y) = y else { return };
-        ops.swiglu_forward(act.view_mut(), gate_up.view(), m, f);
-        ops.matmul_forward(y.reborrow(), act.view(), p.slice(s.down.clone()), m, d, f, Write::Set);
-        if let Some(bias) = &s.down_bias {
-            ops.bias_forward(y.reborrow(), p.slice(bias.clone()), m, d);
+        if y.is_none() && s.mlp_out_norm.is_none() {
+            return;
+        }
+        self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
+        let down = |mut out: ViewMut| {
+            ops.matmul_forward(out.reborrow(), act.view(), p.slice(s.down.clone()), m, d, f, Write::Set);
+            if let Some(bias) = &s.down_bias {
+                ops.bias_forward(out, p.slice(bias.clone()), m, d);
+            }
+        };
+        if s.mlp_out_norm.is_some() {
+            down(branch.view_mut());
+        }
+        let Some(mut y) = y else {
+            // The backward needs the output's 1/rms; its normed rows go where they are in nobody's way.
+            if let Some(at) = &s.mlp_out_norm {
+                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view_mut());
+                ops.rmsnorm_forward(norm.view_mut(), rstd, branch.view(), w, m, d, eps);
+            }
+            return;
+        };
+        match &s.mlp_out_norm {
+            None => down(y.reborrow()),
+            Some(at) => {
+                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view_mut());
+                ops.rmsnorm_forward(y.reborrow(), rstd, branch.view(), w, m, d, eps);
+            }
         }
         ops.add(y, mid.view());
+    }
+
+    fn gate_forward(&self, ops: &dyn Ops, act: ViewMut, gate_up: View, m: usize) {
+        match self.n.gelu {
+            true => ops.geglu_forward(act, gate_up, m, self.n.intermediate),
+            false => ops.swiglu_forward(act, gate_up, m, self.n.intermediate),
+        }
+    }
+
+    fn gate_backward(&self, ops: &dyn Ops, dgate_up: ViewMut, dact: View, gate_up: View, m: usize) {
+        match self.n.gelu {
+            true => ops.geglu_backward(dgate_up, dact, gate_up, m, self.n.intermediate),
+            false => ops.swiglu_backward(dgate_up, dact, gate_up, m, self.n.intermediate),
+        }
     }
 
     /// `dx` becomes the gradient of the residual stream after attention.
@@ -46,24 +82,38 @@ impl Decoder {
     ) {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
-        let [_, _, _, _, mid, rstd2, gate_up, ..] = each::<9>(saved);
-        let [norm, dnorm, act, dgate_up, ..] = each::<6>(scratch);
-        ops.swiglu_forward(act.view_mut(), gate_up.view(), m, f);
+        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
+        let [norm, dnorm, act, dgate_up, _, _, room] = each::<7>(scratch);
+        self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
+        let dout = match &s.mlp_out_norm {
+            None => dx.as_view(),
+            Some(at) => {
+                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view());
+                let (dbranch, dw) = (norm.view_mut(), (&mut g[at.clone()]).into());
+                ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
+                norm.view()
+            }
+        };
         if let Some(bias) = &s.down_bias {
-            ops.bias_backward((&mut g[bias.clone()]).into(), dx.as_view(), m, d);
+            ops.bias_backward((&mut g[bias.clone()]).into(), dout, m, d);
         }
-        let dw_down = (&mut g[s.down.clone()]).into();
-        ops.matmul_backward_weight(dw_down, dx.as_view(), act.view(), m, d, f, Write::Set);
+        let wanted = self.wanted[input.layer];
+        if wanted.down {
+            let dw_down = (&mut g[s.down.clone()]).into();
+            ops.matmul_backward_weight(dw_down, dout, act.view(), m, d, f, Write::Set);
+        }
         let w_down = p.slice(s.down.clone());
-        ops.matmul_backward_input(act.view_mut(), dx.as_view(), w_down, m, d, f, Write::Set);
-        ops.swiglu_backward(dgate_up.view_mut(), act.view(), gate_up.view(), m, f);
+        ops.matmul_backward_input(act.view_mut(), dout, w_down, m, d, f, Write::Set);
+        self.gate_backward(ops, dgate_up.view_mut(), act.view(), gate_up.view(), m);
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dgate_up.view(), m, 2 * f);
         }
-        let w_post = p.slice(s.post_norm.clone());
+        let w_post = self.norm_factors(p, &s.post_norm, room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
-        let dw_gate_up = (&mut g[s.gate_up.clone()]).into();
-        ops.matmul_backward_weight(dw_gate_up, dgate_up.view(), norm.view(), m, 2 * f, d, Write::Set);
+        if wanted.gate_up {
+            let dw_gate_up = (&mut g[s.gate_up.clone()]).into();
+            ops.matmul_backward_weight(dw_gate_up, dgate_up.view(), norm.view(), m, 2 * f, d, Write::Set);
+        }
         let w_gate_up: View = p.slice(s.gate_up.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dgate_up.view(), w_gate_up, m, 2 * f, d, Write::Set);
         let dw_post = (&mut g[s.post_norm.clone()]).into();

@@ -1,0 +1,164 @@
+//! Losses as TensorBoard reads them: an event file of scalars in the run directory.
+//!
+//! A file is a sequence of records (TFRecord: length, masked CRC-32C of the length, data, masked CRC-32C of the data), each an `Event` message of
+//! tensorflow/core/util/event.proto in the encoding of Protocol Buffers. A start within the run (after a lost worker, say) says from which step on with a
+//! session mark, so that TensorBoard drops what was written of the steps that are taken again.
+use super::journal::Timed;
+use contract::event::Event;
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::Path,
+};
+
+/// What TensorBoard knows as the version whose session marks it heeds.
+const FILE_VERSION: &str = "brain.Event:2";
+
+/// An open event file.
+#[derive(Debug)]
+pub(super) struct EventFile {
+    out: File,
+}
+
+impl EventFile {
+    /// Begins a new file in `directory`; `time`: seconds since 1970.
+    pub(super) fn create(directory: &Path, run: &str, time: f64) -> io::Result<Self> {
+        fs::create_dir_all(directory)?;
+        // files are read in the order of their names
+        let name = format!("events.out.tfevents.{:010}.{run}", time as u64);
+        let out = File::options().append(true).create(true).open(directory.join(name))?;
+        let mut file = EventFile { out };
+        file.record(&message(time, 0, &text(3, FILE_VERSION)))?;
+        Ok(file)
+    }
+
+    /// Appends what an event has for TensorBoard.
+    pub(super) fn event(&mut self, timed: &Timed) -> io::Result<()> {
+        let scalars = |step: u64, values: &[(&str, f64)]| {
+            let values: Vec<u8> = values.iter().flat_map(|(tag, v)| bytes(1, &scalar(tag, *v))).collect();
+            message(timed.time, step, &bytes(5, &values))
+        };
+        let record = match *timed.event {
+            // the session starts after the step that it goes on from
+            Event::Ready { step, .. } => message(timed.time, step + 1, &bytes(7, &varint_field(1, 1))),
+            Event::Step { step, loss, grad_norm, lr, tokens_per_s, .. } => scalars(
+                step,
+                &[
+                    ("train/loss", loss),
+                    ("train/grad_norm", grad_norm),
+                    ("train/lr", lr),
+                    ("train/tokens_per_s", tokens_per_s),
+                ],
+            ),
+            Event::Eval { step, loss, perplexity, .. } => {
+                scalars(step, &[("eval/loss", loss), ("eval/perplexity", perplexity)])
+            }
+            _ => return Ok(()),
+        };
+        self.record(&record)
+    }
+
+    /// One write, so that a crash leaves whole records and at most one that is cut, which readers skip.
+    fn record(&mut self, data: &[u8]) -> io::Result<()> {
+        let length = (data.len() as u64).to_le_bytes();
+        let record =
+            [&length[..], &masked_crc(&length).to_le_bytes(), data, &masked_crc(data).to_le_bytes()].concat();
+        self.out.write_all(&record)
+    }
+}
+
+/// `Event`: wall_time = 1, step = 2, and one of its kinds.
+fn message(time: f64, step: u64, kind: &[u8]) -> Vec<u8> {
+    let mut out = vec![1 << 3 | 1];
+    out.extend(time.to_le_bytes());
+    out.extend(varint_field(2, step));
+    out.extend(kind);
+    out
+}
+
+/// `Summary.Value`: tag = 1, simple_value = 2.
+fn scalar(tag: &str, value: f64) -> Vec<u8> {
+    let mut out = text(1, tag);
+    out.push(2 << 3 | 5);
+    out.extend((value as f32).to_le_bytes());
+    out
+}
+
+fn text(field: u8, value: &str) -> Vec<u8> {
+    bytes(field, value.as_bytes())
+}
+
+fn bytes(field: u8, value: &[u8]) -> Vec<u8> {
+    let mut out = vec![field << 3 | 2];
+    out.extend(varint(value.len() as u64));
+    out.extend(value);
+    out
+}
+
+fn varint_field(field: u8, value: u64) -> Vec<u8> {
+    let mut out = vec![field << 3];
+    out.extend(varint(value));
+    out
+}
+
+fn varint(mut value: u64) -> Vec<u8> {
+    let mut out = Vec::new();
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+    out
+}
+
+/// The checksum of TFRecord files: CRC-32C, turned and shifted.
+fn masked_crc(data: &[u8]) -> u32 {
+    crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// CRC-32C (Castagnoli), a bit at a time: records are short and few.
+fn crc32c(data: &[u8]) -> u32 {
+    !data.iter().fold(!0, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |c, _| if c & 1 == 1 { c >> 1 ^ 0x82f6_3b78 } else { c >> 1 })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_are_those_of_the_standard() {
+        // RFC 3720, B.4
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+    }
+
+    #[test]
+    fn varints() {
+        assert_eq!(varint(0), [0]);
+        assert_eq!(varint(300), [0xac, 2]);
+        assert_eq!(varint(u64::MAX).len(), 10);
+    }
+
+    #[test]
+    fn records_are_framed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = EventFile::create(&dir.path().join("tb"), "r", 7.5).unwrap();
+        file.event(&Timed {
+            event: &Event::Eval { step: 3, loss: 0.5, perplexity: 2.0, tokens: 1 },
+            time: 8.0,
+        })
+        .unwrap();
+        let path = dir.path().join("tb/events.out.tfevents.0000000007.r");
+        let data = fs::read(path).unwrap();
+        let first = u64::from_le_bytes(data[..8].try_into().unwrap()) as usize;
+        assert_eq!(&data[12..12 + first][9..], [&[2 << 3, 0, 3 << 3 | 2, 13][..], b"brain.Event:2"].concat());
+        let second = &data[16 + first..];
+        let length = u64::from_le_bytes(second[..8].try_into().unwrap()) as usize;
+        assert_eq!(second.len(), length + 16);
+        let wanted = [&b"\n\teval/loss\x15"[..], &0.5f32.to_le_bytes()].concat();
+        assert!(second.windows(wanted.len()).any(|w| w == wanted));
+    }
+}

@@ -1,0 +1,335 @@
+"""Makes tests/golden/resume: training states that real programs saved, and the losses with which each of them went on.
+
+    scripts/golden/resume OUT [NAME…]        all cases, or these; what this file does for one of them:
+    PYTHON -m torch.distributed.run --nproc-per-node WORLD scripts/golden/resume.py OUT NAME
+
+Documents of equal length, one a sample, in their order: the batches are those of a job with `pack: false, shuffle: false` and
+four samples a step. AdamW, a linear schedule; three steps, the checkpoint, then three more steps whose losses go into
+next.json. Where a program trains in bf16, next.json also has the losses with which torch goes on in fp32 from the program's
+own fp32 weights and moments (`next_fp32`).
+
+FSDP isn't offered on CPUs by Accelerate: its plugin is set by hand, everything that writes files is as it was.
+"""
+import json
+import os
+import shutil
+import sys
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import torch
+import torch._dynamo  # before DeepSpeed patches torch.Tensor.__new__
+import torch.distributed as dist
+import transformers
+
+LENGTH, DOCUMENTS, EOD, BEFORE, AFTER, BATCH, LR, TOTAL = 20, 24, 256, 3, 3, 4, 2e-3, 20
+BETAS, EPS, DECAY, WARMUP, CLIP, SGD_LR = (0.9, 0.95), 1e-8, 0.1, 2, 1.0, 5e-2
+# distributed checkpoints have a container for each part of each tensor, so theirs are of one layer
+LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp", "lion")) else 2
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+torch.set_num_threads(1)
+
+# printable text that isn't uniform, so that there is something to learn
+letters = torch.Generator().manual_seed(5)
+documents = ["".join(chr(97 + int(i)) for i in torch.randint(0, 26, (LENGTH,), generator=letters) // 3) for _ in range(DOCUMENTS)]
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return DOCUMENTS
+
+    def __getitem__(self, i):
+        ids = torch.tensor([ord(c) for c in documents[i]] + [EOD])
+        return dict(input_ids=ids, labels=ids.clone())
+
+
+def rows(first, count):
+    ids = torch.stack([Samples()[i % DOCUMENTS]["input_ids"] for i in range(first, first + count)])
+    return dict(input_ids=ids, labels=ids.clone())
+
+
+def build(family):
+    """A small Llama, or a Qwen2 with biases and a tied head. Nothing divides evenly by three."""
+    sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=20, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+                 max_position_embeddings=64, rms_norm_eps=1e-6, initializer_range=0.1, attn_implementation="eager")
+    torch.manual_seed(3)
+    if family == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, tie_word_embeddings=True))
+
+
+def is_decayed(name):
+    return "norm" not in name and not name.endswith("bias")
+
+
+def groups(model, count=2):
+    named = list(model.named_parameters())
+    if count == 1:
+        return [dict(params=[p for _, p in named], weight_decay=DECAY)]
+    return [dict(params=[p for n, p in named if is_decayed(n)], weight_decay=DECAY),
+            dict(params=[p for n, p in named if not is_decayed(n)], weight_decay=0.0)]
+
+
+def adamw(model, count=2):
+    return torch.optim.AdamW(groups(model, count), lr=LR, betas=BETAS, eps=EPS)
+
+
+def sgd(model):
+    return torch.optim.SGD(groups(model), lr=SGD_LR, momentum=0.9)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer with one moment and a name that AdamW's has, too."""
+
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.sign(average * group["betas"][0] + p.grad * (1 - group["betas"][0])), alpha=-group["lr"])
+                average.mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
+
+
+def linear(optimizer, each=1):
+    return transformers.get_linear_schedule_with_warmup(optimizer, WARMUP * each, TOTAL * each)
+
+
+def mean(loss):
+    total = loss.detach().double()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total) / world
+
+
+def zero(stage, **more):
+    return dict(stage=stage, overlap_comm=False, reduce_bucket_size=20000, stage3_param_persistence_threshold=0, **more)
+
+
+def own_reducing():
+    """DeepSpeed would compile a faster way to reduce on one machine first; gloo does it as well."""
+    import deepspeed.comm.torch
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+
+
+def in_fp32(family, engine):
+    """The losses with which torch goes on in fp32 from what the engine has; all ranks ask the engine, each computes all."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    inner, model = engine.module, build(family)
+    if engine.zero_optimization_stage() < 3:
+        # its moments came to be after it had looked for them
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    optimizer = adamw(model)
+    ours = dict(model.named_parameters())
+    for name, p in inner.named_parameters():
+        mine = ours[name]
+        mine.data.copy_(safe_get_full_fp32_param(p).reshape(mine.shape))
+        moments = {k: safe_get_full_optimizer_state(p, k).clone().reshape(mine.shape) for k in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[mine] = dict(step=torch.tensor(float(BEFORE)), **moments)
+    schedule = linear(optimizer)
+    for _ in range(BEFORE):
+        schedule.step()
+    losses = []
+    for n in range(BEFORE, BEFORE + AFTER):
+        loss = model(**rows(n * BATCH, BATCH)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trainer(family, ds=None, bf16=False, fsdp=None, own=None, freeze=None):
+    """HF Trainer: plain, with DeepSpeed inside, or with FSDP inside; with an optimizer of one's own, with frozen weights."""
+    told, model = {}, build(family)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (freeze and freeze in name))
+    optimizer = own and own(model)
+
+    class Steps(transformers.TrainerCallback):
+        def on_save(self, args, state, control, model=None, **given):
+            if bf16:
+                told["next_fp32"] = in_fp32(family, one.model_wrapped)
+
+        def on_step_end(self, args, state, control, **given):
+            control.should_training_stop = state.global_step == BEFORE + AFTER
+            control.should_save = state.global_step == BEFORE
+
+    class Own(transformers.Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            if fsdp:
+                with_fsdp(self.accelerator, fsdp)
+                self.is_fsdp_enabled = True
+
+    if ds:
+        own_reducing()
+        ds = dict(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto", bf16=dict(enabled="auto"),
+                  zero_optimization=ds, zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
+    one = Own(
+        model=model, train_dataset=Samples(), callbacks=[Steps()], optimizers=(optimizer, optimizer and linear(optimizer)),
+        args=transformers.TrainingArguments(
+            output_dir=".", per_device_train_batch_size=BATCH // world, max_steps=TOTAL, save_strategy="no", logging_steps=1, learning_rate=LR,
+            weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", adam_beta2=BETAS[1], adam_epsilon=EPS, max_grad_norm=CLIP,
+            train_sampling_strategy="sequential", use_cpu=True, bf16=bf16, report_to=[], seed=3, deepspeed=ds, disable_tqdm=True,
+            dataloader_pin_memory=False, optim="adamw_torch", ddp_backend="gloo" if world > 1 or ds else None))
+    one.train()
+    losses = [line["loss"] for line in one.state.log_history if "loss" in line]
+    return f"checkpoint-{BEFORE}", losses, told
+
+
+def with_fsdp(accelerator, kind):
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type=f"{kind.upper()}_STATE_DICT", cpu_ram_efficient_loading=False)
+    for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+        shared["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+
+def accelerate(family, ds=None, fsdp=None, count=2):
+    """A loop of one's own with Accelerate's `save_state`. Its scheduler is made for steps × processes, as its examples do."""
+    from accelerate import Accelerator, PartialState
+
+    told, given = {}, dict(cpu=True)
+    if ds:
+        from accelerate.utils import DeepSpeedPlugin
+
+        own_reducing()
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(cpu=True, backend="gloo")  # without GPUs it would count one process
+        config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_accumulation_steps=1, gradient_clipping=CLIP, bf16=dict(enabled=True),
+                      zero_optimization=ds, zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
+        given = dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(**given)
+    if fsdp:
+        with_fsdp(accelerator, fsdp)
+    model = build(family)
+    optimizer = adamw(model, count)
+    schedule = linear(optimizer, world)
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=BATCH // world)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses = []
+    for n, batch in enumerate(loader):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+        losses.append(mean(loss))
+        if n + 1 == BEFORE:
+            accelerator.save_state("state")
+            if ds:
+                told["next_fp32"] = in_fp32(family, model)
+        if n + 1 == BEFORE + AFTER:
+            break
+    return "state", losses, told
+
+
+def dcp(family):
+    """torch alone: FSDP2 and `torch.distributed.checkpoint`, weights and optimizer in one."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh, model = init_device_mesh("cpu", (world,)), build(family)
+    for layer in [*model.model.layers, model]:
+        fully_shard(layer, mesh=mesh)
+    optimizer = adamw(model)
+    schedule, losses = linear(optimizer), []
+    for n in range(BEFORE + AFTER):
+        loss = model(**rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+        losses.append(mean(loss))
+        if n + 1 == BEFORE:
+            weights, states = get_state_dict(model, optimizer)
+            checkpoint.save({"model": weights, "optim": states, "scheduler": schedule.state_dict()}, checkpoint_id="state")
+    return "state", losses, {}
+
+
+def engine(family, stage, own):
+    """DeepSpeed alone, with an optimizer of one's own."""
+    import deepspeed
+
+    own_reducing()
+    deepspeed.init_distributed(dist_backend="gloo")
+    model, losses = build(family), []
+    optimizer = own(model)
+    config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_clipping=CLIP, zero_optimization=zero(stage), steps_per_print=10**9,
+                  zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
+    run, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=linear(optimizer), config=config)
+    for n in range(BEFORE + AFTER):
+        loss = run(**rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
+        run.backward(loss)
+        run.step()
+        losses.append(mean(loss))
+        if n + 1 == BEFORE:
+            run.save_checkpoint("state")
+    return "state", losses, {}
+
+
+# name: ranks, family, what saves it
+CASES = dict(
+    trainer_1=(1, "llama", trainer, {}),
+    trainer_2=(2, "qwen2", trainer, {}),
+    trainer_z3=(2, "llama", trainer, dict(ds=zero(3, sub_group_size=3000))),
+    trainer_z2_bf16=(2, "qwen2", trainer, dict(ds=zero(2), bf16=True)),
+    trainer_fsdp_full=(2, "llama", trainer, dict(fsdp="full")),
+    trainer_fsdp_sharded=(2, "llama", trainer, dict(fsdp="sharded")),
+    accelerate_ddp=(2, "llama", accelerate, dict(count=1)),
+    accelerate_fsdp_full=(2, "llama", accelerate, dict(fsdp="full")),
+    accelerate_fsdp_sharded=(2, "llama", accelerate, dict(fsdp="sharded")),
+    accelerate_z3_bf16=(2, "llama", accelerate, dict(ds=zero(3))),
+    dcp=(2, "qwen2", dcp, {}),
+    trainer_sgd=(1, "llama", trainer, dict(own=sgd)),
+    z2_sgd=(2, "llama", engine, dict(stage=2, own=sgd)),
+    z3_sgd=(2, "llama", engine, dict(stage=3, own=sgd)),
+    # what can't be gone on from
+    trainer_frozen=(1, "llama", trainer, dict(freeze="layers.0.")),
+    z2_lion=(2, "llama", engine, dict(stage=2, own=lambda model: Lion(groups(model)))),
+)
+# what programs put beside it and no reader needs
+LEFT_OUT = ["zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "README.md"]
+
+
+def main():
+    out, name = sys.argv[1], sys.argv[2]
+    expected, family, program, options = CASES[name]
+    assert world == expected, f"{name} is of {expected} ranks"
+    os.makedirs(os.path.join(out, name), exist_ok=True)
+    os.chdir(os.path.join(out, name))
+    folder, losses, told = program(family, **options)
+    assert len(losses) == BEFORE + AFTER, losses
+    if dist.is_initialized():
+        dist.barrier()
+    if rank == 0:
+        for left in LEFT_OUT:
+            if os.path.exists(os.path.join(folder, left)):
+                os.remove(os.path.join(folder, left))
+        for other in set(os.listdir(".")) - {folder}:
+            shutil.rmtree(other) if os.path.isdir(other) else os.remove(other)
+        versions = {m: __import__(m).__version__ for m in ("torch", "transformers", "accelerate", "deepspeed") if m in sys.modules}
+        with open("next.json", "w") as f:
+            json.dump(dict(family=family, layers=LAYERS, world=world, folder=folder, losses=losses[:BEFORE], next=losses[BEFORE:], **told,
+                           documents=documents, versions=versions), f, indent=1)
+            f.write("\n")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""Makes worker/ckpt/tests/golden/tiny: checkpoints of a model of some 200 numbers, as real programs write them on two ranks. They are
+small enough that a test may spoil each of their bytes in turn.
+
+    PYTHON scripts/golden/tiny_checkpoints.py all
+
+PYTHON has torch, transformers, Accelerate and DeepSpeed (scripts/bench/setup makes one). Each kind is made by two processes that
+torch's launcher starts with this script. AdamW, two groups (weight decay 0.1 and 0), a linear schedule, three steps. `reference.json`
+holds the weights and both moments as the live engine has them.
+"""
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "worker/ckpt/tests/golden/tiny"
+KINDS = ["z1", "z2", "z3", "accelerate_z2", "fsdp_full", "dcp", "trainer"]
+STEPS, LR = 3, 1e-2
+
+
+def model():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(7)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=12, hidden_size=4, intermediate_size=5, num_hidden_layers=1, num_attention_heads=1,
+                                        num_key_value_heads=1, max_position_embeddings=8, initializer_range=0.5,
+                                        bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
+
+
+def batch(step, rank):
+    import torch
+    ids = torch.randint(0, 12, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+    return dict(input_ids=ids, labels=ids.clone())
+
+
+def optimizer_of(m):
+    import torch
+    decay = [p for n, p in m.named_parameters() if "norm" not in n]
+    rest = [p for n, p in m.named_parameters() if "norm" in n]
+    optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)], lr=LR)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, linear)
+
+
+def linear(step):
+    return 1 - step / 20
+
+
+def zero(stage):
+    return dict(train_micro_batch_size_per_gpu=2, zero_optimization=dict(stage=stage, overlap_comm=False, stage3_param_persistence_threshold=0),
+                zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
+
+
+def whole(t):
+    return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().float().cpu()
+
+
+def reference(out, named):
+    """`named` gives (role/name, tensor)."""
+    found = {k: dict(dtype="F32", shape=list(t.shape), values=whole(t).flatten().tolist()) for k, t in named}
+    if int(os.environ["RANK"]) == 0:
+        (out / "reference.json").write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n")
+
+
+def of_engine(engine):
+    """What DeepSpeed's engine holds."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for n, p in engine.module.named_parameters():
+        shape = getattr(p, "ds_shape", p.shape)
+        yield f"weight/{n}", safe_get_full_fp32_param(p).reshape(shape)
+        for key in ("exp_avg", "exp_avg_sq"):
+            yield f"{key}/{n}", safe_get_full_optimizer_state(p, key).reshape(shape)
+
+
+def of_torch(m, optimizer):
+    for n, p in m.named_parameters():
+        yield f"weight/{n}", whole(p)
+        for key in ("exp_avg", "exp_avg_sq"):
+            yield f"{key}/{n}", whole(optimizer.state[p][key])
+
+
+def deepspeed_folder(out, stage):
+    import deepspeed
+    deepspeed.init_distributed(dist_backend="gloo")
+    m = model()
+    optimizer, schedule = optimizer_of(m)
+    engine, *_ = deepspeed.initialize(model=m, optimizer=optimizer, lr_scheduler=schedule, config=zero(stage))
+    for step in range(STEPS):
+        engine.backward(engine(**batch(step, engine.global_rank)).loss)
+        engine.step()
+    engine.save_checkpoint(str(out))
+    reference(out, of_engine(engine))
+
+
+def accelerate_z2(out):
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(cpu=True, backend="gloo")  # without it one process is taken for all where there is no GPU
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(2)))
+    m = model()
+    optimizer, schedule = optimizer_of(m)
+    engine, optimizer, schedule = accelerator.prepare(m, optimizer, schedule)
+    for step in range(STEPS):
+        accelerator.backward(engine(**batch(step, accelerator.process_index)).loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(out))
+    reference(out, of_engine(engine))
+
+
+def sharded(mesh_of=2):
+    """The model over two ranks as FSDP2 has it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    m = model()
+    mesh = init_device_mesh("cpu", (mesh_of,))
+    for layer in m.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(m, mesh=mesh)
+    return (m, *optimizer_of(m))
+
+
+def fsdp_full(out):
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT", cpu_ram_efficient_loading=False,
+                                            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
+
+    def attach():
+        # Accelerate refuses FSDP without GPUs; what writes the files is its own
+        accelerator.state.__dict__["fsdp_plugin"] = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+
+    attach()
+    m, optimizer, schedule = sharded()
+    accelerator._models.append(m)
+    accelerator._optimizers.append(AcceleratedOptimizer(optimizer))
+    for step in range(STEPS):
+        m(**batch(step, accelerator.process_index)).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    attach()
+    accelerator.save_state(str(out))
+    reference(out, of_torch(m, optimizer))
+
+
+def dcp(out):
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as saving
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    dist.init_process_group("gloo")
+    m, optimizer, schedule = sharded()
+    for step in range(STEPS):
+        m(**batch(step, dist.get_rank())).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(m, optimizer)
+    saving.save({"model": weights, "optim": states}, checkpoint_id=str(out))
+    reference(out, of_torch(m, optimizer))
+
+
+def trainer(out):
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, i):
+            return {k: v[0] for k, v in batch(i, 0).items()}
+
+    args = TrainingArguments(output_dir=str(out / "run"), use_cpu=True, max_steps=STEPS, save_steps=STEPS, per_device_train_batch_size=2,
+                             learning_rate=LR, weight_decay=0.1, report_to=[], disable_tqdm=True, logging_steps=1)
+    run = Trainer(model=model(), args=args, train_dataset=Data())
+    run.train()
+    reference(out, of_torch(run.model, run.optimizer.optimizer if hasattr(run.optimizer, "optimizer") else run.optimizer))
+    if int(os.environ["RANK"]) == 0:
+        shutil.move(out / f"run/checkpoint-{STEPS}", out / f"checkpoint-{STEPS}")
+        shutil.rmtree(out / "run")
+
+
+def one(kind):
+    import torch
+    import torch._dynamo  # before DeepSpeed patches torch.Tensor.__new__
+    import torch.distributed as dist
+    import deepspeed
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would be compiled first
+    torch.set_num_threads(1)
+    out = GOLDEN / kind
+    out.mkdir(parents=True, exist_ok=True)
+    made = {"z1": lambda: deepspeed_folder(out, 1), "z2": lambda: deepspeed_folder(out, 2), "z3": lambda: deepspeed_folder(out, 3)}
+    made.get(kind, lambda: globals()[kind](out))()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def universal():
+    """DeepSpeed's own conversion of the folder of stage 2."""
+    out = GOLDEN / "universal"
+    tag = f"global_step{STEPS}"
+    subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--input_folder",
+                    GOLDEN / f"z2/{tag}", "--output_folder", out / f"{tag}_universal", "--num_extract_workers", "1", "--num_merge_workers", "1"],
+                   check=True)
+    shutil.copy(GOLDEN / "z2/reference.json", out)
+
+
+def main():
+    if sys.argv[1] != "all":
+        return one(sys.argv[1])
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for kind in KINDS:
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, kind], check=True)
+    universal()
+    for name in ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin"):
+        for file in GOLDEN.rglob(name):
+            file.unlink()
+
+
+if __name__ == "__main__":
+    main()

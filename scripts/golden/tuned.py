@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Writes tests/golden/tuned/<case>/ with real torch and transformers on the CPU: a part of a model trained.
+
+    python scripts/golden/tuned.py [OUT]        # OUT: tests/golden/tuned
+
+Each case begins with the weights of a folder of tests/golden/families (scripts/golden/families.py makes it of the same seed), so only
+answers are kept here. tests/golden/tuned/README.md says what the files hold.
+"""
+import fnmatch
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+import families
+import llama as base
+
+FAMILIES = Path(__file__).resolve().parents[2] / "tests/golden/families"
+
+CASES = {
+    # nothing below layer 1 needs a gradient
+    "frozen_prefix": dict(family="llama_linear", freeze=["model.embed_tokens.*", "model.layers.0.*"]),
+    # one matrix under two names
+    "frozen_tied": dict(family="qwen2", freeze=["lm_head.weight", "*.gate_proj.weight"]),
+    # parts of what is multiplied as one matrix
+    "train_only": dict(family="qwen3_biases", train_only=["*.k_proj.*", "*norm*", "*.1.mlp.down_proj.weight"]),
+    "head_alone": dict(family="mistral_window", train_only=["lm_head.*"]),
+    "groups": dict(family="llama_biases_tied", groups=[
+        dict(match=["*.bias", "*.layers.1.*norm*"], lr=5e-3, weight_decay=0.3),
+        dict(match=["*.layers.1.*"], lr_scale=0.25, betas=[0.8, 0.99]),
+        dict(match=["lm_head*"], lr_scale=0.0, weight_decay=0.0)]),
+    "lion": dict(family="qwen3", optimizer="lion"),
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """The algorithm of the paper (Chen et al. 2023, program 1), line by line."""
+
+    def step(self):
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = torch.sign(m * beta1 + p.grad * (1 - beta1))
+                p.data.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+def is_match(patterns, name, model):
+    tied = model.config.tie_word_embeddings and name == "model.embed_tokens.weight"
+    names = [name, "lm_head.weight"] if tied else [name]
+    return any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns)
+
+
+def make_model(case, dtype):
+    model = families.make_model(families.CASES[case["family"]])
+    for name, p in model.named_parameters():
+        frozen = is_match(case.get("freeze", []), name, model)
+        p.requires_grad = not frozen and ("train_only" not in case or is_match(case["train_only"], name, model))
+    return model.to(dtype)
+
+
+def trained(model):
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def optimizer_of(case, model):
+    wanted = case.get("groups", [])
+    groups = []
+    for name, p in trained(model):
+        group = dict(params=[p], weight_decay=0.0 if base.NO_DECAY in name else base.WEIGHT_DECAY)
+        rule = next((g for g in wanted if is_match(g["match"], name, model)), {})
+        group |= {k: v for k, v in rule.items() if k in ("lr", "weight_decay")}
+        if "lr_scale" in rule:
+            group["lr"] = base.ADAMW["lr"] * rule["lr_scale"]
+        if "betas" in rule:
+            group["betas"] = tuple(rule["betas"])
+        groups.append(group)
+    if case.get("optimizer") == "lion":
+        return Lion(groups, dict(lr=base.ADAMW["lr"], betas=(0.9, 0.99)))
+    return torch.optim.AdamW(groups, foreach=False, fused=False, **base.ADAMW)
+
+
+def config_of(case):
+    return {"vocab_size": families.SIZES["vocab_size"], **families.CASES[case["family"]]["config"]}
+
+
+def run(case, about, dtype):
+    model = make_model(case, dtype)
+    batches = base.make_batches(about)
+    tokens, labels, starts = batches[0]
+    logits = families.forward(model, tokens, starts, dtype)
+    per_token, mean = base.loss_of(logits, labels)
+    mean.backward()
+    out = {"logits": logits.detach().clone(), "loss_per_token": per_token.detach().clone(),
+           "loss": mean.detach().reshape(1).clone()}
+    out |= {f"grad/{n}": p.grad.clone() for n, p in trained(model)}
+    model.zero_grad()
+    optimizer = optimizer_of(case, model)
+    losses, norms = [], []
+    for tokens, labels, starts in batches:
+        _, mean = base.loss_of(families.forward(model, tokens, starts, dtype), labels)
+        mean.backward()
+        params = [p for _, p in trained(model)]
+        norm = torch.nn.utils.clip_grad_norm_(params, about["clip_norm"] or float("inf"), foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean.detach())
+        norms.append(norm.detach())
+    out |= {"losses": torch.stack(losses), "grad_norms": torch.stack(norms)}
+    return out | {f"after10/{n}": p.detach().clone() for n, p in trained(model)}
+
+
+def write(name, case, out):
+    family = families.CASES[case["family"]]
+    about = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"], config=config_of(case))
+    single, double = run(case, about, torch.float32), run(case, about, torch.float64)
+    far = max(base.distance(single[k], double[k]) for k in single if k != "loss_per_token")
+    assert far < 5e-6, f"{name}: ill-conditioned: {far}"
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in single.items()}, folder / "answers.safetensors")
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
+    said = dict(batch=2, seq=20, family=case["family"],
+                optimizer=dict(name=case.get("optimizer", "adamw"), lr=base.ADAMW["lr"],
+                               weight_decay=base.WEIGHT_DECAY, clip_norm=family["clip_norm"]),
+                freeze=case.get("freeze", []), train_only=case.get("train_only", []), groups=case.get("groups", []),
+                torch=torch.__version__, float64_distance=far,
+                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(about)])
+    (folder / "case.json").write_text(json.dumps(said) + "\n")
+    print(f"{name}: loss {single['losses'][0].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {far:.1e}")
+
+
+def main():
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2] / "tests/golden/tuned"
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    for name, case in CASES.items():
+        write(name, case, out)
+
+
+if __name__ == "__main__":
+    main()

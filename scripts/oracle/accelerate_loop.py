@@ -1,0 +1,98 @@
+"""A training loop with Accelerate as people write them; it knows nothing of launch but one environment variable.
+
+    accelerate_loop.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json]
+
+Eight samples a step however many ranks there are, no dropout, so that losses don't depend on their number; the state is
+saved every third step. Each rank writes what it saw at its first step into REPORT_DIR/rank-R.json; rank 0 writes what each
+step had into REPORT_DIR/history.json.
+"""
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin, set_seed
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("output_dir"), arguments.add_argument("report_dir"), arguments.add_argument("steps", type=int)
+arguments.add_argument("--resume_from_checkpoint", default=None)
+arguments.add_argument("--deepspeed", default=None)
+arguments = arguments.parse_args()
+resume = arguments.resume_from_checkpoint or os.environ.get("LAUNCH_RESUME_FROM") or None
+torch.set_num_threads(1)
+given = dict(cpu=True)
+if arguments.deepspeed:
+    import deepspeed.comm.torch
+
+    # a faster way to reduce on one machine, which DeepSpeed would compile first; gloo does it as well
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(cpu=True, backend="gloo")  # without GPUs it would count one process
+    config = json.load(open(arguments.deepspeed))
+    config["train_micro_batch_size_per_gpu"] = 8 // int(os.environ["WORLD_SIZE"])
+    given = dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+accelerator = Accelerator(**given)
+rank, world = accelerator.process_index, accelerator.num_processes
+assert world == int(os.environ.get("WORLD_SIZE", 1))
+os.makedirs(arguments.report_dir, exist_ok=True)
+set_seed(3)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 72
+
+    def __getitem__(self, i):
+        ids = torch.randint(0, 128, (12,), generator=torch.Generator().manual_seed(500 + i))
+        return dict(input_ids=ids, labels=ids.clone())
+
+
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    vocab_size=128, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=32, attn_implementation="eager"))
+named = list(model.named_parameters())
+optimizer = torch.optim.AdamW([dict(params=[p for n, p in named if "norm" not in n], weight_decay=0.1),
+                               dict(params=[p for n, p in named if "norm" in n], weight_decay=0.0)], lr=1e-2)
+# Accelerate steps a scheduler once for each process
+schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2 * world, 9 * world)
+loader = torch.utils.data.DataLoader(Samples(), batch_size=8 // world)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+done = 0
+if resume:
+    accelerator.load_state(resume)
+    done = int(os.path.basename(resume.rstrip("/")).removeprefix("step_"))
+    loader = accelerator.skip_first_batches(loader, done)
+
+digest = lambda data: hashlib.sha256(data).hexdigest()
+with open(f"{arguments.report_dir}/rank-{rank}.json", "w") as f:
+    groups = optimizer.param_groups
+    json.dump(dict(step=done, lr=[g["lr"] for g in groups], weight_decay=[g["weight_decay"] for g in groups], resume=resume,
+                   torch=digest(torch.get_rng_state().numpy().tobytes()), numpy=digest(np.random.get_state()[1].tobytes()),
+                   python=digest(repr(random.getstate()).encode())), f)
+# ranks that draw by themselves, as dropout and augmentation make them
+torch.rand(1 + rank)
+history = []
+for batch in loader:
+    rate = optimizer.param_groups[0]["lr"]
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step(), schedule.step(), optimizer.zero_grad()
+    done += 1
+    mean = float(accelerator.gather(loss.detach().float().reshape(1)).double().mean())
+    history.append(dict(step=done, loss=mean, learning_rate=rate))
+    if done % 3 == 0:
+        accelerator.save_state(f"{arguments.output_dir}/step_{done}")
+    if done == arguments.steps:
+        break
+if rank == 0:
+    with open(f"{arguments.report_dir}/history.json", "w") as f:
+        json.dump(history, f)
+accelerator.wait_for_everyone()
+accelerator.end_training()

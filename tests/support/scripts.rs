@@ -1,0 +1,101 @@
+//! Scripts with HF Trainer or Accelerate as people write them, run by `launch run`.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+use super::{Place, Ran, files_below};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// A directory for one of the scripts in scripts/oracle.
+pub(crate) struct Script {
+    pub(crate) place: Place,
+    python: PathBuf,
+    script: &'static str,
+    /// Optimizer steps of every run.
+    steps: u32,
+    arguments: &'static [&'static str],
+}
+
+impl Script {
+    pub(crate) fn new(python: &Path, script: &'static str, steps: u32) -> Script {
+        Script { place: Place::new(), python: python.to_owned(), script, steps, arguments: &[] }
+    }
+
+    /// The same with DeepSpeed inside, at one stage of ZeRO.
+    pub(crate) fn with_deepspeed(self, stage: u8, bf16: bool) -> Script {
+        let mut zero = json!({"stage": stage, "overlap_comm": false, "reduce_bucket_size": 20000});
+        if stage == 3 {
+            // several sub-groups in each group, which the new cut must have as well
+            zero["sub_group_size"] = 3000.into();
+            zero["stage3_param_persistence_threshold"] = 0.into();
+        }
+        let config = json!({
+            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+            "bf16": {"enabled": bf16}, "zero_optimization": zero, "zero_allow_untested_optimizer": true,
+            "zero_force_ds_cpu_optimizer": false, "steps_per_print": 1_000_000_000,
+        });
+        fs::write(self.place.path("ds.json"), config.to_string()).unwrap();
+        let arguments: &[&str] = match (self.script, bf16) {
+            ("trainer.py", true) => &["--deepspeed", "ds.json", "--bf16"],
+            _ => &["--deepspeed", "ds.json"],
+        };
+        Script { arguments, ..self }
+    }
+
+    /// Runs it as `workers`, with the job's `resume:`; what launch said, and the script's history of losses.
+    pub(crate) fn run(&self, workers: u32, report: &str, resume: &str, more: &[&str]) -> (Ran, Vec<Value>) {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle").join(self.script);
+        let steps = self.steps.to_string();
+        let out = format!("out-{report}");
+        let mut command = vec![self.python.to_str().unwrap(), script.to_str().unwrap(), &out, report, &steps];
+        command.extend(self.arguments.iter().chain(more));
+        let environment = json!({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"});
+        let run = json!({"command": command, "env": environment});
+        let job = format!("name: tiny\ncluster: {{workers_per_host: {workers}}}\nrun: {run}\n{resume}\n");
+        fs::write(self.place.path("job.yaml"), job).unwrap();
+        let ran = self.place.run(&[]);
+        let history = fs::read(self.place.path(&format!("{report}/history.json"))).unwrap_or_default();
+        (ran, serde_json::from_slice(&history).unwrap_or_default())
+    }
+
+    /// What a rank saw before its first step.
+    pub(crate) fn first_step(&self, report: &str, rank: u32) -> Value {
+        let text = fs::read(self.place.path(&format!("{report}/rank-{rank}.json"))).unwrap();
+        serde_json::from_slice(&text).unwrap()
+    }
+
+    /// The number of different values that the ranks had for `key` before their first step.
+    pub(crate) fn different(&self, report: &str, workers: u32, key: &str) -> usize {
+        let mut seen: Vec<String> =
+            (0..workers).map(|rank| self.first_step(report, rank)[key].to_string()).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        seen.len()
+    }
+}
+
+/// Every byte below a directory.
+pub(crate) fn contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    files_below(dir).into_iter().map(|f| (f.clone(), fs::read(dir.join(f)).unwrap())).collect()
+}
+
+/// All notices, a line each.
+pub(crate) fn told(ran: &Ran) -> String {
+    let notices = ran.kind("notice");
+    notices.iter().map(|e| e["message"].as_str().unwrap()).collect::<Vec<_>>().join("\n")
+}
+
+/// The steps that both histories have: the same learning rate, and losses (and norms of gradients) that are `close`.
+#[track_caller]
+pub(crate) fn follows(got: &[Value], whole: &[Value], close: f64) {
+    assert!(!got.is_empty() && got.last().unwrap()["step"] == whole.last().unwrap()["step"], "{got:?}");
+    for got in got {
+        let want = whole.iter().find(|w| w["step"] == got["step"]).unwrap();
+        assert_eq!(got["learning_rate"], want["learning_rate"], "step {}", got["step"]);
+        for key in ["loss", "grad_norm"] {
+            let (Some(g), Some(w)) = (got[key].as_f64(), want[key].as_f64()) else { continue };
+            assert!((g - w).abs() <= close * w, "{key} of step {}: {g}, uninterrupted {w}", got["step"]);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Reads every tensor of a checkpoint into memory, all bytes checked, as `torch.load` reads files; prints seconds and bytes.
+//!
+//! `cargo run -p ckpt --release --example read_all -- DIR [ROUNDS]`
+use ckpt::{Found, Request, Source, TensorInfo};
+use memmap2::MmapMut;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+type Error = Box<dyn std::error::Error + Send + Sync>;
+/// Elements asked for at a time.
+const PART: usize = 4 << 20;
+
+fn main() -> Result<(), Error> {
+    let mut args = std::env::args().skip(1);
+    let dir = args.next().ok_or("usage: read_all DIR [ROUNDS]")?;
+    let rounds: usize = args.next().map_or(Ok(1), |a| a.parse())?;
+    for _ in 0..rounds {
+        let began = Instant::now();
+        let found = ckpt::find(Path::new(&dir))?;
+        let tensors = read(found.source())?;
+        let seconds = began.elapsed().as_secs_f64();
+        let bytes: usize = tensors.iter().map(|t| t.len()).sum();
+        println!(
+            "{seconds:.3} s, {bytes} bytes of {} tensors, {:.2} GB/s",
+            tensors.len(),
+            bytes as f64 / seconds / 1e9
+        );
+        if matches!(found, Found::Native(_)) {
+            println!("(a checkpoint of launch)");
+        }
+    }
+    Ok(())
+}
+
+/// All tensors as F32; parts of them are read by as many threads as there are cores.
+fn read(source: &dyn Source) -> Result<Vec<MmapMut>, Error> {
+    let float = |t: &TensorInfo| matches!(t.dtype, ckpt::Dtype::F32 | ckpt::Dtype::BF16 | ckpt::Dtype::F16);
+    let infos: Vec<TensorInfo> = source.tensors().into_iter().filter(float).collect();
+    let mut memory = Vec::with_capacity(infos.len());
+    for info in &infos {
+        memory.push(MmapMut::map_anon((4 * info.elements() as usize).max(1))?);
+    }
+    let mut parts: Vec<Option<Request<'_>>> = Vec::new();
+    for (info, map) in infos.iter().zip(&mut memory) {
+        let all: &mut [f32] = bytemuck::cast_slice_mut(&mut map[..4 * info.elements() as usize]);
+        let one = |(i, out)| {
+            Some(Request { name: &info.name, role: info.role, start_element: (i * PART) as u64, out })
+        };
+        parts.extend(all.chunks_mut(PART).enumerate().map(one));
+    }
+    let parts: Vec<_> = parts.into_iter().map(std::sync::Mutex::new).collect();
+    let next = AtomicUsize::new(0);
+    let work = || -> ckpt::Result<()> {
+        while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Ok(mut part) = part.lock()
+                && let Some(request) = part.take()
+            {
+                source.read_unchecked(&mut [request])?;
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (1..std::thread::available_parallelism().map_or(1, |n| n.get()))
+            .map(|_| scope.spawn(work))
+            .collect();
+        work()?;
+        threads.into_iter().try_for_each(|t| t.join().map_err(|_| "a thread panicked")?.map_err(Error::from))
+    })?;
+    source.settle(false)?;
+    drop(parts);
+    Ok(memory)
+}

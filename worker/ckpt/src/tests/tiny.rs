@@ -1,0 +1,113 @@
+//! Checkpoints of a model of some 200 numbers that real programs wrote: every value against the live engine's, through every
+//! command.
+use super::foreign::{golden, open, read};
+use super::{copy_tree, fast_dir};
+use crate::catalog::Role;
+use crate::convert::{ConvertOptions, Target, convert};
+use crate::gather::{GatherOptions, gather};
+use crate::source::Source;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use tempfile::TempDir;
+
+/// Folder, what is in it, updates of the optimizer.
+pub(super) const TINY: [(&str, &str); 8] = [
+    ("z1", "DeepSpeed"),
+    ("z2", "DeepSpeed"),
+    ("z3", "DeepSpeed"),
+    ("universal", "DeepSpeed universal"),
+    ("accelerate_z2", "Accelerate with DeepSpeed"),
+    ("fsdp_full", "Accelerate with FSDP, full"),
+    ("dcp", "torch distributed checkpoint"),
+    ("trainer", "HF Trainer"),
+];
+
+/// A copy of one of them, without the reference beside it, and the folder that is opened.
+pub(super) fn copy(name: &str) -> (TempDir, PathBuf) {
+    let dir = fast_dir();
+    let root = dir.path().join(name);
+    copy_tree(&golden("tiny").join(name), &root);
+    fs::remove_file(root.join("reference.json")).expect("there");
+    let inside = if name == "trainer" { root.join("checkpoint-3") } else { root };
+    (dir, inside)
+}
+
+/// `role/name` → shape and values, as the live engine had them.
+fn reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
+    let text = fs::read(golden("tiny").join(name).join("reference.json")).expect("there");
+    let all: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
+    let one = |v: Value| {
+        let shape = serde_json::from_value(v["shape"].clone()).expect("a shape");
+        let values: Vec<f64> = serde_json::from_value(v["values"].clone()).expect("numbers");
+        (shape, values.into_iter().map(|v| v as f32).collect())
+    };
+    all.into_iter().map(|(k, v)| (k, one(v))).collect()
+}
+
+/// Everything that a source holds is the reference's, and the reverse.
+fn assert_is(source: &dyn Source, name: &str, what: &str) {
+    let expected = reference(name);
+    let mut seen = 0;
+    for t in source.tensors() {
+        let mut out = vec![f32::NAN; t.elements() as usize];
+        let request = crate::Request { name: &t.name, role: t.role, start_element: 0, out: &mut out };
+        source.read_many(&mut [request]).expect("sound");
+        let key = format!("{}/{}", t.role, t.name);
+        let (shape, values) =
+            expected.get(&key).unwrap_or_else(|| panic!("{name} {what}: {key} is no one's"));
+        assert_eq!((&t.shape, &out), (shape, values), "{name} {what}: {key}");
+        seen += 1;
+    }
+    assert_eq!(seen, expected.len(), "{name} {what}");
+}
+
+#[test]
+fn every_value_is_that_of_the_program_that_wrote_it() {
+    for (name, kind) in TINY {
+        let (_dir, root) = copy(name);
+        let found = open(&root).expect(name);
+        let facts = found.facts();
+        assert_eq!((facts.kind, facts.step, facts.world), (kind, Some(3), Some(2)), "{name}");
+        assert_is(&*found, name, "as it is");
+        let trained = found.tensors().iter().filter(|t| t.role == Role::ExpAvg).count();
+        let grouped: usize = facts.groups.iter().map(|g| g.names.len()).sum();
+        assert_eq!((facts.groups.len(), grouped, facts.steps.len()), (2, trained, trained), "{name}");
+        assert!(facts.steps.values().all(|&s| s == 3), "{name}: {:?}", facts.steps);
+        assert_eq!((facts.notices.len(), facts.warnings.len()), (0, 0), "{name}: {facts:?}");
+        let report = crate::verify(&root).expect("a report");
+        assert!(report.is_sound() && report.warnings.is_empty(), "{name}: {report:?}");
+    }
+}
+
+#[test]
+fn each_is_gathered_and_converted_to_every_format() {
+    for (name, _) in TINY {
+        let (dir, root) = copy(name);
+        let found = open(&root).expect(name);
+        let out = |to: &str| dir.path().join(format!("to-{to}"));
+        gather(&*found, &out("gathered"), &GatherOptions::default(), |_, _| {}).expect(name);
+        let gathered = open(&out("gathered")).expect("weights");
+        for ((key, (_, values)), t) in
+            reference(name).iter().filter(|(k, _)| k.starts_with("weight/")).zip(0..)
+        {
+            let weight = read(&gathered, key.trim_start_matches("weight/"), Role::Weight).expect("sound");
+            assert_eq!(&weight, values, "{name} {key} {t}");
+        }
+        for (to, stage, world) in [
+            (Target::Native, 2, 3),
+            (Target::Universal, 2, 1),
+            (Target::DeepSpeed, 1, 4),
+            (Target::DeepSpeed, 3, 3),
+        ] {
+            let what = format!("{to:?}-{stage}");
+            let options = ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::to(to) };
+            convert(&*found, &out(&what), &options, |_, _| {})
+                .unwrap_or_else(|e| panic!("{name} {what}: {e}"));
+            let made = crate::root::find(&out(&what)).expect("whole");
+            assert_is(made.source(), name, &what);
+            assert!(crate::verify(&out(&what)).expect("a report").is_sound(), "{name} {what}");
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! A layer of GPT-2: its tensors, attention and MLP, each after a LayerNorm.
+use super::{Gpt2, Numbers};
+use crate::model::{Activations, LayerInput, each};
+use crate::params::{Init, ParamSpec, Unit};
+use device::{
+    Ops, View, ViewMut,
+    ops::{AttentionShape, LayerNorm, Write},
+};
+use std::ops::Range;
+
+/// Weight and bias of a norm or a projection in the layer's flat vector.
+#[derive(Clone)]
+struct Pair {
+    w: Range<usize>,
+    b: Range<usize>,
+}
+
+/// Where the tensors of a layer lie in its flat vector.
+pub(super) struct Spans {
+    ln_1: Pair,
+    c_attn: Pair,
+    attn_proj: Pair,
+    ln_2: Pair,
+    c_fc: Pair,
+    mlp_proj: Pair,
+}
+
+impl Spans {
+    /// Those whose gradients are sums that ops add to.
+    pub(super) fn summed(&self) -> impl Iterator<Item = Range<usize>> {
+        let norms = [&self.ln_1, &self.ln_2];
+        let all = [&self.ln_1, &self.c_attn, &self.attn_proj, &self.ln_2, &self.c_fc, &self.mlp_proj];
+        let weights = norms.into_iter().map(|p| p.w.clone());
+        weights.chain(all.into_iter().map(|p| p.b.clone())).collect::<Vec<_>>().into_iter()
+    }
+}
+
+/// A layer's tensors, and where they lie.
+pub(super) fn layer_unit(n: &Numbers, layer: usize) -> (Unit, Spans) {
+    let (d, f) = (n.hidden, n.intermediate);
+    let mut params: Vec<ParamSpec> = Vec::new();
+    let mut at = 0;
+    let mut add = |name: &str, shape: &[usize], init| {
+        let name = format!("{}h.{layer}.{name}", super::PREFIX);
+        let spec = ParamSpec { name, shape: shape.into(), init };
+        let from = at;
+        at += spec.len();
+        params.push(spec);
+        from..at
+    };
+    let mut pair = |name: &str, shape: &[usize], init| Pair {
+        w: add(&format!("{name}.weight"), shape, init),
+        b: add(&format!("{name}.bias"), &shape[shape.len() - 1..], Init::Zeros),
+    };
+    let matrix = Init::Normal(n.std);
+    // What is added to the residual stream starts smaller, the more layers add to it.
+    let projection = Init::Normal(n.std / (2.0 * n.layers as f32).sqrt());
+    let spans = Spans {
+        ln_1: pair("ln_1", &[d], Init::Ones),
+        c_attn: pair("attn.c_attn", &[d, 3 * d], matrix),
+        attn_proj: pair("attn.c_proj", &[d, d], projection),
+        ln_2: pair("ln_2", &[d], Init::Ones),
+        c_fc: pair("mlp.c_fc", &[d, f], matrix),
+        mlp_proj: pair("mlp.c_proj", &[f, d], projection),
+    };
+    (Unit::new(format!("layer {layer}"), params), spans)
+}
+
+/// Rows, inputs and outputs of a projection.
+type Shape = (usize, usize, usize);
+
+/// `y = x·w + b`
+fn project(ops: &dyn Ops, p: View, at: &Pair, mut y: ViewMut, x: View, (m, inp, out): Shape) {
+    ops.conv1d_forward(y.reborrow(), x, p.slice(at.w.clone()), m, inp, out);
+    ops.bias_forward(y, p.slice(at.b.clone()), m, out);
+}
+
+/// Gradients of weight, bias (which is added to) and input.
+fn project_backward(
+    ops: &dyn Ops,
+    p: View,
+    at: &Pair,
+    g: &mut [f32],
+    dx: ViewMut,
+    dy: View,
+    x: View,
+    (m, inp, out): Shape,
+) {
+    ops.bias_backward((&mut g[at.b.clone()]).into(), dy, m, out);
+    ops.conv1d_backward_weight((&mut g[at.w.clone()]).into(), dy, x, m, inp, out);
+    ops.conv1d_backward_input(dx, dy, p.slice(at.w.clone()), m, inp, out);
+}
+
+/// Two ranges of `g`, of which the first ends where the second begins.
+fn adjacent<'a>(g: &'a mut [f32], at: &Pair) -> (ViewMut<'a>, ViewMut<'a>) {
+    let both: ViewMut = (&mut g[at.w.start..at.b.end]).into();
+    both.split_at(at.w.len())
+}
+
+impl Gpt2 {
+    fn norm<'a>(&self, p: View<'a>, at: &Pair) -> LayerNorm<'a> {
+        LayerNorm { w: p.slice(at.w.clone()), b: p.slice(at.b.clone()), eps: self.n.eps }
+    }
+
+    fn shape(&self, input: &LayerInput) -> AttentionShape {
+        let head_dim = self.n.hidden / self.n.heads;
+        let scale = if self.n.scaled { 1.0 / (head_dim as f64).sqrt() } else { 1.0 };
+        let by = if self.n.by_layer { (input.layer + 1) as f64 } else { 1.0 };
+        AttentionShape {
+            scale: (scale / by) as f32,
+            ..AttentionShape::new(input.batch.b, input.batch.t, self.n.heads, self.n.heads, head_dim)
+        }
+    }
+
+    /// Leaves the projected output in the buffer of the residual stream; the input is added later.
+    pub(super) fn attention_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.n.hidden);
+        let [stats, qkv, o, lse, mid, ..] = each::<7>(saved);
+        let [rows, ..] = each::<7>(scratch);
+        ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
+        project(ops, p, &s.c_attn, qkv.view_mut(), rows.view(), (m, d, 3 * d));
+        let (starts, shape) = (&input.batch.starts, self.shape(input));
+        ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
+        project(ops, p, &s.attn_proj, mid.view_mut(), o.view(), (m, d, d));
+    }
+
+    /// `dx` becomes the gradient of the layer's input.
+    pub(super) fn attention_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        g: &mut [f32],
+        dx: ViewMut,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.n.hidden);
+        let [stats, qkv, o, lse, ..] = each::<7>(saved);
+        let [rows, drows, _, _, d_o, dqkv, _] = each::<7>(scratch);
+        project_backward(ops, p, &s.attn_proj, g, d_o.view_mut(), dx.as_view(), o.view(), (m, d, d));
+        let (starts, shape) = (&input.batch.starts, self.shape(input));
+        ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
+        ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
+        let shape = (m, d, 3 * d);
+        project_backward(ops, p, &s.c_attn, g, drows.view_mut(), dqkv.view(), rows.view(), shape);
+        let (dw, db) = adjacent(g, &s.ln_1);
+        let w = p.slice(s.ln_1.w.clone());
+        ops.layernorm_backward(dx, dw, db, drows.view(), input.x, w, stats.view(), m, Write::Add);
+    }
+
+    /// `mid` comes in as attention's projected output and leaves as the residual stream after attention.
+    pub(super) fn mlp_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        y: Option<ViewMut>,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, s, m) = (input.params, &self.spans, input.batch.rows());
+        let (d, f) = (self.n.hidden, self.n.intermediate);
+        let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
+        let [rows, _, act, ..] = each::<7>(scratch);
+        let norm = self.norm(p, &s.ln_2);
+        ops.add_layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view_mut(), input.x, norm, m);
+        project(ops, p, &s.c_fc, fc.view_mut(), rows.view(), (m, d, f));
+        let Some(mut y) = y else { return };
+        ops.gelu_forward(act.view_mut(), fc.view());
+        project(ops, p, &s.mlp_proj, y.reborrow(), act.view(), (m, f, d));
+        ops.add(y, mid.view());
+    }
+
+    /// `dx` becomes the gradient of the residual stream after attention.
+    pub(super) fn mlp_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        g: &mut [f32],
+        dx: ViewMut,
+        saved: &mut Activations,
+        scratch: &mut Activations,
+    ) {
+        let (p, s, m) = (input.params, &self.spans, input.batch.rows());
+        let (d, f) = (self.n.hidden, self.n.intermediate);
+        let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
+        let [rows, drows, act, dfc, ..] = each::<7>(scratch);
+        ops.gelu_forward(act.view_mut(), fc.view());
+        project_backward(ops, p, &s.mlp_proj, g, dfc.view_mut(), dx.as_view(), act.view(), (m, f, d));
+        ops.gelu_backward(act.view_mut(), dfc.view(), fc.view());
+        ops.layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view(), self.norm(p, &s.ln_2), m);
+        project_backward(ops, p, &s.c_fc, g, drows.view_mut(), act.view(), rows.view(), (m, d, f));
+        let (dw, db) = adjacent(g, &s.ln_2);
+        let w = p.slice(s.ln_2.w.clone());
+        ops.layernorm_backward(dx, dw, db, drows.view(), mid.view(), w, stats.view(), m, Write::Add);
+    }
+}

@@ -1,0 +1,269 @@
+//! A part of a model trained, groups of the optimizer: against real torch (tests/golden/tuned/README.md), the same bits for
+//! any number of workers, and freezing and unfreezing between runs.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+mod common;
+use ckpt::{Checkpoint, Role};
+use common::{
+    golden::{self, Case, case, json},
+    *,
+};
+use contract::job::*;
+use serde_json::Value;
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+use worker::{
+    resume::{Origin, Place, resume},
+    stages::{Cursor, Running, Spec},
+    storage::Layout,
+};
+
+const CASES: [&str; 6] = ["frozen_prefix", "frozen_tied", "train_only", "head_alone", "groups", "lion"];
+
+fn golden_folder(kind: &str, name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(kind).join(name)
+}
+
+fn texts(v: &Value) -> Vec<String> {
+    v.as_array().unwrap().iter().map(|t| t.as_str().unwrap().to_owned()).collect()
+}
+
+fn group(v: &Value) -> GroupSpec {
+    let betas = v["betas"].as_array().map(|b| (b[0].as_f64().unwrap(), b[1].as_f64().unwrap()));
+    GroupSpec {
+        r#match: texts(&v["match"]),
+        lr: v["lr"].as_f64(),
+        lr_scale: v["lr_scale"].as_f64(),
+        weight_decay: v["weight_decay"].as_f64(),
+        betas,
+        ..GroupSpec::default()
+    }
+}
+
+fn load(name: &str) -> Case {
+    let dir = golden_folder("tuned", name);
+    let about = json(&dir.join("case.json"));
+    let from = golden_folder("families", about["family"].as_str().unwrap());
+    let model = ModelSpec { from: Some(from), rms_norm_eps: 1e-5, vocab_size: 0, ..odd_model() };
+    let mut case = case(&about, model, &std::fs::read(dir.join("answers.safetensors")).unwrap());
+    (case.spec.freeze, case.spec.train_only) = (texts(&about["freeze"]), texts(&about["train_only"]));
+    case.spec.optimizer.groups = about["groups"].as_array().unwrap().iter().map(group).collect();
+    case
+}
+
+fn started(spec: &TrainSpec, comm: Arc<dyn comm::Comm>) -> Running {
+    let origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
+    let mut bound = build(spec, comm, 1);
+    origin.load(&mut bound, &mut |event| panic!("{event:?}")).unwrap();
+    bound.resumed(Cursor::default())
+}
+
+#[test]
+fn logits_gradients_and_steps() {
+    for name in CASES {
+        println!("{name}");
+        golden::check(&load(name), |case| started(&case.spec, Arc::new(comm::local::group(1).remove(0))));
+    }
+}
+
+/// The odd model with half of it frozen: a whole unit, parts of others, parts of what is multiplied as one.
+fn half(stage: u8) -> TrainSpec {
+    let mut s = train_spec(odd_model(), stage, 8, 1, 11);
+    s.freeze = ["model.embed_tokens.*", "*.0.*", "*.q_proj.*", "*.2.mlp.up_proj.*", "*post_attention*"]
+        .map(Into::into)
+        .into();
+    s.optimizer.groups =
+        vec![GroupSpec { r#match: vec!["*.1.*".into()], lr_scale: Some(0.5), ..GroupSpec::default() }];
+    s
+}
+
+#[test]
+fn any_world_stage_and_recomputation() {
+    let expected = fresh_run(&half(0), 1, 1, 3);
+    assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
+    for stage in 0..=3 {
+        for world in [1, 2, 3, 4, 8] {
+            let mut spec = half(stage);
+            if (stage as usize + world).is_multiple_of(2) {
+                spec.recompute = Recompute::Block;
+            }
+            assert_eq!(fresh_run(&spec, world, 1, 3), expected, "world {world}, stage {stage}");
+        }
+    }
+    for only in ["lm_head.*", "model.embed_tokens.*", "*.2.self_attn.o_proj.*"] {
+        let spec = |stage| TrainSpec {
+            train_only: vec![only.into()],
+            freeze: Vec::new(),
+            optimizer: OptimizerSpec { groups: Vec::new(), ..half(0).optimizer },
+            ..half(stage)
+        };
+        let expected = fresh_run(&spec(0), 1, 1, 3);
+        for (stage, world) in [(0, 3), (1, 2), (2, 4), (3, 3)] {
+            assert_eq!(
+                fresh_run(&spec(stage), world, 1, 3),
+                expected,
+                "{only}: world {world}, stage {stage}"
+            );
+        }
+    }
+}
+
+fn save(running: &Running, spec: &TrainSpec, root: &Path) {
+    let mut saver = saver(running, &job(spec, root, false), root);
+    saver.begin(running).unwrap();
+    saver.finish(running).unwrap();
+}
+
+/// Goes on from the newest checkpoint under `root`; also what was told.
+fn go_on(spec: &TrainSpec, comm: Arc<dyn comm::Comm>, root: &Path) -> (Running, Vec<String>) {
+    let world = comm.world();
+    let mut bound = build(spec, comm, 1);
+    let mut told = Vec::new();
+    let place = Place { root, workdir: root, layout: &Layout::shared(world) };
+    let resumed = resume(&mut bound, &job(spec, root, false), &place, "made up", &mut |e| {
+        told.push(format!("{e:?}"));
+        Ok(())
+    });
+    let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
+    (bound.resumed(cursor), told)
+}
+
+#[test]
+fn a_run_with_frozen_parts_goes_on_with_the_same_bits() {
+    let expected = fresh_run(&half(0), 1, 1, 5).split_off(3);
+    for (from, n, to, m) in [(3, 3, 1, 2), (0, 2, 3, 4), (2, 4, 0, 1), (1, 1, 2, 3)] {
+        let dir = tempfile::tempdir().unwrap();
+        on_ranks(n, |c| {
+            let mut running = build(&half(from), c, 1).fresh();
+            steps(&mut running, 3);
+            save(&running, &half(from), dir.path());
+        });
+        let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
+        let frozen = &checkpoint.facts().model.frozen;
+        assert!(frozen.contains(&"model.layers.0.mlp.down_proj.weight".to_owned()), "{frozen:?}");
+        let states = checkpoint.tensors().filter(|t| t.role == Role::ExpAvg).count();
+        let weights = checkpoint.tensors().filter(|t| t.role == Role::Weight).count();
+        assert_eq!(states + frozen.len(), weights);
+        let after = on_ranks(m, |c| {
+            let (mut running, told) = go_on(&half(to), c, dir.path());
+            assert_eq!(told.len(), 1, "nothing but the resume to tell: {told:?}");
+            steps(&mut running, 2)
+        });
+        assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");
+    }
+}
+
+/// All parameters by name, of a run with one rank.
+fn values(running: &Running) -> BTreeMap<String, Vec<f32>> {
+    let mut all = BTreeMap::new();
+    golden::params(running, |name, v| drop(all.insert(name.to_owned(), v.to_vec())));
+    all
+}
+
+#[test]
+fn freezing_keeps_the_states_that_apply_and_unfreezing_begins_anew() {
+    const FROZEN: &str = "model.layers.1.mlp.gate_proj.weight";
+    let whole = |stage| {
+        let mut spec = train_spec(odd_model(), stage, 8, 1, 11);
+        spec.clip_norm = None;
+        spec.optimizer.weight_decay = 0.0;
+        spec.schedule.name = ScheduleName::Constant;
+        spec.schedule.warmup_steps = 0;
+        spec
+    };
+    let frozen = |stage| TrainSpec { freeze: vec![FROZEN.into()], ..whole(stage) };
+    let dir = tempfile::tempdir().unwrap();
+    on_ranks(2, |c| {
+        let mut running = build(&whole(3), c, 1).fresh();
+        steps(&mut running, 3);
+        save(&running, &whole(3), dir.path());
+    });
+    // frozen: the others' states are the checkpoint's
+    let one = || Arc::new(comm::local::group(1).remove(0));
+    let (running, told) = go_on(&frozen(0), one(), dir.path());
+    assert!(told.iter().any(|t| t.contains("frozen here") && t.contains(FROZEN)), "{told:?}");
+    let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
+    for (u, shard) in running.trainer.engine.shards.iter().enumerate() {
+        let mut rest = running.trainer.optimizer.states(u).first.host();
+        for p in shard.unit.trained_params() {
+            let mut kept = vec![0.0; p.len()];
+            checkpoint.read_f32(&p.name, Role::ExpAvg, 0..p.len() as u64, &mut kept).unwrap();
+            let (ours, after) = rest.split_at(p.len());
+            rest = after;
+            assert_eq!(ours, kept, "{}", p.name);
+        }
+        assert!(rest.is_empty());
+    }
+    let before = values(&running);
+    let losses = on_ranks(3, |c| {
+        let (mut running, _) = go_on(&frozen(2), c, dir.path());
+        let losses = steps(&mut running, 2);
+        save(&running, &frozen(2), dir.path());
+        losses
+    });
+    let (mut alone, _) = {
+        // the newest is now the one at step 5
+        let (running, told) = go_on(&frozen(1), one(), dir.path());
+        assert_eq!(values(&running)[FROZEN], before[FROZEN], "frozen weights stay as they were");
+        (running, told)
+    };
+    assert!(losses.iter().all(|l| *l == losses[0]));
+    let expected = steps(&mut alone, 1);
+    // unfrozen: its first update is Adam's first, lr in every element with a gradient
+    let (mut running, told) = go_on(&whole(0), one(), dir.path());
+    assert!(told.iter().any(|t| t.contains("begin anew") && t.contains(FROZEN)), "{told:?}");
+    let before = values(&running);
+    assert_eq!(steps(&mut running, 1)[0].0, expected[0].0, "the same weights, the same loss");
+    let (after, lr) = (values(&running), running.train().optimizer.lr as f32);
+    let moved: Vec<f32> = after[FROZEN].iter().zip(&before[FROZEN]).map(|(a, b)| (a - b).abs()).collect();
+    assert!(moved.iter().all(|m| *m <= lr * 1.001), "more than a first step");
+    let firsts = moved.iter().filter(|m| **m >= lr * 0.98).count();
+    assert!(firsts * 10 >= moved.len() * 9, "{firsts} of {} moved by lr", moved.len());
+    // its own count is kept
+    save(&running, &whole(0), dir.path());
+    let checkpoint = Checkpoint::open(&dir.path().join("step-00000006")).unwrap();
+    assert_eq!(checkpoint.facts().cursor["late"], serde_json::json!({ FROZEN: 5 }));
+}
+
+/// What building the job says.
+fn refused(change: impl Fn(&mut TrainSpec)) -> String {
+    let mut spec = train_spec(odd_model(), 3, 2, 1, 11);
+    change(&mut spec);
+    let comm: Arc<dyn comm::Comm> = Arc::new(comm::local::group(1).remove(0));
+    let ops: Arc<dyn device::Ops> = Arc::new(device::Cpu::new(1));
+    let parameters = Spec::new(&spec, spec.model.vocab_size).unwrap().parameters();
+    let bound = parameters.and_then(|p| p.shard(comm, ops)?.bind_optimizer());
+    bound.err().map(|e| e.message).unwrap_or_default()
+}
+
+#[test]
+fn patterns_that_match_nothing_are_refused_by_name() {
+    let list = |p: &str| vec![p.to_owned()];
+    let of = |p: &str| vec![GroupSpec { r#match: list(p), ..GroupSpec::default() }];
+    for (said, expected) in [
+        (refused(|s| s.freeze = list("*.9.*")), "train.freeze: the pattern `*.9.*` matches no parameter"),
+        (refused(|s| s.freeze = list("*")), "train.freeze: it freezes every parameter"),
+        (refused(|s| s.freeze = list("[")), "train.freeze: bad pattern `[`"),
+        (
+            refused(|s| s.train_only = list("transformer.*")),
+            "train.train_only: the pattern `transformer.*` matches",
+        ),
+        (
+            refused(|s| s.optimizer.groups = of("*.bias")),
+            "train.optimizer.groups: the pattern `*.bias` matches no",
+        ),
+        (refused(|s| s.optimizer.no_decay = list("{")), "train.optimizer.no_decay: bad pattern"),
+    ] {
+        assert!(said.starts_with(expected), "{said}");
+    }
+    let frozen = refused(|s| (s.freeze, s.optimizer.groups) = (list("*.0.*"), of("*.layers.0.*")));
+    assert!(frozen.contains("matches no parameter"), "only frozen ones: {frozen}");
+    // the second name of a tied matrix
+    let tied = refused(|s| {
+        s.model.tie_word_embeddings = true;
+        s.freeze = list("lm_head.weight");
+    });
+    assert_eq!(tied, "");
+}
