@@ -244,17 +244,22 @@ pub struct ExpertGradients<'a> {
     pub dgate_up: View<'a>,
 }
 
-/// Overwrites `grads`, flat, by the rows of one slot: `of` of each expert. An expert without rows gets zeros.
+/// Overwrites `grads`, flat, by the rows of one slot: `of` of each expert. An expert without rows gets zeros. Of a matrix that
+/// isn't `wanted`, by its range of the flat vector, nothing is written.
 pub fn expert_gradients(
     ops: &dyn Ops,
     shape: ExpertShape,
     of: &[Range<usize>],
     g: &ExpertGradients,
     mut grads: ViewMut,
+    wanted: impl Fn(Range<usize>) -> bool,
 ) {
     let (d, f) = (shape.hidden, shape.intermediate);
-    ops.grouped_backward_weight(grads.reborrow(), g.dgate_up, g.rows, &shape.ups(of), 2 * f, d);
-    ops.grouped_backward_weight(grads, g.dy, g.act, &shape.downs(of), d, f);
+    let (mut ups, mut downs) = (shape.ups(of), shape.downs(of));
+    ups.retain(|g| wanted(g.matrix..g.matrix + 2 * f * d));
+    downs.retain(|g| wanted(g.matrix..g.matrix + f * d));
+    ops.grouped_backward_weight(grads.reborrow(), g.dgate_up, g.rows, &ups, 2 * f, d);
+    ops.grouped_backward_weight(grads, g.dy, g.act, &downs, d, f);
 }
 
 /// What the routers of one micro-batch did, layer by layer: the losses that only they feel.

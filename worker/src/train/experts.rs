@@ -435,7 +435,9 @@ impl Trainer {
         let shape = x.shape;
         let (_, saved, room, roads, _) = x.layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
-        let (n, len) = (saved.receiving.rows(), self.engine.shards[unit].unit.len());
+        let shards = self.engine.shards.clone();
+        let held = &shards[unit].unit;
+        let (n, len) = (saved.receiving.rows(), held.len());
         let given = ExpertGradients {
             rows: saved.rows.view().slice(0..n * d),
             dy: room.out.view().slice(0..n * d),
@@ -444,10 +446,10 @@ impl Trainer {
         };
         let write = |sender: usize, grads: &mut Buf| {
             let of = saved.receiving.experts_from(sender);
-            expert_gradients(ops, shape, &of, &given, grads.view_mut().slice(0..len));
+            expert_gradients(ops, shape, &of, &given, grads.view_mut().slice(0..len), |m| held.trains(m));
         };
         if roads.local() {
-            let trained = self.engine.shards[unit].unit.any_trained();
+            let trained = held.any_trained();
             let mut grad = (compute && trained).then(|| self.engine.gradient(unit));
             if let Some(g) = &mut grad {
                 write(0, g);
