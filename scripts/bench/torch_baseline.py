@@ -8,6 +8,8 @@ Modes: plain (one process), compile (the same with torch.compile; needs a C++ co
 stage 3; needs deepspeed). fp32, random tokens, SDPA attention; a global batch is divided among the ranks.
 baseline: transformers' LlamaForCausalLM: hidden 384, 6 layers, 6 heads, intermediate 1024, vocabulary 8192, untied (16.9M parameters);
 sequences of 256, 8 in a global batch. gpt2-124m: GPT2LMHeadModel without dropout; sequences of 64, 4 in a global batch.
+moe: the baseline as Qwen3MoeForCausalLM, 8 experts of width 512, 2 for each token, with its load-balancing loss, experts as transformers
+computes them by default.
 torch AdamW, lr 1e-3, betas 0.9 / 0.95, weight decay 0.1; neither clipping nor activation checkpointing. Median of the measured steps.
 """
 import argparse
@@ -18,7 +20,7 @@ import statistics
 import time
 
 # vocabulary, length of a sequence, sequences in a global batch
-MODELS = {"baseline": (8192, 256, 8), "gpt2-124m": (50257, 64, 4)}
+MODELS = {"baseline": (8192, 256, 8), "gpt2-124m": (50257, 64, 4), "moe": (8192, 256, 8)}
 
 
 def arguments():
@@ -33,17 +35,23 @@ def arguments():
 
 def make(name):
     """The model, and its blocks."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig,
+                              Qwen3MoeForCausalLM)
 
     vocab, seq, _ = MODELS[name]
     if name == "gpt2-124m":
         model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
                                            attn_implementation="sdpa"))
         return model, model.transformer.h
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=6, max_position_embeddings=seq, tie_word_embeddings=False, use_cache=False,
-        attn_implementation="sdpa"))
+    shared = dict(vocab_size=vocab, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
+                  num_key_value_heads=6, max_position_embeddings=seq, tie_word_embeddings=False, use_cache=False,
+                  attn_implementation="sdpa")
+    if name == "moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            **shared, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512, norm_topk_prob=True,
+            output_router_logits=True, router_aux_loss_coef=0.001))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shared))
     return model, model.model.layers
 
 

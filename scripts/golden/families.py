@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config,
-                          GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
-                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+                          GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+                          Qwen3MoeConfig, Qwen3MoeForCausalLM)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import llama as base
+
+plain_loss, balance = base.loss_of, 0.0
 
 SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.15, rms_norm_eps=1e-5,
@@ -46,6 +50,20 @@ CASES = {
                   config=dict(head_dim=6, tie_word_embeddings=True)),
     "qwen3_biases": dict(kind=(Qwen3Config, Qwen3ForCausalLM), clip_norm=None, seed=9,
                          config=dict(attention_bias=True, num_key_value_heads=1)),
+    "mixtral": dict(kind=(MixtralConfig, MixtralForCausalLM), clip_norm=1.0, seed=10,
+                    config=dict(num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.05)),
+    "mixtral_window": dict(kind=(MixtralConfig, MixtralForCausalLM), clip_norm=None, seed=11,
+                           config=dict(num_local_experts=3, num_experts_per_tok=1, router_aux_loss_coef=0.3,
+                                       sliding_window=6, tie_word_embeddings=True)),
+    "qwen3_moe": dict(kind=(Qwen3MoeConfig, Qwen3MoeForCausalLM), clip_norm=1.0, seed=12,
+                      config=dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=10, norm_topk_prob=True,
+                                  num_hidden_layers=3, mlp_only_layers=[1], tie_word_embeddings=True,
+                                  router_aux_loss_coef=0.02)),
+    "qwen3_moe_sparse_step": dict(kind=(Qwen3MoeConfig, Qwen3MoeForCausalLM), clip_norm=None, seed=15,
+                                  config=dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12,
+                                              norm_topk_prob=False, num_hidden_layers=4, decoder_sparse_step=2,
+                                              attention_bias=True, num_key_value_heads=1, use_sliding_window=True,
+                                              sliding_window=7, router_aux_loss_coef=0.1)),
     # without a rotation a bias of k changes no score: AdamW must not make steps of the rounding errors of its gradient
     "gpt2": dict(kind=(GPT2Config, GPT2LMHeadModel), clip_norm=1.0, seed=10, eps=1e-4, config={}),
     "gpt2_packed": dict(kind=(GPT2Config, GPT2LMHeadModel), clip_norm=None, seed=11, eps=1e-4, documents=[[9, 11], [20], [3, 12, 5]],
@@ -66,9 +84,15 @@ def make_config(case):
     if case["kind"][0] is GPT2Config:
         return GPT2Config(**{**GPT2_SIZES, **case["config"]}, attn_implementation="eager")
     extra = {} if "sliding_window" in case["config"] else (
-        {"sliding_window": None} if case["kind"][0] is MistralConfig else {})
+        {"sliding_window": None} if case["kind"][0] in (MistralConfig, MixtralConfig) else {})
+    if has_experts(case):
+        extra["experts_implementation"] = "eager"
     return case["kind"][0](**{"rope_parameters": PLAIN, "tie_word_embeddings": False, **SIZES, **extra,
                               **case["config"]}, attn_implementation="eager")
+
+
+def has_experts(case):
+    return "router_aux_loss_coef" in case["config"]
 
 
 def make_model(case):
@@ -98,7 +122,15 @@ def forward(model, tokens, starts, dtype):
     i = torch.arange(t)
     positions = i[None].expand(b, t)
     if not bool((starts > 0).any()):
-        return model(input_ids=tokens, position_ids=positions).logits
+        out = model(input_ids=tokens, position_ids=positions,
+                    **({"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") else {}))
+        global balance
+        balance = 0.0
+        if hasattr(model, "router_aux_loss_coef"):  # as the model's own forward adds it when it is given labels
+            balance = model.router_aux_loss_coef * load_balancing_loss_func(
+                out.router_logits, model.config.num_local_experts, model.config.num_experts_per_tok)
+            assert torch.equal(balance, model.router_aux_loss_coef * out.aux_loss)
+        return out.logits
     windows = {window_of(model.config, l) for l in range(model.config.num_hidden_layers)}
     assert len(windows) == 1, "a mask for each kind of layer isn't needed here"
     window = windows.pop() or t
@@ -106,6 +138,31 @@ def forward(model, tokens, starts, dtype):
                & (i[None, None, :] > i[None, :, None] - window))
     mask = torch.zeros(b, 1, t, t, dtype=dtype).masked_fill(~allowed[:, None], torch.finfo(dtype).min)
     return model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+
+
+def loss_of(logits, labels):
+    """With the load-balancing loss of the forward pass just before."""
+    per_token, mean = plain_loss(logits, labels)
+    return per_token, mean + balance
+
+
+def as_stored(answers, model):
+    """Experts under the names that save_pretrained gives them: a tensor each, not one for all."""
+    names = ("w1", "w3", "w2") if isinstance(model, MixtralForCausalLM) else ("gate_proj", "up_proj", "down_proj")
+    out = {}
+    for key, value in answers.items():
+        prefix, _, kind = key.rpartition(".experts.")
+        if not prefix:
+            out[key] = value
+            continue
+        if isinstance(model, MixtralForCausalLM):
+            prefix = prefix.replace(".mlp", ".block_sparse_moe")
+        for e, expert in enumerate(value):
+            parts = zip(names[:2], expert.chunk(2)) if kind == "gate_up_proj" else [(names[2], expert)]
+            out |= {f"{prefix}.experts.{e}.{name}.weight": part for name, part in parts}
+    if isinstance(model, MixtralForCausalLM):
+        out = {k.replace(".mlp.gate.", ".block_sparse_moe.gate."): v for k, v in out.items()}
+    return out
 
 
 def check_window(case):
@@ -119,7 +176,7 @@ def check_window(case):
 def write(name, case, out):
     case = {"batch": 2, "seq": 20, **case}
     case["config"] = {"vocab_size": SIZES["vocab_size"], **case["config"]}
-    base.make_model, base.forward = make_model, forward
+    base.make_model, base.forward, base.loss_of = make_model, forward, loss_of
     base.ADAMW["eps"] = case.get("eps", 1e-8)
     check_window(case)
     single, double = base.run(case, torch.float32), base.run(case, torch.float64)
@@ -132,6 +189,10 @@ def write(name, case, out):
     model.save_pretrained(folder)
     names = {n for n, _ in model.named_parameters()}
     answers = {k: v.contiguous() for k, v in single.items() if k not in names}
+    if has_experts(case):
+        answers = {k: v.contiguous() for k, v in as_stored(answers, model).items()}
+        stored = set(load_file(folder / "model.safetensors"))
+        assert {k.removeprefix("grad/") for k in answers if k.startswith("grad/")} == stored
     save_file(answers, folder / "answers.safetensors")
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -148,8 +209,9 @@ def main():
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2] / "tests/golden/families"
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    only = sys.argv[2:]
     for name, case in CASES.items():
-        if not sys.argv[2:] or name in sys.argv[2:]:
+        if not only or name in only:
             write(name, case, out)
 
 

@@ -1,12 +1,13 @@
 //! Judges a `train:` section without running it: does it hold together, and how much memory will each rank need?
 use crate::{
     data::{self, DataError},
+    experts::Placement,
     life::STAGING,
     model::{self, Model},
     optim::state_vectors,
     params::Unit,
     stages::resolve,
-    train::workspace::Workspace,
+    train::{experts::elements, workspace::Workspace},
     trained::{self, first_backward},
     zero::{Policy, Slots, fold::buffers, partition::Partition, pool::PoolPlan},
 };
@@ -56,14 +57,19 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
         Ok(spec) => spec,
         Err(f) => return v.problems.push(finding(f.key, f.message, None)),
     };
-    let mut model = match model::build(&spec, train.data.seq_len) {
+    let mut model = match model::build_with(&spec, &train.experts, train.data.seq_len) {
         Ok(model) => model,
         Err(e) => {
             let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
             return v.problems.push(finding(key, e, None));
         }
     };
-    let units = match trained::units(model.as_mut(), train) {
+    let layers = model.units().len() - 2;
+    let placement = match Placement::new(&train.experts, model.as_ref(), layers, world as usize) {
+        Ok(placement) => placement,
+        Err((key, why)) => return v.problems.push(finding(key, why, None)),
+    };
+    let units = match trained::units(model.as_mut(), placement.as_ref(), train) {
         Ok(units) => units,
         Err(faults) => {
             let findings = faults.into_iter().map(|f| finding(f.key, f.message, None));
@@ -113,17 +119,18 @@ struct Memory<'a> {
 
 impl Memory<'_> {
     fn estimate(&self, rank: u32) -> MemoryEstimate {
-        let policy = Policy::of_stage(self.train.zero.stage);
+        let policy =
+            Policy::of_stage(self.train.zero.stage).with_experts(self.train.experts.parallel as usize);
         let own: u64 = self.own_lengths(rank as usize).iter().sum::<usize>() as u64;
         let own_trained: u64 = self.own_trained(rank as usize).iter().sum::<usize>() as u64;
-        let all: u64 = self.units.iter().map(|u| u.len() as u64).sum();
-        let all_trained: u64 = self.units.iter().map(|u| u.trained_len() as u64).sum();
+        let all: u64 = self.mine(rank as usize).map(|u| u.len() as u64).sum();
+        let all_trained: u64 = self.mine(rank as usize).map(|u| u.trained_len() as u64).sum();
         let states = {
             let (first, second) = state_vectors(&self.train.optimizer);
             u64::from(first) + u64::from(second)
         };
         let (b, t) = (self.train.batch.micro as usize, self.train.data.seq_len as usize);
-        let layers = self.units.len() - 2;
+        let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
         let resident = if policy.shard_parameters { own } else { all };
         let updated = if policy.shard_optimizer { own_trained } else { all_trained };
         let (gathered, gradients) = self.moving(policy, rank as usize);
@@ -136,6 +143,10 @@ impl Memory<'_> {
             ("gathered parameters".into(), 4 * gathered),
             ("gradients".into(), 4 * gradients),
             ("activations".into(), Workspace::bytes(self.model, layers, b, t, self.train.recompute, first)),
+            (
+                "rows of experts".into(),
+                4 * elements(self.model, self.units, b * t, self.train.recompute) as u64,
+            ),
             ("operator scratch".into(), self.scratch()),
             ("collectives' staging".into(), self.staging()),
             ("checkpoint copy (async)".into(), copies),
@@ -146,6 +157,11 @@ impl Memory<'_> {
         parts.retain(|(_, bytes)| *bytes > 0);
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
+    }
+
+    /// Units that this rank has a part of.
+    fn mine(&self, rank: usize) -> impl DoubleEndedIterator<Item = &Unit> {
+        self.units.iter().filter(move |u| u.owners.has(rank))
     }
 
     fn own_lengths(&self, rank: usize) -> Vec<usize> {
@@ -161,9 +177,9 @@ impl Memory<'_> {
     /// Elements of gathered parameters and of gradients at their peak, by the decisions that the engine's pools take.
     fn moving(&self, policy: Policy, rank: usize) -> (u64, u64) {
         let slots = (self.train.batch.global / self.train.batch.micro) as usize;
-        let whole: usize = self.units.iter().map(Unit::trained_len).sum();
+        let whole: usize = self.mine(rank).map(Unit::trained_len).sum();
         let own: usize = self.own_trained(rank).iter().sum();
-        let trained = self.units.iter().filter(|u| u.any_trained());
+        let trained = self.mine(rank).filter(|u| u.any_trained());
         if !policy.shard_gradients || self.world == 1 {
             let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
@@ -188,17 +204,32 @@ impl Memory<'_> {
             }
         }
         let gradients = pool.allocated + own * buffers(slots, false);
-        (self.gathered(policy), gradients as u64)
+        (self.gathered(policy, rank), gradients as u64)
     }
 
-    fn gathered(&self, policy: Policy) -> u64 {
+    /// Units in the order of a step's fetches.
+    fn fetches(&self, rank: usize) -> Vec<usize> {
+        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
+        let sparse = |l: usize| self.model.sparse().is_some_and(|s| s.is_sparse(l));
+        let mut experts =
+            (head + 1..self.units.len()).filter(|&u| self.units[u].owners.has(rank)).collect::<Vec<_>>();
+        experts.reverse();
+        let layers: Vec<Vec<usize>> = (1..head)
+            .map(|u| std::iter::once(u).chain(experts.pop_if(|_| sparse(u - 1))).collect())
+            .collect();
+        let forward = layers.iter().flatten().copied();
+        let backward = layers[first_backward(self.units)..].iter().rev().flatten().copied();
+        let tied = self.model.tied().then_some(0);
+        std::iter::once(0).chain(forward).chain([head]).chain(tied).chain(backward).collect()
+    }
+
+    fn gathered(&self, policy: Policy, rank: usize) -> u64 {
         if !policy.shard_parameters || self.world == 1 {
             return 0;
         }
-        let head = self.units.len() - 1;
+        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let tied = self.model.tied();
-        let first = first_backward(self.units) + 1;
-        let order: Vec<usize> = (0..=head).chain(tied.then_some(0)).chain((first..head).rev()).collect();
+        let order = self.fetches(rank);
         let mut pool = PoolPlan::default();
         let mut held = std::collections::VecDeque::new();
         let ahead = self.train.zero.prefetch as usize;

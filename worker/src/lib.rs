@@ -3,6 +3,7 @@ pub mod agree;
 pub mod check;
 pub mod data;
 pub mod error;
+pub mod experts;
 pub mod life;
 pub mod model;
 mod network;

@@ -4,16 +4,19 @@
 //! unit, and writes whole gradients. Units: embedding, then the layers, then the head.
 mod config;
 mod decoder;
+pub mod experts;
 mod gemma;
 mod gpt2;
 mod llama;
 mod mistral;
+mod mixtral;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod rotary;
 
 use crate::params::Unit;
-use contract::job::ModelSpec;
+use contract::job::{ExpertsSpec, ModelSpec};
 use device::{Buf, Ops, View, ViewMut};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -110,7 +113,7 @@ pub struct Tie {
 pub trait Model: Send + Sync {
     /// Embedding, layers, head.
     fn units(&self) -> Vec<Unit>;
-    /// Says which parameters of its units are trained. Gradients of the others needn't be written: they are not read.
+    /// Says which parameters of its own units (not those of experts) are trained. Gradients of the others needn't be written: they are not read.
     fn train(&mut self, _units: &[Unit]) {}
     /// Width of the residual stream.
     fn hidden(&self) -> usize;
@@ -132,6 +135,12 @@ pub trait Model: Send + Sync {
     fn window(&self) -> Option<usize> {
         None
     }
+    /// What layers with experts do, when the model has some.
+    fn sparse(&self) -> Option<&dyn experts::Sparse> {
+        None
+    }
+    /// What the job says about training them; a model without experts has nothing to say it to.
+    fn train_experts(&mut self, _spec: &ExpertsSpec) {}
     /// The `config.json` that it was built from.
     fn hf_config(&self) -> &Map<String, Value>;
     /// Floating-point operations of matrix products per token, forward and backward (recomputation not counted).
@@ -202,8 +211,10 @@ pub const FAMILIES: &[Family] = &[
     gpt2::FAMILY,
     llama::FAMILY,
     mistral::FAMILY,
+    mixtral::FAMILY,
     qwen2::FAMILY,
     qwen3::FAMILY,
+    qwen3_moe::FAMILY,
 ];
 
 fn known(name: impl Fn(&Family) -> &'static str) -> String {
@@ -245,6 +256,13 @@ pub fn read_folder(folder: &Path) -> Result<(&'static str, u32, u32), String> {
     Ok((family.name, f.size("vocab_size")?, f.size(positions)?))
 }
 
+/// As [`build`], with what the job says about experts.
+pub fn build_with(spec: &ModelSpec, experts: &ExpertsSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
+    let mut model = build(spec, tokens)?;
+    model.train_experts(experts);
+    Ok(model)
+}
+
 /// The model that the job names, for sequences of at most `tokens` tokens. `vocab_size` and `max_position_embeddings`
 /// must be filled in; `from` must be a folder that can be opened as it is.
 pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
@@ -260,7 +278,18 @@ pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
         .iter()
         .find(|f| f.name == spec.family)
         .ok_or_else(|| format!("unknown model family `{}`; known: {}", spec.family, known(|f| f.name)))?;
-    (family.build)(&(family.describe)(spec), tokens as usize)
+    let config = (family.describe)(spec);
+    let asked = [
+        ("num_experts", spec.num_experts, ["num_experts", "num_local_experts"]),
+        ("num_experts_per_tok", spec.num_experts_per_tok, ["num_experts_per_tok"; 2]),
+        ("moe_intermediate_size", spec.moe_intermediate_size, ["moe_intermediate_size"; 2]),
+    ];
+    if let Some((key, ..)) =
+        asked.iter().find(|(_, n, names)| n.is_some() && !names.iter().any(|n| config.contains_key(*n)))
+    {
+        return Err(format!("`{key}` has no effect in the family `{}`: remove it", family.name));
+    }
+    (family.build)(&config, tokens as usize)
 }
 
 /// All buffers of `a` at once, each exclusively.

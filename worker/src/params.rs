@@ -39,6 +39,35 @@ impl ParamSpec {
     }
 }
 
+/// The ranks among which a unit is divided: `first`, `first + stride`, …
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owners {
+    /// Below `stride`.
+    pub first: usize,
+    /// 1: all ranks.
+    pub stride: usize,
+}
+
+impl Owners {
+    /// Every rank.
+    pub const ALL: Owners = Owners { first: 0, stride: 1 };
+
+    /// Is `rank` one of them?
+    pub fn has(&self, rank: usize) -> bool {
+        rank % self.stride == self.first
+    }
+
+    /// How many of the ranks below `rank` they are.
+    pub fn below(&self, rank: usize) -> usize {
+        (rank + self.stride - 1 - self.first) / self.stride
+    }
+
+    /// Are these all ranks?
+    pub fn all(&self) -> bool {
+        self.stride == 1
+    }
+}
+
 /// Tensors that are fetched and released together, laid out one after the other.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unit {
@@ -46,9 +75,21 @@ pub struct Unit {
     pub name: String,
     /// In the order of the flat vector.
     pub params: Vec<ParamSpec>,
+    /// Who has a part of it.
+    pub owners: Owners,
+    /// Of a unit of experts.
+    experts: Option<OfExperts>,
     offsets: Vec<usize>,
     /// Of each tensor: is it trained?
     trained: Vec<bool>,
+}
+
+/// What a unit of experts has beside its tensors.
+#[derive(Clone, Debug, PartialEq)]
+struct OfExperts {
+    layer: usize,
+    /// Where each tensor stands among those of all experts.
+    places: Vec<usize>,
 }
 
 impl Unit {
@@ -62,7 +103,30 @@ impl Unit {
             offsets.push(at);
         }
         let trained = vec![true; params.len()];
-        Unit { name: name.into(), params, offsets, trained }
+        Unit { name: name.into(), params, owners: Owners::ALL, experts: None, offsets, trained }
+    }
+
+    /// Experts of `layer` that only `owners` have; `places` puts their tensors in an order that doesn't depend on who has
+    /// them.
+    pub fn of_experts(
+        name: impl Into<String>,
+        params: Vec<ParamSpec>,
+        owners: Owners,
+        layer: usize,
+        places: Vec<usize>,
+    ) -> Self {
+        assert_eq!(params.len(), places.len(), "a place for each tensor");
+        Unit { owners, experts: Some(OfExperts { layer, places }), ..Unit::new(name, params) }
+    }
+
+    /// The layer whose experts it holds; `None`: it is one of the model's own units.
+    pub fn expert_layer(&self) -> Option<usize> {
+        self.experts.as_ref().map(|e| e.layer)
+    }
+
+    /// Is it a unit of experts?
+    pub fn holds_experts(&self) -> bool {
+        self.experts.is_some()
     }
 
     /// Decides by name which tensors are trained. Gradients and optimizer states are then vectors of the trained tensors
@@ -159,6 +223,18 @@ impl Unit {
             })
             .collect()
     }
+}
+
+/// Every tensor as (unit, index in it), in an order that doesn't depend on where experts lie: first the other units' as they
+/// come, then the experts'.
+pub fn canonical_order(units: &[Unit]) -> Vec<(usize, usize)> {
+    let all = |experts: bool| {
+        let of = units.iter().enumerate().filter(move |(_, unit)| unit.holds_experts() == experts);
+        of.flat_map(|(u, unit)| (0..unit.params.len()).map(move |i| (u, i)))
+    };
+    let mut spread: Vec<(usize, usize)> = all(true).collect();
+    spread.sort_by_key(|&(u, i)| units[u].experts.as_ref().map(|e| e.places[i]));
+    all(false).chain(spread).collect()
 }
 
 /// A part of one tensor inside a range of its unit's flat vector.

@@ -317,6 +317,14 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
             train.steps
         ));
     }
+    let lay = &facts.job["train"]["experts"];
+    let lie = json!({ "parallel": train.experts.parallel, "placement": train.experts.placement });
+    if bound.trainer.experts.is_some() && ["parallel", "placement"].iter().any(|key| lay[key] != lie[key]) {
+        out.push(format!(
+            "experts lie otherwise than in the checkpoint (groups of {} there, of {} here): weights and states follow",
+            lay["parallel"], train.experts.parallel
+        ));
+    }
     let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let here = bound.trainer.optimizer.groups(&units);
     let there: Vec<Group> = serde_json::from_value(facts.groups.clone()).unwrap_or_default();

@@ -2,11 +2,13 @@
 //! running. What isn't built yet has no method to call.
 use crate::{
     error::{Error, Fault, Result, of_job},
+    experts::{self, Placement},
     model::{self, Batch, Model},
     optim::{Optimizer, schedule::lr_at},
     params::{Init, Unit},
     rng::{Purpose, fill_normal, fill_uniform},
     train::{
+        experts::Experts,
         step::{Outcome, Source, Trainer, Word},
         workspace::Workspace,
     },
@@ -27,7 +29,8 @@ pub struct Spec {
 pub struct Parameters {
     train: TrainSpec,
     model: Arc<dyn Model>,
-    units: Vec<Unit>,
+    /// Trained elements.
+    count: u64,
 }
 
 /// Stage 3: this rank has memory for its part of every parameter.
@@ -36,6 +39,7 @@ pub struct Sharded {
     model: Arc<dyn Model>,
     engine: Engine,
     ops: Arc<dyn Ops>,
+    placement: Option<Placement>,
 }
 
 /// Stage 4: the optimizer's states exist for what this rank updates.
@@ -114,27 +118,35 @@ impl Spec {
 
     /// Builds the model, lists its parameters and decides which of them are trained.
     pub fn parameters(self) -> Result<Parameters> {
-        let mut model = model::build(&self.train.model, self.train.data.seq_len)
+        let mut model = model::build_with(&self.train.model, &self.train.experts, self.train.data.seq_len)
             .map_err(|e| Error::job(format!("train.model: {e}")))?;
-        let units = trained::units(model.as_mut(), &self.train).map_err(|f| of_job(&f))?;
-        Ok(Parameters { train: self.train, model: model.into(), units })
+        let anywhere = Placement::anywhere(model.as_ref());
+        let units = trained::units(model.as_mut(), anywhere.as_ref(), &self.train).map_err(|f| of_job(&f))?;
+        let count = units.iter().map(|u| u.trained_len() as u64).sum();
+        Ok(Parameters { train: self.train, model: model.into(), count })
     }
 }
 
 impl Parameters {
     /// Number of trained elements.
     pub fn count(&self) -> u64 {
-        self.units.iter().map(|u| u.trained_len() as u64).sum()
+        self.count
     }
 
     /// Allocates this rank's part, all zeros.
     pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<Sharded> {
         let train = self.train;
         let queue = Queue::new(comm).map_err(|e| Error::cluster(format!("communication thread: {e}")))?;
-        let policy = Policy::of_stage(train.zero.stage);
+        let layers = self.model.units().len() - 2;
+        let placement = Placement::new(&train.experts, self.model.as_ref(), layers, queue.comm().world())
+            .map_err(|(key, why)| Error::job(format!("{key}: {why}")))?;
+        let mut units = experts::units(self.model.as_ref(), placement.as_ref());
+        trained::choose(&mut units, &self.model.ties(), &train).map_err(|f| of_job(&f))?;
+        let parallel = placement.as_ref().map_or(1, |p| p.parallel);
+        let policy = Policy::of_stage(train.zero.stage).with_experts(parallel);
         let slots = (train.batch.global / train.batch.micro) as usize;
-        let engine = Engine::new(self.units, policy, slots, train.zero.prefetch as usize, queue, ops.clone());
-        Ok(Sharded { train, model: self.model, engine, ops })
+        let engine = Engine::new(units, policy, slots, train.zero.prefetch as usize, queue, ops.clone());
+        Ok(Sharded { train, model: self.model, engine, ops, placement })
     }
 }
 
@@ -163,14 +175,15 @@ fn initialise(engine: &Engine, u: usize, seed: u64) {
 impl Sharded {
     /// Allocates optimizer states for what this rank updates.
     pub fn bind_optimizer(self) -> Result<OptimizerBound> {
-        let Sharded { train, model, engine, ops } = self;
+        let Sharded { train, model, engine, ops, placement } = self;
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
-        let ranges = (0..units.len())
-            .map(|u| if engine.policy.shard_optimizer { engine.own(u) } else { 0..units[u].len() });
+        let ranges = (0..units.len()).map(|u| engine.updated(u));
         let optimizer =
             Optimizer::bind(&train.optimizer, &units, &model.ties(), ranges).map_err(|f| of_job(&f))?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
-        let (layers, first) = (units.len() - 2, first_backward(&units));
+        let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
+        let first = first_backward(&units);
+        let experts = Experts::new(model.as_ref(), placement.as_ref(), &engine, b * t, train.recompute);
         let trainer = Trainer {
             work: Workspace::new(model.as_ref(), layers, b, t, train.recompute, first),
             batch: Batch {
@@ -181,6 +194,7 @@ impl Sharded {
                 starts: vec![0; b * t],
                 windowed: Vec::new(),
             },
+            experts,
             model,
             engine,
             optimizer,

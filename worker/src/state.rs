@@ -3,7 +3,7 @@ use crate::{
     error::{Error, Result},
     model::Model,
     optim::{Optimizer, state_vectors},
-    params::{Segment, Unit},
+    params::{Segment, Unit, canonical_order},
     stages::ScheduleBound,
     zero::engine::Engine,
 };
@@ -42,16 +42,14 @@ fn hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
 /// Every stored weight, in canonical order.
 fn weight_shapes(units: &[Unit]) -> Vec<WeightShape> {
     let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
-    let params = units.iter().flat_map(|u| &u.params);
+    let params = canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
     params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
 }
 
 /// Names of the weights that are not trained.
 fn frozen(units: &[Unit]) -> Vec<String> {
-    let of = |u: &Unit| -> Vec<String> {
-        (0..u.params.len()).filter(|&i| !u.is_trained(i)).map(|i| u.params[i].name.clone()).collect()
-    };
-    units.iter().flat_map(of).collect()
+    let all = canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
+    all.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
 /// Trained parameters of which a checkpoint with these tensors lacks some of the optimizer's states: they begin anew.
@@ -204,9 +202,11 @@ fn requests_of<'a>(
 /// Replicated optimizer states: puts the owners' parts together on every rank.
 fn spread_states(engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result<()> {
     let own = engine.shards[u].unit.trained_range(engine.own(u));
+    let (first, second) = state_vectors(optimizer.spec());
     let st = optimizer.states_mut(u);
-    for buf in [&mut st.first, &mut st.second].into_iter().filter(|b| !b.is_empty()) {
-        let mine = Buf::from_slice(&buf.host()[own.clone()]);
+    let mine = own.start - st.trained.start..own.end - st.trained.start;
+    for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
+        let mine = Buf::from_slice(&buf.host()[mine.clone()]);
         let whole = std::mem::replace(buf, Buf::zeroed(0));
         *buf = engine.gather_whole(u, mine, whole)?;
     }

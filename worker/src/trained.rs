@@ -3,6 +3,7 @@
 //! A tied matrix has two names and is one parameter: a pattern that matches either of them means it.
 use crate::{
     error::Fault,
+    experts::{self, Placement},
     model::{Model, Tie},
     params::Unit,
 };
@@ -14,17 +15,28 @@ const ONLY: &str = "train.train_only";
 const GROUPS: &str = "train.optimizer.groups";
 const NO_DECAY: &str = "train.optimizer.no_decay";
 
-/// The model's units, in which each parameter is trained or frozen; the model is told.
-pub fn units(model: &mut dyn Model, train: &TrainSpec) -> Result<Vec<Unit>, Vec<Fault>> {
-    let mut units = model.units();
-    let ties = model.ties();
+/// The model's units and those of its experts, in which each parameter is trained or frozen; the model is told.
+pub fn units(
+    model: &mut dyn Model,
+    placement: Option<&Placement>,
+    train: &TrainSpec,
+) -> Result<Vec<Unit>, Vec<Fault>> {
+    let mut units = experts::units(model, placement);
+    choose(&mut units, &model.ties(), train)?;
+    let own = units.iter().filter(|u| !u.holds_experts()).count();
+    model.train(&units[..own]);
+    Ok(units)
+}
+
+/// Decides which parameters of all these units are trained.
+pub fn choose(units: &mut [Unit], ties: &[Tie], train: &TrainSpec) -> Result<(), Vec<Fault>> {
     let names = || units.iter().flat_map(|u| &u.params).map(|p| p.name.as_str());
     let mut faults = Vec::new();
-    let freeze = Patterns::new(FREEZE, &train.freeze, names(), &ties, &mut faults);
-    let only = Patterns::new(ONLY, &train.train_only, names(), &ties, &mut faults);
+    let freeze = Patterns::new(FREEZE, &train.freeze, names(), ties, &mut faults);
+    let only = Patterns::new(ONLY, &train.train_only, names(), ties, &mut faults);
     let chosen = !train.train_only.is_empty();
-    for unit in &mut units {
-        unit.train_where(|name| !freeze.matches(name, &ties) && (!chosen || only.matches(name, &ties)));
+    for unit in units.iter_mut() {
+        unit.train_where(|name| !freeze.matches(name, ties) && (!chosen || only.matches(name, ties)));
     }
     if faults.is_empty() && !units.iter().any(Unit::any_trained) {
         let message = "it freezes every parameter: nothing is left to train".into();
@@ -33,14 +45,20 @@ pub fn units(model: &mut dyn Model, train: &TrainSpec) -> Result<Vec<Unit>, Vec<
     if !faults.is_empty() {
         return Err(faults);
     }
-    model.train(&units);
-    Ok(units)
+    Ok(())
+}
+
+/// The first of the model's own units that has a trained tensor, or whose experts have one: below it nothing needs a
+/// gradient.
+pub fn lowest_trained<'a>(units: impl Iterator<Item = &'a Unit>) -> usize {
+    let own = |(i, u): (usize, &Unit)| u.any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
+    units.enumerate().filter_map(own).min().unwrap_or(0)
 }
 
 /// The first layer that needs a backward: below it everything is frozen.
 pub fn first_backward(units: &[Unit]) -> usize {
-    let lowest = units.iter().position(Unit::any_trained).unwrap_or(0);
-    lowest.saturating_sub(1).min(units.len().saturating_sub(2))
+    let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
+    lowest_trained(units.iter()).saturating_sub(1).min(layers)
 }
 
 /// Patterns of one key.

@@ -19,7 +19,7 @@ use worker::{
     stages::{Cursor, Running},
 };
 
-const CASES: [&str; 13] = [
+const CASES: [&str; 17] = [
     "gemma2",
     "gemma3",
     "gpt2",
@@ -33,6 +33,10 @@ const CASES: [&str; 13] = [
     "qwen2_sliding_layers",
     "qwen3",
     "qwen3_biases",
+    "mixtral",
+    "mixtral_window",
+    "qwen3_moe",
+    "qwen3_moe_sparse_step",
 ];
 
 fn folder(name: &str) -> PathBuf {
@@ -133,7 +137,9 @@ fn weights_that_no_step_has_changed_come_out_with_their_bits() {
 
 #[test]
 fn resumed_runs_go_on_with_the_same_bits() {
-    for name in ["gemma3", "gpt2", "llama_biases_tied", "mistral_window", "qwen2", "qwen3"] {
+    let names =
+        ["gemma3", "gpt2", "llama_biases_tied", "mistral_window", "mixtral", "qwen2", "qwen3", "qwen3_moe"];
+    for name in names {
         let spec = |stage| train_spec(from(&folder(name)), stage, 6, 1, 13);
         let whole = on_ranks(1, |c| steps(&mut started(&spec(0), c), 5)).remove(0);
         let dir = tempfile::tempdir().unwrap();
@@ -201,6 +207,22 @@ fn what_is_not_supported_is_refused_by_name() {
         let found = with("llama_biases_tied", key, value);
         assert!(found.contains(said), "{key}: {found}");
     }
+    for (name, key, value, said) in [
+        ("mixtral", "num_experts_per_tok", json!(9), "num_experts_per_tok 9 is more than the 8 experts"),
+        ("mixtral", "router_jitter_noise", json!(0.1), "`router_jitter_noise: 0.1` is not supported"),
+        ("mixtral", "router_aux_loss_coef", json!(-1), "`router_aux_loss_coef` is -1, below 0"),
+        ("mixtral", "num_local_experts", json!(null), "config.json has no `num_local_experts`"),
+        ("mixtral", "num_local_experts", json!(1 << 20), "more than 65536"),
+        ("mixtral", "shared_expert_intermediate_size", json!(8), "`shared_expert_intermediate_size: 8`"),
+        ("qwen3_moe", "num_experts", json!(7), "`num_experts` and `num_local_experts` differ"),
+        ("qwen3_moe", "mlp_only_layers", json!([3]), "`mlp_only_layers` is no list of layers below 3"),
+        ("qwen3_moe", "mlp_only_layers", json!([0, 1, 2]), "leave no layer with experts"),
+        ("qwen3_moe", "norm_topk_prob", json!(1), "`norm_topk_prob` is 1, not true or false"),
+    ] {
+        let found = with(name, key, value);
+        assert!(found.contains(said), "{name} {key}: {found}");
+    }
+    assert_eq!(with("qwen3_moe", "output_router_logits", json!(true)), "");
     let types = with("qwen2_sliding_layers", "layer_types", json!(["full_attention", "chunked_attention"]));
     assert!(types.contains("`layer_types`"), "{types}");
     for (name, key, value, said) in [

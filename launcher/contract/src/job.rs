@@ -6,6 +6,7 @@ pub mod checkpoint;
 pub mod cluster;
 mod decode;
 mod document;
+pub mod experts;
 mod hosts;
 mod keys;
 mod load;
@@ -30,6 +31,7 @@ pub use cluster::{
     ClusterSpec, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec, StoreHost,
 };
 pub use document::{Document, Item, ItemValue, Syntax};
+pub use experts::{ExpertPlacement, ExpertsSpec};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
 pub use print::quoted;

@@ -24,6 +24,9 @@ const JOBS: &[&str] = &[
     "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
      train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b]}, clip_norm: off}\n\
      checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
+    "train: {model: {family: mixtral, num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 8}, data: {files: [a]}, \
+     experts: {parallel: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}, aux_loss: 0.5, z_loss: 1e-3}}",
+    "train: {model: {from: m}, data: {files: [a]}, experts: {parallel: 4, placement: {1: {0: 3}, 7: {0: 1, 1: 2}}}}",
     "train: {model: {from: './a b', dropout: 0}, data: {files: [a]}, steps: 0}",
     "train: {model: {family: gpt2, dropout: 0}, data: {files: [a]}}",
     "train: {data: {mixture: {web: {files: ['w/*.parquet'], weight: 0.7}, talk: {files: [t.jsonl], format: chat, field: chat, loss_on: all}}, \

@@ -76,6 +76,12 @@ impl Buf {
     }
 }
 
+impl Default for Buf {
+    fn default() -> Self {
+        Buf::zeroed(0)
+    }
+}
+
 impl Drop for Buf {
     fn drop(&mut self) {
         if self.len > 0 {

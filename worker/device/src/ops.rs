@@ -58,6 +58,40 @@ impl HeadRows {
     }
 }
 
+/// A router over `m` rows that sends each to `per_token` of `experts` experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouterShape {
+    pub m: usize,
+    pub experts: usize,
+    pub per_token: usize,
+    /// The chosen probabilities are divided by their sum.
+    pub normalise: bool,
+}
+
+/// What the router's backward needs beside the gradient of the weights.
+#[derive(Clone, Copy)]
+pub struct RouterGradient<'a> {
+    /// `[m, experts]`, of the forward.
+    pub probs: View<'a>,
+    /// `[m]`, of the forward.
+    pub lse: View<'a>,
+    /// `[m, per_token]`, of the forward.
+    pub chosen: &'a [u32],
+    /// `[experts]`: gradient of another loss by every row's probabilities (load balancing).
+    pub balance: &'a [f32],
+    /// Factor of Σ lse², whose gradient is added.
+    pub z: f32,
+}
+
+/// Rows that are multiplied with one matrix of a flat vector of matrices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// They lie behind those of the group before.
+    pub rows: std::ops::Range<usize>,
+    /// Where the matrix begins.
+    pub matrix: usize,
+}
+
 /// What a LayerNorm computes with.
 #[derive(Clone, Copy)]
 pub struct LayerNorm<'a> {
@@ -283,6 +317,48 @@ pub trait Ops: Send + Sync {
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
     /// `dgate_up` is overwritten.
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize);
+
+    // --- experts ------------------------------------------------------------------------------------------------
+
+    /// `probs[m, experts]` is the softmax of `logits`, `lse[m]` its log-sum-exp; `chosen[m, per_token]` are the experts with
+    /// the largest probabilities, best first and of equal ones the lower number first, `weights[m, per_token]` theirs.
+    fn router_forward(
+        &self,
+        probs: ViewMut,
+        weights: ViewMut,
+        lse: ViewMut,
+        chosen: &mut [u32],
+        logits: View,
+        shape: RouterShape,
+    );
+    /// `dlogits` is overwritten. The choice itself has no gradient.
+    fn router_backward(&self, dlogits: ViewMut, dweights: View, given: RouterGradient, shape: RouterShape);
+
+    /// `y[i, d] = x[rows[i], d]`
+    fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize);
+    /// `y[m, d] (=|+=) Σ_k weights[m, k] · x[places[m, k], d]`, in the order of `k`; without weights they are 1.
+    fn combine_rows(
+        &self,
+        y: ViewMut,
+        x: View,
+        weights: Option<View>,
+        places: &[u32],
+        m: usize,
+        d: usize,
+        write: Write,
+    );
+    /// `out[m] = Σ_i a[m, i] · b[m, i]`
+    fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize);
+    /// `x[m, d] *= factors[m]`
+    fn scale_rows(&self, x: ViewMut, factors: View, d: usize);
+
+    /// Of each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where `w` begins at the group's matrix. A group without rows costs
+    /// nothing.
+    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize);
+    /// Of each group: `dx[rows, k] = dy[rows, n] · w[n, k]`
+    fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[Group], n: usize, k: usize);
+    /// Of each group: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]`, zeros without rows; what lies between the matrices stays.
+    fn grouped_backward_weight(&self, dw: ViewMut, dy: View, x: View, groups: &[Group], n: usize, k: usize);
 
     // --- GELU, tanh form --------------------------------------------------------------------------------------------
 

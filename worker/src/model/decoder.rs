@@ -1,18 +1,21 @@
 //! The decoder that most families share: RMSNorm, rotary grouped-query attention, SwiGLU; tied or untied head. What
 //! families differ in is in [`Numbers`]; each backward stands below its forward.
 mod attention;
+mod experts;
 mod layout;
 mod mlp;
 
 use super::config::Fields;
+use super::experts::{ExpertShape, Sparse, losses};
 use super::rotary::{Rope, Tables};
 use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
-use contract::job::ModelSpec;
+use contract::job::{ExpertsSpec, ModelSpec};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{ClassifierGrads, Write},
 };
+pub(super) use experts::{ExpertNames, ExpertNumbers};
 use layout::{Spans, layer_unit};
 use serde_json::{Map, Value, json};
 use std::ops::Range;
@@ -64,6 +67,8 @@ pub(super) struct Numbers {
     pub(super) window: Option<usize>,
     /// Of each layer: does it attend to the window alone?
     pub(super) sliding: Vec<bool>,
+    /// Of a model with experts.
+    pub(super) experts: Option<ExpertNumbers>,
 }
 
 impl Numbers {
@@ -125,7 +130,39 @@ impl Numbers {
             padding: padding(f, vocab),
             window: None,
             sliding: vec![false; layers],
+            experts: None,
         })
+    }
+
+    /// The fields that families with experts share; every layer has `count` experts of this width, unless the family says
+    /// otherwise afterwards.
+    pub(super) fn read_experts(
+        &mut self,
+        f: &Fields,
+        count: u32,
+        intermediate: usize,
+        names: ExpertNames,
+    ) -> Result<(), String> {
+        let per_token = f.size("num_experts_per_tok")?;
+        if per_token > count {
+            return Err(format!(
+                "num_experts_per_tok {per_token} is more than the {count} experts of a layer"
+            ));
+        }
+        if count > EXPERTS_MAX {
+            return Err(format!("{count} experts of a layer are more than {EXPERTS_MAX}"));
+        }
+        // It asks for the routers' logits beside a text's; how training uses them is said by `train.experts`.
+        f.flag("output_router_logits")?;
+        let aux = f.opt_number("router_aux_loss_coef")?.unwrap_or(0.001);
+        if aux < 0.0 {
+            return Err(format!("config.json: `router_aux_loss_coef` is {aux}, below 0"));
+        }
+        let (experts, per_token, hidden) = (count as usize, per_token as usize, self.hidden);
+        let shape = ExpertShape { experts, per_token, hidden, intermediate, normalise: false };
+        let losses = losses(&ExpertsSpec::default(), aux);
+        self.experts = Some(ExpertNumbers { shape, losses, sparse: vec![true; self.layers], names });
+        Ok(())
     }
 
     /// What norms' weights begin with.
@@ -164,6 +201,9 @@ impl Numbers {
         Ok(())
     }
 }
+
+/// More experts than this are no layer.
+const EXPERTS_MAX: u32 = 1 << 16;
 
 /// `pad_token_id` as torch's embedding takes it: a negative one counts from the end.
 fn padding(f: &Fields, vocab: usize) -> Option<u32> {
@@ -215,8 +255,9 @@ pub(super) struct Decoder {
     tables: Tables,
     /// Of sliding layers, where they differ.
     sliding_tables: Option<Tables>,
+    /// Of a layer without experts; one with experts is the same up to the norm before its router.
     spans: Spans,
-    /// Elements of a layer's matrices.
+    /// Elements of all layers' matrices that a token is multiplied with.
     matrices: usize,
     /// Of each layer, and of the head's matrix: is its gradient wanted?
     wanted: Vec<Wanted>,
@@ -230,15 +271,24 @@ pub(super) struct Wanted {
     pub(super) o: bool,
     pub(super) gate_up: bool,
     pub(super) down: bool,
+    pub(super) router: bool,
 }
 
 /// `tokens`: the longest sequence.
 pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> Box<dyn Model> {
     let tables = Tables::new(&n.rope, tokens, n.head_dim);
     let sliding_tables = n.sliding_rope.map(|rope| Tables::new(&rope, tokens, n.head_dim));
-    let (unit, spans) = layer_unit(&n, 0);
-    let matrices = unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
-    let wanted = vec![Wanted { qkv: true, o: true, gate_up: true, down: true }; n.layers];
+    let spans = layer_unit(&n, None).1;
+    let active = |l: usize| match &n.experts {
+        Some(e) if n.is_sparse(l) => e.shape.per_token * e.shape.expert_len(),
+        _ => 0,
+    };
+    let of = |l: usize| -> usize {
+        let params = layer_unit(&n, Some(l)).0.params;
+        active(l) + params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum::<usize>()
+    };
+    let matrices = (0..n.layers).map(of).sum();
+    let wanted = vec![Wanted { qkv: true, o: true, gate_up: true, down: true, router: true }; n.layers];
     Box::new(Decoder {
         n,
         config: config.clone(),
@@ -295,7 +345,7 @@ impl Model for Decoder {
         if !self.tied() {
             head.push(matrix(LM_HEAD));
         }
-        let layers = (0..self.n.layers).map(|l| layer_unit(&self.n, l).0);
+        let layers = (0..self.n.layers).map(|l| layer_unit(&self.n, Some(l)).0);
         std::iter::once(Unit::new("embedding", vec![matrix(EMBEDDING)]))
             .chain(layers)
             .chain(std::iter::once(Unit::new("head", head)))
@@ -304,14 +354,18 @@ impl Model for Decoder {
 
     fn train(&mut self, units: &[Unit]) {
         let s = &self.spans;
-        let wanted = |u: &Unit| Wanted {
-            qkv: u.trains(s.qkv.clone()),
-            o: u.trains(s.o.clone()),
-            gate_up: u.trains(s.gate_up.clone()),
-            down: u.trains(s.down.clone()),
+        let wanted = |(l, u): (usize, &Unit)| {
+            let sparse = self.n.is_sparse(l);
+            Wanted {
+                qkv: u.trains(s.qkv.clone()),
+                o: u.trains(s.o.clone()),
+                gate_up: !sparse && u.trains(s.gate_up.clone()),
+                down: !sparse && u.trains(s.down.clone()),
+                router: sparse && u.trains(self.router()),
+            }
         };
         let layers = 1..units.len() - 1;
-        self.wanted = units[layers].iter().map(wanted).collect();
+        self.wanted = units[layers].iter().enumerate().map(wanted).collect();
         let matrix = if self.tied() { units.first() } else { units.last() };
         self.head_wanted = matrix.is_some_and(|u| u.is_trained(u.params.len() - 1));
     }
@@ -342,7 +396,7 @@ impl Model for Decoder {
     }
 
     fn flops_per_token(&self, t: usize) -> f64 {
-        let matrices = self.matrices as f64 * self.n.layers as f64 + (self.n.vocab * self.n.hidden) as f64;
+        let matrices = self.matrices as f64 + (self.n.vocab * self.n.hidden) as f64;
         let whole = t as f64;
         // Twice the mean number of keys that a token sees.
         let keys = |sliding: &bool| match self.n.window {
@@ -367,7 +421,7 @@ impl Model for Decoder {
             b * self.n.heads * t,
             m * self.n.hidden,
             m,
-            m * 2 * self.n.intermediate,
+            m * 2 * self.n.dense_width(),
             m * heads * self.n.head_dim,
             m * heads,
             normed * self.n.hidden,
@@ -377,11 +431,25 @@ impl Model for Decoder {
         ]
     }
 
-    /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · a norm's factors.
+    /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · a norm's factors ·
+    /// the router's logits.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
-        let (m, d, f) = (b * t, self.n.hidden, self.n.intermediate);
+        let (m, d, f) = (b * t, self.n.hidden, self.n.dense_width());
         let factors = if self.n.norms_from_one { d.max(self.n.head_dim) } else { 0 };
-        vec![m * d, m * d, m * f, m * 2 * f, m * self.o_width(), m * self.qkv_width(), factors]
+        let experts = self.n.experts.as_ref().map_or(0, |e| e.shape.experts);
+        // The head keeps a number per row where layers keep SwiGLU's output.
+        let act = m * f.max(1);
+        vec![m * d, m * d, act, m * 2 * f, m * self.o_width(), m * self.qkv_width(), factors, m * experts]
+    }
+
+    fn sparse(&self) -> Option<&dyn Sparse> {
+        self.n.experts.as_ref().map(|_| self as &dyn Sparse)
+    }
+
+    fn train_experts(&mut self, spec: &ExpertsSpec) {
+        if let Some(e) = &mut self.n.experts {
+            e.losses = losses(spec, e.losses.aux);
+        }
     }
 
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, mut x: ViewMut) {

@@ -4,7 +4,7 @@ pub mod schedule;
 use crate::{
     error::Fault,
     model::Tie,
-    params::Unit,
+    params::{Unit, canonical_order},
     trained::{self, Groups, Numbers},
 };
 use contract::job::{OptimizerName, OptimizerSpec};
@@ -129,10 +129,8 @@ impl Optimizer {
     /// The parameter groups, for checkpoints.
     pub fn groups(&self, units: &[Unit]) -> Vec<Group> {
         let mut groups: Vec<Group> = self.groups.iter().map(|n| self.group(n)).collect();
-        for (unit, group_of) in units.iter().zip(&self.group_of) {
-            for i in (0..unit.params.len()).filter(|&i| unit.is_trained(i)) {
-                groups[group_of[i]].params.push(unit.params[i].name.clone());
-            }
+        for (u, i) in canonical_order(units).into_iter().filter(|&(u, i)| units[u].is_trained(i)) {
+            groups[self.group_of[u][i]].params.push(units[u].params[i].name.clone());
         }
         groups.sort_by_key(|g| g.name.clone());
         groups

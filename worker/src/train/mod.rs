@@ -1,5 +1,6 @@
 //! A training step and what surrounds it.
 pub mod boundary;
+pub mod experts;
 pub mod run;
 pub mod step;
 pub mod workspace;

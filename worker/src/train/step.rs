@@ -1,10 +1,12 @@
 //! One optimizer step, from tokens to updated parameters. Readable on one screen: fetch block, forward, release; …
 //! fetch, backward, reduce, release; update.
-use super::workspace::Workspace;
+use super::{experts::Experts, workspace::Workspace};
 use crate::{
     error::{Error, Result},
     model::{Batch, HeadGrads, HeadParams, LayerInput, Model},
     optim::{Optimizer, StepFacts},
+    params::{Unit, canonical_order},
+    trained::lowest_trained,
     zero::{
         engine::{Engine, Held},
         fold::fold_f64,
@@ -32,6 +34,8 @@ pub struct Trainer {
     pub ops: Arc<dyn Ops>,
     /// Activations.
     pub work: Workspace,
+    /// Of a model with experts.
+    pub experts: Option<Experts>,
     /// The micro-batch being computed.
     pub batch: Batch,
     /// Samples per slot.
@@ -73,11 +77,12 @@ struct SlotLoss {
 
 impl Trainer {
     fn layers(&self) -> usize {
-        self.engine.shards.len() - 2
+        self.work.x.len() - 1
     }
 
+    /// Units of experts lie behind it.
     fn head_unit(&self) -> usize {
-        self.engine.shards.len() - 1
+        self.layers() + 1
     }
 
     /// Samples per optimizer step.
@@ -100,7 +105,10 @@ impl Trainer {
             self.forward(slot.is_some())?;
             self.backward(round, slot.is_some())?;
             if let Some(s) = slot {
-                mine.push((s, self.slot_loss()));
+                let SlotLoss { sum, targets } = self.slot_loss();
+                // Each target has its share of what the slot's routers add to the mean.
+                let routers = self.experts.as_ref().map_or(0.0, |e| e.loss() * targets as f64);
+                mine.push((s, SlotLoss { sum: sum + routers, targets }));
             }
         }
         self.gather_losses(&mine, self.engine.slots.slots, word)
@@ -139,21 +147,23 @@ impl Trainer {
     /// Units in the order of their fetches in one round.
     fn pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.head_unit(), self.model.tied());
-        let lowest = self.lowest_trained();
-        let mut order: Vec<usize> = (0..head).collect();
+        let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
+        let mut order = vec![0];
+        order.extend((0..self.layers()).flat_map(layer));
         order.push(head);
         if tied {
             order.push(0);
         }
         if backward {
-            order.extend((lowest.max(1)..head).rev());
+            let lowest = self.lowest_trained().max(1) - 1;
+            order.extend((lowest..self.layers()).rev().flat_map(layer));
         }
         order
     }
 
-    /// The first unit with a trained tensor: below it nothing needs a gradient.
+    /// The first of the model's own units that needs a gradient.
     fn lowest_trained(&self) -> usize {
-        self.engine.shards.iter().position(|s| s.unit.any_trained()).unwrap_or(0)
+        lowest_trained(self.engine.shards.iter().map(|s| &s.unit))
     }
 
     fn trains(&self, u: usize) -> bool {
@@ -170,6 +180,10 @@ impl Trainer {
         }
         self.engine.release(held);
         for l in 0..self.layers() {
+            if let Some(unit) = self.expert_unit(l) {
+                self.sparse_forward(l, unit, compute)?;
+                continue;
+            }
             let held = self.engine.fetch(l + 1)?;
             if compute {
                 self.layer_forward(l, &held, true);
@@ -206,6 +220,10 @@ impl Trainer {
         self.engine.reduce(head, round, head_grad)?;
         let lowest = self.lowest_trained();
         for l in (lowest.max(1) - 1..self.layers()).rev() {
+            if let Some(unit) = self.expert_unit(l) {
+                self.sparse_backward(l, unit, round, compute)?;
+                continue;
+            }
             let held = self.engine.fetch(l + 1)?;
             let mut grad = compute.then(|| self.engine.gradient(l + 1));
             if let Some(g) = &mut grad {
@@ -393,22 +411,25 @@ impl Trainer {
         Ok(fold_f64(&self.in_logical_order(&gathered)?).sqrt())
     }
 
-    /// Block sums of all ranks, unit by unit, each in the order of its flat vector.
+    /// Block sums of all ranks, tensor by tensor in an order that doesn't depend on where experts lie.
     fn in_logical_order(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
-        let mut all = Vec::new();
-        for s in self.engine.shards.iter() {
+        let units: Vec<Unit> = self.engine.shards.iter().map(|s| s.unit.clone()).collect();
+        let mut of: Vec<Vec<Vec<f64>>> = units.iter().map(|u| vec![Vec::new(); u.params.len()]).collect();
+        for (s, of) in self.engine.shards.iter().zip(&mut of) {
             for (rank, reader) in readers.iter_mut().enumerate() {
-                let segments = s.unit.trained_segments(s.part.range(rank));
-                let blocks: usize =
-                    segments.iter().map(|g| g.flat.len().div_ceil(device::ops::NORM_BLOCK)).sum();
-                for _ in 0..blocks {
-                    let word =
-                        reader.next().ok_or_else(|| Error::failed("a rank reported too few block sums"))?;
-                    all.push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
+                for g in s.unit.trained_segments(s.part.range(rank)) {
+                    for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK) {
+                        let word = reader
+                            .next()
+                            .ok_or_else(|| Error::failed("a rank reported too few block sums"))?;
+                        of[g.param].push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
+                    }
                 }
             }
         }
+        let all =
+            canonical_order(&units).into_iter().flat_map(|(u, i)| std::mem::take(&mut of[u][i])).collect();
         Ok(all)
     }
 }

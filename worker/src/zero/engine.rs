@@ -8,9 +8,9 @@ use super::{
     pool::Pool,
     queue::{Queue, Ticket},
 };
-use crate::params::Unit;
+use crate::params::{Owners, Unit};
 use comm::{Comm, Result};
-use device::{Buf, Ops, View};
+use device::{Buf, Ops, View, ViewMut};
 use std::{
     collections::VecDeque,
     ops::Range,
@@ -57,6 +57,8 @@ pub struct Engine {
     prefetch: usize,
     gathered: Arc<Mutex<Pool>>,
     whole_grads: Arc<Mutex<Pool>>,
+    /// Emptied stacks of [`Engine::runs`].
+    run_grads: Arc<Mutex<Vec<FoldStack>>>,
     /// Units still to be fetched in this pass, in order.
     ahead: VecDeque<usize>,
     /// Gathers under way, oldest first.
@@ -85,9 +87,10 @@ impl Engine {
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
             let own = part.range(rank).len();
-            let params = Buf::zeroed(if policy.shard_parameters { own } else { unit.len() });
+            let whole = |len: usize| if unit.owners.has(rank) { len } else { 0 };
+            let params = Buf::zeroed(if policy.shard_parameters { own } else { whole(unit.len()) });
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
-            let summed = if policy.shard_gradients { trained[rank] } else { unit.trained_len() };
+            let summed = if policy.shard_gradients { trained[rank] } else { whole(unit.trained_len()) };
             let (params, grads) = (RwLock::new(params), Mutex::new(FoldStack::new(summed)));
             Shard { unit, part, trained, params, grads }
         });
@@ -102,6 +105,7 @@ impl Engine {
             prefetch,
             gathered: Arc::default(),
             whole_grads: Arc::default(),
+            run_grads: Arc::default(),
             ahead: VecDeque::new(),
             gathering: VecDeque::new(),
             reducing: VecDeque::new(),
@@ -136,7 +140,17 @@ impl Engine {
 
     /// Flat range of unit `u` whose parameters lie here all the time.
     pub fn resident(&self, u: usize) -> Range<usize> {
-        if self.policy.shard_parameters { self.own(u) } else { 0..self.shards[u].unit.len() }
+        self.own_or_whole(u, self.policy.shard_parameters)
+    }
+
+    /// Flat range of unit `u` that this rank updates.
+    pub fn updated(&self, u: usize) -> Range<usize> {
+        self.own_or_whole(u, self.policy.shard_optimizer)
+    }
+
+    fn own_or_whole(&self, u: usize, sharded: bool) -> Range<usize> {
+        let unit = &self.shards[u].unit;
+        if sharded || !unit.owners.has(self.rank) { self.own(u) } else { 0..unit.len() }
     }
 
     /// Changes the resident parameters of unit `u` in place.
@@ -159,18 +173,17 @@ impl Engine {
     /// Announces the fetches of a pass, in order, so that they can be started ahead of their use.
     pub fn announce(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(self.ahead.is_empty() && self.gathering.is_empty(), "the last pass was not finished");
-        if self.needs_gather() {
-            self.ahead.extend(order);
-        }
+        let gathered = order.into_iter().filter(|&u| self.needs_gather(u));
+        self.ahead = gathered.collect();
     }
 
-    fn needs_gather(&self) -> bool {
-        self.policy.shard_parameters && self.world > 1
+    fn needs_gather(&self, u: usize) -> bool {
+        self.policy.shard_parameters && self.shards[u].unit.owners.below(self.world) > 1
     }
 
     /// The whole parameters of unit `u`: waits for their gather and starts the next ones.
     pub fn fetch(&mut self, u: usize) -> Result<Held> {
-        if !self.needs_gather() {
+        if !self.needs_gather(u) {
             return Ok(Held::Resident(u));
         }
         while self.gathering.len() <= self.prefetch {
@@ -188,7 +201,8 @@ impl Engine {
         let mut whole = lock(&self.gathered).take(len);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            comm.all_gather(whole.view_mut().slice(0..len), read(&s.params).view(), s.part.counts())?;
+            let own = read(&s.params);
+            gather(comm, s.unit.owners, s.part.counts(), whole.view_mut().slice(0..len), own.view())?;
             Ok(whole)
         })
     }
@@ -278,6 +292,54 @@ impl Engine {
         Ok(())
     }
 
+    /// For gradients of unit `u` by several slots, which [`Engine::push_run`] adds in the order of the slots and
+    /// [`Engine::reduce_runs`] takes.
+    pub fn runs(&self, u: usize) -> FoldStack {
+        let pooled = lock(&self.run_grads).pop();
+        let len = self.shards[u].unit.trained_len();
+        pooled.filter(|stack| stack.len() == len).unwrap_or_else(|| FoldStack::new(len))
+    }
+
+    /// Adds the gradient of unit `u` by one slot, which `write` writes whole. What is frozen is left out, and where all is,
+    /// nothing is written.
+    pub fn push_run(&self, u: usize, runs: &mut FoldStack, slot: usize, write: impl FnOnce(&mut Buf)) {
+        let unit = &self.shards[u].unit;
+        let mut kept = runs.take();
+        if unit.all_trained() {
+            write(&mut kept);
+        } else if unit.any_trained() {
+            let mut whole = lock(&self.whole_grads).take(unit.len());
+            write(&mut whole);
+            unit.pack_trained(whole.host_mut());
+            kept.host_mut().copy_from_slice(&whole.host()[..unit.trained_len()]);
+            lock(&self.whole_grads).give(whole);
+        }
+        runs.push_owned(self.ops.as_ref(), Run::slot(slot), kept);
+    }
+
+    /// Takes the gradients of unit `u`, whose owners are not all ranks, by the slots that this rank's group of neighbours
+    /// computed in this round, folded as far as they go. Every rank calls this for a unit of its own in every round, also with
+    /// nothing.
+    pub fn reduce_runs(&mut self, u: usize, round: usize, runs: FoldStack) -> Result<()> {
+        let (shards, slots, ops, pool) =
+            (self.shards.clone(), self.slots, self.ops.clone(), self.run_grads.clone());
+        self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
+            let s = &shards[u];
+            let sent = runs_of(&slots, s.unit.owners, comm.rank(), round);
+            assert!(runs.partials().map(|(run, _)| run).eq(sent), "gradients of other slots than were dealt");
+            let mut fold = lock(&s.grads);
+            trade_runs(comm, s, &slots, round, &runs, &mut |run, piece| fold.push(ops.as_ref(), run, piece))?;
+            let mut runs = runs;
+            runs.clear();
+            lock(&pool).push(runs);
+            Ok(())
+        }));
+        while self.reducing.len() > REDUCTIONS_IN_FLIGHT {
+            self.reducing.pop_front().expect("not empty").wait()?;
+        }
+        Ok(())
+    }
+
     /// The summed gradient of the trained tensors in this rank's own part of unit `u`, after the last round.
     pub fn finish(&mut self, u: usize) -> Result<Buf> {
         for t in self.reducing.drain(..) {
@@ -316,8 +378,11 @@ impl Engine {
         if self.world == 1 {
             return Ok(own);
         }
-        // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
-        let whole = lock(&self.shards[u].grads).take();
+        let whole = match self.policy.shard_gradients {
+            // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
+            false => lock(&self.shards[u].grads).take(),
+            true => Buf::zeroed(self.shards[u].unit.trained_range(self.updated(u)).len()),
+        };
         self.gather_whole(u, own, whole)
     }
 
@@ -325,7 +390,8 @@ impl Engine {
     pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
         let shards = self.shards.clone();
         self.queue.run(move |comm: &dyn Comm| {
-            comm.all_gather(whole.view_mut(), own.view(), &shards[u].trained)?;
+            let s = &shards[u];
+            gather(comm, s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
             Ok(whole)
         })
     }
@@ -336,12 +402,13 @@ impl Engine {
         if self.policy.shard_parameters || self.world == 1 {
             return;
         }
-        let (shards, own) = (self.shards.clone(), self.own(u));
+        let (own, resident) = (self.own(u), self.resident(u).start);
+        let (shards, own) = (self.shards.clone(), own.start - resident..own.end - resident);
         self.publishing.push(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut params = s.params.write().unwrap_or_else(PoisonError::into_inner);
             let mine = Buf::from_slice(&params.host()[own]);
-            comm.all_gather(params.view_mut(), mine.view(), s.part.counts())
+            gather(comm, s.unit.owners, s.part.counts(), params.view_mut(), mine.view())
         }));
     }
 
@@ -353,6 +420,61 @@ impl Engine {
 
 fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `whole` becomes the owners' `parts` of a unit, on its owners. Every rank takes part; those that own nothing of the unit give
+/// and get nothing, and `own` and `whole` are empty.
+fn gather(comm: &dyn Comm, owners: Owners, parts: &[usize], whole: ViewMut, own: View) -> Result<()> {
+    if owners.all() {
+        return comm.all_gather(whole, own, parts);
+    }
+    let world = comm.world();
+    let mine = owners.has(comm.rank());
+    let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
+        (0..world).map(|r| if mine && owners.has(r) { counts(r) } else { 0 }).collect()
+    };
+    let (sent, received) = (only(&|_| own.len()), only(&|r| parts[r]));
+    let send: Vec<f32> = own.host().repeat(sent.iter().filter(|n| **n > 0).count());
+    comm.all_to_all(whole, &received, (&send[..]).into(), &sent)
+}
+
+/// The runs of slots that the group of `rank` has in `round`, folded as far as they go.
+fn runs_of(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Vec<Run> {
+    let first = rank / owners.stride * owners.stride;
+    let dealt: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
+    dealt.first().map_or_else(Vec::new, |&a| maximal_runs(a..a + dealt.len()))
+}
+
+/// Each owner gets its part of every owner's runs, in the order of the slots.
+fn trade_runs(
+    comm: &dyn Comm,
+    s: &Shard,
+    slots: &Slots,
+    round: usize,
+    runs: &FoldStack,
+    sink: &mut dyn FnMut(Run, View),
+) -> Result<()> {
+    let (owners, world, me) = (s.unit.owners, comm.world(), comm.rank());
+    let own = s.trained[me];
+    let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
+    let theirs: Vec<Vec<Run>> = (0..world)
+        .map(|r| if owners.has(r) { runs_of(slots, owners, r, round) } else { Vec::new() })
+        .collect();
+    let sent: Vec<usize> = s.trained.iter().map(|n| n * kept.len()).collect();
+    let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * own).collect();
+    let mut send = Vec::with_capacity(sent.iter().sum());
+    for r in 0..world {
+        kept.iter()
+            .for_each(|v| send.extend_from_slice(v.slice(s.unit.trained_range(s.part.range(r))).host()));
+    }
+    let mut room = Buf::zeroed(received.iter().sum());
+    comm.all_to_all(room.view_mut(), &received, (&send[..]).into(), &sent)?;
+    let mut at = 0;
+    for run in theirs.into_iter().flatten() {
+        sink(run, room.view().slice(at..at + own));
+        at += own;
+    }
+    Ok(())
 }
 
 /// The run of slots behind the `index`-th partial that rank `from` kept.

@@ -56,6 +56,16 @@ impl FoldStack {
         FoldStack { len, stack: Vec::new(), free: Vec::new() }
     }
 
+    /// Elements of a vector.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Nothing kept?
+    pub fn is_empty(&self) -> bool {
+        self.stack.is_empty()
+    }
+
     /// A buffer of the stack's length with unspecified content, to be filled and given to [`FoldStack::push_owned`].
     pub fn take(&mut self) -> Buf {
         self.free.pop().unwrap_or_else(|| Buf::zeroed(self.len))

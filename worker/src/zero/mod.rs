@@ -30,6 +30,12 @@ impl Policy {
             shard_parameters: stage >= 3,
         }
     }
+
+    /// The same when experts are spread over groups of `parallel` ranks: a rank then has gradients of its experts for slots of
+    /// its whole group in each round, so gradients are reduced at once in every stage.
+    pub fn with_experts(self, parallel: usize) -> Self {
+        Policy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
+    }
 }
 
 /// Which logical slots of a global batch a rank computes, and when (docs/numerics.md).

@@ -15,18 +15,16 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Cuts `unit` into `world` parts of nearly equal size.
+    /// Cuts `unit` into parts of nearly equal size for its owners among `world` ranks; the other ranks' are empty.
     pub fn new(unit: &Unit, world: usize) -> Self {
         let len = unit.len();
-        let cuts: Vec<usize> = (0..=world)
-            .map(|r| {
-                if r == world {
-                    len
-                } else {
-                    nearest_cut(unit, (len as u128 * r as u128 / world as u128) as usize)
-                }
-            })
-            .collect();
+        let parts = unit.owners.below(world);
+        assert!(parts > 0, "{} has no owner among {world} ranks", unit.name);
+        let cut = |r: usize| match unit.owners.below(r) {
+            part if part == parts => len,
+            part => nearest_cut(unit, (len as u128 * part as u128 / parts as u128) as usize),
+        };
+        let cuts: Vec<usize> = (0..=world).map(cut).collect();
         let counts = cuts.windows(2).map(|w| w[1] - w[0]).collect();
         Partition { cuts, counts }
     }
@@ -89,6 +87,25 @@ mod tests {
                 }
             }
             prop_assert_eq!(at, u.len());
+        }
+    }
+
+    #[test]
+    fn a_unit_of_some_ranks_is_cut_as_if_they_were_all() {
+        use crate::params::Owners;
+        let all = unit(&[9000, 50_000, 3]);
+        for (stride, world) in [(1, 4), (2, 4), (2, 8), (3, 9), (4, 4)] {
+            for first in 0..stride {
+                let mut some = all.clone();
+                some.owners = Owners { first, stride };
+                let (parts, whole) = (Partition::new(&some, world), Partition::new(&all, world / stride));
+                for r in 0..world {
+                    match some.owners.has(r) {
+                        true => assert_eq!(parts.range(r), whole.range(r / stride)),
+                        false => assert!(parts.range(r).is_empty()),
+                    }
+                }
+            }
         }
     }
 

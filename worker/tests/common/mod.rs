@@ -33,6 +33,9 @@ pub(crate) fn odd_model() -> ModelSpec {
         num_attention_heads: 3,
         num_key_value_heads: 1,
         head_dim: 14,
+        num_experts: None,
+        num_experts_per_tok: None,
+        moe_intermediate_size: None,
         max_position_embeddings: 32,
         rms_norm_eps: 1e-5,
         rope_theta: 10000.0,
@@ -55,6 +58,7 @@ fn source(files: Vec<String>) -> DataSource {
 pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
     TrainSpec {
         model,
+        experts: ExpertsSpec::default(),
         data: DataSpec {
             sources: vec![source(vec!["unused".into()])],
             chat_template: None,

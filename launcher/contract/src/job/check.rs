@@ -1,8 +1,9 @@
 //! What keys mean together: checks that need no data and no machine.
 use super::train::GPT2;
 use super::{
-    Devices, EvalSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec, ResumeFrom, ScheduleName,
-    ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder, keys::names_in,
+    Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec,
+    ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder,
+    keys::names_in,
 };
 use crate::env::looks_secret;
 
@@ -20,6 +21,7 @@ pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
     if let Some(train) = &job.train {
         batch(d, train);
         model(d, &train.model);
+        experts(d, &train.experts);
         data(d, train);
         optimizer(d, &train.optimizer);
         schedule(d, train);
@@ -161,6 +163,29 @@ fn model(d: &mut Decoder, m: &ModelSpec) {
             if asked { DIM } else { HEADS },
             format!("`{DIM}` ({}) is odd", m.head_dim),
             "rotary embeddings turn pairs of values: it must be even",
+        );
+    }
+}
+
+/// Ranks that a placement names are ranks of the group. Which experts there are is the model's business.
+fn experts(d: &mut Decoder, e: &ExpertsSpec) {
+    const PLACEMENT: &str = "train.experts.placement";
+    if !d.clean(&["train.experts", PLACEMENT, "train.experts.parallel"]) {
+        return;
+    }
+    let outside = |ranks: &std::collections::BTreeMap<u32, u32>| {
+        ranks.iter().find(|(_, rank)| **rank >= e.parallel).map(|(expert, rank)| (*expert, *rank))
+    };
+    let found = match &e.placement {
+        ExpertPlacement::Balanced => None,
+        ExpertPlacement::Experts(ranks) => outside(ranks),
+        ExpertPlacement::Layers(layers) => layers.values().find_map(outside),
+    };
+    if let Some((expert, rank)) = found {
+        d.refuse(
+            PLACEMENT,
+            format!("`{PLACEMENT}` puts expert {expert} on rank {rank} of {}", e.parallel),
+            "ranks of an expert group are numbered from 0 to `train.experts.parallel` - 1",
         );
     }
 }

@@ -1,11 +1,11 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, Format, GroupSpec,
-    Hosts, Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName,
-    OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName,
-    ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec,
-    VisibleDevices, scalar, tree::Value,
+    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, ExpertPlacement,
+    ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts,
+    ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy,
+    RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost,
+    Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -221,6 +221,9 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         y.key("held_out", number(t.data.held_out));
         y.key("cache", text(&t.data.cache.to_string_lossy()));
     });
+    if t.experts != ExpertsSpec::default() {
+        y.section("experts", |y| experts(y, &t.experts));
+    }
     y.section("zero", |y| {
         y.key("stage", t.zero.stage);
         y.key("prefetch", t.zero.prefetch);
@@ -301,6 +304,14 @@ fn model(y: &mut Yaml, m: &ModelSpec) {
     y.key("num_attention_heads", m.num_attention_heads);
     y.key("num_key_value_heads", m.num_key_value_heads);
     y.key("head_dim", m.head_dim);
+    let experts = [
+        ("num_experts", m.num_experts),
+        ("num_experts_per_tok", m.num_experts_per_tok),
+        ("moe_intermediate_size", m.moe_intermediate_size),
+    ];
+    for (name, n) in experts.into_iter().filter_map(|(name, n)| Some((name, n?))) {
+        y.key(name, n);
+    }
     y.key("max_position_embeddings", or_auto(m.max_position_embeddings));
     if m.family != GPT2 {
         y.key("rms_norm_eps", number(m.rms_norm_eps));
@@ -308,6 +319,25 @@ fn model(y: &mut Yaml, m: &ModelSpec) {
     }
     y.key("tie_word_embeddings", m.tie_word_embeddings);
     y.key("initializer_range", number(m.initializer_range));
+}
+
+fn experts(y: &mut Yaml, e: &ExpertsSpec) {
+    y.key("parallel", e.parallel);
+    let of = |ranks: &std::collections::BTreeMap<u32, u32>| {
+        let pairs: Vec<String> = ranks.iter().map(|(expert, rank)| format!("{expert}: {rank}")).collect();
+        format!("{{{}}}", pairs.join(", "))
+    };
+    match &e.placement {
+        ExpertPlacement::Balanced => y.key("placement", "balanced"),
+        ExpertPlacement::Experts(ranks) => y.key("placement", of(ranks)),
+        ExpertPlacement::Layers(layers) => y.section("placement", |y| {
+            layers.iter().for_each(|(layer, ranks)| y.key(&layer.to_string(), of(ranks)));
+        }),
+    }
+    if let Some(aux_loss) = e.aux_loss {
+        y.key("aux_loss", number(aux_loss));
+    }
+    y.key("z_loss", number(e.z_loss));
 }
 
 fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {

@@ -2,6 +2,7 @@
 use super::{
     DataSource,
     decode::{Decoder, Table},
+    experts::{self, ExpertsSpec},
     read::{Read, boolean, choice, int, int32, list, number, text, word_or},
     sections::path,
     tree::Node,
@@ -14,6 +15,8 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainSpec {
     pub model: ModelSpec,
+    #[serde(default)]
+    pub experts: ExpertsSpec,
     pub data: DataSpec,
     pub zero: ZeroSpec,
     pub precision: Precision,
@@ -56,6 +59,15 @@ pub struct ModelSpec {
     pub num_key_value_heads: u32,
     /// Default hidden_size / num_attention_heads.
     pub head_dim: u32,
+    /// Experts of a layer; `None`: 8 in a family with experts.
+    #[serde(default)]
+    pub num_experts: Option<u32>,
+    /// Experts that a token goes to; `None`: 2 in a family with experts.
+    #[serde(default)]
+    pub num_experts_per_tok: Option<u32>,
+    /// Width inside an expert; `None`: `intermediate_size`.
+    #[serde(default)]
+    pub moe_intermediate_size: Option<u32>,
     /// 0: `data.seq_len`.
     pub max_position_embeddings: u32,
     pub rms_norm_eps: f64,
@@ -196,6 +208,7 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
     TrainSpec {
         data: data(d, t, model.from.as_deref()),
         model,
+        experts: experts::decode(d, t),
         zero: zero(d, t),
         precision: d.get(t, "train.precision", choice(&[("fp32", Precision::Fp32)], &["bf16"])),
         batch: batch(d, t),
@@ -249,6 +262,9 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
             .opt(&t, "train.model.num_key_value_heads", int32(1..=1 << 16))
             .unwrap_or(heads),
         head_dim: d.opt(&t, "train.model.head_dim", int32(1..=1 << 16)).unwrap_or(hidden_size / heads),
+        num_experts: d.opt(&t, "train.model.num_experts", int32(1..=1 << 16)),
+        num_experts_per_tok: d.opt(&t, "train.model.num_experts_per_tok", int32(1..=1 << 16)),
+        moe_intermediate_size: d.opt(&t, "train.model.moe_intermediate_size", int32(1..=1 << 22)),
         max_position_embeddings: d.get(&t, "train.model.max_position_embeddings", auto(1..=1 << 24)),
         rms_norm_eps: d.get(&t, "train.model.rms_norm_eps", positive),
         rope_theta: d.get(&t, "train.model.rope_theta", number("a number above 0", |x| x > 0.0)),

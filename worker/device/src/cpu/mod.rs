@@ -9,6 +9,7 @@ mod classifier;
 mod embedding;
 mod flat;
 mod gelu;
+mod grouped;
 mod head_norm;
 mod kernel;
 mod layer_norm;
@@ -18,13 +19,18 @@ mod pack;
 mod peak;
 mod pool;
 mod rope;
+mod router;
+mod rows;
 mod simd;
 mod swiglu;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 use crate::mem::{View, ViewMut};
-use crate::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, LayerNorm, Lion, Ops, Sgd, Write};
+use crate::ops::{
+    AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
+    RouterShape, Sgd, Write,
+};
 use matmul::{Product, product};
 use pack::Operand;
 use pool::{Parts, Pool, Scratch};
@@ -291,6 +297,61 @@ impl Ops for Cpu {
 
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
         swiglu::backward(self, dgate_up.host(), dy.host(), gate_up.host(), m, f);
+    }
+
+    fn router_forward(
+        &self,
+        probs: ViewMut,
+        weights: ViewMut,
+        lse: ViewMut,
+        chosen: &mut [u32],
+        logits: View,
+        shape: RouterShape,
+    ) {
+        let out = router::Out { probs: probs.host(), weights: weights.host(), lse: lse.host(), chosen };
+        router::forward(self, out, logits.host(), shape);
+    }
+
+    fn router_backward(&self, dlogits: ViewMut, dweights: View, given: RouterGradient, shape: RouterShape) {
+        router::backward(self, dlogits.host(), dweights.host(), given, shape);
+    }
+
+    fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize) {
+        rows::gather(self, y.host(), x.host(), rows, d);
+    }
+
+    fn combine_rows(
+        &self,
+        y: ViewMut,
+        x: View,
+        weights: Option<View>,
+        places: &[u32],
+        m: usize,
+        d: usize,
+        write: Write,
+    ) {
+        let sum = rows::Sum { x: x.host(), weights: weights.map(View::host), places, d, write };
+        rows::combine(self, y.host(), m, sum);
+    }
+
+    fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize) {
+        rows::dots(self, out.host(), a.host(), b.host(), d);
+    }
+
+    fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
+        rows::scale(self, x.host(), factors.host(), d);
+    }
+
+    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize) {
+        grouped::forward(self, y.host(), x.host(), w.host(), groups, n, k);
+    }
+
+    fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[Group], n: usize, k: usize) {
+        grouped::backward_input(self, dx.host(), dy.host(), w.host(), groups, n, k);
+    }
+
+    fn grouped_backward_weight(&self, dw: ViewMut, dy: View, x: View, groups: &[Group], n: usize, k: usize) {
+        grouped::backward_weight(self, dw.host(), dy.host(), x.host(), groups, n, k);
     }
 
     fn gelu_forward(&self, y: ViewMut, x: View) {

@@ -78,8 +78,9 @@ impl Tensors {
     }
 }
 
-/// A layer's tensors, and where they lie.
-pub(super) fn layer_unit(n: &Numbers, layer: usize) -> (Unit, Spans) {
+/// A layer's tensors, all but its experts, and where they lie. Without a number it is any layer without experts.
+pub(super) fn layer_unit(n: &Numbers, number: Option<usize>) -> (Unit, Spans) {
+    let layer = number.unwrap_or(0);
     let prefix = format!("model.layers.{layer}");
     let mut t = Tensors { prefix, std: n.std, norm: n.norm_init(), params: Vec::new(), at: 0 };
     let (d, f, hd) = (n.hidden, n.intermediate, n.head_dim);
@@ -95,12 +96,17 @@ pub(super) fn layer_unit(n: &Numbers, layer: usize) -> (Unit, Spans) {
     let attention_out_norm = n.output_norms.then(|| t.norm("post_attention_layernorm", d));
     let before_mlp = if n.output_norms { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
     let post_norm = t.norm(before_mlp, d);
-    let named = [("mlp.gate_proj", f), ("mlp.up_proj", f)];
-    let gate_up = t.matrices(&named, d);
-    let gate_up_bias = t.biases(n.mlp_bias, &named);
-    let named = [("mlp.down_proj", d)];
-    let down = t.matrices(&named, f);
-    let down_bias = t.biases(n.mlp_bias, &named);
+    let experts = n.experts.as_ref().filter(|_| number.is_some_and(|l| n.is_sparse(l)));
+    // Either a router, whose experts are units of their own, or gate, up and down.
+    let (ups, downs) = ([("mlp.gate_proj", f), ("mlp.up_proj", f)], [("mlp.down_proj", d)]);
+    let (ups, downs) = if experts.is_some() { (&ups[..0], &downs[..0]) } else { (&ups[..], &downs[..]) };
+    if let Some(e) = experts {
+        t.matrices(&[(&format!("{}.gate", e.names.block), e.shape.experts)], d);
+    }
+    let gate_up = t.matrices(ups, d);
+    let gate_up_bias = t.biases(n.mlp_bias, ups);
+    let down = t.matrices(downs, f);
+    let down_bias = t.biases(n.mlp_bias, downs);
     let mlp_out_norm = n.output_norms.then(|| t.norm("post_feedforward_layernorm", d));
     let spans = Spans {
         input_norm,

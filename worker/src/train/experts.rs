@@ -1,0 +1,517 @@
+//! Layers with experts in a step: rows travel to the ranks that have their experts, are computed there, and travel back.
+//!
+//! Which collectives take place, and in which order, never depends on the routing, nor on whether this rank has a slot: a rank
+//! whose experts get no row takes part with nothing. Rows of each slot stay apart in the experts' gradients, which are folded
+//! in the order of the slots like all others (docs/numerics.md).
+use super::{step::Trainer, workspace::Workspace};
+use crate::{
+    error::{Error, Result},
+    experts::{Placement, Receiving, Sending},
+    model::{
+        LayerInput, Model,
+        experts::{
+            ExpertBackward, ExpertGradients, ExpertRows, ExpertShape, Returned, Routing, Sparse, Tally,
+            expert_gradients, experts_backward, experts_forward,
+        },
+    },
+    params::Unit,
+    zero::{
+        engine::{Engine, Held},
+        queue::Queue,
+    },
+};
+use contract::job::Recompute;
+use device::{Buf, View, ViewMut};
+use std::{ops::Range, sync::Arc};
+
+/// What a trainer of a model with experts has beside the rest.
+pub struct Experts {
+    shape: ExpertShape,
+    /// By layer; `None`: it has no experts.
+    layers: Vec<Option<Layer>>,
+    /// What the routers of this rank's slot did.
+    tally: Tally,
+    /// Of each layer with experts; one for all when layers are recomputed.
+    saved: Vec<Saved>,
+    room: Room,
+    roads: Roads,
+}
+
+/// A layer with experts.
+#[derive(Clone)]
+struct Layer {
+    /// How many layers with experts come before.
+    index: usize,
+    /// The unit of those that lie here.
+    unit: usize,
+    /// Experts in the order in which their rows travel.
+    order: Vec<usize>,
+    /// Experts of each rank of the group.
+    per_rank: Vec<usize>,
+}
+
+/// What a layer's forward leaves for its backward.
+struct Saved {
+    routing: Routing,
+    sending: Sending,
+    receiving: Receiving,
+    /// Rows of the experts that lie here, sorted by expert.
+    rows: Buf,
+    gate_up: Buf,
+}
+
+/// Buffers that layers share; they grow to what the routing asks for.
+#[derive(Default)]
+struct Room {
+    /// The experts' output; gradients of tokens.
+    out: Buf,
+    /// Gradients of rows.
+    drows: Buf,
+    act: Buf,
+    dact: Buf,
+    dgate_up: Buf,
+    weights: Buf,
+    dweights: Buf,
+    /// A weight per travelling row.
+    sent_weights: Vec<f32>,
+    /// Gradient of the weights, by choice.
+    choices: Buf,
+}
+
+/// At least `len` elements, whatever they hold.
+fn grow(buf: &mut Buf, len: usize) -> ViewMut<'_> {
+    if buf.len() < len {
+        *buf = Buf::zeroed(len.next_multiple_of(1024));
+    }
+    buf.view_mut().slice(0..len)
+}
+
+impl Experts {
+    /// For micro-batches of `rows` tokens. `None`: the model has no experts.
+    pub fn new(
+        model: &dyn Model,
+        placement: Option<&Placement>,
+        engine: &Engine,
+        rows: usize,
+        recompute: Recompute,
+    ) -> Option<Self> {
+        let (sparse, placement) = (model.sparse()?, placement?);
+        let (shape, rank) = (sparse.shape(), engine.rank());
+        let layers = of_layers(sparse, placement, engine, rank % placement.parallel);
+        let count = layers.iter().flatten().count();
+        let sets = if recompute == Recompute::None { count } else { count.min(1) };
+        let saved = || Saved {
+            routing: Routing::new(shape, rows),
+            sending: Sending::default(),
+            receiving: Receiving::default(),
+            rows: Buf::zeroed(0),
+            gate_up: Buf::zeroed(0),
+        };
+        let group = placement.group(rank);
+        let roads = Roads::new(engine, group, rows * shape.per_token);
+        Some(Experts {
+            shape,
+            tally: Tally::new(sparse, layers.len(), rows),
+            layers,
+            saved: (0..sets).map(|_| saved()).collect(),
+            room: Room::default(),
+            roads,
+        })
+    }
+
+    /// The unit of this rank's experts of layer `l`.
+    pub fn unit(&self, l: usize) -> Option<usize> {
+        self.layers[l].as_ref().map(|layer| layer.unit)
+    }
+
+    /// What the routers add to the mean loss of this rank's slot.
+    pub fn loss(&self) -> f64 {
+        self.tally.loss()
+    }
+
+    /// How often each expert of each layer with experts was chosen by the slot that this rank computed last.
+    pub fn chosen(&self) -> Vec<Vec<u64>> {
+        self.tally.chosen().map(<[u64]>::to_vec).collect()
+    }
+
+    /// Layer `l` and what it saves.
+    fn layer(&mut self, l: usize) -> (Layer, &mut Saved, &mut Room, &mut Roads, &mut Tally) {
+        let layer = self.layers[l].clone().expect("only a layer with experts is asked for them");
+        let set = layer.index.min(self.saved.len() - 1);
+        (layer, &mut self.saved[set], &mut self.room, &mut self.roads, &mut self.tally)
+    }
+}
+
+/// The layers with their units, which lie behind the model's own: layer by layer, one for each rank of a group.
+fn of_layers(sparse: &dyn Sparse, p: &Placement, engine: &Engine, number: usize) -> Vec<Option<Layer>> {
+    let layers = engine.shards.iter().filter(|s| !s.unit.holds_experts()).count() - 2;
+    let mut index = 0;
+    let layer = |l: usize| {
+        sparse.is_sparse(l).then(|| {
+            let first = layers + 2 + index * p.parallel;
+            index += 1;
+            Layer {
+                index: index - 1,
+                unit: first + number,
+                order: p.order(l),
+                per_rank: (0..p.parallel).map(|r| p.of(l, r).len()).collect(),
+            }
+        })
+    };
+    (0..layers).map(layer).collect()
+}
+
+/// The ways between a rank's tokens and their experts.
+struct Roads {
+    queue: Arc<Queue>,
+    world: usize,
+    rank: usize,
+    /// The ranks of this one's group.
+    group: Range<usize>,
+    /// The most rows that one rank may send.
+    limit: usize,
+    /// Rows in the order of travel.
+    packed: Buf,
+    /// Rows in the order of arrival.
+    arrived: Buf,
+}
+
+impl Roads {
+    fn new(engine: &Engine, group: Range<usize>, limit: usize) -> Self {
+        let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
+        let (packed, arrived) = (Buf::zeroed(0), Buf::zeroed(0));
+        Roads { queue, world, rank, group, limit, packed, arrived }
+    }
+
+    /// Is every expert here?
+    fn local(&self) -> bool {
+        self.group.len() == 1
+    }
+
+    /// `counts[i]` for rank i of the group, 0 for the others.
+    fn in_world(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
+        let mut all = vec![0; self.world];
+        self.group.clone().zip(counts).for_each(|(rank, n)| all[rank] = n);
+        all
+    }
+
+    /// Tells every rank of the group how many rows each of its experts gets from here, and learns the same.
+    fn announce(&self, layer: &Layer, sending: &Sending) -> Result<Receiving> {
+        let own = layer.per_rank[self.rank - self.group.start];
+        if self.local() {
+            return Ok(Receiving::new(own, sending.counts.clone()));
+        }
+        // Counts travel as bits: no arithmetic touches them.
+        let send: Vec<f32> = sending.counts.iter().map(|&n| f32::from_bits(n as u32)).collect();
+        let sent = self.in_world(layer.per_rank.iter().copied());
+        let received = self.in_world(std::iter::repeat(own));
+        let counts = self.queue.run(move |comm| {
+            let mut counts = vec![0f32; received.iter().sum()];
+            comm.all_to_all((&mut counts[..]).into(), &received, (&send[..]).into(), &sent)?;
+            Ok(counts)
+        })?;
+        let receiving = Receiving::new(own, counts.iter().map(|n| n.to_bits() as usize).collect());
+        match self.group.clone().zip(0..).find(|(_, i)| receiving.from(*i) > self.limit) {
+            None => Ok(receiving),
+            Some((rank, _)) => {
+                Err(Error::failed(format!("rank {rank} announced more rows than it can have")))
+            }
+        }
+    }
+
+    /// Rows of `width` elements, which `fill` writes in the order of travel, arrive in `to` sorted by expert.
+    fn there(
+        &mut self,
+        layer: &Layer,
+        saved: (&Sending, &Receiving),
+        width: usize,
+        to: &mut Buf,
+        fill: impl FnOnce(ViewMut),
+    ) -> Result<()> {
+        let (sending, receiving) = saved;
+        let n = sending.tokens.len();
+        if self.local() {
+            fill(grow(to, n * width));
+            return Ok(());
+        }
+        fill(grow(&mut self.packed, n * width));
+        let (sent, received) = self.counts(layer, sending, receiving, width);
+        grow(&mut self.arrived, receiving.rows() * width);
+        self.trade(false, sent, received)?;
+        let (to, from) = (grow(to, receiving.rows() * width).host(), self.arrived.host());
+        for (rows, at) in receiving.blocks() {
+            let block = &from[rows.start * width..rows.end * width];
+            to[at * width..][..block.len()].copy_from_slice(block);
+        }
+        Ok(())
+    }
+
+    /// The way back: rows that lie in `from` sorted by expert arrive in the order of travel. Returns them.
+    fn back<'a>(
+        &'a mut self,
+        layer: &Layer,
+        saved: (&Sending, &Receiving),
+        width: usize,
+        from: &'a Buf,
+    ) -> Result<View<'a>> {
+        let (sending, receiving) = saved;
+        let n = sending.tokens.len();
+        if self.local() {
+            return Ok(from.view().slice(0..n * width));
+        }
+        let arrived = grow(&mut self.arrived, receiving.rows() * width).host();
+        for (rows, at) in receiving.blocks() {
+            let block = &mut arrived[rows.start * width..rows.end * width];
+            let len = block.len();
+            block.copy_from_slice(&from.host()[at * width..][..len]);
+        }
+        let (received, sent) = self.counts(layer, sending, receiving, width);
+        grow(&mut self.packed, n * width);
+        self.trade(true, sent, received)?;
+        Ok(self.packed.view().slice(0..n * width))
+    }
+
+    /// Elements that go to and come from each rank.
+    fn counts(&self, layer: &Layer, s: &Sending, r: &Receiving, width: usize) -> (Vec<usize>, Vec<usize>) {
+        let mut rest = &s.counts[..];
+        let sent = layer.per_rank.iter().map(|&n| {
+            let (own, after) = rest.split_at(n);
+            rest = after;
+            own.iter().sum::<usize>() * width
+        });
+        let sent = self.in_world(sent);
+        (sent, self.in_world((0..self.group.len()).map(|i| r.from(i) * width)))
+    }
+
+    /// From `packed` to `arrived`, or back.
+    fn trade(&mut self, back: bool, sent: Vec<usize>, received: Vec<usize>) -> Result<()> {
+        let take = |buf: &mut Buf| std::mem::replace(buf, Buf::zeroed(0));
+        let (mut packed, mut arrived) = (take(&mut self.packed), take(&mut self.arrived));
+        let traded = self.queue.run(move |comm| {
+            let (from, to) = if back { (&arrived, &mut packed) } else { (&packed, &mut arrived) };
+            let (out, room) = (sent.iter().sum(), received.iter().sum());
+            comm.all_to_all(to.view_mut().slice(0..room), &received, from.view().slice(0..out), &sent)?;
+            Ok((packed, arrived))
+        });
+        (self.packed, self.arrived) = traded?;
+        Ok(())
+    }
+}
+
+impl Trainer {
+    /// The unit of this rank's experts of layer `l`.
+    pub(super) fn expert_unit(&self, l: usize) -> Option<usize> {
+        self.experts.as_ref().and_then(|e| e.unit(l))
+    }
+
+    /// A layer with experts, forward. Without `compute` only the experts that lie here work, for others.
+    pub(super) fn sparse_forward(&mut self, l: usize, unit: usize, compute: bool) -> Result<()> {
+        let held = self.engine.fetch(l + 1)?;
+        if compute {
+            self.route_forward(l, &held);
+        }
+        self.engine.release(held);
+        let held = self.engine.fetch(unit)?;
+        self.experts_forward(l, &held, compute, true)?;
+        self.engine.release(held);
+        Ok(())
+    }
+
+    /// Attention and router.
+    fn route_forward(&mut self, l: usize, held: &Held) {
+        let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return };
+        let (layer, saved, _, _, tally) = x.layer(l);
+        let (w, ops, batch) = (&mut self.work, self.ops.as_ref(), &self.batch);
+        let set = w.saved_index(l);
+        self.engine.with_params(held, |params| {
+            let input = LayerInput { params, batch, x: w.x[l].view(), layer: l };
+            sparse.route_forward(ops, &input, &mut saved.routing, &mut w.saved[set], &mut w.scratch);
+        });
+        tally.note(layer.index, &saved.routing);
+    }
+
+    /// Rows to their experts, and with `output` what those make of them back into the next layer's input.
+    fn experts_forward(&mut self, l: usize, held: &Held, compute: bool, output: bool) -> Result<()> {
+        let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return Ok(()) };
+        let shape = x.shape;
+        let (layer, saved, room, roads, _) = x.layer(l);
+        let (w, ops) = (&mut self.work, self.ops.as_ref());
+        match compute {
+            true => saved.sending.sort(&saved.routing.chosen, shape.per_token, &layer.order),
+            false => saved.sending.clear(shape.experts),
+        }
+        saved.receiving = roads.announce(&layer, &saved.sending)?;
+        let (ways, normed) = ((&saved.sending, &saved.receiving), sparse.normed(&w.scratch));
+        let tokens = &saved.sending.tokens;
+        roads.there(&layer, ways, shape.hidden, &mut saved.rows, |to| {
+            ops.gather_rows(to, normed, tokens, shape.hidden);
+        })?;
+        let n = saved.receiving.rows();
+        let gate_up = grow(&mut saved.gate_up, n * 2 * shape.intermediate);
+        let out = output
+            .then(|| (grow(&mut room.out, n * shape.hidden), grow(&mut room.act, n * shape.intermediate)));
+        let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * shape.hidden));
+        self.engine.with_params(held, |params| {
+            experts_forward(ops, shape, &ExpertRows { params, of: &of, rows }, gate_up, out);
+        });
+        if !output {
+            return Ok(());
+        }
+        let rows = roads.back(&layer, ways, shape.hidden, &room.out)?;
+        if compute {
+            let set = w.saved_index(l);
+            let Workspace { x, saved: kept, .. } = w;
+            let places = &saved.sending.places;
+            sparse.combine_forward(ops, x[l + 1].view_mut(), rows, places, &saved.routing, &mut kept[set]);
+        }
+        Ok(())
+    }
+
+    /// A layer with experts, backward, with the reductions of its gradients.
+    pub(super) fn sparse_backward(
+        &mut self,
+        l: usize,
+        unit: usize,
+        round: usize,
+        compute: bool,
+    ) -> Result<()> {
+        let held = self.engine.fetch(l + 1)?;
+        let experts = self.engine.fetch(unit)?;
+        if self.recompute == Recompute::Block {
+            if compute {
+                self.route_forward(l, &held);
+            }
+            self.experts_forward(l, &experts, compute, false)?;
+        }
+        self.experts_backward(l, &experts, compute)?;
+        self.engine.release(experts);
+        self.reduce_experts(l, unit, round, compute)?;
+        self.experts_return(l)?;
+        let mut grad = compute.then(|| self.engine.gradient(l + 1));
+        if let Some(g) = &mut grad {
+            self.route_backward(l, &held, g);
+        }
+        self.engine.release(held);
+        Ok(self.engine.reduce(l + 1, round, grad)?)
+    }
+
+    /// Gradients of tokens to their experts, and through them.
+    fn experts_backward(&mut self, l: usize, held: &Held, compute: bool) -> Result<()> {
+        let Some(x) = &mut self.experts else { return Ok(()) };
+        let shape = x.shape;
+        let (layer, saved, room, roads, _) = x.layer(l);
+        let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
+        let (ways, tokens) = ((&saved.sending, &saved.receiving), &saved.sending.tokens);
+        let dx = self.work.dx.view();
+        roads.there(&layer, ways, d, &mut room.out, |to| ops.gather_rows(to, dx, tokens, d))?;
+        room.sent_weights.resize(tokens.len(), 0.0);
+        if compute {
+            let weights = saved.routing.weights.host().iter();
+            weights.zip(&saved.sending.places).for_each(|(w, &row)| room.sent_weights[row as usize] = *w);
+        }
+        let weights = &room.sent_weights;
+        roads.there(&layer, ways, 1, &mut room.weights, |to| to.host().copy_from_slice(weights))?;
+        let n = saved.receiving.rows();
+        let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * d));
+        let back = ExpertBackward {
+            gate_up: saved.gate_up.view().slice(0..n * 2 * f),
+            dy: room.out.view().slice(0..n * d),
+            weights: room.weights.view().slice(0..n),
+            dweights: grow(&mut room.dweights, n),
+            drows: grow(&mut room.drows, n * d),
+            act: grow(&mut room.act, n * f),
+            dact: grow(&mut room.dact, n * f),
+            dgate_up: grow(&mut room.dgate_up, n * 2 * f),
+        };
+        self.engine.with_params(held, |params| {
+            experts_backward(ops, shape, &ExpertRows { params, of: &of, rows }, back);
+        });
+        Ok(())
+    }
+
+    /// The experts' own gradients by slot, each by the rows of that slot alone.
+    fn reduce_experts(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
+        let Some(x) = &mut self.experts else { return Ok(()) };
+        let shape = x.shape;
+        let (_, saved, room, roads, _) = x.layer(l);
+        let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
+        let shards = self.engine.shards.clone();
+        let held = &shards[unit].unit;
+        let (n, len) = (saved.receiving.rows(), held.len());
+        let given = ExpertGradients {
+            rows: saved.rows.view().slice(0..n * d),
+            dy: room.out.view().slice(0..n * d),
+            act: room.act.view().slice(0..n * f),
+            dgate_up: room.dgate_up.view().slice(0..n * 2 * f),
+        };
+        let write = |sender: usize, grads: &mut Buf| {
+            let of = saved.receiving.experts_from(sender);
+            expert_gradients(ops, shape, &of, &given, grads.view_mut().slice(0..len), |m| held.trains(m));
+        };
+        if roads.local() {
+            let trained = held.any_trained();
+            let mut grad = (compute && trained).then(|| self.engine.gradient(unit));
+            if let Some(g) = &mut grad {
+                write(0, g);
+            }
+            return Ok(self.engine.reduce(unit, round, grad)?);
+        }
+        let mut runs = self.engine.runs(unit);
+        for (sender, rank) in roads.group.clone().enumerate() {
+            let Some(slot) = self.engine.slots.slot(rank, round) else { continue };
+            self.engine.push_run(unit, &mut runs, slot, |grads| write(sender, grads));
+        }
+        Ok(self.engine.reduce_runs(unit, round, runs)?)
+    }
+
+    /// Gradients of rows and weights back to the tokens: rows stay on the road, weights are put in the order of the choices.
+    fn experts_return(&mut self, l: usize) -> Result<()> {
+        let Some(x) = &mut self.experts else { return Ok(()) };
+        let width = x.shape.hidden;
+        let (layer, saved, room, roads, _) = x.layer(l);
+        let ways = (&saved.sending, &saved.receiving);
+        let dweights = roads.back(&layer, ways, 1, &room.dweights)?.host();
+        let choices = grow(&mut room.choices, dweights.len()).host();
+        choices.iter_mut().zip(&saved.sending.places).for_each(|(to, &row)| *to = dweights[row as usize]);
+        roads.back(&layer, ways, width, &room.drows).map(drop)
+    }
+
+    /// Router and attention backward, from what came back.
+    fn route_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) {
+        let positions = self.global_batch() as f64 * self.batch.t as f64;
+        let scale = self.batch.targets() as f64 / positions;
+        let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return };
+        let (_, saved, room, roads, tally) = x.layer(l);
+        let (balance, z) = tally.gradient(scale);
+        let n = saved.sending.tokens.len();
+        let rows = if roads.local() { &room.drows } else { &roads.packed };
+        let back = Returned {
+            rows: rows.view().slice(0..n * sparse.shape().hidden),
+            places: &saved.sending.places,
+            dweights: room.choices.view().slice(0..n),
+            balance: &balance,
+            z,
+        };
+        let (w, ops, batch) = (&mut self.work, self.ops.as_ref(), &self.batch);
+        let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
+        let set = w.saved_index(l);
+        let Workspace { x, saved: kept, scratch, dx, .. } = w;
+        self.engine.with_params(held, |params| {
+            let input = LayerInput { params, batch, x: x[l].view(), layer: l };
+            let routing = &saved.routing;
+            sparse.route_backward(ops, &input, g, dx.view_mut(), &back, routing, &mut kept[set], scratch);
+        });
+    }
+}
+
+/// Elements of everything here when rows are spread evenly, for the estimate.
+pub fn elements(model: &dyn Model, units: &[Unit], rows: usize, recompute: Recompute) -> usize {
+    let Some(sparse) = model.sparse() else { return 0 };
+    let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
+    let s = sparse.shape();
+    let count = (0..layers).filter(|&l| sparse.is_sparse(l)).count();
+    let sets = if recompute == Recompute::None { count } else { count.min(1) };
+    let travelling = rows * s.per_token;
+    let kept = Routing::elements(s, rows) + travelling * (3 + s.hidden + 2 * s.intermediate);
+    sets * kept + travelling * (2 * s.hidden + 4 * s.intermediate + 4)
+}
