@@ -366,12 +366,11 @@ fn command(script: &str) -> String {
 
 const CACHE: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
-/// `MARKER agent` by the executable itself, or `MARKER missing MACHINE`. Hosts may share a home and be different machines. A kernel
-/// since 6.1 says which it is in a file: a program that is started to find out costs a tenth of what a host takes to answer.
+/// `MARKER agent` by the executable itself, or `MARKER missing MACHINE`.
 fn run_script(marker: &str, hash: &str) -> String {
     let own = std::env::consts::ARCH;
     format!(
-        "{CACHE}; f=$d/{hash}; {{ read -r m < /proc/sys/kernel/arch; }} 2> /dev/null || m=$(uname -m); \
+        "{CACHE}; f=$d/{hash}; m=$(uname -m); \
          if [ \"$m\" = {own} ] && [ -x \"$f\" ]; then exec \"$f\" agent --marker {marker}; fi; \
          echo; echo {marker} missing \"$m\""
     )
@@ -401,28 +400,6 @@ mod tests {
         for script in [run_script("m", "h"), copy_script("m", "h", 5)] {
             assert!(!script.contains(['\'', '!', '\\', '\n', '`']), "{script}");
         }
-    }
-
-    /// A cached shell script is started, with nothing said beside it; where it is missing, the machine is told.
-    #[test]
-    fn what_is_in_the_cache_is_run_and_what_is_not_is_asked_for() {
-        let home = tempfile::tempdir().expect("a directory");
-        let bin = home.path().join(".cache/launch/bin");
-        let said = || {
-            let mut shell = Command::new("/bin/sh");
-            shell.args(["-c", &command(&run_script("MARK", "HASH"))]);
-            let output =
-                shell.env("HOME", home.path()).env_remove("XDG_CACHE_HOME").output().expect("a shell");
-            assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
-            String::from_utf8_lossy(&output.stdout).trim().to_owned()
-        };
-        assert_eq!(said(), format!("MARK missing {}", std::env::consts::ARCH));
-        std::fs::create_dir_all(&bin).expect("a directory");
-        std::fs::write(bin.join("HASH"), "#!/bin/sh\necho \"$@\"\n").expect("a file");
-        assert_eq!(said(), format!("MARK missing {}", std::env::consts::ARCH), "it can't be executed");
-        let executable = std::os::unix::fs::PermissionsExt::from_mode(0o700);
-        std::fs::set_permissions(bin.join("HASH"), executable).expect("its mode");
-        assert_eq!(said(), "agent --marker MARK");
     }
 
     /// The copying script with a shell script in the executable's place.
