@@ -226,7 +226,7 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         let (mut loss, mut dx, mut dw) = (place(&vec![0.0; m]), place(&x), place(&head));
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
         let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: Write::Add, scale: 0.1 };
-        let cap = (v % 2 == 0).then_some(3.0);
+        let cap = v.is_multiple_of(2).then_some(3.0);
         cpu.capped_classifier(loss.view_mut(), px.view(), pw.view(), &labels, m, d, v, cap, Some(grads));
         vec![loss.bits(), dx.bits(), dw.bits()]
     });

@@ -68,7 +68,12 @@ fn chats_are_written_tokenized_and_marked_as_by_transformers() {
         let mask: Vec<u32> = tokens.iter().map(|t| u32::from(t & NO_LOSS == 0)).collect();
         assert_eq!(&mask, case.mask.as_ref().unwrap(), "{}", case.name);
         let all = template(&case.template, LossOn::All).write(&chat(&case)).unwrap();
-        assert_eq!((&all.text, all.targets), (text, vec![0..text.len()]), "{}", case.name);
+        assert_eq!(
+            (&all.text, all.targets),
+            (text, std::iter::once(0..text.len()).collect::<Vec<_>>()),
+            "{}",
+            case.name
+        );
     }
 }
 
