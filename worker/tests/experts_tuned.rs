@@ -80,7 +80,8 @@ fn any_world_stage_and_placement() {
             for stage in [i as u8 % 4, (i as u8 + 2) % 4] {
                 let mut s = make(stage);
                 (s.experts.parallel, s.experts.placement) = (parallel, placement.clone());
-                s.recompute = if (i + stage as usize) % 2 == 0 { Recompute::Block } else { Recompute::None };
+                s.recompute =
+                    if (i + stage as usize).is_multiple_of(2) { Recompute::Block } else { Recompute::None };
                 let got = fresh_run(&s, world, 1, 3);
                 assert_eq!(got, expected, "{what}: world {world}, groups of {parallel}, stage {stage}");
             }
