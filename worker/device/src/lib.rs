@@ -4,5 +4,5 @@ pub mod mem;
 pub mod ops;
 
 pub use cpu::Cpu;
-pub use mem::{Buf, View, ViewMut};
+pub use mem::{Buf, Dtype, View, ViewMut};
 pub use ops::Ops;
