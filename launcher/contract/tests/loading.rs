@@ -55,7 +55,8 @@ fn every_shown_default_is_the_default() {
                 assert_eq!(job(text, &[&set]).0, job(text, &[]).0);
             }
             path if path.starts_with("train.lora.") || path.starts_with("train.eval.sample.") => {
-                let text = "train: {data: {files: [a.txt]}, lora: {}, eval: {files: [b.txt], sample: {prompt: a}}}";
+                let text =
+                    "train: {data: {files: [a.txt]}, lora: {}, eval: {files: [b.txt], sample: {prompt: a}}}";
                 assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
             }
             path if path.starts_with("run.") || path.starts_with("cluster.") => {

@@ -71,7 +71,11 @@ mod tests {
             let flipped = orthogonal(&Cpu::new(2), &transposed(&x, rows, columns), columns, rows);
             // a tall one is computed as a wide one; a square one as it is
             if rows != columns {
-                assert_eq!(transposed(&flipped, columns, rows), y, "{rows} x {columns}: that of the transpose");
+                assert_eq!(
+                    transposed(&flipped, columns, rows),
+                    y,
+                    "{rows} x {columns}: that of the transpose"
+                );
             }
             // the sum of the squared singular values
             let squares: f32 = y.iter().map(|v| v * v).sum();
