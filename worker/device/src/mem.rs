@@ -1,16 +1,46 @@
 //! Memory of a device: owned buffers and the ranges of them that ops read and write.
 //!
-//! A view is an address, a length and a lifetime, so the same op signatures serve host and device memory. On the CPU
-//! backend a view *is* a slice: [`View::host`] costs nothing.
-use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull};
+//! A view is an address, a length, an element type and a lifetime, so the same op signatures serve host and device memory
+//! and every precision. On the CPU backend a view of `f32` *is* a slice: [`View::host`] costs nothing.
+use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 
 /// Alignment of every buffer, bytes: one cache line, one AVX-512 register.
 pub const ALIGN: usize = 64;
 
-/// An owned, 64-byte aligned, zero-initialised buffer of `f32` on the host.
+/// Element type of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// IEEE single precision.
+    F32,
+    /// The upper half of an `f32`: 8 bits of exponent, 7 of mantissa.
+    Bf16,
+    /// IEEE half precision: 5 bits of exponent, 10 of mantissa.
+    F16,
+}
+
+impl Dtype {
+    /// Bytes per element.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::Bf16 | Dtype::F16 => 2,
+        }
+    }
+}
+
+/// Memory that isn't the host's, to which buffers on it are given back.
+pub(crate) trait Memory: Send + Sync {
+    /// Takes back what a buffer had: its address and bytes.
+    fn take_back(&self, address: u64, bytes: usize);
+}
+
+/// An owned, zero-initialised buffer: on the host (64-byte aligned) or in the memory of a card.
 pub struct Buf {
-    ptr: NonNull<f32>,
+    ptr: NonNull<u8>,
     len: usize,
+    dtype: Dtype,
+    /// None: the host.
+    home: Option<Arc<dyn Memory>>,
 }
 
 // SAFETY: Buf owns its memory exclusively, as Vec<f32> does.
@@ -19,16 +49,28 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// `len` zeros. Aborts the process when memory is exhausted, as Vec does; sizes are judged beforehand by `launch plan`.
+    /// `len` zeros of `f32`. Aborts the process when memory is exhausted, as Vec does; sizes are judged beforehand by
+    /// `launch plan`.
     pub fn zeroed(len: usize) -> Self {
+        Self::zeroed_as(Dtype::F32, len)
+    }
+
+    /// `len` zeros of this type.
+    pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
-            return Buf { ptr: NonNull::dangling(), len };
+            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, home: None };
         }
-        let layout = Self::layout(len);
+        let layout = Self::layout(len, dtype);
         // SAFETY: the layout's size is not zero.
-        let raw = unsafe { alloc::alloc_zeroed(layout) }.cast::<f32>();
+        let raw = unsafe { alloc::alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { alloc::handle_alloc_error(layout) };
-        Buf { ptr, len }
+        Buf { ptr, len, dtype, home: None }
+    }
+
+    /// A buffer over memory that `home` gave for it; no elements need no memory.
+    pub(crate) fn on(home: Arc<dyn Memory>, address: u64, dtype: Dtype, len: usize) -> Self {
+        let ptr = NonNull::new(address as *mut u8).unwrap_or(NonNull::<u64>::dangling().cast());
+        Buf { ptr, len, dtype, home: Some(home) }
     }
 
     /// A copy of `src`.
@@ -38,10 +80,19 @@ impl Buf {
         b
     }
 
-    fn layout(len: usize) -> alloc::Layout {
-        alloc::Layout::array::<f32>(len)
-            .and_then(|l| l.align_to(ALIGN))
-            .expect("buffer length fits the address space")
+    /// A copy of `src`, of its type.
+    pub fn from_view(src: View) -> Self {
+        let mut b = Self::zeroed_as(src.dtype, src.len);
+        b.view_mut().bytes().copy_from_slice(src.bytes());
+        b
+    }
+
+    fn layout(len: usize, dtype: Dtype) -> alloc::Layout {
+        let elements = match dtype {
+            Dtype::F32 => alloc::Layout::array::<f32>(len),
+            Dtype::Bf16 | Dtype::F16 => alloc::Layout::array::<u16>(len),
+        };
+        elements.and_then(|l| l.align_to(ALIGN)).expect("buffer length fits the address space")
     }
 
     /// Number of elements.
@@ -54,25 +105,43 @@ impl Buf {
         self.len == 0
     }
 
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
     /// All of it, to read.
     pub fn view(&self) -> View<'_> {
-        View { ptr: self.ptr.as_ptr(), len: self.len, life: PhantomData }
+        View {
+            ptr: self.ptr.as_ptr(),
+            len: self.len,
+            dtype: self.dtype,
+            on_host: self.home.is_none(),
+            life: PhantomData,
+        }
     }
 
     /// All of it, to write.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        ViewMut { ptr: self.ptr.as_ptr(), len: self.len, life: PhantomData }
+        ViewMut {
+            ptr: self.ptr.as_ptr(),
+            len: self.len,
+            dtype: self.dtype,
+            on_host: self.home.is_none(),
+            life: PhantomData,
+        }
     }
 
-    /// The elements, host memory only.
+    /// The elements of a buffer of `f32`, host memory only.
+    #[track_caller]
     pub fn host(&self) -> &[f32] {
         self.view().host()
     }
 
-    /// The elements, host memory only.
+    /// The elements of a buffer of `f32`, host memory only.
+    #[track_caller]
     pub fn host_mut(&mut self) -> &mut [f32] {
-        // SAFETY: Buf owns `len` initialised elements at `ptr`.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+        self.view_mut().host()
     }
 }
 
@@ -84,25 +153,44 @@ impl Default for Buf {
 
 impl Drop for Buf {
     fn drop(&mut self) {
-        if self.len > 0 {
-            // SAFETY: allocated in `zeroed` with this layout.
-            unsafe { alloc::dealloc(self.ptr.as_ptr().cast(), Self::layout(self.len)) }
+        if self.len == 0 {
+            return;
+        }
+        if let Some(home) = &self.home {
+            home.take_back(self.ptr.as_ptr() as u64, self.len * self.dtype.size());
+        } else {
+            // SAFETY: allocated in `zeroed_as` with this layout.
+            unsafe { alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len, self.dtype)) }
         }
     }
 }
 
 impl std::fmt::Debug for Buf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buf[{}]", self.len)
+        write!(f, "Buf[{} {:?}]", self.len, self.dtype)
     }
+}
+
+/// Stops the program when memory of a card is used as the host's.
+#[track_caller]
+fn expect_host(on_host: bool) {
+    assert!(on_host, "a buffer in a GPU's memory is used as the host's");
+}
+
+/// Stops the program when elements are asked for as a type that they are not.
+#[track_caller]
+fn expect_dtype(is: bool, dtype: Dtype, wanted: &str) {
+    assert!(is, "a buffer of {dtype:?} is used as {wanted}");
 }
 
 /// A range of a buffer, to read.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
-    ptr: *const f32,
+    ptr: *const u8,
     len: usize,
-    life: PhantomData<&'a [f32]>,
+    dtype: Dtype,
+    on_host: bool,
+    life: PhantomData<&'a [u8]>,
 }
 
 // SAFETY: as &[f32].
@@ -121,31 +209,62 @@ impl<'a> View<'a> {
         self.len == 0
     }
 
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Where it begins, and whether that is the host's memory.
+    pub(crate) fn address(&self) -> (u64, bool) {
+        (self.ptr as u64, self.on_host)
+    }
+
     /// A part of it. Panics when the range is outside, as slicing does.
     pub fn slice(self, r: Range<usize>) -> View<'a> {
         assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} outside 0..{}", self.len);
         // SAFETY: inside the allocation.
-        View { ptr: unsafe { self.ptr.add(r.start) }, len: r.len(), life: PhantomData }
+        View { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
-    /// The elements, host memory only.
+    /// The elements of a view of `f32`, host memory only.
+    #[track_caller]
     pub fn host(self) -> &'a [f32] {
-        // SAFETY: made from a slice or buffer of this length that outlives 'a.
-        unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
+        expect_host(self.on_host);
+        expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
+        // SAFETY: made from f32s of this length that outlive 'a.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
+    }
+
+    /// The elements of a 16-bit view as they are, host memory only.
+    #[track_caller]
+    pub fn halves(self) -> &'a [u16] {
+        expect_host(self.on_host);
+        expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
+        // SAFETY: made from a 16-bit buffer of this length that outlives 'a; buffers are aligned.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
+    }
+
+    /// Its bytes, host memory only.
+    pub fn bytes(self) -> &'a [u8] {
+        expect_host(self.on_host);
+        // SAFETY: elements have no padding and outlive 'a.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.len * self.dtype.size()) }
     }
 }
 
 impl<'a> From<&'a [f32]> for View<'a> {
     fn from(s: &'a [f32]) -> Self {
-        View { ptr: s.as_ptr(), len: s.len(), life: PhantomData }
+        View { ptr: s.as_ptr().cast(), len: s.len(), dtype: Dtype::F32, on_host: true, life: PhantomData }
     }
 }
 
 /// A range of a buffer, to write; exclusive like `&mut [f32]`.
 pub struct ViewMut<'a> {
-    ptr: *mut f32,
+    ptr: *mut u8,
     len: usize,
-    life: PhantomData<&'a mut [f32]>,
+    dtype: Dtype,
+    on_host: bool,
+    life: PhantomData<&'a mut [u8]>,
 }
 
 // SAFETY: as &mut [f32].
@@ -164,38 +283,77 @@ impl<'a> ViewMut<'a> {
         self.len == 0
     }
 
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
     /// A part of it. Panics when the range is outside, as slicing does.
     pub fn slice(self, r: Range<usize>) -> ViewMut<'a> {
         assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} outside 0..{}", self.len);
         // SAFETY: inside the allocation.
-        ViewMut { ptr: unsafe { self.ptr.add(r.start) }, len: r.len(), life: PhantomData }
+        ViewMut { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
     /// Two parts, split at `mid`.
     pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
-        let (a, b) = self.host().split_at_mut(mid);
-        (a.into(), b.into())
+        assert!(mid <= self.len, "split at {mid} outside 0..{}", self.len);
+        // SAFETY: inside the allocation; the parts don't overlap.
+        let behind = unsafe { self.ptr.add(mid * self.dtype.size()) };
+        let rest = ViewMut {
+            ptr: behind,
+            len: self.len - mid,
+            dtype: self.dtype,
+            on_host: self.on_host,
+            life: PhantomData,
+        };
+        (ViewMut { len: mid, ..self }, rest)
     }
 
     /// The same range for a shorter time.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
-        ViewMut { ptr: self.ptr, len: self.len, life: PhantomData }
+        ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
     /// The same range, to read.
     pub fn as_view(&self) -> View<'_> {
-        View { ptr: self.ptr, len: self.len, life: PhantomData }
+        View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// The elements, host memory only.
+    /// The elements of a view of `f32`, host memory only.
+    #[track_caller]
     pub fn host(self) -> &'a mut [f32] {
-        // SAFETY: made from an exclusive slice or buffer of this length that outlives 'a.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
+        expect_host(self.on_host);
+        expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
+        // SAFETY: made from exclusive f32s of this length that outlive 'a.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
+    }
+
+    /// The elements of a 16-bit view as they are, host memory only.
+    #[track_caller]
+    pub fn halves(self) -> &'a mut [u16] {
+        expect_host(self.on_host);
+        expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
+        // SAFETY: made from an exclusive 16-bit buffer of this length that outlives 'a; buffers are aligned.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
+    }
+
+    /// Its bytes, host memory only; every pattern of bits is an element.
+    pub fn bytes(self) -> &'a mut [u8] {
+        expect_host(self.on_host);
+        // SAFETY: elements have no padding, any bytes are elements, and the range is exclusive for 'a.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len * self.dtype.size()) }
     }
 }
 
 impl<'a> From<&'a mut [f32]> for ViewMut<'a> {
     fn from(s: &'a mut [f32]) -> Self {
-        ViewMut { ptr: s.as_mut_ptr(), len: s.len(), life: PhantomData }
+        ViewMut {
+            ptr: s.as_mut_ptr().cast(),
+            len: s.len(),
+            dtype: Dtype::F32,
+            on_host: true,
+            life: PhantomData,
+        }
     }
 }

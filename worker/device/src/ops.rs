@@ -3,6 +3,10 @@
 //! All matrices are row-major. Weights lie as Hugging Face stores them: `w[out, in]`. Nothing here allocates after
 //! warm-up except through the scratch that the implementation keeps.
 //!
+//! **Element types.** Activations, their gradients and weights may be `f32` or 16 bits ([`crate::Dtype`]), each argument by
+//! itself. An op computes in `f32` and rounds its result once. Statistics (`rstd`, `lse`, `loss`), tables, what a
+//! router computes, gradients of weights and optimizer states are `f32`.
+//!
 //! **Determinism.** The result of every op is a function of its arguments alone: bit-equal for any number of threads
 //! and for any alignment of the buffers. Reductions over rows have one fixed shape.
 use crate::mem::{View, ViewMut};
@@ -410,6 +414,8 @@ pub trait Ops: Send + Sync {
 
     // --- flat vectors -------------------------------------------------------------------------------------------------
 
+    /// `y = x`, rounded to the nearest (ties to even) where `y` is narrower, widened exactly where it is wider.
+    fn cast(&self, y: ViewMut, x: View);
     /// `y += x`
     fn add(&self, y: ViewMut, x: View);
     /// `y *= s`

@@ -2,6 +2,7 @@
 //!
 //! Keys and values of a sequence are laid out once, tile by tile, for all heads; the scores exist only as one strip of a
 //! few queries × one tile of keys. A query's result depends on the tiles of keys, not on which queries share its tile.
+use super::half::{Element, In, Old, Out, with_elements};
 use super::kernel::{Tile, small_product};
 use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store, tanh};
 use super::{Cpu, Parts, expect_len};
@@ -78,7 +79,7 @@ impl Geometry {
 /// Some rows of one head inside a wider matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
-    pub(crate) data: &'a [f32],
+    pub(crate) data: In<'a>,
     pub(crate) first: usize,
     pub(crate) count: usize,
     pub(crate) stride: usize,
@@ -88,8 +89,9 @@ pub(crate) struct Rows<'a> {
 
 impl<'a> Rows<'a> {
     #[inline(always)]
-    fn row(&self, i: usize) -> &'a [f32] {
-        &self.data[(self.first + i) * self.stride + self.column..][..self.width]
+    fn row(&self, i: usize) -> In<'a> {
+        let first = (self.first + i) * self.stride + self.column;
+        self.data.slice(first..first + self.width)
     }
 }
 
@@ -105,12 +107,17 @@ pub(crate) fn copy_rows<S: Simd>(
 ) {
     let factor = s.splat(factor);
     for i in 0..rows.count {
-        let (row, dst) = (rows.row(i), &mut dst[i * padded..][..padded]);
-        for j in (0..rows.width).step_by(LANES) {
-            put(s, dst, j, s.mul(get(s, row, j), factor));
-        }
+        let dst = &mut dst[i * padded..][..padded];
+        with_elements!(rows.row(i), row => scale_row(s, dst, row, factor));
     }
     dst[rows.count * padded..height * padded].fill(0.0);
+}
+
+#[inline(always)]
+fn scale_row<S: Simd, E: Element>(s: S, dst: &mut [f32], row: &[E], factor: S::V) {
+    for j in (0..row.len()).step_by(LANES) {
+        put(s, dst, j, s.mul(E::lanes(s, row, j), factor));
+    }
 }
 
 /// `dst[j·KEYS + i] = rows[i][j]`, 0 in the columns past the last row.
@@ -119,18 +126,26 @@ pub(crate) fn transpose_rows<S: Simd>(s: S, dst: &mut [f32], rows: Rows) {
     assert!(rows.count <= KEYS && dst.len() >= rows.width * KEYS);
     let (whole, deep) = (rows.count / 8 * 8, rows.width / 8 * 8);
     for i in (0..whole).step_by(8) {
-        let from = &rows.data[(rows.first + i) * rows.stride + rows.column..][..7 * rows.stride + rows.width];
-        for j in (0..deep).step_by(8) {
-            // SAFETY: 8 rows × 8 columns lie in `from` and in `dst`.
-            unsafe { s.transpose8(from[j..].as_ptr(), rows.stride, dst[j * KEYS + i..].as_mut_ptr(), KEYS) };
-        }
+        let first = (rows.first + i) * rows.stride + rows.column;
+        let from = rows.data.slice(first..first + 7 * rows.stride + rows.width);
+        with_elements!(from, from => transpose_strip(s, &mut dst[i..], from, rows.stride, deep));
     }
     for j in 0..rows.width {
         let line = &mut dst[j * KEYS..][..KEYS];
         let start = if j < deep { whole } else { 0 };
         for (i, x) in line.iter_mut().enumerate().skip(start) {
-            *x = if i < rows.count { rows.row(i)[j] } else { 0.0 };
+            *x = if i < rows.count { rows.row(i).at(j) } else { 0.0 };
         }
+    }
+}
+
+/// `dst[j·KEYS + i] = from[i·stride + j]` for i in 0..8, j in 0..deep, a multiple of 8.
+#[inline(always)]
+fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], stride: usize, deep: usize) {
+    for j in (0..deep).step_by(8) {
+        let (from, dst) = (&from[j..7 * stride + j + 8], &mut dst[j * KEYS..][..7 * KEYS + 8]);
+        // SAFETY: 8 rows × 8 columns lie in `from` and in `dst`.
+        unsafe { E::transpose8(s, from.as_ptr(), stride, dst.as_mut_ptr(), KEYS) };
     }
 }
 
@@ -141,14 +156,7 @@ pub(crate) fn visible(q: usize, start: u32, k0: usize) -> Range<usize> {
     (start as usize).clamp(k0, k0 + end) - k0..end
 }
 
-pub(crate) fn forward(
-    cpu: &Cpu,
-    o: &mut [f32],
-    lse: &mut [f32],
-    qkv: &[f32],
-    starts: &[u32],
-    shape: AttentionShape,
-) {
+pub(crate) fn forward(cpu: &Cpu, o: Out, lse: &mut [f32], qkv: In, starts: &[u32], shape: AttentionShape) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let g = Geometry::new("attention_forward", qkv.len(), starts, shape);
     expect_len("attention_forward", "o", o.len(), b * t * heads * head_dim);
@@ -163,7 +171,7 @@ pub(crate) fn forward(
         lay_out(cpu.level, dst, qkv, g, task);
     });
     let tiles = t.div_ceil(QUERIES);
-    let (o, lse) = (Parts::new(o), Parts::new(lse));
+    let lse = Parts::new(lse);
     let laid_out = &laid_out[..b * kv_heads * per_head];
     cpu.pool.run(b * heads * tiles, &|task| {
         // The last tiles see the most keys: begin with them.
@@ -192,17 +200,17 @@ fn scratch_len(g: Geometry) -> usize {
 }
 
 multiversion! {
-    fn lay_out = lay_out_head(dst: &mut [f32], qkv: &[f32], g: Geometry, task: usize)
+    fn lay_out = lay_out_head(dst: &mut [f32], qkv: In, g: Geometry, task: usize)
 }
 multiversion! {
     fn attend = attend_tile(
-        o: &Parts<f32>, lse: &Parts<f32>, tile: QueryTile, qkv: &[f32], starts: &[u32], kv: &[f32], scratch: &mut [f32]
+        o: &Out, lse: &Parts<f32>, tile: QueryTile, qkv: In, starts: &[u32], kv: &[f32], scratch: &mut [f32]
     )
 }
 
 /// Keys (transposed) and values of one key head, tile after tile.
 #[inline(always)]
-fn lay_out_head<S: Simd>(s: S, dst: &mut [f32], qkv: &[f32], g: Geometry, task: usize) {
+fn lay_out_head<S: Simd>(s: S, dst: &mut [f32], qkv: In, g: Geometry, task: usize) {
     let AttentionShape { t, kv_heads, head_dim, .. } = g.shape;
     let (seq, h) = (task / kv_heads, task % kv_heads);
     for (tile, dst) in dst.chunks_exact_mut(KEYS * (head_dim + g.padded)).enumerate() {
@@ -236,10 +244,10 @@ struct Strip<'a> {
 #[inline(always)]
 fn attend_tile<S: Simd>(
     s: S,
-    o: &Parts<f32>,
+    o: &Out,
     lse: &Parts<f32>,
     tile: QueryTile,
-    qkv: &[f32],
+    qkv: In,
     starts: &[u32],
     kv: &[f32],
     scratch: &mut [f32],
@@ -285,13 +293,13 @@ fn attend_tile<S: Simd>(
         let total = s.sum(get(s, sums, i * LANES));
         let at = rows.start + i;
         // SAFETY: this task's queries are its own.
-        let (o, lse) = unsafe {
+        let (mut o, lse) = unsafe {
             let first = ((seq * t + at) * heads + h) * head_dim;
             let row = (seq * heads + h) * t + at;
-            (o.part(first..first + head_dim), lse.part(row..row + 1))
+            (o.part(first..first + head_dim, Old::Lost), lse.part(row..row + 1))
         };
         lse[0] = (f64::from(max[i]) + libm::log(f64::from(total))) as f32;
-        normalise(s, o, &out[i * g.padded..], total);
+        normalise(s, &mut o, &out[i * g.padded..], total);
     }
 }
 

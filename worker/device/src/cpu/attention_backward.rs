@@ -6,6 +6,7 @@
 use super::attention::{
     Geometry, KEYS, MAX_MR, QUERIES, Rows, SLACK, cap_scores, copy_rows, transpose_rows, visible,
 };
+use super::half::{Element, In, Old, Out, with_elements};
 use super::kernel::{Tile, small_product};
 use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store};
 use super::{Cpu, Parts, expect_len};
@@ -14,14 +15,14 @@ use crate::ops::AttentionShape;
 /// Inputs of the backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Given<'a> {
-    pub(crate) d_o: &'a [f32],
-    pub(crate) o: &'a [f32],
+    pub(crate) d_o: In<'a>,
+    pub(crate) o: In<'a>,
     pub(crate) lse: &'a [f32],
-    pub(crate) qkv: &'a [f32],
+    pub(crate) qkv: In<'a>,
     pub(crate) starts: &'a [u32],
 }
 
-pub(crate) fn backward(cpu: &Cpu, dqkv: &mut [f32], given: Given, shape: AttentionShape) {
+pub(crate) fn backward(cpu: &Cpu, dqkv: Out, given: Given, shape: AttentionShape) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let op = "attention_backward";
     let g = Geometry::new(op, given.qkv.len(), given.starts, shape);
@@ -29,11 +30,16 @@ pub(crate) fn backward(cpu: &Cpu, dqkv: &mut [f32], given: Given, shape: Attenti
     expect_len(op, "d_o", given.d_o.len(), b * t * heads * head_dim);
     expect_len(op, "o", given.o.len(), b * t * heads * head_dim);
     expect_len(op, "lse", given.lse.len(), b * heads * t);
-    let dqkv = Parts::new(dqkv);
-    cpu.pool.run(b * kv_heads, &|task| {
-        let mut scratch = cpu.scratch.take(Tiles::len(g));
-        differentiate(cpu.level, &dqkv, given, g, task / kv_heads, task % kv_heads, &mut scratch);
-    });
+    // A query's gradient is summed over tiles of keys: in f32.
+    let work = |dqkv: &mut [f32]| {
+        let dqkv = Parts::new(dqkv);
+        cpu.pool.run(b * kv_heads, &|task| {
+            let mut scratch = cpu.scratch.take(Tiles::len(g));
+            differentiate(cpu.level, &dqkv, given, g, task / kv_heads, task % kv_heads, &mut scratch);
+        });
+    };
+    // SAFETY: the output is this call's own.
+    unsafe { dqkv.through(0..dqkv.len(), Old::Lost, work) };
 }
 
 /// Scratch of one task; matrices of queries are `[QUERIES, padded]`, of keys `[KEYS, padded]`.
@@ -164,6 +170,15 @@ pub(crate) fn before_cap<S: Simd>(s: S, grad: S::V, capped: S::V, cap: f32) -> S
     s.mul(grad, s.fnma(t, t, s.splat(1.0)))
 }
 
+#[inline(always)]
+fn dot<S: Simd, A: Element, B: Element>(s: S, a: &[A], b: &[B]) -> f32 {
+    let mut sum = s.splat(0.0);
+    for j in (0..a.len()).step_by(LANES) {
+        sum = s.fma(A::lanes(s, a, j), B::lanes(s, b, j), sum);
+    }
+    s.sum(sum)
+}
+
 /// A key head of a sequence.
 #[derive(Clone, Copy)]
 struct Task<'a> {
@@ -197,12 +212,10 @@ impl Task<'_> {
             let h = self.kv * self.g.group + member;
             for q in 0..t {
                 let first = ((self.seq * t + q) * heads + h) * head_dim;
-                let (o, d_o) = (&self.given.o[first..][..head_dim], &self.given.d_o[first..][..head_dim]);
-                let mut sum = s.splat(0.0);
-                for j in (0..head_dim).step_by(LANES) {
-                    sum = s.fma(get(s, o, j), get(s, d_o, j), sum);
-                }
-                delta[member * t + q] = s.sum(sum);
+                let head = first..first + head_dim;
+                let (o, d_o) = (self.given.o.slice(head.clone()), self.given.d_o.slice(head));
+                let sum = with_elements!(o, o => with_elements!(d_o, d_o => dot(s, o, d_o)));
+                delta[member * t + q] = sum;
             }
         }
     }

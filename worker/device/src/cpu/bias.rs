@@ -1,21 +1,22 @@
 //! A vector added to every row.
+use super::half::{In, Old, Out};
 use super::simd::{LANES, Simd, get, multiversion, put};
 use super::{Cpu, Parts, expect_len};
 
 /// Rows whose share of the gradient is summed before it is added to the others'.
 const ROWS: usize = 32;
 
-pub(crate) fn forward(cpu: &Cpu, y: &mut [f32], bias: &[f32], m: usize, n: usize) {
+pub(crate) fn forward(cpu: &Cpu, y: Out, bias: In, m: usize, n: usize) {
     expect_len("bias_forward", "y", y.len(), m * n);
     expect_len("bias_forward", "bias", bias.len(), n);
-    let y = Parts::new(y);
+    let bias = bias.all(cpu);
     cpu.by_rows(m, n, |rows| {
         // SAFETY: tasks have rows of their own.
-        add(cpu.level, unsafe { y.part(rows.start * n..rows.end * n) }, bias);
+        add(cpu.level, &mut unsafe { y.part(rows.start * n..rows.end * n, Old::Read) }, &bias);
     });
 }
 
-pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: &[f32], m: usize, n: usize) {
+pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: In, m: usize, n: usize) {
     expect_len("bias_backward", "dbias", dbias.len(), n);
     expect_len("bias_backward", "dy", dy.len(), m * n);
     let chunks = m.div_ceil(ROWS);
@@ -25,7 +26,7 @@ pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: &[f32], m: usize, n: us
         // SAFETY: tasks have a row of sums of their own.
         let sum = unsafe { parts.part(chunk * n..(chunk + 1) * n) };
         sum.fill(0.0);
-        collect(cpu.level, sum, &dy[chunk * ROWS * n..((chunk + 1) * ROWS).min(m) * n]);
+        collect(cpu.level, sum, &dy.part(cpu, chunk * ROWS * n..((chunk + 1) * ROWS).min(m) * n));
     });
     add_in_order(dbias, &mut sums[..chunks * n]);
 }

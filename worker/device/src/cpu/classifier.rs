@@ -4,6 +4,7 @@
 //! the forward makes a block and folds it into each row's running maximum and sum; the backward turns it into gradients
 //! and uses them in both products.
 use super::attention_backward::before_cap;
+use super::half::{In, Old, Out};
 use super::matmul::{Product, product};
 use super::pack::Operand;
 use super::simd::{LANES, Simd, exp, get, multiversion, put, tanh};
@@ -31,8 +32,8 @@ pub(crate) struct Shape {
 pub(crate) fn classifier(
     cpu: &Cpu,
     loss: &mut [f32],
-    x: &[f32],
-    w: &[f32],
+    x: In,
+    w: In,
     labels: &[u32],
     shape: Shape,
     grads: Option<ClassifierGrads>,
@@ -44,7 +45,7 @@ pub(crate) fn classifier(
         if !g.dw.is_empty() {
             expect_len("classifier", "dw", g.dw.len(), v * d);
         }
-        Grads { dx: g.dx.host(), dw: g.dw.host(), dw_write: g.dw_write, scale: g.scale }
+        Grads { dx: Out::new(cpu, g.dx), dw: g.dw.host(), dw_write: g.dw_write, scale: g.scale }
     });
     if let (0, Some(g)) = (m, &mut grads)
         && g.dw_write == Write::Set
@@ -58,7 +59,7 @@ pub(crate) fn classifier(
         let rows = start..(start + rows).min(m);
         let chunk = Chunk {
             cpu,
-            x: &x[rows.start * d..rows.end * d],
+            x: x.slice(rows.start * d..rows.end * d),
             w,
             labels: &labels[rows.clone()],
             shape: Shape { m: rows.len(), ..shape },
@@ -88,7 +89,7 @@ fn check(loss: usize, x: usize, w: usize, labels: &[u32], shape: Shape) {
 
 /// The backward's outputs, on the host.
 struct Grads<'a> {
-    dx: &'a mut [f32],
+    dx: Out<'a>,
     dw: &'a mut [f32],
     dw_write: Write,
     scale: f32,
@@ -116,8 +117,8 @@ impl RowSums {
 /// Some rows.
 struct Chunk<'a> {
     cpu: &'a Cpu,
-    x: &'a [f32],
-    w: &'a [f32],
+    x: In<'a>,
+    w: In<'a>,
     labels: &'a [u32],
     shape: Shape,
 }
@@ -139,7 +140,7 @@ impl Chunk<'_> {
         sums.fill(RowSums::EMPTY);
         for block in self.blocks() {
             let a = Operand { data: self.x, row: d, depth: 1 };
-            let b = Operand { data: &self.w[self.of_weights(&block)], row: d, depth: 1 };
+            let b = Operand { data: self.w.slice(self.of_weights(&block)), row: d, depth: 1 };
             let shape = Product { m, n: block.len(), k: d, ldc: v, write: Write::Set };
             product(self.cpu, &mut logits[block.start..], a, b, shape);
             let (sums, logits) = (Parts::new(sums), Parts::new(logits));
@@ -164,23 +165,39 @@ impl Chunk<'_> {
 
     /// `dx = dlogits·w` of these rows, `dw (=|+=) dlogitsᵀ·x`; `logits` becomes dlogits. `first`: the chunk's first row.
     fn backward(&self, logits: &mut [f32], sums: &[RowSums], g: &mut Grads, first: usize) {
-        let Shape { m, d, v, .. } = self.shape;
-        let dx = &mut g.dx[first * d..(first + m) * d];
+        let Shape { m, d, .. } = self.shape;
         let dw_write = if first == 0 { g.dw_write } else { Write::Add };
+        let Grads { dx, dw, scale, .. } = g;
+        let work = |dx: &mut [f32]| self.backward_blocks(logits, sums, dx, dw, dw_write, *scale);
+        // SAFETY: chunks follow one another.
+        unsafe { dx.through(first * d..(first + m) * d, Old::Lost, work) };
+    }
+
+    /// Block after block of the vocabulary.
+    fn backward_blocks(
+        &self,
+        logits: &mut [f32],
+        sums: &[RowSums],
+        dx: &mut [f32],
+        dw: &mut [f32],
+        dw_write: Write,
+        scale: f32,
+    ) {
+        let Shape { m, d, v, .. } = self.shape;
         for block in self.blocks() {
-            self.differentiate(logits, sums, &block, g.scale);
-            let dlogits = &logits[block.start..];
+            self.differentiate(logits, sums, &block, scale);
+            let dlogits = In::F32(&logits[block.start..]);
             let a = Operand { data: dlogits, row: v, depth: 1 };
-            let b = Operand { data: &self.w[self.of_weights(&block)], row: 1, depth: d };
+            let b = Operand { data: self.w.slice(self.of_weights(&block)), row: 1, depth: d };
             let write = if block.start == 0 { Write::Set } else { Write::Add };
             product(self.cpu, dx, a, b, Product { m, n: d, k: block.len(), ldc: d, write });
-            if g.dw.is_empty() {
+            if dw.is_empty() {
                 continue;
             }
             let a = Operand { data: dlogits, row: 1, depth: v };
             let b = Operand { data: self.x, row: 1, depth: d };
             let shape = Product { m: block.len(), n: d, k: m, ldc: d, write: dw_write };
-            product(self.cpu, &mut g.dw[self.of_weights(&block)], a, b, shape);
+            product(self.cpu, &mut dw[self.of_weights(&block)], a, b, shape);
         }
     }
 

@@ -1,26 +1,23 @@
 //! Flat vectors: sums, the gradient norm's parts, optimizers.
 //!
 //! Optimizers use no fused multiply-add: they wait for memory anyway, and so every machine gives the same bits.
+use super::half::{In, Old, Out};
 use super::simd::{LANES, Simd, get, multiversion, put};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::{AdamW, Lion, NORM_BLOCK, Sgd};
 
-pub(crate) fn add(cpu: &Cpu, y: &mut [f32], x: &[f32]) {
+pub(crate) fn add(cpu: &Cpu, y: Out, x: In) {
     expect_len("add", "x", x.len(), y.len());
-    let len = y.len();
-    let y = Parts::new(y);
-    cpu.by_elements(len, |r| {
+    cpu.by_elements(y.len(), |r| {
         // SAFETY: tasks have ranges of their own.
-        add_range(cpu.level, unsafe { y.part(r.clone()) }, &x[r]);
+        add_range(cpu.level, &mut unsafe { y.part(r.clone(), Old::Read) }, &x.part(cpu, r));
     });
 }
 
-pub(crate) fn scale(cpu: &Cpu, y: &mut [f32], factor: f32) {
-    let len = y.len();
-    let y = Parts::new(y);
-    cpu.by_elements(len, |r| {
+pub(crate) fn scale(cpu: &Cpu, y: Out, factor: f32) {
+    cpu.by_elements(y.len(), |r| {
         // SAFETY: tasks have ranges of their own.
-        scale_range(cpu.level, unsafe { y.part(r) }, factor);
+        scale_range(cpu.level, &mut unsafe { y.part(r, Old::Read) }, factor);
     });
 }
 
@@ -79,7 +76,7 @@ pub(crate) fn lion(cpu: &Cpu, p: &mut [f32], g: &[f32], avg: &mut [f32], h: &Lio
 }
 
 multiversion! {
-    fn add_range = add_vectors(y: &mut [f32], x: &[f32])
+    pub(super) fn add_range = add_vectors(y: &mut [f32], x: &[f32])
 }
 multiversion! {
     fn scale_range = scale_vectors(y: &mut [f32], factor: f32)

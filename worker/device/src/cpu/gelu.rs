@@ -1,9 +1,10 @@
 //! GELU in its tanh form, alone and as a gate (GeGLU).
 //!
 //! `½·x·(1 + tanh u)` is `x·σ(2u)`, which loses nothing where tanh is close to −1.
+use super::half::{In, Old, Out};
 use super::simd::{LANES, Simd, get, multiversion, put};
 use super::swiglu::sigmoid;
-use super::{Cpu, Parts, expect_len};
+use super::{Cpu, expect_len};
 
 /// What an element costs, in elements that are only copied.
 const COST: usize = 8;
@@ -11,57 +12,49 @@ const COST: usize = 8;
 const TWICE: f32 = core::f32::consts::FRAC_2_SQRT_PI * core::f32::consts::SQRT_2;
 const CUBIC: f32 = 0.044715;
 
-pub(crate) fn forward(cpu: &Cpu, y: &mut [f32], x: &[f32]) {
+pub(crate) fn forward(cpu: &Cpu, y: Out, x: In) {
     expect_len("gelu_forward", "x", x.len(), y.len());
     let len = y.len();
-    let y = Parts::new(y);
     cpu.by_rows(len.div_ceil(LANES), COST * LANES, |vectors| {
         let range = vectors.start * LANES..(vectors.end * LANES).min(len);
         // SAFETY: tasks have elements of their own.
-        activate(cpu.level, unsafe { y.part(range.clone()) }, &x[range]);
+        let mut y = unsafe { y.part(range.clone(), Old::Lost) };
+        activate(cpu.level, &mut y, &x.part(cpu, range));
     });
 }
 
-pub(crate) fn backward(cpu: &Cpu, dx: &mut [f32], dy: &[f32], x: &[f32]) {
+pub(crate) fn backward(cpu: &Cpu, dx: Out, dy: In, x: In) {
     expect_len("gelu_backward", "dy", dy.len(), dx.len());
     expect_len("gelu_backward", "x", x.len(), dx.len());
     let len = dx.len();
-    let dx = Parts::new(dx);
     cpu.by_rows(len.div_ceil(LANES), COST * LANES, |vectors| {
         let range = vectors.start * LANES..(vectors.end * LANES).min(len);
         // SAFETY: tasks have elements of their own.
-        differentiate(cpu.level, unsafe { dx.part(range.clone()) }, &dy[range.clone()], &x[range]);
+        let mut dx = unsafe { dx.part(range.clone(), Old::Lost) };
+        differentiate(cpu.level, &mut dx, &dy.part(cpu, range.clone()), &x.part(cpu, range));
     });
 }
 
-pub(crate) fn gated_forward(cpu: &Cpu, y: &mut [f32], gate_up: &[f32], m: usize, f: usize) {
+pub(crate) fn gated_forward(cpu: &Cpu, y: Out, gate_up: In, m: usize, f: usize) {
     expect_len("geglu_forward", "y", y.len(), m * f);
     expect_len("geglu_forward", "gate_up", gate_up.len(), m * 2 * f);
-    let y = Parts::new(y);
     cpu.by_rows(m, COST * f, |rows| {
         // SAFETY: tasks have rows of their own.
-        let y = unsafe { y.part(rows.start * f..rows.end * f) };
-        gate(cpu.level, y, &gate_up[rows.start * 2 * f..rows.end * 2 * f], f);
+        let mut y = unsafe { y.part(rows.start * f..rows.end * f, Old::Lost) };
+        gate(cpu.level, &mut y, &gate_up.part(cpu, rows.start * 2 * f..rows.end * 2 * f), f);
     });
 }
 
-pub(crate) fn gated_backward(
-    cpu: &Cpu,
-    dgate_up: &mut [f32],
-    dy: &[f32],
-    gate_up: &[f32],
-    m: usize,
-    f: usize,
-) {
+pub(crate) fn gated_backward(cpu: &Cpu, dgate_up: Out, dy: In, gate_up: In, m: usize, f: usize) {
     expect_len("geglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("geglu_backward", "dy", dy.len(), m * f);
     expect_len("geglu_backward", "gate_up", gate_up.len(), m * 2 * f);
-    let dgate_up = Parts::new(dgate_up);
     cpu.by_rows(m, COST * f, |rows| {
         let pairs = rows.start * 2 * f..rows.end * 2 * f;
         // SAFETY: tasks have rows of their own.
-        let dgate_up = unsafe { dgate_up.part(pairs.clone()) };
-        differentiate_gate(cpu.level, dgate_up, &dy[rows.start * f..rows.end * f], &gate_up[pairs], f);
+        let mut dgate_up = unsafe { dgate_up.part(pairs.clone(), Old::Lost) };
+        let (dy, gate_up) = (dy.part(cpu, rows.start * f..rows.end * f), gate_up.part(cpu, pairs));
+        differentiate_gate(cpu.level, &mut dgate_up, &dy, &gate_up, f);
     });
 }
 

@@ -2,46 +2,37 @@
 //!
 //! Every group is a product of its own, so its bits don't depend on the other groups. Groups go to threads whole, unless one
 //! of them is most of the work: then they follow one another and each uses all threads.
-use super::matmul::{Product, product};
+use super::half::{In, Out};
+use super::matmul::{Product, product, product_part};
 use super::pack::Operand;
 use super::{Cpu, Parts, expect_len};
 use crate::ops::{Group, Write};
 
 /// `y[rows, n] = x[rows, k] · w[n, k]ᵀ` of each group.
-pub(crate) fn forward(cpu: &Cpu, y: &mut [f32], x: &[f32], w: &[f32], groups: &[Group], n: usize, k: usize) {
+pub(crate) fn forward(cpu: &Cpu, y: Out, x: In, w: In, groups: &[Group], n: usize, k: usize) {
     check(groups, x.len(), k, w.len(), n * k);
     expect_len("grouped_forward", "y", y.len(), x.len() / k * n);
-    let y = Parts::new(y);
     each(cpu, groups, |g| {
         let (rows, m) = (&g.rows, g.rows.len());
+        let a = Operand { data: x.slice(rows.start * k..rows.end * k), row: k, depth: 1 };
+        let b = Operand { data: w.slice(g.matrix..g.matrix + n * k), row: k, depth: 1 };
+        let shape = Product { m, n, k, ldc: n, write: Write::Set };
         // SAFETY: groups have rows of their own.
-        let y = unsafe { y.part(rows.start * n..rows.end * n) };
-        let a = Operand { data: &x[rows.start * k..rows.end * k], row: k, depth: 1 };
-        let b = Operand { data: &w[g.matrix..g.matrix + n * k], row: k, depth: 1 };
-        product(cpu, y, a, b, Product { m, n, k, ldc: n, write: Write::Set });
+        unsafe { product_part(cpu, &y, rows.start * n, a, b, shape) };
     });
 }
 
 /// `dx[rows, k] = dy[rows, n] · w[n, k]` of each group.
-pub(crate) fn backward_input(
-    cpu: &Cpu,
-    dx: &mut [f32],
-    dy: &[f32],
-    w: &[f32],
-    groups: &[Group],
-    n: usize,
-    k: usize,
-) {
+pub(crate) fn backward_input(cpu: &Cpu, dx: Out, dy: In, w: In, groups: &[Group], n: usize, k: usize) {
     check(groups, dx.len(), k, w.len(), n * k);
     expect_len("grouped_backward_input", "dy", dy.len(), dx.len() / k * n);
-    let dx = Parts::new(dx);
     each(cpu, groups, |g| {
         let (rows, m) = (&g.rows, g.rows.len());
+        let a = Operand { data: dy.slice(rows.start * n..rows.end * n), row: n, depth: 1 };
+        let b = Operand { data: w.slice(g.matrix..g.matrix + n * k), row: 1, depth: k };
+        let shape = Product { m, n: k, k: n, ldc: k, write: Write::Set };
         // SAFETY: groups have rows of their own.
-        let dx = unsafe { dx.part(rows.start * k..rows.end * k) };
-        let a = Operand { data: &dy[rows.start * n..rows.end * n], row: n, depth: 1 };
-        let b = Operand { data: &w[g.matrix..g.matrix + n * k], row: 1, depth: k };
-        product(cpu, dx, a, b, Product { m, n: k, k: n, ldc: k, write: Write::Set });
+        unsafe { product_part(cpu, &dx, rows.start * k, a, b, shape) };
     });
 }
 
@@ -49,8 +40,8 @@ pub(crate) fn backward_input(
 pub(crate) fn backward_weight(
     cpu: &Cpu,
     dw: &mut [f32],
-    dy: &[f32],
-    x: &[f32],
+    dy: In,
+    x: In,
     groups: &[Group],
     n: usize,
     k: usize,
@@ -65,8 +56,8 @@ pub(crate) fn backward_weight(
         let (rows, m) = (&g.rows, g.rows.len());
         // SAFETY: the matrices don't overlap.
         let dw = unsafe { dw.part(g.matrix..g.matrix + n * k) };
-        let a = Operand { data: &dy[rows.start * n..rows.end * n], row: 1, depth: n };
-        let b = Operand { data: &x[rows.start * k..rows.end * k], row: 1, depth: k };
+        let a = Operand { data: dy.slice(rows.start * n..rows.end * n), row: 1, depth: n };
+        let b = Operand { data: x.slice(rows.start * k..rows.end * k), row: 1, depth: k };
         product(cpu, dw, a, b, Product { m: n, n: k, k: m, ldc: k, write: Write::Set });
     });
 }

@@ -1,5 +1,7 @@
 //! LayerNorm with a bias, alone and after a residual add.
 use super::bias::add_in_order;
+use super::flat::add_range;
+use super::half::{In, Old, Out};
 use super::simd::{LANES, Simd, get, multiversion, put};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::Write;
@@ -10,81 +12,73 @@ const ROWS: usize = 32;
 /// Weight, bias and what is added to the variance.
 #[derive(Clone, Copy)]
 pub(crate) struct Norm<'a> {
-    pub(crate) w: &'a [f32],
-    pub(crate) b: &'a [f32],
+    pub(crate) w: In<'a>,
+    pub(crate) b: In<'a>,
     pub(crate) eps: f32,
 }
 
-pub(crate) fn forward(cpu: &Cpu, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: Norm, m: usize) {
+pub(crate) fn forward(cpu: &Cpu, y: Out, stats: &mut [f32], x: In, norm: Norm, m: usize) {
     let d = check("layernorm_forward", &[("y", y.len()), ("x", x.len())], stats.len(), norm, m);
-    let (y, stats) = (Parts::new(y), Parts::new(stats));
+    let (w, b, stats) = (norm.w.all(cpu), norm.b.all(cpu), Parts::new(stats));
+    let wide = Wide { w: &w, b: &b, eps: norm.eps };
     cpu.by_rows(m, 3 * d, |rows| {
         let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
         // SAFETY: tasks have rows of their own.
-        let (y, stats) = unsafe { (y.part(elements.clone()), stats.part(pairs)) };
-        normalise(cpu.level, y, stats, &x[elements], norm);
+        let (mut y, stats) = unsafe { (y.part(elements.clone(), Old::Lost), stats.part(pairs)) };
+        normalise(cpu.level, &mut y, stats, &x.part(cpu, elements), wide);
     });
 }
 
-pub(crate) fn add_forward(
-    cpu: &Cpu,
-    y: &mut [f32],
-    stats: &mut [f32],
-    x: &mut [f32],
-    delta: &[f32],
-    norm: Norm,
-    m: usize,
-) {
+pub(crate) fn add_forward(cpu: &Cpu, y: Out, stats: &mut [f32], x: Out, delta: In, norm: Norm, m: usize) {
     let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
     let d = check("add_layernorm_forward", &lens, stats.len(), norm, m);
-    let (y, stats, x) = (Parts::new(y), Parts::new(stats), Parts::new(x));
+    let (w, b, stats) = (norm.w.all(cpu), norm.b.all(cpu), Parts::new(stats));
+    let wide = Wide { w: &w, b: &b, eps: norm.eps };
     cpu.by_rows(m, 4 * d, |rows| {
         let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
         // SAFETY: tasks have rows of their own.
-        let (y, stats, x) =
-            unsafe { (y.part(elements.clone()), stats.part(pairs), x.part(elements.clone())) };
-        add(cpu.level, x, &delta[elements]);
-        normalise(cpu.level, y, stats, x, norm);
+        let (mut y, stats, mut x) = unsafe {
+            (y.part(elements.clone(), Old::Lost), stats.part(pairs), x.part(elements.clone(), Old::Read))
+        };
+        add_range(cpu.level, &mut x, &delta.part(cpu, elements));
+        x.settle();
+        normalise(cpu.level, &mut y, stats, &x, wide);
     });
 }
 
 pub(crate) fn backward(
     cpu: &Cpu,
-    dx: &mut [f32],
+    dx: Out,
     grads: [&mut [f32]; 2],
-    dy: &[f32],
-    x: &[f32],
-    w: &[f32],
+    dy: In,
+    x: In,
+    w: In,
     stats: &[f32],
     m: usize,
     write: Write,
 ) {
     let lens = [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())];
     let [dw, db] = grads;
-    let d = check("layernorm_backward", &lens, stats.len(), Norm { w, b: db, eps: 0.0 }, m);
+    let d = check("layernorm_backward", &lens, stats.len(), Norm { w, b: In::F32(db), eps: 0.0 }, m);
     expect_len("layernorm_backward", "dw", dw.len(), d);
+    let w = w.all(cpu);
+    let old = if write == Write::Add { Old::Read } else { Old::Lost };
     let chunks = m.div_ceil(ROWS);
     let mut sums = [cpu.scratch.take(chunks * d), cpu.scratch.take(chunks * d)];
     let [w_sums, b_sums] = &mut sums;
-    let (dx, parts) = (Parts::new(dx), [Parts::new(w_sums), Parts::new(b_sums)]);
+    let parts = [Parts::new(w_sums), Parts::new(b_sums)];
     cpu.pool.run(chunks, &|chunk| {
         let rows = chunk * ROWS..((chunk + 1) * ROWS).min(m);
         let elements = rows.start * d..rows.end * d;
         let own = chunk * d..(chunk + 1) * d;
         // SAFETY: tasks have rows and rows of sums of their own.
-        let (dx, dw, db) =
-            unsafe { (dx.part(elements.clone()), parts[0].part(own.clone()), parts[1].part(own)) };
+        let (mut dx, dw, db) =
+            unsafe { (dx.part(elements.clone(), old), parts[0].part(own.clone()), parts[1].part(own)) };
         dw.fill(0.0);
         db.fill(0.0);
-        let stats = &stats[2 * rows.start..2 * rows.end];
-        differentiate(
-            cpu.level,
-            dx,
-            dw,
-            db,
-            Rows { dy: &dy[elements.clone()], x: &x[elements], w, stats },
-            write,
-        );
+        let (dy, x) = (dy.part(cpu, elements.clone()), x.part(cpu, elements));
+        let given = Rows { dy: &dy, x: &x, w: &w, stats: &stats[2 * rows.start..2 * rows.end] };
+        differentiate(cpu.level, &mut dx, dw, db, given, write);
     });
     let [w_sums, b_sums] = &mut sums;
     add_in_order(dw, &mut w_sums[..chunks * d]);
@@ -104,10 +98,7 @@ fn check(op: &str, matrices: &[(&str, usize)], stats: usize, norm: Norm, m: usiz
 }
 
 multiversion! {
-    fn add = add_elements(x: &mut [f32], delta: &[f32])
-}
-multiversion! {
-    fn normalise = normalise_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: Norm)
+    fn normalise = normalise_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: Wide)
 }
 multiversion! {
     fn differentiate = differentiate_rows(
@@ -115,18 +106,19 @@ multiversion! {
     )
 }
 
-#[inline(always)]
-fn add_elements<S: Simd>(s: S, x: &mut [f32], delta: &[f32]) {
-    for i in (0..x.len()).step_by(LANES) {
-        put(s, x, i, s.add(get(s, x, i), get(s, delta, i)));
-    }
+/// A [`Norm`] as `f32`.
+#[derive(Clone, Copy)]
+struct Wide<'a> {
+    w: &'a [f32],
+    b: &'a [f32],
+    eps: f32,
 }
 
 /// `y = (x − mean)·rstd·w + b`; the sum of squares is that of the differences, which lie in `y` meanwhile: lanes past
 /// the end of a row read as 0 from there.
 #[inline(always)]
-fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: Norm) {
-    let Norm { w, b, eps } = norm;
+fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: Wide) {
+    let Wide { w, b, eps } = norm;
     let d = w.len();
     for (row, stats) in stats.as_chunks_mut::<2>().0.iter_mut().enumerate() {
         let (x, y) = (&x[row * d..][..d], &mut y[row * d..][..d]);

@@ -4,6 +4,7 @@
 //! order. Everything else about the cutting is free (see [`super::kernel`]) and follows caches and threads: of each
 //! block of the depth the smaller operand is packed once for all tasks, the larger by the task that uses it, just before.
 use super::Cpu;
+use super::half::{Old, Out};
 use super::kernel::Tile;
 use super::pack::{Block, Operand, pack};
 use super::pool::Parts;
@@ -77,6 +78,35 @@ pub(crate) fn product(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: P
             let pass = Pass { c: &c, ldc, add, packed: &packed, a_shared, range, own, depth: depth.clone() };
             pass.run(cpu, shared.width);
         }
+    }
+}
+
+/// Elements of a 16-bit result that are summed in `f32` at once, and fewest rows of it (below which packing the right
+/// operand again for each block of rows would cost too much).
+const WIDE: usize = 1 << 20;
+const FEWEST_ROWS: usize = 256;
+
+/// As [`product`] for a result of any element type; 16-bit ones are rounded once.
+pub(crate) fn product_to(cpu: &Cpu, c: Out, a: Operand, b: Operand, shape: Product) {
+    // SAFETY: the result is this call's own.
+    unsafe { product_part(cpu, &c, 0, a, b, shape) }
+}
+
+/// As [`product_to`] for a result that begins at element `first` of `c`.
+///
+/// # Safety
+/// Nobody else writes or reads the result's elements meanwhile.
+pub(crate) unsafe fn product_part(cpu: &Cpu, c: &Out, first: usize, a: Operand, b: Operand, shape: Product) {
+    let Product { m, n, ldc, write, .. } = shape;
+    assert!(ldc == n, "the result stands alone");
+    let rows = if c.is_f32() { m } else { (WIDE / n.max(1)).max(FEWEST_ROWS).min(m) };
+    let old = if write == Write::Add { Old::Read } else { Old::Lost };
+    for i in (0..m).step_by(rows.max(1)) {
+        let m = rows.min(m - i);
+        let elements = first + i * n..first + (i + m) * n;
+        let block = |c: &mut [f32]| product(cpu, c, a.from(i), b, Product { m, ..shape });
+        // SAFETY: as the caller promises.
+        unsafe { c.through(elements, old, block) };
     }
 }
 

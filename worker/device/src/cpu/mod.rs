@@ -10,6 +10,7 @@ mod embedding;
 mod flat;
 mod gelu;
 mod grouped;
+mod half;
 mod head_norm;
 mod kernel;
 mod layer_norm;
@@ -31,7 +32,8 @@ use crate::ops::{
     AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
     RouterShape, Sgd, Write,
 };
-use matmul::{Product, product};
+use half::Out;
+use matmul::{Product, product_to};
 use pack::Operand;
 use pool::{Parts, Pool, Scratch};
 use simd::Level;
@@ -86,6 +88,11 @@ impl Cpu {
         });
     }
 
+    /// Elements that an op writes, of whatever type.
+    fn out<'a>(&'a self, v: ViewMut<'a>) -> Out<'a> {
+        Out::new(self, v)
+    }
+
     /// As [`Cpu::by_rows`] for flat vectors.
     fn by_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
         self.by_rows(len, 1, work);
@@ -98,8 +105,8 @@ fn expect_len(op: &str, name: &str, len: usize, want: usize) {
     assert!(len == want, "{op}: {name} has {len} elements, the shape asks for {want}");
 }
 
-fn on_host(norm: LayerNorm<'_>) -> layer_norm::Norm<'_> {
-    layer_norm::Norm { w: norm.w.host(), b: norm.b.host(), eps: norm.eps }
+fn given(norm: LayerNorm<'_>) -> layer_norm::Norm<'_> {
+    layer_norm::Norm { w: norm.w.into(), b: norm.b.into(), eps: norm.eps }
 }
 
 impl Ops for Cpu {
@@ -107,9 +114,9 @@ impl Ops for Cpu {
         expect_len("matmul_forward", "y", y.len(), m * n);
         expect_len("matmul_forward", "x", x.len(), m * k);
         expect_len("matmul_forward", "w", w.len(), n * k);
-        let a = Operand { data: x.host(), row: k, depth: 1 };
-        let b = Operand { data: w.host(), row: k, depth: 1 };
-        product(self, y.host(), a, b, Product { m, n, k, ldc: n, write });
+        let a = Operand { data: x.into(), row: k, depth: 1 };
+        let b = Operand { data: w.into(), row: k, depth: 1 };
+        product_to(self, self.out(y), a, b, Product { m, n, k, ldc: n, write });
     }
 
     fn matmul_backward_input(
@@ -125,9 +132,9 @@ impl Ops for Cpu {
         expect_len("matmul_backward_input", "dx", dx.len(), m * k);
         expect_len("matmul_backward_input", "dy", dy.len(), m * n);
         expect_len("matmul_backward_input", "w", w.len(), n * k);
-        let a = Operand { data: dy.host(), row: n, depth: 1 };
-        let b = Operand { data: w.host(), row: 1, depth: k };
-        product(self, dx.host(), a, b, Product { m, n: k, k: n, ldc: k, write });
+        let a = Operand { data: dy.into(), row: n, depth: 1 };
+        let b = Operand { data: w.into(), row: 1, depth: k };
+        product_to(self, self.out(dx), a, b, Product { m, n: k, k: n, ldc: k, write });
     }
 
     fn matmul_backward_weight(
@@ -143,21 +150,21 @@ impl Ops for Cpu {
         expect_len("matmul_backward_weight", "dw", dw.len(), n * k);
         expect_len("matmul_backward_weight", "dy", dy.len(), m * n);
         expect_len("matmul_backward_weight", "x", x.len(), m * k);
-        let a = Operand { data: dy.host(), row: 1, depth: n };
-        let b = Operand { data: x.host(), row: 1, depth: k };
-        product(self, dw.host(), a, b, Product { m: n, n: k, k: m, ldc: k, write });
+        let a = Operand { data: dy.into(), row: 1, depth: n };
+        let b = Operand { data: x.into(), row: 1, depth: k };
+        product_to(self, self.out(dw), a, b, Product { m: n, n: k, k: m, ldc: k, write });
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {
-        embedding::forward(self, x.host(), w.host(), tokens, d);
+        embedding::forward(self, self.out(x), w.into(), tokens, d);
     }
 
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
-        embedding::backward(self, dw.host(), dx.host(), tokens, d);
+        embedding::backward(self, dw.host(), dx.into(), tokens, d);
     }
 
     fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
-        norm::forward(self, y.host(), rstd.host(), x.host(), w.host(), m, d, eps);
+        norm::forward(self, self.out(y), rstd.host(), x.into(), w.into(), m, d, eps);
     }
 
     fn add_rmsnorm_forward(
@@ -171,7 +178,7 @@ impl Ops for Cpu {
         d: usize,
         eps: f32,
     ) {
-        norm::add_forward(self, y.host(), rstd.host(), x.host(), delta.host(), w.host(), m, d, eps);
+        norm::add_forward(self, self.out(y), rstd.host(), self.out(x), delta.into(), w.into(), m, d, eps);
     }
 
     fn rmsnorm_backward(
@@ -186,19 +193,20 @@ impl Ops for Cpu {
         d: usize,
         write: Write,
     ) {
-        norm::backward(self, dx.host(), dw.host(), dy.host(), x.host(), w.host(), rstd.host(), m, d, write);
+        let (dx, dy, x, w) = (self.out(dx), dy.into(), x.into(), w.into());
+        norm::backward(self, dx, dw.host(), dy, x, w, rstd.host(), m, d, write);
     }
 
     fn rmsnorm_heads_forward(&self, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
-        head_norm::forward(self, x.host(), raw.host(), rstd.host(), w.host(), h, eps);
+        head_norm::forward(self, self.out(x), self.out(raw), rstd.host(), w.into(), h, eps);
     }
 
     fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows) {
-        head_norm::backward(self, dx.host(), dw.host(), raw.host(), rstd.host(), w.host(), h);
+        head_norm::backward(self, self.out(dx), dw.host(), raw.into(), rstd.host(), w.into(), h);
     }
 
     fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNorm, m: usize) {
-        layer_norm::forward(self, y.host(), stats.host(), x.host(), on_host(norm), m);
+        layer_norm::forward(self, self.out(y), stats.host(), x.into(), given(norm), m);
     }
 
     fn add_layernorm_forward(
@@ -210,7 +218,8 @@ impl Ops for Cpu {
         norm: LayerNorm,
         m: usize,
     ) {
-        layer_norm::add_forward(self, y.host(), stats.host(), x.host(), delta.host(), on_host(norm), m);
+        let (y, x) = (self.out(y), self.out(x));
+        layer_norm::add_forward(self, y, stats.host(), x, delta.into(), given(norm), m);
     }
 
     fn layernorm_backward(
@@ -226,15 +235,16 @@ impl Ops for Cpu {
         write: Write,
     ) {
         let grads = [dw.host(), db.host()];
-        layer_norm::backward(self, dx.host(), grads, dy.host(), x.host(), w.host(), stats.host(), m, write);
+        let (dx, dy, x, w) = (self.out(dx), dy.into(), x.into(), w.into());
+        layer_norm::backward(self, dx, grads, dy, x, w, stats.host(), m, write);
     }
 
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
-        bias::forward(self, y.host(), bias.host(), m, n);
+        bias::forward(self, self.out(y), bias.into(), m, n);
     }
 
     fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {
-        bias::backward(self, dbias.host(), dy.host(), m, n);
+        bias::backward(self, dbias.host(), dy.into(), m, n);
     }
 
     fn rope_forward(
@@ -249,7 +259,7 @@ impl Ops for Cpu {
         stride: usize,
     ) {
         let shape = rope::Shape { b, t, heads, head_dim, stride };
-        rope::rotate(self, x.host(), cos.host(), sin.host(), shape, 1.0);
+        rope::rotate(self, self.out(x), cos.host(), sin.host(), shape, 1.0);
     }
 
     fn rope_backward(
@@ -264,11 +274,11 @@ impl Ops for Cpu {
         stride: usize,
     ) {
         let shape = rope::Shape { b, t, heads, head_dim, stride };
-        rope::rotate(self, dx.host(), cos.host(), sin.host(), shape, -1.0);
+        rope::rotate(self, self.out(dx), cos.host(), sin.host(), shape, -1.0);
     }
 
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
-        attention::forward(self, o.host(), lse.host(), qkv.host(), starts, shape);
+        attention::forward(self, self.out(o), lse.host(), qkv.into(), starts, shape);
     }
 
     fn attention_backward(
@@ -282,21 +292,21 @@ impl Ops for Cpu {
         shape: AttentionShape,
     ) {
         let given = attention_backward::Given {
-            d_o: d_o.host(),
-            o: o.host(),
+            d_o: d_o.into(),
+            o: o.into(),
             lse: lse.host(),
-            qkv: qkv.host(),
+            qkv: qkv.into(),
             starts,
         };
-        attention_backward::backward(self, dqkv.host(), given, shape);
+        attention_backward::backward(self, self.out(dqkv), given, shape);
     }
 
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        swiglu::forward(self, y.host(), gate_up.host(), m, f);
+        swiglu::forward(self, self.out(y), gate_up.into(), m, f);
     }
 
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
-        swiglu::backward(self, dgate_up.host(), dy.host(), gate_up.host(), m, f);
+        swiglu::backward(self, self.out(dgate_up), dy.into(), gate_up.into(), m, f);
     }
 
     fn router_forward(
@@ -317,7 +327,7 @@ impl Ops for Cpu {
     }
 
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize) {
-        rows::gather(self, y.host(), x.host(), rows, d);
+        rows::gather(self, self.out(y), x.into(), rows, d);
     }
 
     fn combine_rows(
@@ -330,44 +340,44 @@ impl Ops for Cpu {
         d: usize,
         write: Write,
     ) {
-        let sum = rows::Sum { x: x.host(), weights: weights.map(View::host), places, d, write };
-        rows::combine(self, y.host(), m, sum);
+        let sum = rows::Sum { x: x.into(), weights: weights.map(View::host), places, d, write };
+        rows::combine(self, self.out(y), m, sum);
     }
 
     fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize) {
-        rows::dots(self, out.host(), a.host(), b.host(), d);
+        rows::dots(self, out.host(), a.into(), b.into(), d);
     }
 
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
-        rows::scale(self, x.host(), factors.host(), d);
+        rows::scale(self, self.out(x), factors.host(), d);
     }
 
     fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize) {
-        grouped::forward(self, y.host(), x.host(), w.host(), groups, n, k);
+        grouped::forward(self, self.out(y), x.into(), w.into(), groups, n, k);
     }
 
     fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[Group], n: usize, k: usize) {
-        grouped::backward_input(self, dx.host(), dy.host(), w.host(), groups, n, k);
+        grouped::backward_input(self, self.out(dx), dy.into(), w.into(), groups, n, k);
     }
 
     fn grouped_backward_weight(&self, dw: ViewMut, dy: View, x: View, groups: &[Group], n: usize, k: usize) {
-        grouped::backward_weight(self, dw.host(), dy.host(), x.host(), groups, n, k);
+        grouped::backward_weight(self, dw.host(), dy.into(), x.into(), groups, n, k);
     }
 
     fn gelu_forward(&self, y: ViewMut, x: View) {
-        gelu::forward(self, y.host(), x.host());
+        gelu::forward(self, self.out(y), x.into());
     }
 
     fn gelu_backward(&self, dx: ViewMut, dy: View, x: View) {
-        gelu::backward(self, dx.host(), dy.host(), x.host());
+        gelu::backward(self, self.out(dx), dy.into(), x.into());
     }
 
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        gelu::gated_forward(self, y.host(), gate_up.host(), m, f);
+        gelu::gated_forward(self, self.out(y), gate_up.into(), m, f);
     }
 
     fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
-        gelu::gated_backward(self, dgate_up.host(), dy.host(), gate_up.host(), m, f);
+        gelu::gated_backward(self, self.out(dgate_up), dy.into(), gate_up.into(), m, f);
     }
 
     fn capped_classifier(
@@ -383,15 +393,19 @@ impl Ops for Cpu {
         grads: Option<ClassifierGrads>,
     ) {
         let shape = classifier::Shape { m, d, v, cap };
-        classifier::classifier(self, loss.host(), x.host(), w.host(), labels, shape, grads);
+        classifier::classifier(self, loss.host(), x.into(), w.into(), labels, shape, grads);
     }
 
     fn add(&self, y: ViewMut, x: View) {
-        flat::add(self, y.host(), x.host());
+        flat::add(self, self.out(y), x.into());
     }
 
     fn scale(&self, y: ViewMut, s: f32) {
-        flat::scale(self, y.host(), s);
+        flat::scale(self, self.out(y), s);
+    }
+
+    fn cast(&self, y: ViewMut, x: View) {
+        half::cast(self, y, x.into());
     }
 
     fn norm_blocks(&self, out: &mut [f64], x: View) {

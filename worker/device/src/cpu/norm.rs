@@ -1,5 +1,7 @@
 //! RMSNorm, alone and after a residual add.
 use super::bias::add_in_order;
+use super::flat::add_range;
+use super::half::{In, Old, Out, Written};
 use super::simd::{LANES, Simd, get, multiversion, put};
 use super::{Cpu, Parts, expect_len};
 use crate::ops::Write;
@@ -7,54 +9,57 @@ use crate::ops::Write;
 /// Rows whose share of the weight's gradient is summed before it is added to the others'.
 const ROWS: usize = 32;
 
-pub(crate) fn forward(
-    cpu: &Cpu,
-    y: &mut [f32],
-    rstd: &mut [f32],
-    x: &[f32],
-    w: &[f32],
-    m: usize,
-    d: usize,
-    eps: f32,
-) {
+pub(crate) fn forward(cpu: &Cpu, y: Out, rstd: &mut [f32], x: In, w: In, m: usize, d: usize, eps: f32) {
     check("rmsnorm_forward", &[("y", y.len()), ("x", x.len())], rstd.len(), w.len(), m, d);
-    let (y, rstd) = (Parts::new(y), Parts::new(rstd));
+    let (w, rstd) = (w.all(cpu), Parts::new(rstd));
     cpu.by_rows(m, 2 * d, |rows| {
         // SAFETY: tasks have rows of their own.
-        let (y, rstd) = unsafe { (y.part(rows.start * d..rows.end * d), rstd.part(rows.clone())) };
-        normalise(cpu.level, y, rstd, &x[rows.start * d..rows.end * d], w, eps);
+        let (mut y, rstd) =
+            unsafe { (y.part(rows.start * d..rows.end * d, Old::Lost), rstd.part(rows.clone())) };
+        normalise(cpu.level, &mut y, rstd, &x.part(cpu, rows.start * d..rows.end * d), &w, eps);
     });
 }
 
 pub(crate) fn add_forward(
     cpu: &Cpu,
-    y: &mut [f32],
+    y: Out,
     rstd: &mut [f32],
-    x: &mut [f32],
-    delta: &[f32],
-    w: &[f32],
+    x: Out,
+    delta: In,
+    w: In,
     m: usize,
     d: usize,
     eps: f32,
 ) {
     let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
     check("add_rmsnorm_forward", &lens, rstd.len(), w.len(), m, d);
-    let (y, rstd, x) = (Parts::new(y), Parts::new(rstd), Parts::new(x));
+    let (w, rstd) = (w.all(cpu), Parts::new(rstd));
     cpu.by_rows(m, 3 * d, |rows| {
         let elements = rows.start * d..rows.end * d;
         // SAFETY: tasks have rows of their own.
-        let (y, rstd, x) = unsafe { (y.part(elements.clone()), rstd.part(rows), x.part(elements.clone())) };
-        add_normalise(cpu.level, y, rstd, x, &delta[elements], w, eps);
+        let (mut y, rstd, mut x) = unsafe {
+            (y.part(elements.clone(), Old::Lost), rstd.part(rows), x.part(elements.clone(), Old::Read))
+        };
+        let delta = delta.part(cpu, elements);
+        match &mut x {
+            Written::There(x) => add_normalise(cpu.level, &mut y, rstd, x, &delta, &w, eps),
+            // The norm is of the sum as it is kept: the backward will read that.
+            sum => {
+                add_range(cpu.level, sum, &delta);
+                sum.settle();
+                normalise(cpu.level, &mut y, rstd, sum, &w, eps);
+            }
+        }
     });
 }
 
 pub(crate) fn backward(
     cpu: &Cpu,
-    dx: &mut [f32],
+    dx: Out,
     dw: &mut [f32],
-    dy: &[f32],
-    x: &[f32],
-    w: &[f32],
+    dy: In,
+    x: In,
+    w: In,
     rstd: &[f32],
     m: usize,
     d: usize,
@@ -65,15 +70,18 @@ pub(crate) fn backward(
     expect_len("rmsnorm_backward", "dw", dw.len(), d);
     let chunks = m.div_ceil(ROWS);
     let mut sums = cpu.scratch.take(chunks * d);
-    let parts = (Parts::new(dx), Parts::new(&mut sums));
+    let (w, parts) = (w.all(cpu), Parts::new(&mut sums));
+    let old = if write == Write::Add { Old::Read } else { Old::Lost };
     cpu.pool.run(chunks, &|chunk| {
         let rows = chunk * ROWS..((chunk + 1) * ROWS).min(m);
         let elements = rows.start * d..rows.end * d;
         // SAFETY: tasks have rows and a row of sums of their own.
-        let (dx, dw) = unsafe { (parts.0.part(elements.clone()), parts.1.part(chunk * d..(chunk + 1) * d)) };
+        let (mut dx, dw) =
+            unsafe { (dx.part(elements.clone(), old), parts.part(chunk * d..(chunk + 1) * d)) };
         dw.fill(0.0);
-        let given = Rows { dy: &dy[elements.clone()], x: &x[elements], w, rstd: &rstd[rows] };
-        differentiate(cpu.level, dx, dw, given, write);
+        let (dy, x) = (dy.part(cpu, elements.clone()), x.part(cpu, elements));
+        let given = Rows { dy: &dy, x: &x, w: &w, rstd: &rstd[rows] };
+        differentiate(cpu.level, &mut dx, dw, given, write);
     });
     add_in_order(dw, &mut sums[..chunks * d]);
 }

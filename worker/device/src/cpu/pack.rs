@@ -1,6 +1,7 @@
 //! Copies of matrix operands in the order in which the micro tile reads them.
 //!
 //! A packed panel holds `width` rows (of the left operand) or columns (of the right one): `panel[p·width + i]`.
+use super::half::{Element, In, with_elements};
 use super::simd::{LANES, Simd, multiversion};
 use std::ops::Range;
 
@@ -8,9 +9,24 @@ use std::ops::Range;
 /// operand, p the summation. One of the strides is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
-    pub(crate) data: &'a [f32],
+    pub(crate) data: In<'a>,
     pub(crate) row: usize,
     pub(crate) depth: usize,
+}
+
+impl<'a> Operand<'a> {
+    /// The same from row (or column) `i` on.
+    pub(crate) fn from(self, i: usize) -> Operand<'a> {
+        Operand { data: self.data.slice(i * self.row..self.data.len()), ..self }
+    }
+}
+
+/// An operand whose elements' type is known.
+#[derive(Clone, Copy)]
+struct Source<'a, E> {
+    data: &'a [E],
+    row: usize,
+    depth: usize,
 }
 
 /// What one packing call copies: rows `i0..i0+rows` over a part of the depth, into panels of `width`.
@@ -38,6 +54,12 @@ multiversion! {
 #[inline(always)]
 fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: Block) {
     assert!(dst.len() >= block.packed_len(), "packed panels don't fit");
+    let Operand { data, row, depth } = src;
+    with_elements!(data, data => pack_elements(s, dst, Source { data, row, depth }, block));
+}
+
+#[inline(always)]
+fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: Source<E>, block: Block) {
     let panels = block.rows.div_ceil(block.width);
     if src.row == 1 {
         let group = (LINES / block.width).max(1);
@@ -59,7 +81,13 @@ const AHEAD: usize = 12;
 
 /// Panels whose source is contiguous along the rows.
 #[inline(always)]
-fn copy_panels<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: &Block, panels: Range<usize>) {
+fn copy_panels<S: Simd, E: Element>(
+    s: S,
+    dst: &mut [f32],
+    src: Source<E>,
+    block: &Block,
+    panels: Range<usize>,
+) {
     let (width, k) = (block.width, block.depth.len());
     let first = panels.start * width;
     let rows = (panels.len() * width).min(block.rows - first);
@@ -70,30 +98,35 @@ fn copy_panels<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: &Block, pane
         let from = &src.data[at..][..rows];
         // The rows lie too far apart for the machine to guess the next; a hint needs no valid address.
         for line in (0..rows).step_by(LANES) {
-            s.prefetch(src.data.as_ptr().wrapping_add(at + AHEAD * src.depth + line));
+            s.prefetch(src.data.as_ptr().wrapping_add(at + AHEAD * src.depth + line).cast());
         }
         for panel in 0..whole {
             let from = &from[panel * width..][..width];
             let to = &mut dst[(panel * k + p) * width..][..width];
             // Chunks of a fixed size become vector moves.
             if width.is_multiple_of(8) {
-                to.chunks_exact_mut(8).zip(from.chunks_exact(8)).for_each(|(d, f)| d.copy_from_slice(f));
+                to.chunks_exact_mut(8).zip(from.chunks_exact(8)).for_each(|(d, f)| widen(d, f));
             } else {
-                to.chunks_exact_mut(2).zip(from.chunks_exact(2)).for_each(|(d, f)| d.copy_from_slice(f));
+                to.chunks_exact_mut(2).zip(from.chunks_exact(2)).for_each(|(d, f)| widen(d, f));
             }
         }
         if whole < panels.len() {
             let to = &mut dst[(whole * k + p) * width..][..width];
             let rest = &from[whole * width..];
-            to[..rest.len()].copy_from_slice(rest);
+            widen(&mut to[..rest.len()], rest);
             to[rest.len()..].fill(0.0);
         }
     }
 }
 
+#[inline(always)]
+fn widen<E: Element>(to: &mut [f32], from: &[E]) {
+    to.iter_mut().zip(from).for_each(|(to, x)| *to = x.wide());
+}
+
 /// A panel whose source is contiguous along the depth: blocks of 8×8, and the rest one by one.
 #[inline(always)]
-fn transpose_panel<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: &Block, panel: usize) {
+fn transpose_panel<S: Simd, E: Element>(s: S, dst: &mut [f32], src: Source<E>, block: &Block, panel: usize) {
     let first = panel * block.width;
     let rows = block.width.min(block.rows - first);
     let k = block.depth.len();
@@ -110,7 +143,7 @@ fn transpose_panel<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: &Block, 
             unsafe {
                 let from = from.as_ptr().add(strip * 8 * src.row + p);
                 let to = dst.as_mut_ptr().add(p * block.width + strip * 8);
-                s.transpose8(from, src.row, to, block.width);
+                E::transpose8(s, from, src.row, to, block.width);
             }
         }
     }
@@ -119,7 +152,7 @@ fn transpose_panel<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: &Block, 
         let lanes = &mut dst[p * block.width..(p + 1) * block.width];
         let start = if p < deep { done } else { 0 };
         for (i, lane) in lanes.iter_mut().enumerate().skip(start) {
-            *lane = if i < rows { from[i * src.row + p] } else { 0.0 };
+            *lane = if i < rows { from[i * src.row + p].wide() } else { 0.0 };
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Rotary position embedding: the pair (i, i + head_dim/2) of a head is turned by the position's angle i.
+use super::half::{Old, Out};
 use super::simd::{LANES, Simd, get, multiversion, put};
-use super::{Cpu, Parts, expect_len};
+use super::{Cpu, expect_len};
 
 /// `b·t` rows of `stride` elements, of which the first `heads·head_dim` are turned.
 #[derive(Clone, Copy)]
@@ -13,20 +14,19 @@ pub(crate) struct Shape {
 }
 
 /// `sign` 1 turns forward, −1 back.
-pub(crate) fn rotate(cpu: &Cpu, x: &mut [f32], cos: &[f32], sin: &[f32], shape: Shape, sign: f32) {
+pub(crate) fn rotate(cpu: &Cpu, x: Out, cos: &[f32], sin: &[f32], shape: Shape, sign: f32) {
     let Shape { b, t, heads, head_dim, stride } = shape;
     assert!(head_dim % 2 == 0, "rope: head_dim {head_dim} is odd");
     assert!(heads * head_dim <= stride, "rope: {heads} heads of {head_dim} don't fit a row of {stride}");
     expect_len("rope", "x", x.len(), b * t * stride);
     expect_len("rope", "cos", cos.len(), t * head_dim / 2);
     expect_len("rope", "sin", sin.len(), t * head_dim / 2);
-    let x = Parts::new(x);
     cpu.by_rows(b * t, heads * head_dim, |rows| {
         for row in rows {
             let angles = row % t * head_dim / 2..(row % t + 1) * head_dim / 2;
             // SAFETY: tasks have rows of their own.
-            let x = unsafe { x.part(row * stride..row * stride + heads * head_dim) };
-            turn(cpu.level, x, &cos[angles.clone()], &sin[angles], sign);
+            let mut x = unsafe { x.part(row * stride..row * stride + heads * head_dim, Old::Read) };
+            turn(cpu.level, &mut x, &cos[angles.clone()], &sin[angles], sign);
         }
     });
 }

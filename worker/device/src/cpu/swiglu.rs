@@ -1,31 +1,31 @@
 //! SwiGLU: `silu(gate) · up`, silu(g) = g·σ(g).
+use super::half::{In, Old, Out};
 use super::simd::{LANES, Simd, exp, get, multiversion, put};
-use super::{Cpu, Parts, expect_len};
+use super::{Cpu, expect_len};
 
 /// Elements that an exponential costs as much as.
 const COST: usize = 4;
 
-pub(crate) fn forward(cpu: &Cpu, y: &mut [f32], gate_up: &[f32], m: usize, f: usize) {
+pub(crate) fn forward(cpu: &Cpu, y: Out, gate_up: In, m: usize, f: usize) {
     expect_len("swiglu_forward", "y", y.len(), m * f);
     expect_len("swiglu_forward", "gate_up", gate_up.len(), m * 2 * f);
-    let y = Parts::new(y);
     cpu.by_rows(m, COST * f, |rows| {
         // SAFETY: tasks have rows of their own.
-        let y = unsafe { y.part(rows.start * f..rows.end * f) };
-        activate(cpu.level, y, &gate_up[rows.start * 2 * f..rows.end * 2 * f], f);
+        let mut y = unsafe { y.part(rows.start * f..rows.end * f, Old::Lost) };
+        activate(cpu.level, &mut y, &gate_up.part(cpu, rows.start * 2 * f..rows.end * 2 * f), f);
     });
 }
 
-pub(crate) fn backward(cpu: &Cpu, dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], m: usize, f: usize) {
+pub(crate) fn backward(cpu: &Cpu, dgate_up: Out, dy: In, gate_up: In, m: usize, f: usize) {
     expect_len("swiglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("swiglu_backward", "dy", dy.len(), m * f);
     expect_len("swiglu_backward", "gate_up", gate_up.len(), m * 2 * f);
-    let dgate_up = Parts::new(dgate_up);
     cpu.by_rows(m, COST * f, |rows| {
         let pairs = rows.start * 2 * f..rows.end * 2 * f;
         // SAFETY: tasks have rows of their own.
-        let dgate_up = unsafe { dgate_up.part(pairs.clone()) };
-        differentiate(cpu.level, dgate_up, &dy[rows.start * f..rows.end * f], &gate_up[pairs], f);
+        let mut dgate_up = unsafe { dgate_up.part(pairs.clone(), Old::Lost) };
+        let (dy, gate_up) = (dy.part(cpu, rows.start * f..rows.end * f), gate_up.part(cpu, pairs));
+        differentiate(cpu.level, &mut dgate_up, &dy, &gate_up, f);
     });
 }
 
