@@ -12,11 +12,12 @@ use crate::{
         step::{Outcome, Source, Trainer, Word},
         workspace::Workspace,
     },
-    trained::{self, first_backward},
+    trained::{self, LORA_FROM, first_backward},
     zero::{Policy, engine::Engine, queue::Queue},
 };
+use ckpt::peft::AdapterConfig;
 use comm::Comm;
-use contract::job::{ModelSpec, ReloadTrain, TrainSpec};
+use contract::job::{LoraSpec, LoraTargets, ModelSpec, ReloadTrain, TrainSpec};
 use device::Ops;
 use std::sync::Arc;
 
@@ -108,11 +109,24 @@ pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> std::result::Resul
     Ok(s)
 }
 
+/// Adapters with the numbers of the folder that they come from.
+pub fn resolve_lora(spec: Option<&LoraSpec>) -> std::result::Result<Option<LoraSpec>, Fault> {
+    let Some(spec) = spec else { return Ok(None) };
+    let Some(folder) = &spec.from else { return Ok(Some(spec.clone())) };
+    let fault = |e: ckpt::CkptError| Fault { key: LORA_FROM, message: e.to_string() };
+    let AdapterConfig { rank, alpha, rslora, dropout, targets, .. } =
+        AdapterConfig::read(folder).map_err(fault)?;
+    let targets = LoraTargets::Names(targets);
+    let dropout = spec.dropout.or(Some(dropout));
+    Ok(Some(LoraSpec { from: spec.from.clone(), rank, alpha, dropout, rslora, targets }))
+}
+
 impl Spec {
     /// `vocab`: the tokenizer's number of tokens.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
         train.model = resolve(&train.model, vocab, train.data.seq_len).map_err(|f| of_job(&[f]))?;
+        train.lora = resolve_lora(train.lora.as_ref()).map_err(|f| of_job(&[f]))?;
         Ok(Spec { train })
     }
 
@@ -150,12 +164,16 @@ impl Parameters {
     }
 }
 
-/// Fills the resident parameters of a unit by logical element, so that any sharding gets the same weights.
-fn initialise(engine: &Engine, u: usize, seed: u64) {
+/// Fills the resident parameters of a unit by logical element, so that any sharding gets the same weights; those whose
+/// names are meant.
+fn initialise(engine: &Engine, u: usize, seed: u64, meant: impl Fn(&str) -> bool) {
     let (unit, resident) = (&engine.shards[u].unit, engine.resident(u));
     engine.with_resident(u, |buf| {
         for seg in unit.segments(resident.clone()) {
             let spec = &unit.params[seg.param];
+            if !meant(&spec.name) {
+                continue;
+            }
             let out = &mut buf.host_mut()[seg.flat.start - resident.start..seg.flat.end - resident.start];
             match spec.init {
                 Init::Normal(std) => {
@@ -193,6 +211,7 @@ impl Sharded {
                 labels: vec![0; b * t],
                 starts: vec![0; b * t],
                 windowed: Vec::new(),
+                first: None,
             },
             experts,
             model,
@@ -220,12 +239,17 @@ impl ScheduleBound {
         &self.train
     }
 
-    /// Initialises the parameters; ready to take steps from step 0 on.
-    pub fn fresh(self) -> Running {
+    /// Gives parameters whose names are meant their first values.
+    pub fn initialise(&self, meant: impl Fn(&str) -> bool) {
         let engine = &self.trainer.engine;
         for u in 0..engine.shards.len() {
-            initialise(engine, u, self.train.seed);
+            initialise(engine, u, self.train.seed, &meant);
         }
+    }
+
+    /// Initialises the parameters; ready to take steps from step 0 on.
+    pub fn fresh(self) -> Running {
+        self.initialise(|_| true);
         self.resumed(Cursor::default())
     }
 

@@ -1,5 +1,6 @@
 //! The decoder that most families share: RMSNorm, rotary grouped-query attention, SwiGLU; tied or untied head. What
 //! families differ in is in [`Numbers`]; each backward stands below its forward.
+mod adapt;
 mod attention;
 mod experts;
 mod layout;
@@ -7,6 +8,7 @@ mod mlp;
 
 use super::config::Fields;
 use super::experts::{ExpertShape, Sparse, losses};
+use super::lora::{self, Adapters, Lora};
 use super::rotary::{Rope, Tables};
 use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
@@ -262,6 +264,8 @@ pub(super) struct Decoder {
     /// Of each layer, and of the head's matrix: is its gradient wanted?
     wanted: Vec<Wanted>,
     head_wanted: bool,
+    /// Of each layer; empty without adapters.
+    adapters: Vec<Adapters>,
 }
 
 /// Which matrices of a layer have a trained part; the gradients of the others are not computed.
@@ -298,6 +302,7 @@ pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> B
         matrices,
         wanted,
         head_wanted: true,
+        adapters: Vec::new(),
     })
 }
 
@@ -345,11 +350,15 @@ impl Model for Decoder {
         if !self.tied() {
             head.push(matrix(LM_HEAD));
         }
-        let layers = (0..self.n.layers).map(|l| layer_unit(&self.n, Some(l)).0);
+        let layers = (0..self.n.layers).map(|l| self.adapted(l, layer_unit(&self.n, Some(l)).0));
         std::iter::once(Unit::new("embedding", vec![matrix(EMBEDDING)]))
             .chain(layers)
             .chain(std::iter::once(Unit::new("head", head)))
             .collect()
+    }
+
+    fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
+        self.add_adapters(lora)
     }
 
     fn train(&mut self, units: &[Unit]) {
@@ -432,14 +441,16 @@ impl Model for Decoder {
     }
 
     /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · a norm's factors ·
-    /// the router's logits.
+    /// the router's logits · what adapters need.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let (m, d, f) = (b * t, self.n.hidden, self.n.dense_width());
         let factors = if self.n.norms_from_one { d.max(self.n.head_dim) } else { 0 };
         let experts = self.n.experts.as_ref().map_or(0, |e| e.shape.experts);
         // The head keeps a number per row where layers keep SwiGLU's output.
         let act = m * f.max(1);
-        vec![m * d, m * d, act, m * 2 * f, m * self.o_width(), m * self.qkv_width(), factors, m * experts]
+        let (o, qkv) = (m * self.o_width(), m * self.qkv_width());
+        let own = [m * d, m * d, act, m * 2 * f, o, qkv, factors, m * experts];
+        own.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
     }
 
     fn sparse(&self) -> Option<&dyn Sparse> {
@@ -497,6 +508,25 @@ impl Model for Decoder {
         }
         self.mlp_backward(ops, input, g, dx.reborrow(), saved, scratch);
         self.attention_backward(ops, input, g, dx, saved, scratch);
+    }
+
+    fn logits(
+        &self,
+        ops: &dyn Ops,
+        params: HeadParams,
+        x: View,
+        mut out: ViewMut,
+        scratch: &mut Activations,
+    ) {
+        let (d, v) = (self.n.hidden, self.n.vocab);
+        let (matrix, w_norm) = self.head_weights(&params);
+        let [norm, _, rstd, _, _, _, room] = each::<7>(scratch);
+        let (mut norm, w_norm) = (norm.view_mut().slice(0..d), self.norm_factors(w_norm, &(0..d), room));
+        ops.rmsnorm_forward(norm.reborrow(), rstd.view_mut().slice(0..1), x, w_norm, 1, d, self.n.eps);
+        ops.logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
+        if let Some(cap) = self.n.logit_cap {
+            out.host().iter_mut().for_each(|l| *l = cap * libm::tanhf(*l / cap));
+        }
     }
 
     fn head(

@@ -2,5 +2,6 @@
 pub mod boundary;
 pub mod experts;
 pub mod run;
+pub mod sample;
 pub mod step;
 pub mod workspace;
