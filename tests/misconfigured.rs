@@ -22,7 +22,32 @@ const CASES: &[Case] = &[
     ("  freeze: [\"a[\"] #!", "train.freeze", "bad pattern `a[`"),
     ("  train_only: [\"transformer.h.*\"] #!", "train.train_only", "`transformer.h.*` matches no parameter"),
     ("  train_only: [] #!", "train.train_only", "must be a list of patterns, found an empty list"),
-    ("  lora: {rank: 8} #!", "train.lora", "is not supported by this version"),
+    // adapters
+    ("  lora: {rank: 0} #!", "train.lora.rank", "must be an integer from 1"),
+    ("  lora: {alpha: 0} #!", "train.lora.alpha", "must be a number above 0"),
+    ("  lora: {dropout: 1} #!", "train.lora.dropout", "must be a number from 0 to below 1"),
+    ("  lora: {targets: []} #!", "train.lora.targets", "must be `all-linear` or a list of names"),
+    (
+        "  lora: {targets: [q_proj, c_attn]} #!",
+        "train.lora.targets",
+        "named `c_attn`; there are down_proj, gate_proj,",
+    ),
+    (
+        "  model: {family: mixtral}\n  lora: {targets: [q_proj, gate_proj]} #!",
+        "train.lora.targets",
+        "experts and routers have none",
+    ),
+    ("  lora: {}\n  freeze: [\"*embed*\"] #!", "train.freeze", "is given beside `train.lora`"),
+    ("  lora: {}\n  train_only: [\"*embed*\"] #!", "train.train_only", "is given beside `train.lora`"),
+    ("  lora: {from: none} #!", "train.lora.from", "none"),
+    ("  lora:\n    from: adapter\n    rank: 4 #!", "train.lora.rank", "is given beside `train.lora.from`"),
+    // q_proj alone is there, and of another width
+    (
+        "  lora: {from: adapter} #!",
+        "train.lora.from",
+        "of other shapes are model.layers.0.self_attn.q_proj.lora_A",
+    ),
+    ("  lora: {from: dora} #!", "train.lora.from", "`use_dora: true` is not supported"),
     // the optimizer
     (
         "  optimizer: {groups: [{match: [\"*.bias\"], lr: 1e-3}]} #!",
@@ -142,6 +167,11 @@ const CASES: &[Case] = &[
     ("  zero: {stage: 4} #!", "train.zero.stage", "must be an integer from 0 to 3"),
     ("  recompute: all #!", "train.recompute", "must be `none` or `block`"),
     ("  eval: {every: 5} #!", "train.eval", "has no text to evaluate on"),
+    (
+        "  eval:\n    files: [corpus.txt]\n    sample: {tokens: 3} #!",
+        "train.eval.sample",
+        "`train.eval.sample` has no prompt",
+    ),
     ("  eval: {files: [none.txt]} #!", "train.eval.files", "none.txt"),
     ("  learning_rate: 1e-3 #!", "train.learning_rate", "is not a key of `train`"),
 ];
@@ -182,6 +212,18 @@ fn place() -> tempfile::TempDir {
         fs::create_dir(path(name)).expect("folder");
         fs::write(path(name).join("config.json"), config.to_string()).expect("config");
         fs::write(path(name).join("tokenizer.json"), FIVE).expect("tokenizer");
+    }
+    for (name, dora) in [("adapter", false), ("dora", true)] {
+        let config =
+            serde_json::json!({"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"], "use_dora": dora});
+        let tensor = |n: usize, at: usize| serde_json::json!({"dtype": "F32", "shape": [1, n], "data_offsets": [at, at + 4 * n]});
+        let prefix = "base_model.model.model.layers.0.self_attn.q_proj";
+        let header = serde_json::json!({format!("{prefix}.lora_A.weight"): tensor(3, 0), format!("{prefix}.lora_B.weight"): tensor(2, 12)});
+        let header = header.to_string();
+        let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 20]].concat();
+        fs::create_dir(path(name)).expect("folder");
+        fs::write(path(name).join("adapter_config.json"), config.to_string()).expect("config");
+        fs::write(path(name).join("adapter_model.safetensors"), file).expect("weights");
     }
     fs::create_dir(path("bare")).expect("folder");
     fs::write(path("bare").join("tokenizer.json"), FIVE).expect("tokenizer");
@@ -225,7 +267,7 @@ fn each_is_refused_by_name_and_line() {
     assert!(complaints.is_empty(), "{} cases:\n{}", complaints.len(), complaints.join("\n"));
     let made: Vec<_> =
         fs::read_dir(dir.path()).expect("directory").map(|e| e.expect("entry").file_name()).collect();
-    assert_eq!(made.len(), 7, "nothing was started: {made:?}");
+    assert_eq!(made.len(), 9, "nothing was started: {made:?}");
 }
 
 #[test]

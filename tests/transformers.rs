@@ -15,22 +15,34 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
         return;
     };
     // untied and tied heads, grouped heads, sizes that the workers can't divide evenly
-    for (workers, model) in [
+    for (workers, class, model) in [
         (
             2,
+            "LlamaForCausalLM",
             "{hidden_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, intermediate_size: 72}",
         ),
         (
             3,
+            "LlamaForCausalLM",
             "{hidden_size: 42, num_hidden_layers: 1, num_attention_heads: 3, num_key_value_heads: 1, intermediate_size: 57, tie_word_embeddings: true}",
+        ),
+        // experts on two ranks of each of two groups
+        (
+            4,
+            "MixtralForCausalLM",
+            "{family: mixtral, hidden_size: 48, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 40, num_experts: 4}\n  \
+             experts: {parallel: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}}",
         ),
     ] {
         let place = Place::new();
-        fs::write(place.path("job.yaml"), job(workers, model)).expect("job");
-        fs::write(place.path("held.txt"), held_out_text(&place)).expect("text");
+        let held = held_out_text(&place);
+        let sample = format!("samples: {EVAL_SAMPLES}, sample: {{prompt: {:?}, tokens: 24}}}}", &held[..16]);
+        let text = job(workers, model).replace(&format!("samples: {EVAL_SAMPLES}}}"), &sample);
+        fs::write(place.path("job.yaml"), text).expect("job");
+        fs::write(place.path("held.txt"), held).expect("text");
         let ours = train(&place);
 
-        let theirs = load(&python, &place, &["--dtype", "fp32"]);
+        let theirs = load(&python, &place, class, &["--dtype", "fp32"]);
         assert_eq!(theirs["parameters"], ours.parameters);
         let (a, b) = (ours.eval_loss, theirs["loss"].as_f64().expect("a number"));
         assert!((a - b).abs() <= 1e-5 * b.abs(), "loss: ours {a}, transformers' {b}");
@@ -39,9 +51,11 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
             !text.is_empty() && text.is_ascii(),
             "after {STEPS} steps on plain English it writes {text:?}"
         );
+        assert_eq!(ours.sample, text, "the likeliest tokens after the same prompt");
 
         // in several files with an index, and rounded
-        let theirs = load(&python, &place, &["--dtype", "bf16", "--max-shard-size", "30KB", "--force"]);
+        let theirs =
+            load(&python, &place, class, &["--dtype", "bf16", "--max-shard-size", "30KB", "--force"]);
         assert!(place.path("weights/model.safetensors.index.json").exists(), "one file only");
         let b = theirs["loss"].as_f64().expect("a number");
         assert!((a - b).abs() <= 1e-2 * b.abs(), "loss: ours {a}, transformers' of rounded weights {b}");
@@ -57,6 +71,8 @@ fn folders_come_out_as_they_went_in() {
         ("mistral", 1, "bf16", "5GB"),
         ("qwen2", 2, "bf16", "20KB"),
         ("qwen3", 4, "fp32", "40KB"),
+        ("mixtral", 2, "bf16", "50KB"),
+        ("qwen3_moe", 3, "fp32", "40KB"),
         ("gpt2", 2, "fp32", "50KB"),
         ("gpt2_untied", 3, "bf16", "5GB"),
         ("gemma2", 2, "fp32", "40KB"),
@@ -105,6 +121,8 @@ struct Ours {
     parameters: u64,
     /// At the last step.
     eval_loss: f64,
+    /// What the model goes on with, there.
+    sample: String,
 }
 
 /// Runs the job and reads its events.
@@ -118,12 +136,13 @@ fn train(place: &Place) -> Ours {
     let at_end = evaluations.iter().find(|e| e["step"] == STEPS);
     Ours {
         parameters: ran.kind("ready")[0]["parameters"].as_u64().expect("a number"),
+        sample: ran.kind("sample")[0]["text"].as_str().expect("text").to_owned(),
         eval_loss: number(at_end.expect("an evaluation at the end"), "loss"),
     }
 }
 
 /// Gathers with these options; what transformers makes of it, which is a whole model and the same text.
-fn load(python: &Path, place: &Place, options: &[&str]) -> Value {
+fn load(python: &Path, place: &Place, class: &str, options: &[&str]) -> Value {
     let gather = [&["ckpt", "gather", "checkpoints", "weights"], options].concat();
     let gathered = place.launch(&gather);
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
@@ -135,7 +154,7 @@ fn load(python: &Path, place: &Place, options: &[&str]) -> Value {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}: {err}", output.status);
     let theirs: Value = serde_json::from_str(out.trim()).unwrap_or_else(|e| panic!("{e}: {out}"));
-    assert_eq!(theirs["class"], "LlamaForCausalLM");
+    assert_eq!(theirs["class"], class);
     for problem in ["missing", "unexpected", "mismatched", "warnings"] {
         assert_eq!(theirs[problem], Value::Array(vec![]), "{problem}: {theirs}");
     }

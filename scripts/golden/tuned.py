@@ -32,7 +32,34 @@ CASES = {
         dict(match=["*.layers.1.*"], lr_scale=0.25, betas=[0.8, 0.99]),
         dict(match=["lm_head*"], lr_scale=0.0, weight_decay=0.0)]),
     "lion": dict(family="qwen3", optimizer="lion"),
+    "muon": dict(family="llama_llama3", optimizer="muon", freeze=["*.0.mlp.up_proj.*"]),
+    "muon_gpt2": dict(family="gpt2", optimizer="muon", freeze=["*.bias"], groups=[dict(match=["*.c_fc.weight"], lr_scale=0.5, weight_decay=0.0)]),
 }
+
+
+class Muon:
+    """torch.optim.Muon for the matrices of layers, AdamW for the rest; the iteration in the matrices' type, not in bfloat16."""
+
+    def __init__(self, groups, named):
+        matrices = {p for n, p in named if p.ndim == 2 and (".layers." in n or ".h." in n)}
+        part = lambda wanted: [g | {"params": [p for p in g["params"] if (p in matrices) == wanted]} for g in groups]
+        both = [[g for g in part(wanted) if g["params"]] for wanted in (True, False)]
+        lr = base.ADAMW["lr"]
+        self.parts = [torch.optim.Muon(both[0], lr=lr, momentum=0.9, nesterov=True, adjust_lr_fn="match_rms_adamw"),
+                      torch.optim.AdamW(both[1], foreach=False, fused=False, **base.ADAMW)]
+
+    def step(self):
+        # the name that torch.optim.Muon looks the type of its iteration up by
+        kept, torch.bfloat16 = torch.bfloat16, self.parts[0].param_groups[0]["params"][0].dtype
+        try:
+            for part in self.parts:
+                part.step()
+        finally:
+            torch.bfloat16 = kept
+
+    def zero_grad(self):
+        for part in self.parts:
+            part.zero_grad()
 
 
 class Lion(torch.optim.Optimizer):
@@ -80,6 +107,8 @@ def optimizer_of(case, model):
         groups.append(group)
     if case.get("optimizer") == "lion":
         return Lion(groups, dict(lr=base.ADAMW["lr"], betas=(0.9, 0.99)))
+    if case.get("optimizer") == "muon":
+        return Muon(groups, trained(model))
     return torch.optim.AdamW(groups, foreach=False, fused=False, **base.ADAMW)
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
                           GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
-                          MistralForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
-                          Qwen3ForCausalLM)
+                          MistralForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 SIZES = dict(vocab_size=300, hidden_size=36, intermediate_size=50, num_hidden_layers=3, num_attention_heads=6,
              num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=256, eos_token_id=256)
@@ -35,6 +35,9 @@ CASES = {
     "gemma2": (Gemma2Config(**SIZES, head_dim=6, query_pre_attn_scalar=6, sliding_window=5), Gemma2ForCausalLM, torch.float32, "40KB"),
     "gemma3": (Gemma3TextConfig(**SIZES, head_dim=6, query_pre_attn_scalar=6, sliding_window=5), Gemma3ForCausalLM, torch.bfloat16, "20KB"),
     "qwen3": (Qwen3Config(**SIZES, head_dim=10, tie_word_embeddings=True), Qwen3ForCausalLM, torch.float32, "40KB"),
+    "mixtral": (MixtralConfig(**SIZES, num_local_experts=4), MixtralForCausalLM, torch.bfloat16, "50KB"),
+    "qwen3_moe": (Qwen3MoeConfig(**SIZES, head_dim=6, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+                                 mlp_only_layers=[1], tie_word_embeddings=True), Qwen3MoeForCausalLM, torch.float32, "40KB"),
 }
 
 

@@ -6,13 +6,14 @@ use crate::{
     model::{self, Model},
     optim::state_vectors,
     params::Unit,
-    stages::{dtype_of, resolve},
+    resume::check_adapters,
+    stages::{dtype_of, resolve, resolve_lora},
     train::{experts, workspace::Workspace},
-    trained::{self, first_backward},
+    trained::{self, LORA_FROM, first_backward},
     zero::{Policy, Slots, fold::buffers, partition::Partition, pool::PoolPlan},
 };
 use contract::{
-    job::{JobSpec, TrainSpec},
+    job::{JobSpec, OptimizerName, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
 };
 use device::Dtype;
@@ -65,6 +66,11 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
             return v.problems.push(finding(key, e, None));
         }
     };
+    let lora = train.lora.as_ref().map(|l| l.at(dir));
+    let train = &match resolve_lora(lora.as_ref()) {
+        Ok(lora) => TrainSpec { lora, ..train.clone() },
+        Err(f) => return v.problems.push(finding(f.key, f.message, None)),
+    };
     let layers = model.units().len() - 2;
     let placement = match Placement::new(&train.experts, model.as_ref(), layers, world as usize) {
         Ok(placement) => placement,
@@ -77,6 +83,11 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
             return v.problems.extend(findings);
         }
     };
+    if let Some(folder) = train.lora.as_ref().and_then(|l| l.from.as_ref())
+        && let Err(why) = check_adapters(folder, &units)
+    {
+        return v.problems.push(finding(LORA_FROM, why, None));
+    }
     v.parameters = units.iter().map(|u| u.trained_len() as u64).sum();
     let faults = trained::groups(&train.optimizer, &units, &model.ties()).err().unwrap_or_default();
     v.problems.extend(faults.into_iter().map(|f| finding(f.key, f.message, None)));
@@ -147,6 +158,7 @@ impl Memory<'_> {
             ("optimizer states".into(), 4 * updated * states),
             ("gathered parameters".into(), dtype.size() as u64 * gathered),
             ("gradients".into(), 4 * gradients),
+            ("whole matrices".into(), 4 * self.whole_matrices()),
             (
                 "activations".into(),
                 Workspace::bytes(self.model, layers, b, t, self.train.recompute, first, dtype),
@@ -213,6 +225,21 @@ impl Memory<'_> {
         }
         let gradients = pool.allocated + own * buffers(slots, false);
         (self.gathered(policy, rank), gradients as u64)
+    }
+
+    /// What Muon needs to move the matrices of a unit: their directions, and of the largest one the iteration.
+    fn whole_matrices(&self) -> u64 {
+        if self.train.optimizer.name != OptimizerName::Muon {
+            return 0;
+        }
+        let matrices = self.units.iter().flat_map(Unit::trained_params).filter(|p| p.shape.len() == 2);
+        let of = |shape: &[usize]| {
+            let (small, large) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
+            2 * small * small + 3 * small * large
+        };
+        let largest = matrices.map(|p| of(&p.shape)).max().unwrap_or(0);
+        let directions = self.units.iter().map(Unit::trained_len).max().unwrap_or(0);
+        (2 * directions + largest) as u64
     }
 
     /// Units in the order of a step's fetches.

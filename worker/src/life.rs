@@ -6,15 +6,16 @@ use crate::{
     model::Batch,
     network,
     params::Unit,
-    resume::{Origin, Place, resume},
+    resume::{Origin, Place, begin, resume},
     save::{Identity, Saver, total_bytes},
     scattered::{self, Scattered},
     session::{Session, inherited},
-    stages::{Cursor, ScheduleBound, Spec},
+    stages::{ScheduleBound, Spec},
     state::model_card,
     storage::{Layout, survey},
     train::{
-        run::{HeldOut, Run, run},
+        run::{HeldOut, Run, Show, run},
+        sample::Sampling,
         step::Source,
     },
     zero::queue::Queue,
@@ -26,7 +27,7 @@ use contract::{
     env,
     event::{Event, Phase},
     exit::WorkerExit,
-    job::TrainSpec,
+    job::{SampleSpec, TrainSpec},
 };
 use device::{Ops, cpu::Cpu};
 use std::{
@@ -114,7 +115,11 @@ pub(crate) fn no_threads(e: std::io::Error) -> Error {
 fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
     let job = &welcome.job;
     let asked = job.train.as_ref().ok_or_else(|| Error::job("this job has no `train` section"))?;
-    let train = &TrainSpec { model: asked.model.at(&welcome.workdir), ..asked.clone() };
+    let train = &TrainSpec {
+        model: asked.model.at(&welcome.workdir),
+        lora: asked.lora.as_ref().map(|l| l.at(&welcome.workdir)),
+        ..asked.clone()
+    };
     let leader = welcome.rank == 0;
     // Whatever else works in parallel here (initialisation, tokenizing) keeps to the same number of threads.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(welcome.threads as usize).build_global();
@@ -152,13 +157,10 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
     let mut saver = Saver::new(root.clone(), job.checkpoint.clone(), identity, last, layout.clone());
     let mut running = match resumed {
         Some(r) => bound.resumed(r.cursor),
-        None => match &origin {
-            Some(origin) => {
-                origin.load(&mut bound, &mut |event| if leader { session.event(event) } else { Ok(()) })?;
-                bound.resumed(Cursor::default())
-            }
-            None => bound.fresh(),
-        },
+        None => {
+            let tell = &mut |event| if leader { session.event(event) } else { Ok(()) };
+            begin(bound, origin.as_ref(), tell)?
+        }
     };
     let start = running.at;
     session.at_step(start.step);
@@ -171,7 +173,7 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
             tokens_per_step,
         })?;
     }
-    let held_out = samples.held_out(train);
+    let held_out = samples.held_out(train, &tokenizer)?;
     let ended =
         run(&mut running, &Run { job, session, source: &samples.train, held_out, leader }, &mut saver)?;
     if ended == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
@@ -261,12 +263,33 @@ impl Samples {
         Ok(())
     }
 
-    fn held_out(&self, train: &TrainSpec) -> Option<HeldOut<'_>> {
-        let (source, spec) = (self.eval.as_ref()?, train.eval.as_ref()?);
+    fn held_out<'a>(
+        &'a self,
+        train: &'a TrainSpec,
+        tokenizer: &'a TextTokenizer,
+    ) -> Result<Option<HeldOut<'a>>> {
+        let (Some(source), Some(spec)) = (self.eval.as_ref(), train.eval.as_ref()) else { return Ok(None) };
         let samples = u64::from(spec.samples).min(source.data.len());
         let slots = (samples / u64::from(train.batch.micro)).max(1) as usize;
-        Some(HeldOut { source, slots, every: spec.every })
+        let sample = spec.sample.as_ref().map(|s| sampling(s, train.seed, tokenizer)).transpose()?;
+        Ok(Some(HeldOut { source, slots, every: spec.every, sample }))
     }
+}
+
+/// What is sampled after an evaluation, and how it is shown: up to the end of the document.
+fn sampling<'a>(s: &'a SampleSpec, seed: u64, tokenizer: &'a TextTokenizer) -> Result<(Sampling, Show<'a>)> {
+    let mut prompt = Vec::new();
+    tokenizer.encode(&s.prompt, &mut prompt).map_err(data_error)?;
+    if prompt.is_empty() {
+        return Err(Error::job(
+            "train.eval.sample.prompt: the tokenizer makes no token of it; give another text",
+        ));
+    }
+    let show = move |tokens: &[u32]| {
+        let end = tokens.iter().position(|t| *t == tokenizer.eod()).unwrap_or(tokens.len());
+        Ok((s.prompt.clone(), tokenizer.decode(&tokens[..end]).map_err(data_error)?))
+    };
+    Ok((Sampling::new(prompt, s.tokens, s.temperature, seed), Box::new(show)))
 }
 
 fn data_error(e: DataError) -> Error {
@@ -335,7 +358,7 @@ fn identity(
     let units: Vec<Unit> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let files = tokenizer.hf_files().into_iter().map(|(name, text)| TextFile { name, text });
     Identity {
-        model: model_card(trainer.model.as_ref(), &units, &bound.train().model, tokenizer.eod()),
+        model: model_card(trainer.model.as_ref(), &units, bound.train(), tokenizer.eod()),
         tokenizer: files.collect(),
         job: welcome.job.clone(),
         data_digest: samples.digest.clone(),
@@ -379,7 +402,9 @@ fn gather_last(session: &Session, saver: &Saver, root: &Path) -> Result<()> {
 
 fn write_weights(session: &Session, source: &dyn ckpt::Source, step: u64, root: &Path) -> Result<()> {
     let out = root.join("weights");
-    let options = GatherOptions { dtype: Some(ckpt::Dtype::BF16), force: true, ..GatherOptions::default() };
+    // adapters are small, and go on from what they are
+    let dtype = source.adapter().is_none().then_some(ckpt::Dtype::BF16);
+    let options = GatherOptions { dtype, force: true, ..GatherOptions::default() };
     let report =
         ckpt::gather(source, &out, &options, &mut |_, _| {}).map_err(|e| Error::cluster(e.to_string()))?;
     session.event(Event::Gathered { step, path: out, bytes: report.bytes })

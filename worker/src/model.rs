@@ -8,6 +8,7 @@ pub mod experts;
 mod gemma;
 mod gpt2;
 mod llama;
+pub mod lora;
 mod mistral;
 mod mixtral;
 mod qwen2;
@@ -36,6 +37,8 @@ pub struct Batch {
     pub starts: Vec<u32>,
     /// The same for layers that attend to a sliding window; empty where the model has none.
     pub windowed: Vec<u32>,
+    /// In training: the number of the first sequence in the run. It decides what dropout drops; without it nothing is.
+    pub first: Option<u64>,
 }
 
 impl Batch {
@@ -123,6 +126,8 @@ pub struct Tie {
 pub trait Model: Send + Sync {
     /// Embedding, layers, head.
     fn units(&self) -> Vec<Unit>;
+    /// Puts adapters beside matrices of its layers; [`Model::units`] then has their parameters too.
+    fn adapt(&mut self, lora: &lora::Lora) -> Result<(), String>;
     /// Says which parameters of its own units (not those of experts) are trained. Gradients of the others needn't be written: they are not read.
     fn train(&mut self, _units: &[Unit]) {}
     /// Width of the residual stream.
@@ -135,6 +140,10 @@ pub trait Model: Send + Sync {
     fn tied(&self) -> bool;
     /// Second names.
     fn ties(&self) -> Vec<Tie>;
+    /// Are its matrices stored as `[in, out]`?
+    fn in_out(&self) -> bool {
+        false
+    }
     /// What stored names begin with, where files of the model without its head leave it out.
     fn prefix(&self) -> Option<&'static str> {
         None
@@ -189,6 +198,9 @@ pub trait Model: Send + Sync {
         saved: &mut Activations,
         scratch: &mut Activations,
     );
+
+    /// Logits of one row of the head's input.
+    fn logits(&self, ops: &dyn Ops, params: HeadParams, x: View, out: ViewMut, scratch: &mut Activations);
 
     /// Each row's loss; with `grads` also the backward.
     fn head(

@@ -1,9 +1,11 @@
 //! Going on from a checkpoint: which one, whether it fits, and what a person should know about it.
+mod adapters;
 mod fit;
 mod foreign;
 mod origin;
 
-pub use origin::Origin;
+pub use adapters::check_adapters;
+pub use origin::{Origin, begin};
 
 use crate::{
     agree::agree,
@@ -195,7 +197,7 @@ fn load(
     late.extend(anew.iter().map(|name| (name.clone(), cursor.step)));
     bound.trainer.optimizer.set_late(&units, &late);
     restore_loss_scale(bound, checkpoint.facts(), &shown)?;
-    let reading = Reading { source, renamed: &HashMap::new(), states: true, anew: &anew };
+    let reading = Reading { source, renamed: &HashMap::new(), states: true, anew: &anew, meant: |_| true };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(Refusal::Damaged(e));

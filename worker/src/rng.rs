@@ -19,6 +19,8 @@ pub enum Purpose {
     StochasticRounding,
     /// Noise on a router's logits; the scope is the layer.
     RouterJitter,
+    /// Tokens that a model goes on with; the scope is the prompt.
+    Sample,
 }
 
 impl Purpose {
@@ -30,6 +32,7 @@ impl Purpose {
             Purpose::DataOrder => "data-order",
             Purpose::StochasticRounding => "stochastic-rounding",
             Purpose::RouterJitter => "router-jitter",
+            Purpose::Sample => "sample",
         }
     }
 }

@@ -13,11 +13,12 @@ use crate::{
         step::{Outcome, Source, Trainer, Word},
         workspace::Workspace,
     },
-    trained::{self, first_backward},
+    trained::{self, LORA_FROM, first_backward},
     zero::{Policy, engine::Engine, queue::Queue},
 };
+use ckpt::peft::AdapterConfig;
 use comm::Comm;
-use contract::job::{ModelSpec, Precision, ReloadTrain, TrainSpec};
+use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, ReloadTrain, TrainSpec};
 use device::{Buf, Dtype, Ops};
 use std::{ops::Range, sync::Arc};
 
@@ -109,11 +110,24 @@ pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> std::result::Resul
     Ok(s)
 }
 
+/// Adapters with the numbers of the folder that they come from.
+pub fn resolve_lora(spec: Option<&LoraSpec>) -> std::result::Result<Option<LoraSpec>, Fault> {
+    let Some(spec) = spec else { return Ok(None) };
+    let Some(folder) = &spec.from else { return Ok(Some(spec.clone())) };
+    let fault = |e: ckpt::CkptError| Fault { key: LORA_FROM, message: e.to_string() };
+    let AdapterConfig { rank, alpha, rslora, dropout, targets, .. } =
+        AdapterConfig::read(folder).map_err(fault)?;
+    let targets = LoraTargets::Names(targets);
+    let dropout = spec.dropout.or(Some(dropout));
+    Ok(Some(LoraSpec { from: spec.from.clone(), rank, alpha, dropout, rslora, targets }))
+}
+
 impl Spec {
     /// `vocab`: the tokenizer's number of tokens.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
         train.model = resolve(&train.model, vocab, train.data.seq_len).map_err(|f| of_job(&[f]))?;
+        train.lora = resolve_lora(train.lora.as_ref()).map_err(|f| of_job(&[f]))?;
         Ok(Spec { train })
     }
 
@@ -161,10 +175,11 @@ pub fn dtype_of(precision: Precision) -> Dtype {
     }
 }
 
-/// Fills the parameters of a unit that lie here, by logical element, so that any sharding gets the same weights.
-fn initialise(engine: &Engine, u: usize, seed: u64) {
+/// Fills the parameters of a unit that lie here, by logical element, so that any sharding gets the same weights; those whose
+/// names are meant. What is computed with in 16 bits is then right of these alone.
+fn initialise(engine: &Engine, u: usize, seed: u64, meant: impl Fn(&str) -> bool) {
     let (unit, resident, computed) = (&engine.shards[u].unit, engine.resident(u), engine.computed(u));
-    engine.with_resident(u, |buf| first_values(unit, resident.clone(), seed, buf.host_mut()));
+    engine.with_resident(u, |buf| first_values(unit, resident.clone(), seed, &meant, buf.host_mut()));
     if resident == computed {
         return engine.refresh(u);
     }
@@ -172,7 +187,7 @@ fn initialise(engine: &Engine, u: usize, seed: u64) {
     for at in (0..computed.len()).step_by(PASSING) {
         let mut values = Buf::zeroed(PASSING.min(computed.len() - at));
         let from = computed.start + at;
-        first_values(unit, from..from + values.len(), seed, values.host_mut());
+        first_values(unit, from..from + values.len(), seed, &meant, values.host_mut());
         engine.round_from(u, at, values.view());
     }
 }
@@ -180,10 +195,13 @@ fn initialise(engine: &Engine, u: usize, seed: u64) {
 /// First values that exist in fp32 only on their way.
 const PASSING: usize = 1 << 20;
 
-/// The first values of a flat range of a unit.
-fn first_values(unit: &Unit, range: Range<usize>, seed: u64, out: &mut [f32]) {
+/// The first values of a flat range of a unit, where they are meant.
+fn first_values(unit: &Unit, range: Range<usize>, seed: u64, meant: impl Fn(&str) -> bool, out: &mut [f32]) {
     for seg in unit.segments(range.clone()) {
         let spec = &unit.params[seg.param];
+        if !meant(&spec.name) {
+            continue;
+        }
         let out = &mut out[seg.flat.start - range.start..seg.flat.end - range.start];
         let first = seg.elements.start as u64;
         match spec.init {
@@ -218,6 +236,7 @@ impl Sharded {
                 labels: vec![0; b * t],
                 starts: vec![0; b * t],
                 windowed: Vec::new(),
+                first: None,
             },
             experts,
             model,
@@ -248,12 +267,17 @@ impl ScheduleBound {
         &self.train
     }
 
-    /// Initialises the parameters; ready to take steps from step 0 on.
-    pub fn fresh(self) -> Running {
+    /// Gives parameters whose names are meant their first values.
+    pub fn initialise(&self, meant: impl Fn(&str) -> bool) {
         let engine = &self.trainer.engine;
         for u in 0..engine.shards.len() {
-            initialise(engine, u, self.train.seed);
+            initialise(engine, u, self.train.seed, &meant);
         }
+    }
+
+    /// Initialises the parameters; ready to take steps from step 0 on.
+    pub fn fresh(self) -> Running {
+        self.initialise(|_| true);
         self.resumed(Cursor::default())
     }
 

@@ -7,25 +7,52 @@ use crate::{
     stages::ScheduleBound,
     zero::engine::Engine,
 };
-use ckpt::{Checkpoint, CkptError, ModelCard, Piece, Request, Role, Source, TensorInfo, Tie, WeightShape};
-use contract::job::{ModelSpec, OptimizerName, OptimizerSpec};
+use ckpt::{
+    Checkpoint, CkptError, ModelCard, Piece, Request, Role, Source, TensorInfo, Tie, WeightShape,
+    peft::AdapterConfig,
+};
+use contract::job::{LoraSpec, LoraTargets, ModelSpec, OptimizerName, OptimizerSpec, TrainSpec};
 use device::Buf;
 use serde_json::Value;
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     sync::RwLockReadGuard,
 };
 
 /// The model as checkpoints describe it.
-pub fn model_card(model: &dyn Model, units: &[Unit], spec: &ModelSpec, eod: u32) -> ModelCard {
+pub fn model_card(model: &dyn Model, units: &[Unit], train: &TrainSpec, eod: u32) -> ModelCard {
+    let (of, lora) = (&train.model, train.lora.as_ref());
     ModelCard {
-        family: spec.family.clone(),
-        hf_config: hf_config(model, spec, eod),
+        family: of.family.clone(),
+        hf_config: hf_config(model, of, eod),
         weights: weight_shapes(units),
         ties: model.ties().into_iter().map(|t| Tie { alias: t.alias, target: t.target }).collect(),
         frozen: frozen(units),
         buffers: Vec::new(),
+        adapter: lora.map(|spec| adapter_config(model, units, spec, of)),
     }
+}
+
+/// PEFT's `adapter_config.json`; `of`: the model's own numbers.
+fn adapter_config(model: &dyn Model, units: &[Unit], spec: &LoraSpec, of: &ModelSpec) -> Value {
+    let modules = units.iter().flat_map(|u| &u.params).filter_map(|p| p.name.strip_suffix(".lora_A.weight"));
+    // other versions have matrices of the same names inside of experts
+    let whole = model.sparse().is_some();
+    let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
+    let all: BTreeSet<String> = modules.map(|m| if whole { m.to_owned() } else { last(m) }).collect();
+    let targets = match &spec.targets {
+        LoraTargets::Names(names) if !whole => names.clone(),
+        _ => all.into_iter().collect(),
+    };
+    let config = AdapterConfig {
+        rank: spec.rank,
+        alpha: spec.alpha,
+        rslora: spec.rslora,
+        dropout: spec.dropout.unwrap_or(0.0),
+        targets,
+        fan_in_fan_out: model.in_out(),
+    };
+    config.json(of.from.as_ref().map(|f| f.to_string_lossy()).as_deref())
 }
 
 /// `config.json`: a folder's own as it was; a new model's with the token that ends a document.
@@ -67,6 +94,8 @@ pub fn state_roles(spec: &OptimizerSpec) -> Vec<Role> {
         OptimizerName::Adamw => (Role::ExpAvg, Role::ExpAvgSq),
         OptimizerName::Sgd => (Role::Momentum, Role::Momentum),
         OptimizerName::Lion => (Role::ExpAvg, Role::ExpAvg),
+        // so that it isn't taken for AdamW's
+        OptimizerName::Muon => (Role::Momentum, Role::ExpAvgSq),
     };
     let (has_first, has_second) = state_vectors(spec);
     [(has_first, first), (has_second, second)]
@@ -155,6 +184,8 @@ pub struct Reading<'a> {
     pub states: bool,
     /// Parameters whose states begin anew.
     pub anew: &'a HashSet<String>,
+    /// Only parameters of these names are read.
+    pub meant: fn(&str) -> bool,
 }
 
 /// Reads the owned range of every vector of every unit.
@@ -176,6 +207,7 @@ pub fn read_own(bound: &mut ScheduleBound, reading: &Reading) -> std::result::Re
             requests.extend(of);
         }
     }
+    requests.retain(|r| (reading.meant)(r.name));
     for request in &mut requests {
         if let Some(there) = reading.renamed.get(request.name) {
             request.name = there;

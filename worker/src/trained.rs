@@ -1,26 +1,36 @@
 //! Which parameters are trained, and with which numbers of the optimizer: patterns of names, each of which must match.
 //!
+//! With low-rank adapters these are all that is trained.
+//!
 //! A tied matrix has two names and is one parameter: a pattern that matches either of them means it.
 use crate::{
     error::Fault,
     experts::{self, Placement},
-    model::{Model, Tie},
+    model::{Model, Tie, lora::Lora},
     params::Unit,
 };
+use ckpt::peft::is_adapter;
 use contract::job::{OptimizerSpec, TrainSpec};
 use globset::{Glob, GlobMatcher};
 
 const FREEZE: &str = "train.freeze";
 const ONLY: &str = "train.train_only";
 const GROUPS: &str = "train.optimizer.groups";
+/// Where adapters come from.
+pub const LORA_FROM: &str = "train.lora.from";
 const NO_DECAY: &str = "train.optimizer.no_decay";
 
-/// The model's units and those of its experts, in which each parameter is trained or frozen; the model is told.
+/// Gives the model its adapters; its units and those of its experts, in which each parameter is trained or frozen; the model is told.
 pub fn units(
     model: &mut dyn Model,
     placement: Option<&Placement>,
     train: &TrainSpec,
 ) -> Result<Vec<Unit>, Vec<Fault>> {
+    if let Some(spec) = &train.lora {
+        let lora = Lora { spec: spec.clone(), seed: train.seed };
+        let key = if spec.from.is_some() { LORA_FROM } else { "train.lora.targets" };
+        model.adapt(&lora).map_err(|message| vec![Fault { key, message }])?;
+    }
     let mut units = experts::units(model, placement);
     choose(&mut units, &model.ties(), train)?;
     let own = units.iter().filter(|u| !u.holds_experts()).count();
@@ -36,7 +46,10 @@ pub fn choose(units: &mut [Unit], ties: &[Tie], train: &TrainSpec) -> Result<(),
     let only = Patterns::new(ONLY, &train.train_only, names(), ties, &mut faults);
     let chosen = !train.train_only.is_empty();
     for unit in units.iter_mut() {
-        unit.train_where(|name| !freeze.matches(name, ties) && (!chosen || only.matches(name, ties)));
+        unit.train_where(|name| match train.lora {
+            Some(_) => is_adapter(name),
+            None => !freeze.matches(name, ties) && (!chosen || only.matches(name, ties)),
+        });
     }
     if faults.is_empty() && !units.iter().any(Unit::any_trained) {
         let message = "it freezes every parameter: nothing is left to train".into();

@@ -51,7 +51,7 @@ fn stretch(spec: &TrainSpec, hosts: &[usize], dir: &Path, count: u64) -> Result<
         };
         let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
         let identity = Identity {
-            model: model_card(running.trainer.model.as_ref(), &units, &running.train().model, 0),
+            model: model_card(running.trainer.model.as_ref(), &units, running.train(), 0),
             tokenizer: Vec::new(),
             job: job.clone(),
             data_digest: "made up".into(),

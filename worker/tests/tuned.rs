@@ -21,7 +21,8 @@ use worker::{
     train::step::Word,
 };
 
-const CASES: [&str; 6] = ["frozen_prefix", "frozen_tied", "train_only", "head_alone", "groups", "lion"];
+const CASES: [&str; 8] =
+    ["frozen_prefix", "frozen_tied", "train_only", "head_alone", "groups", "lion", "muon", "muon_gpt2"];
 
 fn golden_folder(kind: &str, name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(kind).join(name)
@@ -186,6 +187,58 @@ fn sixteen_bits_with_frozen_parts() {
             });
             assert!(after.iter().all(|a| *a == expected[2..]), "to {world} at stage {stage}");
         }
+    }
+}
+
+#[test]
+fn whole_matrices_move_alike_in_any_world_and_stage() {
+    for family in ["llama", "mixtral"] {
+        let spec = |stage| {
+            let mut spec = half(stage);
+            spec.model.family = family.into();
+            (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.95);
+            spec.freeze.retain(|p| family == "llama" || !p.contains("mlp"));
+            spec
+        };
+        let expected = fresh_run(&spec(0), 1, 1, 3);
+        assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
+        for (stage, world, parallel) in [
+            (0, 2, 1),
+            (0, 3, 1),
+            (1, 3, 1),
+            (1, 4, 2),
+            (2, 2, 2),
+            (2, 8, 1),
+            (3, 3, 1),
+            (3, 4, 4),
+            (3, 8, 2),
+        ] {
+            let mut spec = spec(stage);
+            if family == "mixtral" {
+                spec.experts.parallel = parallel;
+            }
+            assert_eq!(fresh_run(&spec, world, 1, 3), expected, "{family}: world {world}, stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn a_run_with_whole_matrices_goes_on_with_the_same_bits() {
+    let muon = |stage| {
+        let mut spec = half(stage);
+        (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.95);
+        spec
+    };
+    let expected = fresh_run(&muon(0), 1, 1, 5).split_off(3);
+    for (from, n, to, m) in [(3, 3, 0, 2), (0, 2, 3, 4)] {
+        let dir = tempfile::tempdir().unwrap();
+        on_ranks(n, |c| {
+            let mut running = build(&muon(from), c, 1).fresh();
+            steps(&mut running, 3);
+            save(&running, &muon(from), dir.path());
+        });
+        let after = on_ranks(m, |c| steps(&mut go_on(&muon(to), c, dir.path()).0, 2));
+        assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");
     }
 }
 

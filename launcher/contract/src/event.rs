@@ -42,6 +42,8 @@ pub enum Event {
     },
     /// Held-out loss.
     Eval { step: u64, loss: f64, perplexity: f64, tokens: u64 },
+    /// What the model makes of a prompt (`train.eval.sample`).
+    Sample { step: u64, prompt: String, text: String },
     /// A checkpoint is complete on disk.
     Checkpoint { step: u64, path: PathBuf, bytes: u64, seconds: f64 },
     /// Weights were gathered into a Hugging Face folder.

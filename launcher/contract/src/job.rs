@@ -10,6 +10,7 @@ pub mod experts;
 mod hosts;
 mod keys;
 mod load;
+pub mod lora;
 mod overrides;
 mod print;
 mod read;
@@ -34,6 +35,7 @@ pub use document::{Document, Item, ItemValue, Syntax};
 pub use experts::{ExpertPlacement, ExpertsSpec};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
+pub use lora::{LoraSpec, LoraTargets};
 pub use print::quoted;
 pub use reload::{Reload, ReloadTrain, Reloaded, compare};
 pub use run::{Bind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
@@ -44,7 +46,7 @@ pub use source::SourceMap;
 pub use sources::{DataSource, Format, LossOn};
 pub use train::{
     BatchSpec, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision,
-    Recompute, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
+    Recompute, SampleSpec, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
 };
 pub use tune::GroupSpec;
 

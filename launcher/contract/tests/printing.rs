@@ -22,7 +22,7 @@ const JOBS: &[&str] = &[
      slurm: {partition: 'a,b', account: c, qos: d, nodes: 4, time: 2h, gpus_per_node: 8, cpus_per_task: 96, mem: 64GiB, \
      extra: [\"--constraint=x y\"], notice: 90s, requeues: 0, bcast: true}",
     "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
-     train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b]}, clip_norm: off}\n\
+     train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b], sample: {prompt: 'a \"b: c', tokens: 3, temperature: 0.5}}, clip_norm: off}\n\
      checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
     "train: {model: {family: mixtral, num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 8}, data: {files: [a]}, \
      experts: {parallel: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}, aux_loss: 0.5, z_loss: 1e-3}}",
@@ -34,10 +34,14 @@ const JOBS: &[&str] = &[
     "train: {data: {files: [t.jsonl], format: chat}}",
     "train: {model: {from: m}, data: {files: [a], tokenizer: bytes}}",
     "train: {model: {from: m}, data: {files: [a]}, optimizer: {name: lion}}",
+    "train: {data: {files: [a]}, optimizer: {name: muon, momentum: 0.9, eps: 1e-6, groups: [{match: [a], momentum: 0}]}}",
     "train: {data: {files: [a]}, optimizer: {name: sgd, momentum: 0.5, groups: [{match: [a], momentum: 0.25}]}}",
     "train: {data: {files: [a]}, train_only: [x, '*y']}",
     "train: {data: {files: [a]}, freeze: ['model.embed*', b], \
      optimizer: {groups: [{match: ['*norm*', x], lr: 1e-5, betas: [0.5, 0.25]}, {match: [y], lr_scale: 0, weight_decay: 1, eps: 1e-3}]}}",
+    "train: {model: {from: m}, data: {files: [a]}, lora: {rank: 4, alpha: 2.5, dropout: 0.1, rslora: true, targets: [q_proj, 'a b']}}",
+    "train: {model: {from: m}, data: {files: [a]}, lora: {}}",
+    "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
 

@@ -59,6 +59,9 @@ enum Command {
         /// Replace a folder that was made by gathering
         #[arg(long)]
         force: bool,
+        /// Add low-rank adapters to the model's matrices; else a checkpoint with adapters gives a PEFT folder of them alone
+        #[arg(long)]
+        merge_lora: bool,
     },
     /// Write a checkpoint in another format, or for another ZeRO stage or number of ranks
     Convert(convert::ConvertArgs),
@@ -92,13 +95,13 @@ pub(crate) fn run(args: CkptArgs, json: bool) -> u8 {
     let result = match args.command {
         Command::Inspect { dir } => inspect(&dir, json),
         Command::Verify { path, values, strict } => verify(&path, values, strict, json),
-        Command::Gather { dir, out, dtype, max_shard_size, force } => {
+        Command::Gather { dir, out, dtype, max_shard_size, force, merge_lora } => {
             let dtype = dtype.map(|d| match d {
                 Precision::Bf16 => Dtype::BF16,
                 Precision::Fp16 => Dtype::F16,
                 Precision::Fp32 => Dtype::F32,
             });
-            gather(&dir, &out, &GatherOptions { dtype, max_shard_size, force }, json)
+            gather(&dir, &out, &GatherOptions { dtype, max_shard_size, force, merge_lora }, json)
         }
         Command::Convert(args) => convert::run(&args, json),
         Command::Diff { a, b, weights_only } => diff::diff(&a, &b, weights_only, json),
@@ -400,8 +403,14 @@ mod tests {
             assert_eq!(run(verify(dir)), exit::DONE, "{kind}");
         }
         let (out, dtype) = (dir.path().join("out"), Some(Precision::Bf16));
-        let gather =
-            Command::Gather { dir: ckpt, out: out.clone(), dtype, max_shard_size: 1 << 30, force: false };
+        let gather = Command::Gather {
+            dir: ckpt,
+            out: out.clone(),
+            dtype,
+            max_shard_size: 1 << 30,
+            force: false,
+            merge_lora: false,
+        };
         assert_eq!(run(gather), exit::DONE);
         assert!(out.join("model.safetensors").exists());
         // a tag without its files
@@ -425,6 +434,7 @@ mod tests {
             dtype,
             max_shard_size: 1 << 30,
             force,
+            merge_lora: false,
         };
         assert_eq!(run(Command::Inspect { dir: root.clone() }), exit::DONE);
         assert_eq!(run(verify(root.clone())), exit::DONE);

@@ -32,6 +32,9 @@ pub(crate) fn sentence(event: &Event) -> String {
         Event::Eval { step, loss, perplexity, .. } => {
             format!("step {step}: held-out loss {loss:.4}, perplexity {perplexity:.2}")
         }
+        Event::Sample { step, prompt, text } => {
+            format!("step {step}: {prompt:?} goes on {text:?}")
+        }
         Event::Checkpoint { step, path, bytes: size, seconds } => {
             format!("step {step}: checkpoint {} ({} in {seconds:.1} s)", path.display(), bytes(*size))
         }

@@ -159,6 +159,7 @@ fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, E
         ties: Vec::new(),
         frozen: Vec::new(),
         buffers: Vec::new(),
+        adapter: None,
     };
     let facts = Facts {
         step,

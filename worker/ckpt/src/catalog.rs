@@ -103,6 +103,9 @@ pub struct ModelCard {
     /// Tensors of role [`Role::Buffer`].
     #[serde(default)]
     pub buffers: Vec<WeightShape>,
+    /// PEFT's `adapter_config.json` of a model with low-rank adapters, whose tensors are among the weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<Value>,
 }
 
 /// A small text file kept in the checkpoint, written beside gathered weights.

@@ -403,6 +403,10 @@ impl Source for Checkpoint {
         self.facts().model.hf_config.as_object()
     }
 
+    fn adapter(&self) -> Option<&Value> {
+        self.facts().model.adapter.as_ref()
+    }
+
     fn texts(&self) -> &[TextFile] {
         &self.facts().tokenizer
     }

@@ -2,6 +2,7 @@
 //!
 //! Extra memory is the same for every model size: three windows of 16 MiB, one converted window, and the buffers of
 //! one read and one write (24 MiB each).
+mod adapters;
 mod order;
 pub(crate) mod output;
 
@@ -30,6 +31,8 @@ const WINDOWS: usize = 3;
 const GATHERED: &str = "gathered.json";
 const GATHERED_FORMAT: &str = "launch gathered weights";
 const CONFIG: &str = "config.json";
+/// Name of the weight files, without their ending.
+const MODEL: &str = "model";
 const GENERATION: &str = "generation_config.json";
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -42,11 +45,13 @@ pub struct GatherOptions {
     pub max_shard_size: u64,
     /// Replace a folder that was made by gathering.
     pub force: bool,
+    /// Add low-rank adapters to the matrices that they belong to; else a checkpoint with adapters gives a folder of them alone.
+    pub merge_lora: bool,
 }
 
 impl Default for GatherOptions {
     fn default() -> GatherOptions {
-        GatherOptions { dtype: None, max_shard_size: 5_000_000_000, force: false }
+        GatherOptions { dtype: None, max_shard_size: 5_000_000_000, force: false, merge_lora: false }
     }
 }
 
@@ -60,7 +65,7 @@ pub struct GatherReport {
     pub bytes: u64,
     /// The weight files.
     pub files: Vec<GatheredFile>,
-    /// There is a config.json; a checkpoint of another program may have none.
+    /// There is a configuration; a checkpoint of another program may have none.
     pub config: bool,
     /// Buffers that are no floating point numbers, which are not gathered.
     pub left_out: Vec<String>,
@@ -75,7 +80,8 @@ pub struct GatheredFile {
     pub bytes: u64,
 }
 
-/// Writes `out`: config.json, the weights in one file or in shards with an index, and the tokenizer's files. Values
+/// Writes `out`: config.json, the weights in one file or in shards with an index, and the tokenizer's files; of a checkpoint
+/// with low-rank adapters a folder as PEFT writes it, unless they are merged. Values
 /// are rounded to the nearest, ties to even; a finite value that the dtype can't hold is an error. `progress` gets
 /// (bytes written, bytes to write) of the tensors.
 ///
@@ -87,7 +93,9 @@ pub fn gather(
     progress: impl FnMut(u64, u64),
 ) -> Result<GatherReport> {
     checkpoint.require_weights()?;
-    let plan = Plan::new(checkpoint, options)?;
+    let seen = adapters::seen(checkpoint, options.merge_lora)?;
+    let (checkpoint, stem) = seen.as_ref().map_or((checkpoint, MODEL), |s| (s.source.as_ref(), s.stem));
+    let plan = Plan::new(checkpoint, options, stem)?;
     let out = Output::begin(checkpoint.path(), out, options.force, plan.bytes)?;
     let (files, not_finite) = write_weights(checkpoint, &plan, &out.dir, progress)?;
     let mut names: Vec<&str> = files.iter().map(|f| f.name.as_str()).collect();
@@ -117,7 +125,7 @@ pub fn gather(
         tensors: plan.tensors.len() as u64,
         bytes: plan.bytes,
         files,
-        config: checkpoint.hf_config().is_some(),
+        config: checkpoint.hf_config().is_some() || stem != MODEL,
         left_out: plan.left_out,
         not_finite: not_finite.into_iter().collect(),
     })
@@ -139,7 +147,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(checkpoint: &dyn Source, options: &GatherOptions) -> Result<Plan> {
+    fn new(checkpoint: &dyn Source, options: &GatherOptions, stem: &str) -> Result<Plan> {
         let dtype = options.dtype.unwrap_or(Dtype::F32);
         if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
             return Err(CkptError::invalid(format!("weights are gathered as F32, BF16 or F16, not {dtype}")));
@@ -151,11 +159,13 @@ impl Plan {
         let tensors = order::sort(tensors);
         let left_out = others.into_iter().map(|t| t.name).collect();
         let sizes: Vec<u64> = tensors.iter().map(|t| t.elements() * dtype.size()).collect();
-        let groups = split(&sizes, options.max_shard_size);
+        // PEFT knows one file only
+        let limit = if stem == MODEL { options.max_shard_size } else { u64::MAX };
+        let groups = split(&sizes, limit);
         let count = groups.len();
         let name = |i: usize| match count {
-            1 => "model.safetensors".to_owned(),
-            _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+            1 => format!("{stem}.safetensors"),
+            _ => format!("{stem}-{:05}-of-{count:05}.safetensors", i + 1),
         };
         let files = groups.into_iter().enumerate().map(|(i, group)| (name(i), group)).collect();
         Ok(Plan { dtype, tensors, files, bytes: sizes.iter().sum(), left_out })

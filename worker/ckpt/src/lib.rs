@@ -32,6 +32,7 @@ mod hash;
 pub mod hostile;
 mod manifest;
 mod parity;
+pub mod peft;
 mod pickle;
 mod repair;
 pub mod rng_files;

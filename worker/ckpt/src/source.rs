@@ -54,6 +54,11 @@ pub trait Source: Sync {
     /// What goes into `config.json`; `None` when it isn't there.
     fn hf_config(&self) -> Option<&Map<String, Value>>;
 
+    /// PEFT's `adapter_config.json` of a model with low-rank adapters.
+    fn adapter(&self) -> Option<&Value> {
+        None
+    }
+
     /// Tokenizer files and other texts that go beside the weights.
     fn texts(&self) -> &[TextFile];
 

@@ -92,6 +92,22 @@ impl TextTokenizer {
         Ok(())
     }
 
+    /// The text of some tokens; those that are no text are left out.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
+        match self {
+            TextTokenizer::Bytes => {
+                let bytes: Vec<u8> = tokens.iter().filter_map(|t| u8::try_from(*t).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            // a model may know more tokens than its tokenizer
+            TextTokenizer::File(t) => {
+                let known: Vec<u32> =
+                    tokens.iter().copied().filter(|id| t.inner.id_to_token(*id).is_some()).collect();
+                t.inner.decode(&known, true).map_err(|e| DataError::Encode { why: e.to_string() })
+            }
+        }
+    }
+
     /// Appends the tokens of a text; those that no target range touches carry [`NO_LOSS`].
     pub(crate) fn encode_marked(&self, marked: &Marked, out: &mut Vec<u32>) -> Result<(), DataError> {
         let mut targets = marked.targets.iter().peekable();

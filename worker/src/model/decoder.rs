@@ -1,5 +1,6 @@
 //! The decoder that most families share: RMSNorm, rotary grouped-query attention, SwiGLU; tied or untied head. What
 //! families differ in is in [`Numbers`]; each backward stands below its forward.
+mod adapt;
 mod attention;
 mod experts;
 mod layout;
@@ -7,6 +8,7 @@ mod mlp;
 
 use super::config::Fields;
 use super::experts::{ExpertShape, Sparse, losses};
+use super::lora::{self, Adapters, Lora};
 use super::rotary::{Rope, Tables};
 use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
@@ -261,6 +263,8 @@ pub(super) struct Decoder {
     /// Of each layer, and of the head's matrix: is its gradient wanted?
     wanted: Vec<Wanted>,
     head_wanted: bool,
+    /// Of each layer; empty without adapters.
+    adapters: Vec<Adapters>,
 }
 
 /// Which matrices of a layer have a trained part; the gradients of the others are not computed.
@@ -297,6 +301,7 @@ pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> B
         matrices,
         wanted,
         head_wanted: true,
+        adapters: Vec::new(),
     })
 }
 
@@ -344,11 +349,15 @@ impl Model for Decoder {
         if !self.tied() {
             head.push(matrix(LM_HEAD));
         }
-        let layers = (0..self.n.layers).map(|l| layer_unit(&self.n, Some(l)).0);
+        let layers = (0..self.n.layers).map(|l| self.adapted(l, layer_unit(&self.n, Some(l)).0));
         std::iter::once(Unit::new("embedding", vec![matrix(EMBEDDING)]))
             .chain(layers)
             .chain(std::iter::once(Unit::new("head", head)))
             .collect()
+    }
+
+    fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
+        self.add_adapters(lora)
     }
 
     fn train(&mut self, units: &[Unit]) {
@@ -435,16 +444,18 @@ impl Model for Decoder {
     }
 
     /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · a norm's factors ·
-    /// the router's logits · 1/rms of the head's rows.
+    /// the router's logits · 1/rms of the head's rows · what adapters need.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let (m, d, f) = (b * t, self.n.hidden, self.n.dense_width());
         let factors = if self.n.norms_from_one { d.max(self.n.head_dim) } else { 0 };
         let logits = m * self.n.experts.as_ref().map_or(0, |e| e.shape.experts);
-        vec![m * d, m * d, m * f, m * 2 * f, m * self.o_width(), m * self.qkv_width(), factors, logits, m]
+        let (o, qkv) = (m * self.o_width(), m * self.qkv_width());
+        let own = [m * d, m * d, m * f, m * 2 * f, o, qkv, factors, logits, m];
+        own.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
     }
 
     fn statistics(&self) -> Statistics {
-        Statistics { saved: &[0, 3, 5, 8, 10, 12], scratch: &[6, 7, 8] }
+        Statistics { saved: &[0, 3, 5, 8, 10, 12], scratch: &[6, 7, 8, 9, 10, 11, 12, 13] }
     }
 
     fn sparse(&self) -> Option<&dyn Sparse> {
@@ -504,6 +515,25 @@ impl Model for Decoder {
         self.attention_backward(ops, input, g, dx, saved, scratch);
     }
 
+    fn logits(
+        &self,
+        ops: &dyn Ops,
+        params: HeadParams,
+        x: View,
+        mut out: ViewMut,
+        scratch: &mut Activations,
+    ) {
+        let (d, v) = (self.n.hidden, self.n.vocab);
+        let (matrix, w_norm) = self.head_weights(&params);
+        let [norm, _, _, _, _, _, room, _, rstd, ..] = each::<14>(scratch);
+        let (mut norm, w_norm) = (norm.view_mut().slice(0..d), self.norm_factors(ops, w_norm, room));
+        ops.rmsnorm_forward(norm.reborrow(), rstd.view_mut().slice(0..1), x, w_norm, 1, d, self.n.eps);
+        ops.logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
+        if let Some(cap) = self.n.logit_cap {
+            out.host().iter_mut().for_each(|l| *l = cap * libm::tanhf(*l / cap));
+        }
+    }
+
     fn head(
         &self,
         ops: &dyn Ops,
@@ -516,7 +546,7 @@ impl Model for Decoder {
     ) {
         let (m, d, v, eps) = (batch.rows(), self.n.hidden, self.n.vocab, self.n.eps);
         let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, dnorm, _, _, _, _, room, _, rstd] = each::<9>(scratch);
+        let [norm, dnorm, _, _, _, _, room, _, rstd, ..] = each::<14>(scratch);
         let (w_norm, cap) = (self.norm_factors(ops, w_norm, room), self.n.logit_cap);
         ops.rmsnorm_forward(norm.view_mut(), rstd.view_mut(), x, w_norm, m, d, eps);
         let Some(g) = grads else {

@@ -2,6 +2,7 @@
 mod layer;
 
 use super::config::Fields;
+use super::lora::{self, Adapters, Lora};
 use super::{Activations, Batch, Family, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
 use contract::job::ModelSpec;
@@ -26,8 +27,9 @@ pub(super) const FAMILY: Family = Family {
         f.finish()?;
         let (unit, spans) = layer_unit(&n, 0);
         let matrices = unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
-        let wanted = vec![Wanted::ALL; n.layers];
-        Ok(Box::new(Gpt2 { n, config: config.clone(), spans, matrices, wanted, head_wanted: true }))
+        let (wanted, adapters) = (vec![Wanted::ALL; n.layers], Vec::new());
+        let config = config.clone();
+        Ok(Box::new(Gpt2 { n, config, spans, matrices, wanted, head_wanted: true, adapters }))
     },
     describe,
 };
@@ -130,11 +132,24 @@ struct Gpt2 {
     /// Of each layer, and of the head's matrix: is its gradient wanted?
     wanted: Vec<Wanted>,
     head_wanted: bool,
+    /// Of each layer; empty without adapters.
+    adapters: Vec<Adapters>,
 }
 
 impl Gpt2 {
     fn table(&self) -> usize {
         self.n.vocab * self.n.hidden
+    }
+
+    /// The final norm, and the head's matrix, wherever it lies.
+    fn head_weights<'a>(&self, p: &HeadParams<'a>) -> (LayerNorm<'a>, View<'a>) {
+        let d = self.n.hidden;
+        let norm = LayerNorm { w: p.head.slice(0..d), b: p.head.slice(d..2 * d), eps: self.n.eps };
+        let matrix = match p.embedding {
+            Some(embedding) => embedding.slice(0..self.table()),
+            None => p.head.slice(2 * d..2 * d + self.table()),
+        };
+        (norm, matrix)
     }
 
     /// Where the first `t` positions lie in the embedding unit.
@@ -159,10 +174,22 @@ impl Model for Gpt2 {
         if !self.tied() {
             head.push(param(LM_HEAD, &[self.n.vocab, d], init));
         }
+        let layer = |l: usize| {
+            let unit = layer_unit(&self.n, l).0;
+            match self.adapters.get(l) {
+                Some(adapters) => adapters.extend(unit),
+                None => unit,
+            }
+        };
         std::iter::once(Unit::new("embedding", embedding))
-            .chain((0..self.n.layers).map(|l| layer_unit(&self.n, l).0))
+            .chain((0..self.n.layers).map(layer))
             .chain(std::iter::once(Unit::new("head", head)))
             .collect()
+    }
+
+    fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
+        self.adapters = layer::adapters(&self.n, lora)?;
+        Ok(())
     }
 
     fn train(&mut self, units: &[Unit]) {
@@ -196,6 +223,10 @@ impl Model for Gpt2 {
         if self.tied() { vec![tie] } else { Vec::new() }
     }
 
+    fn in_out(&self) -> bool {
+        true
+    }
+
     fn prefix(&self) -> Option<&'static str> {
         Some(PREFIX)
     }
@@ -224,14 +255,15 @@ impl Model for Gpt2 {
     }
 
     /// Normed rows · their gradient · GELU's output · gradient of its input · gradients of attention's output, q k v ·
-    /// mean and 1/deviation of the head's input.
+    /// mean and 1/deviation of the head's input · what adapters need.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let (m, d, f) = (b * t, self.n.hidden, self.n.intermediate);
-        vec![m * d, m * d, m * f, m * f, m * d, m * 3 * d, 2 * m]
+        let own = [m * d, m * d, m * f, m * f, m * d, m * 3 * d, 2 * m];
+        own.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
     }
 
     fn statistics(&self) -> Statistics {
-        Statistics { saved: &[0, 3, 5], scratch: &[6] }
+        Statistics { saved: &[0, 3, 5], scratch: &[6, 7, 8, 9, 10, 11] }
     }
 
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, mut x: ViewMut) {
@@ -277,6 +309,15 @@ impl Model for Gpt2 {
         self.attention_backward(ops, input, g, dx, saved, scratch);
     }
 
+    fn logits(&self, ops: &dyn Ops, params: HeadParams, x: View, out: ViewMut, scratch: &mut Activations) {
+        let (d, v) = (self.n.hidden, self.n.vocab);
+        let (norm, matrix) = self.head_weights(&params);
+        let [row, _, _, _, _, _, stats] = each::<7>(scratch);
+        let mut row = row.view_mut().slice(0..d);
+        ops.layernorm_forward(row.reborrow(), stats.view_mut().slice(0..2), x, norm, 1);
+        ops.logits(out, row.as_view(), matrix, 1, d, v);
+    }
+
     fn head(
         &self,
         ops: &dyn Ops,
@@ -288,11 +329,7 @@ impl Model for Gpt2 {
         scratch: &mut Activations,
     ) {
         let (m, d, v) = (batch.rows(), self.n.hidden, self.n.vocab);
-        let norm = LayerNorm { w: params.head.slice(0..d), b: params.head.slice(d..2 * d), eps: self.n.eps };
-        let matrix = match params.embedding {
-            Some(embedding) => embedding.slice(0..self.table()),
-            None => params.head.slice(2 * d..2 * d + self.table()),
-        };
+        let (norm, matrix) = self.head_weights(&params);
         let [rows, drows, _, _, _, _, stats] = each::<7>(scratch);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), x, norm, m);
         let Some(g) = grads else {

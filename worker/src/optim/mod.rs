@@ -1,4 +1,5 @@
 //! Optimizer states of this rank's part and their update.
+mod muon;
 pub mod schedule;
 
 use crate::{
@@ -25,9 +26,9 @@ pub struct Group {
     pub betas: (f64, f64),
     /// AdamW.
     pub eps: f64,
-    /// SGD.
+    /// SGD and Muon.
     pub momentum: f64,
-    /// Decoupled (AdamW, Lion) or added to the gradient (SGD).
+    /// Decoupled (AdamW, Lion, Muon) or added to the gradient (SGD).
     pub weight_decay: f64,
     /// Names of its parameters.
     pub params: Vec<String>,
@@ -51,6 +52,8 @@ pub struct Optimizer {
     groups: Vec<Numbers>,
     /// Per unit, per parameter: its group.
     group_of: Vec<Vec<usize>>,
+    /// Per unit, per parameter: does it move as a whole matrix (Muon)?
+    whole: Vec<Vec<bool>>,
     /// Per unit, per parameter: updates that it has had fewer than the run has done steps.
     late: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
@@ -62,9 +65,9 @@ pub struct UnitStates {
     pub range: Range<usize>,
     /// The same in the unit's trained vector.
     pub trained: Range<usize>,
-    /// AdamW's first moment, Lion's, or SGD's momentum buffer (empty without momentum).
+    /// AdamW's first moment, Lion's, or the momentum of SGD (empty without momentum) and Muon.
     pub first: Buf,
-    /// AdamW's second moment; empty for others.
+    /// AdamW's second moment; empty for others. With Muon matrices leave theirs at zero.
     pub second: Buf,
 }
 
@@ -87,8 +90,16 @@ impl Optimizer {
                 trained,
             }
         });
+        let whole = whole_matrices(spec, units);
         let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
-        Ok(Optimizer { spec: spec.clone(), groups: numbers, group_of: of, late, units: states.collect() })
+        Ok(Optimizer {
+            spec: spec.clone(),
+            groups: numbers,
+            group_of: of,
+            whole,
+            late,
+            units: states.collect(),
+        })
     }
 
     /// Says by how many updates parameters are behind the run; those not named are not. (A group that another program
@@ -142,7 +153,53 @@ impl Optimizer {
         Group { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Updates `params` of unit `u`: `params` covers the bound range, `grad` its trained part.
+    /// Has unit `u` matrices that move as a whole?
+    pub fn moves_whole(&self, u: usize) -> bool {
+        self.whole[u].contains(&true)
+    }
+
+    /// Makes of the gradient of the bound range of unit `u` the directions of its whole matrices, which
+    /// [`Optimizer::update`] then wants of the whole unit.
+    pub fn direct(&mut self, u: usize, unit: &Unit, grad: &mut [f32], step: StepFacts) {
+        let st = &mut self.units[u];
+        let mut at = 0;
+        for seg in unit.trained_segments(st.range.clone()) {
+            let r = at..at + seg.flat.len();
+            at = r.end;
+            if self.whole[u][seg.param] {
+                let mu = self.groups[self.group_of[u][seg.param]].momentum;
+                muon::momentum(&mut st.first.host_mut()[r.clone()], &mut grad[r], mu, step.grad_scale);
+            }
+        }
+    }
+
+    /// Moves the parts of whole matrices of unit `u` that the bound range has. `directions`: the unit's whole trained
+    /// vector.
+    fn move_whole(
+        &self,
+        ops: &dyn Ops,
+        u: usize,
+        unit: &Unit,
+        params: &mut [f32],
+        directions: &[f32],
+        step: StepFacts,
+    ) {
+        let st = &self.units[u];
+        for seg in unit.trained_segments(st.range.clone()).into_iter().filter(|s| self.whole[u][s.param]) {
+            let (spec, n) = (&unit.params[seg.param], &self.groups[self.group_of[u][seg.param]]);
+            let (rows, columns) = (spec.shape[0], spec.shape[1]);
+            let of = unit.trained_range(unit.range(seg.param));
+            let direction = muon::orthogonal(ops, &directions[of], rows, columns);
+            let lr = step.lr * n.lr_scale;
+            let (keep, by) =
+                ((1.0 - lr * n.weight_decay) as f32, (lr * muon::lr_factor(rows, columns)) as f32);
+            let p = &mut params[seg.flat.start - st.range.start..seg.flat.end - st.range.start];
+            p.iter_mut().zip(&direction[seg.elements]).for_each(|(p, d)| *p = *p * keep - by * d);
+        }
+    }
+
+    /// Updates `params` of unit `u`: `params` covers the bound range, `grad` its trained part. `directions`: of a unit whose
+    /// matrices move whole, what [`Optimizer::direct`] made of the gradient, of the whole unit.
     pub fn update(
         &mut self,
         ops: &dyn Ops,
@@ -150,8 +207,12 @@ impl Optimizer {
         unit: &Unit,
         params: &mut [f32],
         grad: View,
+        directions: Option<&[f32]>,
         step: StepFacts,
     ) {
+        if let Some(directions) = directions {
+            self.move_whole(ops, u, unit, params, directions, step);
+        }
         let st = &mut self.units[u];
         assert!(params.len() == st.range.len() && grad.len() == st.trained.len(), "update of another range");
         let mut at = 0;
@@ -159,12 +220,28 @@ impl Optimizer {
             let p = &mut params[seg.flat.start - st.range.start..seg.flat.end - st.range.start];
             let r = at..at + seg.flat.len();
             at = r.end;
+            if self.whole[u][seg.param] {
+                continue;
+            }
             let n = &self.groups[self.group_of[u][seg.param]];
             let own_step = step.step.saturating_sub(self.late[u][seg.param]).max(1);
             let step = StepFacts { step: own_step, lr: step.lr * n.lr_scale, ..step };
             update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), st, r, step);
         }
     }
+}
+
+/// Per unit, per parameter: Muon moves the matrices of layers and experts; embedding and head are AdamW's, and so is
+/// everything that is no matrix.
+fn whole_matrices(spec: &OptimizerSpec, units: &[Unit]) -> Vec<Vec<bool>> {
+    let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
+    let of = |(u, unit): (usize, &Unit)| -> Vec<bool> {
+        let layer = spec.name == OptimizerName::Muon && u != 0 && u != head;
+        (0..unit.params.len())
+            .map(|i| layer && unit.is_trained(i) && unit.params[i].shape.len() == 2)
+            .collect()
+    };
+    units.iter().enumerate().map(of).collect()
 }
 
 /// One tensor's part `p` with its gradient; `r`: where its states lie.
@@ -182,7 +259,7 @@ fn update_segment(
     let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
     let (p, first) = (p.into(), st.first.view_mut());
     match name {
-        OptimizerName::Adamw => {
+        OptimizerName::Adamw | OptimizerName::Muon => {
             let h = AdamW { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };
             ops.adamw(p, g, first.slice(r.clone()), st.second.view_mut().slice(r), &h);
         }
@@ -200,7 +277,7 @@ fn update_segment(
 /// Which state vectors the optimizer keeps: (first, second).
 pub fn state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
     match spec.name {
-        OptimizerName::Adamw => (true, true),
+        OptimizerName::Adamw | OptimizerName::Muon => (true, true),
         OptimizerName::Sgd => (spec.momentum != 0.0, false),
         OptimizerName::Lion => (true, false),
     }

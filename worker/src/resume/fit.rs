@@ -39,6 +39,8 @@ pub(super) struct Wanted<'a> {
     pub(super) model: &'a dyn Model,
     /// Whose states are looked for; `None`: weights alone.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
+    /// Only parameters of these names are looked for.
+    pub(super) meant: fn(&str) -> bool,
 }
 
 /// `a, b and 3 more`.
@@ -65,7 +67,7 @@ pub(super) fn fit(source: &Foreign, wanted: &Wanted<'_>) -> Result<Fit> {
     };
     let mut wrong = Wrong::default();
     let mut used = BTreeSet::new();
-    for param in wanted.units.iter().flat_map(|u| &u.params) {
+    for param in wanted.units.iter().flat_map(|u| &u.params).filter(|p| (wanted.meant)(&p.name)) {
         let there = name_there(source, &stored, wanted, &param.name);
         let Some(tensor) = there.and_then(|name| stored.get(&(Role::Weight, name))) else {
             wrong.missing.push(param.name.clone());

@@ -8,7 +8,7 @@ use crate::{
     stages::{Cursor, ScheduleBound},
     state::{Reading, read_own, spread},
 };
-use ckpt::{Foreign, Source};
+use ckpt::{Foreign, Source, peft::is_adapter};
 use contract::{
     event::Event,
     job::{JobSpec, RngPolicy},
@@ -29,7 +29,8 @@ pub(super) fn load(
     let model = bound.trainer.model.clone();
     let family = family_of(bound);
     let optimizer = Some(bound.trainer.optimizer.spec());
-    let wanted = Wanted { family: &family, units: &units, ties: &ties, model: model.as_ref(), optimizer };
+    let model = model.as_ref();
+    let wanted = Wanted { family: &family, units: &units, ties: &ties, model, optimizer, meant: |_| true };
     let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
@@ -39,7 +40,8 @@ pub(super) fn load(
         true => cursor(bound, source, &fit, &units)?,
         false => (Cursor::default(), vec![weights_alone(source)]),
     };
-    let reading = Reading { source, renamed: &fit.renamed, states: fit.moments, anew: &fit.anew };
+    let reading =
+        Reading { source, renamed: &fit.renamed, states: fit.moments, anew: &fit.anew, meant: |_| true };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(e);
@@ -58,19 +60,20 @@ pub(super) fn load(
     Ok(Resumed { path: path.into(), cursor, native: false, rng_generation: 0 })
 }
 
-/// Loads the weights alone, whatever else is there. Collective.
+/// Loads the weights alone, whatever else is there; adapters are not among them. Collective.
 pub(super) fn load_weights(bound: &mut ScheduleBound, source: &Foreign, tell: &mut Tell) -> Result<()> {
     let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let ties = bound.trainer.model.ties();
     let model = bound.trainer.model.clone();
     let family = family_of(bound);
+    let meant = |name: &str| !is_adapter(name);
     let wanted =
-        Wanted { family: &family, units: &units, ties: &ties, model: model.as_ref(), optimizer: None };
+        Wanted { family: &family, units: &units, ties: &ties, model: model.as_ref(), optimizer: None, meant };
     let fit = fit(source, &wanted)?;
     let leader = bound.trainer.engine.rank() == 0;
     let aliases = if leader { check_aliases(source, &fit) } else { Ok(()) };
     agree(bound.trainer.engine.queue(), aliases)?;
-    let reading = Reading { source, renamed: &fit.renamed, states: false, anew: &fit.anew };
+    let reading = Reading { source, renamed: &fit.renamed, states: false, anew: &fit.anew, meant };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(e);

@@ -1,14 +1,27 @@
 //! The Hugging Face folder that `train.model.from` names: its first weights, and the files that go along with them.
-use super::{Tell, foreign::load_weights};
+use super::{Tell, adapters::load_adapters, foreign::load_weights};
 use crate::{
     error::{Error, Result},
-    stages::ScheduleBound,
+    stages::{Cursor, Running, ScheduleBound},
 };
-use ckpt::{Foreign, Found, Source, TextFile};
+use ckpt::{Foreign, Found, Source, TextFile, peft::is_adapter};
 use comm::Comm;
 use contract::exit::WorkerExit;
 use serde_json::Value;
 use std::path::Path;
+
+/// A run at step 0: with the folder's weights, or new ones; adapters are new or those of their own folder. Collective.
+pub fn begin(mut bound: ScheduleBound, origin: Option<&Origin>, tell: &mut Tell) -> Result<Running> {
+    match origin {
+        Some(origin) => {
+            bound.initialise(is_adapter);
+            origin.load(&mut bound, tell)?;
+        }
+        None => bound.initialise(|_| true),
+    }
+    load_adapters(&mut bound)?;
+    Ok(bound.resumed(Cursor::default()))
+}
 
 /// The open folder; no weight is read before [`Origin::load`].
 pub struct Origin {

@@ -192,6 +192,10 @@ impl Source for Scattered {
         self.checkpoint.hf_config()
     }
 
+    fn adapter(&self) -> Option<&Value> {
+        self.checkpoint.adapter()
+    }
+
     fn texts(&self) -> &[TextFile] {
         self.checkpoint.texts()
     }

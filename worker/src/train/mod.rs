@@ -3,5 +3,6 @@ pub mod boundary;
 pub mod experts;
 pub mod loss_scale;
 pub mod run;
+pub mod sample;
 pub mod step;
 pub mod workspace;

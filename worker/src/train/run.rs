@@ -2,6 +2,7 @@
 use super::{
     boundary::{RELOAD, SAVE, STOP, WRITING},
     loss_scale::State,
+    sample::Sampling,
     step::{Outcome, Source, Word},
 };
 use crate::{
@@ -26,7 +27,12 @@ pub struct HeldOut<'a> {
     pub slots: usize,
     /// Steps between evaluations.
     pub every: u64,
+    /// What the model goes on with after each, and how its tokens become a text.
+    pub sample: Option<(Sampling, Show<'a>)>,
 }
+
+/// The text of a sampled continuation, as an event's prompt and text.
+pub type Show<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
 
 /// What a run works with.
 pub struct Run<'a> {
@@ -211,6 +217,13 @@ fn evaluate(running: &mut Running, run: &Run, values: &Reload) -> Result<()> {
     if run.leader {
         let (loss, tokens) = (outcome.loss, outcome.targets);
         run.session.event(Event::Eval { step, loss, perplexity: loss.exp(), tokens })?;
+    }
+    if let Some((asked, show)) = &h.sample {
+        let tokens = running.trainer.sample(asked, step)?;
+        if run.leader {
+            let (prompt, text) = show(&tokens)?;
+            run.session.event(Event::Sample { step, prompt, text })?;
+        }
     }
     run.session.phase(Phase::Training)
 }

@@ -85,7 +85,7 @@ impl Trainer {
     }
 
     /// Units of experts lie behind it.
-    fn head_unit(&self) -> usize {
+    pub(super) fn head_unit(&self) -> usize {
         self.layers() + 1
     }
 
@@ -98,6 +98,7 @@ impl Trainer {
     /// [`Trainer::update`] follows.
     pub fn accumulate(&mut self, source: &dyn Source, first: u64, word: Word) -> Result<Outcome> {
         let rounds = self.engine.slots.rounds();
+        self.batch.first = Some(first);
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(true)).collect();
         self.engine.announce(order);
         let mut mine = Vec::new();
@@ -122,6 +123,7 @@ impl Trainer {
     pub fn evaluate(&mut self, source: &dyn Source, first: u64, slots: usize) -> Result<Outcome> {
         let (rank, world) = (self.engine.rank(), self.engine.world());
         let rounds = slots.div_ceil(world);
+        self.batch.first = None;
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(false)).collect();
         self.engine.announce(order);
         let mut mine = Vec::new();
@@ -142,6 +144,7 @@ impl Trainer {
     /// The micro-batch that begins with sample `first`.
     fn fill(&mut self, source: &dyn Source, first: u64) -> Result<()> {
         source.fill(first, &mut self.batch)?;
+        self.batch.first = self.batch.first.map(|_| first);
         if let Some(window) = self.model.window() {
             self.batch.slide(window);
         }
@@ -149,7 +152,7 @@ impl Trainer {
     }
 
     /// Units in the order of their fetches in one round.
-    fn pass_order(&self, backward: bool) -> Vec<usize> {
+    pub(super) fn pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.head_unit(), self.model.tied());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
         let mut order = vec![0];
@@ -175,7 +178,7 @@ impl Trainer {
     }
 
     /// Tokens to the head's input. Without `compute` only the collectives take place.
-    fn forward(&mut self, compute: bool) -> Result<()> {
+    pub(super) fn forward(&mut self, compute: bool) -> Result<()> {
         let held = self.engine.fetch(0)?;
         if compute {
             let (m, ops, b) = (&self.model, self.ops.as_ref(), &self.batch);
@@ -384,13 +387,18 @@ impl Trainer {
             return Ok(());
         }
         let replicated = !self.engine.policy.shard_optimizer;
-        let grad = if replicated { self.engine.gather_gradient(u, own)? } else { own };
+        let mut grad = if replicated { self.engine.gather_gradient(u, own)? } else { own };
+        let whole = match self.optimizer.moves_whole(u) {
+            true => Some(self.directions(u, &mut grad, facts)?),
+            false => None,
+        };
+        let directions = whole.as_ref().map(Buf::host);
         let base = self.engine.resident(u).start;
         let range = self.optimizer.states(u).range.clone();
         let (unit, ops, optimizer) = (&self.engine.shards[u].unit, self.ops.as_ref(), &mut self.optimizer);
         self.engine.with_resident(u, |params| {
             let p = &mut params.host_mut()[range.start - base..range.end - base];
-            optimizer.update(ops, u, unit, p, grad.view(), facts);
+            optimizer.update(ops, u, unit, p, grad.view(), directions, facts);
         });
         self.engine.recycle(u, grad);
         match replicated {
@@ -398,6 +406,19 @@ impl Trainer {
             false => self.engine.publish(u),
         }
         Ok(())
+    }
+
+    /// The directions of matrices that move whole, of the whole unit, from the gradient of what this rank updates.
+    fn directions(&mut self, u: usize, grad: &mut Buf, facts: StepFacts) -> Result<Buf> {
+        let unit = &self.engine.shards[u].unit;
+        self.optimizer.direct(u, unit, grad.host_mut(), facts);
+        let mine = Buf::from_slice(grad.host());
+        if !self.engine.policy.shard_optimizer || self.engine.world() == 1 {
+            return Ok(mine);
+        }
+        let owner = unit.owners.has(self.engine.rank());
+        let whole = Buf::zeroed(if owner { unit.trained_len() } else { 0 });
+        Ok(self.engine.gather_whole(u, mine, whole)?)
     }
 
     /// L2 norm of the summed gradient: fixed blocks of logical tensors, then one fixed tree.

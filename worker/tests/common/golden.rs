@@ -46,6 +46,9 @@ pub(crate) fn case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
     if opt["name"] == "lion" {
         (spec.optimizer.name, spec.optimizer.betas) = (OptimizerName::Lion, (0.9, 0.99));
     }
+    if opt["name"] == "muon" {
+        (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.9);
+    }
     spec.clip_norm = opt["clip_norm"].as_f64();
     spec.schedule.name = ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;

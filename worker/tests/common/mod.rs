@@ -93,6 +93,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         eval: None,
         freeze: Vec::new(),
         train_only: Vec::new(),
+        lora: None,
     }
 }
 
@@ -208,7 +209,7 @@ pub(crate) fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec 
 pub(crate) fn saver(running: &Running, job: &JobSpec, root: &Path) -> Saver {
     let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let identity = Identity {
-        model: model_card(running.trainer.model.as_ref(), &units, &running.train().model, 0),
+        model: model_card(running.trainer.model.as_ref(), &units, running.train(), 0),
         tokenizer: Vec::new(),
         job: job.clone(),
         data_digest: "made up".into(),

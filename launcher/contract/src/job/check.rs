@@ -279,6 +279,7 @@ fn optimizer(d: &mut Decoder, o: &OptimizerSpec) {
         OptimizerName::Adamw => ("adamw", &["train.optimizer.momentum"]),
         OptimizerName::Sgd => ("sgd", &["train.optimizer.betas", "train.optimizer.eps"]),
         OptimizerName::Lion => ("lion", &["train.optimizer.eps", "train.optimizer.momentum"]),
+        OptimizerName::Muon => ("muon", &[]),
     };
     if !d.clean(&["train.optimizer.name"]) {
         return;
@@ -301,14 +302,16 @@ fn tune(d: &mut Decoder, train: &TrainSpec) {
             "each says it all: keep one of them",
         );
     }
+    lora(d, train);
     const GROUPS: &str = "train.optimizer.groups";
     let name = train.optimizer.name;
     for (i, g) in train.optimizer.groups.iter().enumerate() {
-        let (adam, sgd) = (name == OptimizerName::Adamw, name == OptimizerName::Sgd);
+        let muon = name == OptimizerName::Muon;
+        let (adam, sgd) = (muon || name == OptimizerName::Adamw, name == OptimizerName::Sgd);
         let has = [
             ("betas", g.betas.is_some(), !sgd),
             ("eps", g.eps.is_some(), adam),
-            ("momentum", g.momentum.is_some(), sgd),
+            ("momentum", g.momentum.is_some(), sgd || muon),
         ];
         for (key, given, fits) in has {
             if given && !fits {
@@ -317,7 +320,7 @@ fn tune(d: &mut Decoder, train: &TrainSpec) {
                 d.refuse(GROUPS, message, "remove it");
             }
         }
-        if g.momentum.is_some_and(|m| (m == 0.0) != (train.optimizer.momentum == 0.0)) {
+        if sgd && g.momentum.is_some_and(|m| (m == 0.0) != (train.optimizer.momentum == 0.0)) {
             let message = format!(
                 "item {} of `{GROUPS}` has a momentum where the rest has none, or none where the rest has one",
                 i + 1
@@ -328,6 +331,34 @@ fn tune(d: &mut Decoder, train: &TrainSpec) {
                 "a state of the optimizer is kept for all or for none: set `train.optimizer.momentum`",
             );
         }
+    }
+}
+
+/// Adapters are all that is trained, and a folder of adapters says everything about them.
+fn lora(d: &mut Decoder, train: &TrainSpec) {
+    let Some(lora) = &train.lora else { return };
+    for key in ["train.freeze", "train.train_only"] {
+        if d.map.is_given(key) {
+            let message = format!("`{key}` is given beside `train.lora`");
+            d.refuse(key, message, "the model is frozen and its adapters are trained: remove it");
+        }
+    }
+    const FROM: &str = "train.lora.from";
+    let own = [FROM, "train.lora.dropout"];
+    for (name, key) in names_in("train.lora").filter(|(_, key)| !own.contains(&key.path)) {
+        if lora.from.is_some() && d.map.is_given(key.path) {
+            let message = format!("`{}` is given beside `{FROM}`", key.path);
+            d.refuse(
+                key.path,
+                message,
+                &format!("the folder's adapter_config.json says {name}: remove the key"),
+            );
+        }
+    }
+    if train.model.from.is_none() && d.clean(&["train.model.from"]) {
+        let message =
+            "`train.lora` trains adapters of a new model, whose weights are random and stay as they are";
+        d.warn("train.lora", message, "name the folder of a trained model in `train.model.from`");
     }
 }
 

@@ -2,10 +2,10 @@
 use super::train::GPT2;
 use super::{
     Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, ExpertPlacement,
-    ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LossOn, MasterPort, MinHosts,
-    ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute, ResumeFrom, ResumeSpec, RngPolicy,
-    RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost,
-    Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
+    ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LoraSpec, LoraTargets, LossOn,
+    MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute, ResumeFrom,
+    ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig,
+    SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -221,6 +221,9 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         y.key("held_out", number(t.data.held_out));
         y.key("cache", text(&t.data.cache.to_string_lossy()));
     });
+    if let Some(l) = &t.lora {
+        y.section("lora", |y| lora(y, l));
+    }
     if t.experts != ExpertsSpec::default() {
         y.section("experts", |y| experts(y, &t.experts));
     }
@@ -263,6 +266,13 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
             y.key("every", eval.every);
             y.key("files", texts(&eval.files));
             y.key("samples", eval.samples);
+            if let Some(sample) = &eval.sample {
+                y.section("sample", |y| {
+                    y.key("prompt", text(&sample.prompt));
+                    y.key("tokens", sample.tokens);
+                    y.key("temperature", number(sample.temperature));
+                });
+            }
         });
     }
 }
@@ -342,6 +352,27 @@ fn experts(y: &mut Yaml, e: &ExpertsSpec) {
     y.key("z_loss", number(e.z_loss));
 }
 
+fn lora(y: &mut Yaml, l: &LoraSpec) {
+    match &l.from {
+        Some(path) => y.key("from", text(&path.to_string_lossy())),
+        None => {
+            y.key("rank", l.rank);
+            y.key("alpha", number(l.alpha));
+            y.key("rslora", l.rslora);
+            y.key(
+                "targets",
+                match &l.targets {
+                    LoraTargets::AllLinear => "all-linear".to_owned(),
+                    LoraTargets::Names(names) => texts(names),
+                },
+            );
+        }
+    }
+    if let Some(dropout) = l.dropout {
+        y.key("dropout", number(dropout));
+    }
+}
+
 fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
@@ -356,6 +387,12 @@ fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {
         OptimizerName::Lion => {
             y.key("name", "lion");
             y.key("betas", pair(o.betas));
+        }
+        OptimizerName::Muon => {
+            y.key("name", "muon");
+            y.key("momentum", number(o.momentum));
+            y.key("betas", pair(o.betas));
+            y.key("eps", number(o.eps));
         }
     }
     y.key("lr", number(o.lr));

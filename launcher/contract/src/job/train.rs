@@ -3,6 +3,7 @@ use super::{
     DataSource,
     decode::{Decoder, Table},
     experts::{self, ExpertsSpec},
+    lora::{self, LoraSpec},
     read::{Read, boolean, choice, int, int32, list, number, text, word_or},
     sections::path,
     tree::Node,
@@ -39,6 +40,9 @@ pub struct TrainSpec {
     /// Patterns of the only parameters that are trained; empty: all that `freeze` leaves.
     #[serde(default)]
     pub train_only: Vec<String>,
+    /// Low-rank adapters, which then are all that is trained.
+    #[serde(default)]
+    pub lora: Option<LoraSpec>,
 }
 
 /// `model:` — the family and its numbers, by their Hugging Face names.
@@ -177,7 +181,7 @@ pub struct OptimizerSpec {
     pub lr: f64,
     pub betas: (f64, f64),
     pub eps: f64,
-    /// SGD only.
+    /// SGD and Muon.
     pub momentum: f64,
     pub weight_decay: f64,
     /// Patterns (`*`, `?`) of parameter names without weight decay.
@@ -193,6 +197,8 @@ pub enum OptimizerName {
     Adamw,
     Sgd,
     Lion,
+    /// For the matrices of layers; AdamW for the rest.
+    Muon,
 }
 
 /// `schedule:` — learning rate over steps.
@@ -231,6 +237,19 @@ pub struct EvalSpec {
     pub files: Vec<String>,
     /// At most this many samples.
     pub samples: u32,
+    /// What the model makes of a prompt, shown after each evaluation.
+    #[serde(default)]
+    pub sample: Option<SampleSpec>,
+}
+
+/// `eval.sample:` — a text that the model goes on with.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SampleSpec {
+    pub prompt: String,
+    /// How many tokens it goes on for, unless it ends the document.
+    pub tokens: u32,
+    /// 0: always the likeliest token.
+    pub temperature: f64,
 }
 
 /// Names of `precision`.
@@ -265,6 +284,7 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
         eval: eval(d, t),
         freeze: d.opt(t, "train.freeze", list("a list of patterns", text)).unwrap_or_default(),
         train_only: d.opt(t, "train.train_only", tune::patterns).unwrap_or_default(),
+        lora: lora::decode(d, t),
     }
 }
 
@@ -374,7 +394,12 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
         &t,
         "train.optimizer.name",
         choice(
-            &[("adamw", OptimizerName::Adamw), ("sgd", OptimizerName::Sgd), ("lion", OptimizerName::Lion)],
+            &[
+                ("adamw", OptimizerName::Adamw),
+                ("sgd", OptimizerName::Sgd),
+                ("lion", OptimizerName::Lion),
+                ("muon", OptimizerName::Muon),
+            ],
             &[],
         ),
     );
@@ -385,7 +410,11 @@ fn optimizer(d: &mut Decoder, train: &Table<'_>) -> OptimizerSpec {
         lr: d.get(&t, "train.optimizer.lr", number("a number above 0", |x| x > 0.0)),
         betas: d.opt(&t, "train.optimizer.betas", betas).unwrap_or(default_betas),
         eps: d.get(&t, "train.optimizer.eps", positive),
-        momentum: momentum.unwrap_or(if name == OptimizerName::Sgd { 0.9 } else { 0.0 }),
+        momentum: momentum.unwrap_or(match name {
+            OptimizerName::Sgd => 0.9,
+            OptimizerName::Muon => 0.95,
+            OptimizerName::Adamw | OptimizerName::Lion => 0.0,
+        }),
         weight_decay: d.get(
             &t,
             "train.optimizer.weight_decay",
@@ -430,5 +459,31 @@ fn eval(d: &mut Decoder, train: &Table<'_>) -> Option<EvalSpec> {
         every: d.get(&t, "train.eval.every", int(1..=u64::MAX)),
         files: d.get(&t, "train.eval.files", list("a list of files and globs", text)),
         samples: d.get(&t, "train.eval.samples", int32(1..=1 << 20)),
+        sample: sample(d, &t),
+    })
+}
+
+fn sample(d: &mut Decoder, eval: &Table<'_>) -> Option<SampleSpec> {
+    const SAMPLE: &str = "train.eval.sample";
+    if d.absent(eval, SAMPLE) {
+        return None;
+    }
+    let t = d.section(eval, SAMPLE);
+    let prompt = d.opt(&t, "train.eval.sample.prompt", text).unwrap_or_default();
+    if prompt.is_empty() && d.clean(&[SAMPLE, "train.eval.sample.prompt"]) {
+        d.refuse(
+            SAMPLE,
+            format!("`{SAMPLE}` has no prompt"),
+            "give `prompt`, a text that the model goes on with",
+        );
+    }
+    Some(SampleSpec {
+        prompt,
+        tokens: d.get(&t, "train.eval.sample.tokens", int32(1..=4096)),
+        temperature: d.get(
+            &t,
+            "train.eval.sample.temperature",
+            number("a number of 0 or more", |x| x >= 0.0 && (x as f32).is_finite()),
+        ),
     })
 }

@@ -99,6 +99,7 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
             ties: state.extras.ties.clone(),
             frozen: state.frozen.iter().map(|&f| state.name(f).to_owned()).collect(),
             buffers: listed(state.buffers.clone()),
+            adapter: None,
         },
         tokenizer: state.texts.clone(),
         job: json!({"converted": {"from": state.path, "scheduler": state.extras.scheduler.json()}}),

@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::fs;
 
 fn options(dtype: Option<Dtype>, max_shard_size: u64) -> GatherOptions {
-    GatherOptions { dtype, max_shard_size, force: false }
+    GatherOptions { dtype, max_shard_size, ..GatherOptions::default() }
 }
 
 /// Every tensor of a gathered folder: its entry, file and bytes.

@@ -10,6 +10,7 @@ mod hostile;
 mod kill;
 mod kinds;
 mod parity;
+mod peft;
 mod pickled;
 mod repair;
 mod roundtrip;
@@ -54,6 +55,7 @@ fn facts(step: u64, world: u32, weights: &[(&str, &[u64])]) -> Facts {
             ties: Vec::new(),
             frozen: Vec::new(),
             buffers: Vec::new(),
+            adapter: None,
         },
         tokenizer: vec![TextFile { name: "tokenizer_config.json".into(), text: "{}".into() }],
         job: json!({"name": "test"}),

@@ -1,6 +1,9 @@
 //! The first half of a layer: norm, q k v, their norms, rotation, attention, output projection.
-use super::Decoder;
-use crate::model::{Activations, Batch, LayerInput, each};
+use super::{
+    Decoder,
+    adapt::{O, QKV},
+};
+use crate::model::{Activations, Batch, LayerInput, each, lora::Scratch};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{AttentionShape, HeadRows, Write},
@@ -49,11 +52,13 @@ impl Decoder {
         let (p, batch, s) = (input.params, input.batch, &self.spans);
         let (m, d, width, eps) = (batch.rows(), self.n.hidden, self.qkv_width(), self.n.eps);
         let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd, branch, branch_rstd] = each::<11>(saved);
-        let [norm, _, _, _, _, _, room] = each::<7>(scratch);
+        let [norm, _, _, _, _, _, room, _, _, low @ ..] = each::<14>(scratch);
+        let mut low = Scratch::new(low);
         let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), input.x, w_in, m, d, eps);
         let (w_qkv, bias) = (p.slice(s.qkv.clone()), s.qkv_bias.clone().map(|b| p.slice(b)));
         ops.matmul_bias_forward(qkv.view_mut(), norm.view(), w_qkv, bias, m, width, d);
+        self.adapters_forward(ops, input, QKV, norm.view(), qkv.view_mut(), &mut low);
         self.qk_norm_forward(ops, p, qkv, raw, head_rstd, room, m);
         let (cos, sin) = self.angles(input);
         let (rotated, head_dim) = (self.n.heads + self.n.kv_heads, self.n.head_dim);
@@ -66,9 +71,10 @@ impl Decoder {
             self.shape(batch),
         );
         let w_o = p.slice(s.o.clone());
-        let out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
+        let mut out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
         let bias = s.o_bias.clone().map(|b| p.slice(b));
-        ops.matmul_bias_forward(out, o.view(), w_o, bias, m, d, self.o_width());
+        ops.matmul_bias_forward(out.reborrow(), o.view(), w_o, bias, m, d, self.o_width());
+        self.adapters_forward(ops, input, O, o.view(), out, &mut low);
         if let Some(at) = &s.attention_out_norm {
             let w = self.norm_factors(ops, p.slice(at.clone()), room);
             ops.rmsnorm_forward(mid.view_mut(), branch_rstd.view_mut(), branch.view(), w, m, d, eps);
@@ -88,7 +94,8 @@ impl Decoder {
         let (p, batch, x, s) = (input.params, input.batch, input.x, &self.spans);
         let (m, d, width) = (batch.rows(), self.n.hidden, self.qkv_width());
         let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd, branch, branch_rstd] = each::<11>(saved);
-        let [norm, dnorm, _, _, d_o, dqkv, room] = each::<7>(scratch);
+        let [norm, dnorm, _, _, d_o, dqkv, room, _, _, low @ ..] = each::<14>(scratch);
+        let mut low = Scratch::new(low);
         let dout = match &s.attention_out_norm {
             None => dx.as_view(),
             Some(at) => {
@@ -99,6 +106,8 @@ impl Decoder {
             }
         };
         self.output_backward(ops, input, g, dout, o.view(), d_o.view_mut());
+        self.adapters_backward_weight(ops, input, O, g, (o.view(), dout), &mut low);
+        self.adapters_backward_input(ops, input, O, d_o.view_mut(), &mut low);
         let (starts, shape) = (self.starts(input), self.shape(batch));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         let (cos, sin) = self.angles(input);
@@ -117,6 +126,8 @@ impl Decoder {
         }
         let w_qkv = p.slice(s.qkv.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dqkv.view(), w_qkv, m, width, d, Write::Set);
+        self.adapters_backward_weight(ops, input, QKV, g, (norm.view(), dqkv.view()), &mut low);
+        self.adapters_backward_input(ops, input, QKV, dnorm.view_mut(), &mut low);
         let dw_in = (&mut g[s.input_norm.clone()]).into();
         ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, Write::Add);
     }

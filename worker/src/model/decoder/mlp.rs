@@ -1,6 +1,9 @@
 //! The second half of a layer: residual add, norm, SwiGLU or GeGLU, residual add.
-use super::Decoder;
-use crate::model::{Activations, LayerInput, each};
+use super::{
+    Decoder,
+    adapt::{DOWN, GATE_UP},
+};
+use crate::model::{Activations, LayerInput, each, lora::Scratch};
 use device::{Ops, View, ViewMut, ops::Write};
 
 impl Decoder {
@@ -16,20 +19,23 @@ impl Decoder {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
         let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
-        let [norm, _, act, _, _, _, room] = each::<7>(scratch);
+        let [norm, _, act, _, _, _, room, _, _, low @ ..] = each::<14>(scratch);
+        let mut low = Scratch::new(low);
         let (w_post, eps) = (self.norm_factors(ops, p.slice(s.post_norm.clone()), room), self.n.eps);
         let x = input.x;
         ops.add_rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view_mut(), x, w_post, m, d, eps);
         let w_gate_up = p.slice(s.gate_up.clone());
         let bias = s.gate_up_bias.clone().map(|b| p.slice(b));
         ops.matmul_bias_forward(gate_up.view_mut(), norm.view(), w_gate_up, bias, m, 2 * f, d);
+        self.adapters_forward(ops, input, GATE_UP, norm.view(), gate_up.view_mut(), &mut low);
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
         }
         self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
-        let down = |out: ViewMut| {
+        let mut down = |mut out: ViewMut| {
             let (w_down, bias) = (p.slice(s.down.clone()), s.down_bias.clone().map(|b| p.slice(b)));
-            ops.matmul_bias_forward(out, act.view(), w_down, bias, m, d, f);
+            ops.matmul_bias_forward(out.reborrow(), act.view(), w_down, bias, m, d, f);
+            self.adapters_forward(ops, input, DOWN, act.view(), out, &mut low);
         };
         if s.mlp_out_norm.is_some() {
             down(branch.view_mut());
@@ -79,7 +85,8 @@ impl Decoder {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
         let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
-        let [norm, dnorm, act, dgate_up, _, _, room] = each::<7>(scratch);
+        let [norm, dnorm, act, dgate_up, _, _, room, _, _, low @ ..] = each::<14>(scratch);
+        let mut low = Scratch::new(low);
         self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
         let dout = match &s.mlp_out_norm {
             None => dx.as_view(),
@@ -98,8 +105,10 @@ impl Decoder {
             let dw_down = (&mut g[s.down.clone()]).into();
             ops.matmul_backward_weight(dw_down, dout, act.view(), m, d, f, Write::Set);
         }
+        self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut low);
         let w_down = p.slice(s.down.clone());
         ops.matmul_backward_input(act.view_mut(), dout, w_down, m, d, f, Write::Set);
+        self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut low);
         self.gate_backward(ops, dgate_up.view_mut(), act.view(), gate_up.view(), m);
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dgate_up.view(), m, 2 * f);
@@ -112,6 +121,8 @@ impl Decoder {
         }
         let w_gate_up: View = p.slice(s.gate_up.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dgate_up.view(), w_gate_up, m, 2 * f, d, Write::Set);
+        self.adapters_backward_weight(ops, input, GATE_UP, g, (norm.view(), dgate_up.view()), &mut low);
+        self.adapters_backward_input(ops, input, GATE_UP, dnorm.view_mut(), &mut low);
         let dw_post = (&mut g[s.post_norm.clone()]).into();
         ops.rmsnorm_backward(dx, dw_post, dnorm.view(), mid.view(), w_post, rstd2.view(), m, d, Write::Add);
     }

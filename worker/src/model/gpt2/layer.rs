@@ -1,6 +1,9 @@
 //! A layer of GPT-2: its tensors, attention and MLP, each after a LayerNorm.
 use super::{Gpt2, Numbers};
-use crate::model::{Activations, LayerInput, each};
+use crate::model::{
+    Activations, LayerInput, each,
+    lora::{Adapters, Lora, Scratch, Together},
+};
 use crate::params::{Init, ParamSpec, Unit};
 use device::{
     Ops, View, ViewMut,
@@ -90,6 +93,29 @@ pub(super) fn layer_unit(n: &Numbers, layer: usize) -> (Unit, Spans) {
     (Unit::new(format!("layer {layer}"), params), spans)
 }
 
+/// Projections, by their place in [`Adapters`].
+const C_ATTN: usize = 0;
+const ATTN_PROJ: usize = 1;
+const C_FC: usize = 2;
+const MLP_PROJ: usize = 3;
+
+/// The adapters of every layer. Refuses a target that no projection is.
+pub(super) fn adapters(n: &Numbers, lora: &Lora) -> Result<Vec<Adapters>, String> {
+    let (d, f) = (n.hidden, n.intermediate);
+    let named = [[("attn.c_attn", 3 * d)], [("attn.c_proj", d)], [("mlp.c_fc", f)], [("mlp.c_proj", d)]];
+    let of_layer = |layer: usize| -> Vec<Together> {
+        let prefix = format!("{}h.{layer}.", super::PREFIX);
+        let together = |(named, inp)| Together { prefix: prefix.clone(), inp, named };
+        named.iter().map(|n| &n[..]).zip([d, d, d, f]).map(together).collect()
+    };
+    let all: Vec<Vec<Together>> = (0..n.layers).map(of_layer).collect();
+    let names: Vec<String> = all.iter().flatten().map(|t| format!("{}{}", t.prefix, t.named[0].0)).collect();
+    lora.check(names.iter().map(String::as_str))?;
+    let layer =
+        |(l, together): (usize, &Vec<Together>)| Adapters::new(lora, together, layer_unit(n, l).0.len());
+    Ok(all.iter().enumerate().map(layer).collect())
+}
+
 /// Rows, inputs and outputs of a projection.
 type Shape = (usize, usize, usize);
 
@@ -124,6 +150,39 @@ fn adjacent<'a>(g: &'a mut [f32], at: &Pair) -> (ViewMut<'a>, ViewMut<'a>) {
 }
 
 impl Gpt2 {
+    /// Adds to `y` what adapters give for `x`.
+    fn adapters_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        which: usize,
+        x: View,
+        y: ViewMut,
+        low: &mut Scratch,
+    ) {
+        if let Some(adapters) = self.adapters.get(input.layer) {
+            adapters.forward(ops, which, (input.params, input.batch), x, y, low);
+        }
+    }
+
+    /// Gradients of adapters; adds to `dx`, the gradient of their input.
+    fn adapters_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        which: usize,
+        g: &mut [f32],
+        xy: (View, View),
+        dx: ViewMut,
+        low: &mut Scratch,
+    ) {
+        if let Some(adapters) = self.adapters.get(input.layer) {
+            let given = (input.params, input.batch);
+            adapters.backward_weight(ops, which, given, g, xy, low);
+            adapters.backward_input(ops, which, given, dx, low);
+        }
+    }
+
     fn norm<'a>(&self, p: View<'a>, at: &Pair) -> LayerNorm<'a> {
         LayerNorm { w: p.slice(at.w.clone()), b: p.slice(at.b.clone()), eps: self.n.eps }
     }
@@ -148,12 +207,15 @@ impl Gpt2 {
     ) {
         let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.n.hidden);
         let [stats, qkv, o, lse, mid, ..] = each::<7>(saved);
-        let [rows, ..] = each::<7>(scratch);
+        let [rows, _, _, _, _, _, _, low @ ..] = each::<12>(scratch);
+        let mut low = Scratch::new(low);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
         project(ops, p, &s.c_attn, qkv.view_mut(), rows.view(), (m, d, 3 * d));
+        self.adapters_forward(ops, input, C_ATTN, rows.view(), qkv.view_mut(), &mut low);
         let (starts, shape) = (&input.batch.starts, self.shape(input));
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
         project(ops, p, &s.attn_proj, mid.view_mut(), o.view(), (m, d, d));
+        self.adapters_forward(ops, input, ATTN_PROJ, o.view(), mid.view_mut(), &mut low);
     }
 
     /// `dx` becomes the gradient of the layer's input.
@@ -169,7 +231,8 @@ impl Gpt2 {
         let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.n.hidden);
         let wanted = self.wanted[input.layer];
         let [stats, qkv, o, lse, ..] = each::<7>(saved);
-        let [rows, drows, _, _, d_o, dqkv, _] = each::<7>(scratch);
+        let [rows, drows, _, _, d_o, dqkv, _, low @ ..] = each::<12>(scratch);
+        let mut low = Scratch::new(low);
         project_backward(
             ops,
             p,
@@ -181,6 +244,7 @@ impl Gpt2 {
             (m, d, d),
             wanted.attn_proj,
         );
+        self.adapters_backward(ops, input, ATTN_PROJ, g, (o.view(), dx.as_view()), d_o.view_mut(), &mut low);
         let (starts, shape) = (&input.batch.starts, self.shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
@@ -196,6 +260,8 @@ impl Gpt2 {
             shape,
             wanted.c_attn,
         );
+        let xy = (rows.view(), dqkv.view());
+        self.adapters_backward(ops, input, C_ATTN, g, xy, drows.view_mut(), &mut low);
         let (dw, db) = adjacent(g, &s.ln_1);
         let w = p.slice(s.ln_1.w.clone());
         ops.layernorm_backward(dx, dw, db, drows.view(), input.x, w, stats.view(), m, Write::Add);
@@ -213,13 +279,16 @@ impl Gpt2 {
         let (p, s, m) = (input.params, &self.spans, input.batch.rows());
         let (d, f) = (self.n.hidden, self.n.intermediate);
         let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
-        let [rows, _, act, ..] = each::<7>(scratch);
+        let [rows, _, act, _, _, _, _, low @ ..] = each::<12>(scratch);
+        let mut low = Scratch::new(low);
         let norm = self.norm(p, &s.ln_2);
         ops.add_layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view_mut(), input.x, norm, m);
         project(ops, p, &s.c_fc, fc.view_mut(), rows.view(), (m, d, f));
+        self.adapters_forward(ops, input, C_FC, rows.view(), fc.view_mut(), &mut low);
         let Some(mut y) = y else { return };
         ops.gelu_forward(act.view_mut(), fc.view());
         project(ops, p, &s.mlp_proj, y.reborrow(), act.view(), (m, f, d));
+        self.adapters_forward(ops, input, MLP_PROJ, act.view(), y.reborrow(), &mut low);
         ops.add(y, mid.view());
     }
 
@@ -236,8 +305,8 @@ impl Gpt2 {
         let (p, s, m) = (input.params, &self.spans, input.batch.rows());
         let (d, f) = (self.n.hidden, self.n.intermediate);
         let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
-        let [rows, drows, act, dfc, ..] = each::<7>(scratch);
-        let wanted = self.wanted[input.layer];
+        let [rows, drows, act, dfc, _, _, _, low @ ..] = each::<12>(scratch);
+        let (wanted, mut low) = (self.wanted[input.layer], Scratch::new(low));
         ops.gelu_forward(act.view_mut(), fc.view());
         project_backward(
             ops,
@@ -250,6 +319,7 @@ impl Gpt2 {
             (m, f, d),
             wanted.mlp_proj,
         );
+        self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dx.as_view()), dfc.view_mut(), &mut low);
         ops.gelu_backward(act.view_mut(), dfc.view(), fc.view());
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view(), self.norm(p, &s.ln_2), m);
         project_backward(
@@ -263,6 +333,7 @@ impl Gpt2 {
             (m, d, f),
             wanted.c_fc,
         );
+        self.adapters_backward(ops, input, C_FC, g, (rows.view(), act.view()), drows.view_mut(), &mut low);
         let (dw, db) = adjacent(g, &s.ln_2);
         let w = p.slice(s.ln_2.w.clone());
         ops.layernorm_backward(dx, dw, db, drows.view(), mid.view(), w, stats.view(), m, Write::Add);

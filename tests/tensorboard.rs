@@ -1,0 +1,39 @@
+//! The event file of a run is what TensorBoard reads: read back by a reader that is not ours (its own, where the package is
+//! installed), it holds the steps and evaluations that the run told.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+mod support;
+use serde_json::{Value, json};
+use std::process::Command;
+use support::Place;
+
+#[test]
+fn event_files_hold_what_the_metrics_hold() {
+    let Some(python) = support::python("event_files_hold_what_the_metrics_hold") else { return };
+    let place = Place::new();
+    let evaluated = ["train.data.held_out=0.1", "train.eval.every=4", "checkpoint.every=never"];
+    let ran = place.run(&evaluated).succeeded();
+    let run_dir = ran.kind("start")[0]["run_dir"].as_str().unwrap().to_owned();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/event_files.py");
+    let output = Command::new(python).arg(script).arg(place.path(&run_dir)).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(said["version"], "brain.Event:2");
+    assert_eq!(said["marks"], json!([1]), "training starts with step 1");
+
+    let mut expected = Vec::new();
+    let tags = [
+        ("step", ["loss", "grad_norm", "lr", "tokens_per_s"].as_slice(), "train"),
+        ("eval", &["loss", "perplexity"], "eval"),
+    ];
+    for event in &ran.events {
+        let Some((_, names, group)) = tags.iter().find(|(kind, ..)| event["event"] == **kind) else {
+            continue;
+        };
+        for name in *names {
+            let value = f64::from(event[*name].as_f64().unwrap() as f32);
+            expected.push(json!([event["step"], format!("{group}/{name}"), value]));
+        }
+    }
+    assert_eq!(expected.len(), 20 * 4 + 5 * 2);
+    assert_eq!(said["scalars"], Value::Array(expected));
+}
