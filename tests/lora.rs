@@ -12,11 +12,8 @@ const EVAL_SAMPLES: usize = 8;
 #[test]
 fn adapters_travel_between_jobs_and_peft() {
     let Some(python) = support::deepspeed("adapters_travel_between_jobs_and_peft") else { return };
-    for (family, workers, targets) in [
-        ("llama", 2, "[q_proj, v_proj, down_proj]"),
-        ("gpt2", 3, "[c_attn, c_proj]"),
-        ("qwen2", 1, "all-linear"),
-    ] {
+    for (family, workers, targets) in [("llama", 2, "[q_proj, v_proj, down_proj]"), ("gpt2", 3, "all-linear")]
+    {
         let place = Place::new();
         let path = |name: &str| place.path(name).to_string_lossy().into_owned();
         script(&python, "folders.py", &["make", &path("source"), family]);

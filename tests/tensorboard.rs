@@ -10,7 +10,7 @@ use support::Place;
 fn event_files_hold_what_the_metrics_hold() {
     let Some(python) = support::python("event_files_hold_what_the_metrics_hold") else { return };
     let place = Place::new();
-    let evaluated = ["train.data.held_out=0.1", "train.eval.every=4", "checkpoint.every=never"];
+    let evaluated = ["train.eval={every: 4, files: [corpus.txt], samples: 8}", "checkpoint.every=never"];
     let ran = place.run(&evaluated).succeeded();
     let run_dir = ran.kind("start")[0]["run_dir"].as_str().unwrap().to_owned();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/event_files.py");

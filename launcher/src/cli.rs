@@ -1,7 +1,10 @@
 //! The command line: arguments only.
 use crate::cmd::ckpt::CkptArgs;
-use clap::{Args, Parser, Subcommand, error::ErrorKind};
-use std::{ffi::OsString, path::PathBuf};
+use clap::{Args, CommandFactory, Parser, Subcommand, error::ErrorKind};
+use std::{
+    ffi::{OsStr, OsString},
+    path::PathBuf,
+};
 
 /// Runs a training job from its job.yaml to resumable, usable weights.
 #[derive(Debug, Parser)]
@@ -240,16 +243,33 @@ pub(crate) enum Asked {
 
 /// Reads the arguments, the program's name first.
 pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Asked {
-    match Cli::try_parse_from(with_command(args)) {
+    let args = with_command(args);
+    let first = args.iter().skip(1).find(|arg| *arg != "--json").cloned();
+    match Cli::try_parse_from(args) {
         Ok(cli) => Asked::Command(cli),
         Err(error) => match error.kind() {
             ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Asked::Show(error.to_string()),
             ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-                Asked::Wrong("what shall be launched? Name a job: launch job.yaml".to_owned())
+                Asked::Wrong(
+                    first
+                        .as_deref()
+                        .and_then(needs_more)
+                        .unwrap_or_else(|| "what shall be launched? Name a job: launch job.yaml".to_owned()),
+                )
             }
             _ => Asked::Wrong(one_line(&error.to_string())),
         },
     }
+}
+
+/// What is wrong with a command of several that was given alone.
+fn needs_more(command: &OsStr) -> Option<String> {
+    let all = Cli::command();
+    let name = command.to_str()?;
+    let kinds = all.find_subcommand(name)?.get_subcommands().filter(|c| !c.is_hide_set());
+    let kinds: Vec<&str> = kinds.map(clap::Command::get_name).collect();
+    (!kinds.is_empty())
+        .then(|| format!("`launch {name}` needs one of {} (see launch {name} --help)", kinds.join(", ")))
 }
 
 /// `launch job.yaml …` → `launch run job.yaml …`. A word of letters alone is a command; a job file with such a name is
@@ -279,7 +299,6 @@ fn one_line(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     fn asked(args: &[&str]) -> Asked {
         parse(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
@@ -361,6 +380,12 @@ mod tests {
     fn what_is_wrong_is_one_line() {
         assert_eq!(wrong(&[]), "what shall be launched? Name a job: launch job.yaml");
         assert_eq!(wrong(&["--json"]), "what shall be launched? Name a job: launch job.yaml");
+        let line = wrong(&["import"]);
+        assert_eq!(
+            line,
+            "`launch import` needs one of accelerate, deepspeed, torchrun (see launch import --help)"
+        );
+        assert!(wrong(&["--json", "ckpt"]).starts_with("`launch ckpt` needs one of "));
         for (args, part) in [
             (&["a.yaml", "--jsno"][..], "--json"),
             (&["a.yaml", "b.yaml"], "b.yaml"),

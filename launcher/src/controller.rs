@@ -6,6 +6,7 @@ mod cause;
 mod copies;
 mod core;
 mod driver;
+mod hostfile;
 mod introduce;
 mod job_file;
 mod journal;
@@ -16,8 +17,7 @@ mod requeue;
 mod signals;
 mod store;
 mod tensorboard;
-/// For the job file here; a hostfile's reader may use it too.
-pub(crate) mod watch;
+mod watch;
 
 pub(crate) use cause::advice;
 pub(crate) use core::Other;
@@ -26,11 +26,17 @@ pub(crate) use port::Rendezvous;
 pub(crate) use store::Server;
 pub(crate) use store::hostile::serve as hostile_store;
 
-use crate::{discover::Facts, error::Failure, plan::Plan, transport::Transport};
-use contract::job::JobSpec;
+use crate::{
+    discover::{Facts, hosts::ClusterHost},
+    error::Failure,
+    plan::Plan,
+    transport::Transport,
+};
+use contract::{hosts::Slots, job::JobSpec};
 
 pub use crate::secrets::Secrets;
 pub use crate::transport::detached::Starter;
+pub use hostfile::HostFile;
 pub use job_file::JobFile;
 pub use requeue::Requeue;
 
@@ -45,6 +51,14 @@ pub struct HostTarget {
     pub picked: Option<Vec<u32>>,
     /// It is this machine.
     pub local: bool,
+}
+
+impl HostTarget {
+    /// A host that the job names, reached from here.
+    pub(crate) fn elsewhere(host: &ClusterHost) -> HostTarget {
+        let picked = if let Slots::These(list) = &host.slots { Some(list.clone()) } else { None };
+        HostTarget { name: host.host.name(), slots: host.slots.count(), picked, local: false }
+    }
 }
 
 /// What to run where.
@@ -80,6 +94,8 @@ pub struct Options {
     pub starter: Option<Starter>,
     /// Watched while the job runs.
     pub job_file: Option<JobFile>,
+    /// Also watched.
+    pub hostfile: Option<HostFile>,
 }
 
 /// Runs a job to its end, whatever happens on the way; the exit code of `launch`.
@@ -89,6 +105,8 @@ pub(crate) fn run(request: Request, options: Options) -> u8 {
 
 #[cfg(test)]
 mod tests {
+    mod positions;
+    mod roster;
     mod sim;
     mod simulated;
 }

@@ -8,7 +8,7 @@ pub(crate) mod ssh;
 pub(crate) use local::Local;
 pub(crate) use slurm::{Slurm, requeue, submit};
 
-use contract::control::ExitStatus;
+use contract::{control::ExitStatus, hosts::Host};
 use std::{fmt, io};
 use tokio::io::{AsyncRead, AsyncWrite};
 
@@ -22,6 +22,9 @@ pub(crate) trait Transport {
     /// Starts one agent on each of these hosts (by name, as the job has them) and returns at once, in their order.
     /// Whether an agent answers is for its hello to say; why it doesn't, for [`Carrier::Connection`].
     fn start(&mut self, hosts: &[String]) -> Vec<io::Result<AgentProcess>>;
+
+    /// How hosts are reached that the job didn't have when it began, or has in another way now.
+    fn learn(&mut self, _hosts: &[Host]) {}
 
     /// Children of this process that hold agents elsewhere: they end by themselves when their agents have, and aren't
     /// to be ended with what a dead agent leaves behind.

@@ -20,6 +20,8 @@ def environment(config):
     from accelerate.utils import launch as prepare
 
     prepare.is_port_in_use = lambda port=None: False
+    # the libraries for fp8 need a GPU to be installed; the launcher only asks whether they are there
+    prepare.is_fp8_available = lambda: True
     parser = launch.launch_command_parser()
     args = parser.parse_args(["--config_file", str(config), "train.py"])
     args, _, _ = launch._validate_launch_command(args)

@@ -61,7 +61,7 @@ pub struct NodeLook {
     pub writable: Vec<(PathBuf, Result<(), String>)>,
     pub dirs: Vec<DirLook>,
     pub gpus: GpuLook,
-    /// Soft limits: `nofile`, `memlock` (bytes); `None`: unlimited.
+    /// Soft limits: `nofile`, `nproc`, `memlock` (bytes); `None`: unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
     /// Of /dev/shm: size and free, bytes.
     pub shm: Option<(u64, u64)>,

@@ -2,6 +2,7 @@
 mod ask;
 mod judge;
 mod show;
+mod slurm;
 
 use crate::{
     cli::JobArgs,
@@ -81,7 +82,7 @@ pub(super) enum Level {
 pub(super) struct Started {
     pub(super) name: String,
     pub(super) agent: std::io::Result<AgentProcess>,
-    /// How far the connection got; `None`: this machine, where nothing is connected to.
+    /// How far the connection got; `None`: nothing is connected to from here (this machine, Slurm's nodes).
     pub(super) progress: Option<Arc<ssh::Progress>>,
 }
 
@@ -95,11 +96,19 @@ fn check(args: &JobArgs) -> Result<Checked, Failure> {
     let runtime =
         runtime.map_err(|e| Failure::new(Kind::Cluster, "no descriptors to work with").cause(&e))?;
     tokio::task::LocalSet::new().block_on(&runtime, async {
-        let started = match &hosts {
-            None => vec![here()],
-            Some(hosts) => elsewhere(&job, hosts)?,
+        let nodes = if hosts.is_none() { super::targets::slurm(&job)? } else { None };
+        let (started, step) = match (&hosts, nodes) {
+            (Some(hosts), _) => (elsewhere(&job, hosts)?, None),
+            (None, Some((transport, names))) => {
+                let (started, step) = slurm::start(transport, &names);
+                (started, Some(step))
+            }
+            (None, None) => (vec![here()], None),
         };
         let asked = ask::ask(started, dirs(&job), &nonce(), &limits(&job)).await;
+        if let Some(step) = step {
+            step.end().await;
+        }
         Ok(judge::judge(&job, hosts.as_deref(), asked))
     })
 }

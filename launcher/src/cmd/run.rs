@@ -178,8 +178,9 @@ fn start(
         Source::File(path) => Some(controller::JobFile { path: path.clone(), set: asked.set.clone() }),
         Source::Text { .. } => None,
     };
+    let hostfile = controller::HostFile::of(&job);
     let request = controller::Request { job, plan, hosts, transport, here: facts, fit };
-    let options = controller::Options { json, command: typed, secrets, requeue, starter, job_file };
+    let options = controller::Options { json, command: typed, secrets, requeue, starter, job_file, hostfile };
     Ok(controller::run(request, options))
 }
 

@@ -56,6 +56,11 @@ fn script(args: &SbatchArgs) -> Result<Script, Failure> {
         let message = format!("all but one of {} nodes would have nothing to do", job.slurm.nodes);
         return Err(refuse("cluster.hosts", message, "leave `cluster.hosts` out, or ask for one node"));
     }
+    if matches!(job.cluster.hosts, Hosts::List(_) | Hosts::File(_)) {
+        let message = "these hosts would be reached by ssh from the batch job, whose own nodes would have nothing to do";
+        let hint = "leave `cluster.hosts` out, or add `--set cluster.hosts=slurm`";
+        return Err(refuse("cluster.hosts", message.to_owned(), hint));
+    }
     if !job.run.workdir.is_dir() {
         let message = format!("the directory `{}` doesn't exist", job.run.workdir.display());
         return Err(refuse("run.workdir", message, "it must be the same on all nodes"));
@@ -238,6 +243,22 @@ mod tests {
     fn without_requeues_slurm_shall_not_either() {
         let text = sample(SlurmSpec { requeues: 0, ..SlurmSpec::default() }).text();
         assert!(text.contains("--no-requeue"), "{text}");
+    }
+
+    #[test]
+    fn a_job_with_hosts_of_its_own_is_no_batch_job() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let job = dir.path().join("job.yaml");
+        let of = |hosts: &str| {
+            fs::write(&job, format!("run: {{command: [a]}}\ncluster: {{hosts: {hosts}}}\n"))
+                .expect("written");
+            script(&SbatchArgs { job: job.clone(), set: Vec::new(), print: true, options: Vec::new() })
+        };
+        for hosts in ["[a, b]", "{file: hosts}"] {
+            let refused = of(hosts).expect_err(hosts);
+            assert!(format!("{refused:?}").contains("reached by ssh"), "{refused:?}");
+        }
+        assert!(of("slurm").is_ok() && of("auto").is_ok());
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::{
 };
 use contract::{
     env,
-    hosts::{Host, Slots},
+    hosts::Host,
     job::{Count, Devices, Hosts, JobSpec},
     judge::Finding,
 };
@@ -24,7 +24,7 @@ const MOST_LOCAL_AGENTS: usize = 64;
 pub(crate) fn of(job: &JobSpec, here: &Facts) -> Result<Vec<HostTarget>, Unfit> {
     let named = hosts(&job.cluster, &job.run.workdir).map_err(Unfit::Job)?;
     match (named, allocation(job).map_err(Unfit::Cluster)?) {
-        (Some(hosts), _) => Ok(hosts.iter().map(remote).collect()),
+        (Some(hosts), _) => Ok(hosts.iter().map(HostTarget::elsewhere).collect()),
         (None, Some(allocation)) => Ok(allocation.nodes().map(|node| node_target(job, node)).collect()),
         (None, None) => Ok(local(here)),
     }
@@ -37,11 +37,6 @@ pub(crate) enum Unfit {
     Job(Vec<Finding>),
     /// They aren't there.
     Cluster(Failure),
-}
-
-fn remote(host: &ClusterHost) -> HostTarget {
-    let picked = if let Slots::These(list) = &host.slots { Some(list.clone()) } else { None };
-    HostTarget { name: host.host.name(), slots: host.slots.count(), picked, local: false }
 }
 
 /// A node of the allocation. The one this process runs on is no exception: its agent is started with the others.
@@ -95,6 +90,15 @@ pub(crate) fn transport(job: &JobSpec) -> Result<Box<dyn Transport>, Failure> {
         (None, Some(allocation)) => Box::new(Slurm::new(allocation, job.slurm.bcast, Vec::new())),
         (None, None) => Box::new(Local),
     })
+}
+
+/// The way to the nodes of the Slurm allocation that are the job's hosts, and their names.
+pub(crate) fn slurm(job: &JobSpec) -> Result<Option<(Slurm, Vec<String>)>, Failure> {
+    let found = allocation(job)?;
+    Ok(found.map(|allocation| {
+        let names = allocation.nodes().map(|node| node.name.clone()).collect();
+        (Slurm::new(allocation, job.slurm.bcast, Vec::new()), names)
+    }))
 }
 
 /// The way to other hosts.

@@ -6,6 +6,7 @@
 //! hosts or workers (what is told to all, and the end, are the exceptions).
 mod ending;
 mod hosts;
+mod roster;
 mod workers;
 
 use super::{
@@ -85,6 +86,8 @@ pub(crate) struct Setup {
     pub(crate) restarts: u32,
     /// Hosts that a start uses when they can be had.
     pub(crate) use_hosts: usize,
+    /// `use_hosts` follows the list of hosts when that changes.
+    pub(crate) use_all: bool,
     pub(crate) min_hosts: usize,
     /// For the length of pauses.
     pub(crate) seed: u64,
@@ -98,12 +101,15 @@ impl Setup {
             MinHosts::All => use_hosts,
             MinHosts::AtLeast(n) => (n as usize).min(use_hosts),
         };
+        // A job that can't do with fewer hosts has no use for more: a host that comes is a spare.
+        let use_all = job.cluster.use_hosts.is_none() && job.run.min_hosts != MinHosts::All;
         Setup {
             hosts,
             builtin: job.run.command.is_none(),
             grace: Duration::from_millis(job.run.grace_ms),
             restarts: job.run.restarts,
             use_hosts,
+            use_all,
             min_hosts,
             seed,
         }
@@ -142,6 +148,11 @@ pub(crate) enum Input {
     Save(i32),
     /// The job file changed: go on with these values.
     Reload(Reload),
+    /// The list of hosts changed: these are new, and of those that were known these are in it (by [`NodeId`]).
+    Hosts {
+        added: Vec<HostSetup>,
+        listed: Vec<bool>,
+    },
     Tick,
 }
 
@@ -162,8 +173,10 @@ pub(crate) enum Output {
     },
     /// Start the workers of the plan that was made last.
     Start,
-    /// Start the agent of this host again.
+    /// Start the agent of this host, or start it again.
     StartAgent(NodeId),
+    /// The agent of this host is needed no more: close its stream.
+    ReleaseAgent(NodeId),
     /// Every built-in worker listens: tell all of them where, with a key of this epoch.
     Introduce {
         epoch: u32,
@@ -220,6 +233,8 @@ enum State {
     Preparing,
     Running,
     Stopping(Stop),
+    /// Stopping, to go on without hosts that are no longer listed. `true`: one of them is lost, and what is left is killed.
+    Draining(bool),
     /// Failed, or told twice to stop.
     Ending,
     /// Between a failure and the next start, until then.
@@ -294,11 +309,11 @@ pub(crate) struct Core {
     last_cause: Option<String>,
     any_remote: bool,
     beat_at: Duration,
+    /// Hosts that are no longer listed and are still used.
+    unlisted: usize,
     /// Members of the next start among the first `front` hosts: see [`Core::try_prepare`].
     front: NodeId,
     front_joined: usize,
-    /// Agents that were started and haven't introduced themselves.
-    greeting: usize,
     out: Vec<Output>,
 }
 
@@ -336,9 +351,9 @@ impl Core {
             last_cause: None,
             any_remote,
             beat_at: Duration::ZERO,
+            unlisted: 0,
             front: 0,
             front_joined: 0,
-            greeting: 0,
             out: Vec::new(),
         }
     }
@@ -386,6 +401,7 @@ impl Core {
             }
             Input::Save(signal) => self.tell_all(&ToAgent::Save { epoch: self.epoch, signal }),
             Input::Reload(values) => self.tell_all(&ToAgent::Reload { epoch: self.epoch, values }),
+            Input::Hosts { added, listed } => self.list(now, added, &listed),
             _ => {}
         }
         self.on_time(now);

@@ -18,6 +18,7 @@ fn setup(nodes: u32, builtin: bool) -> Setup {
         grace: ms(3000),
         restarts: 0,
         use_hosts: nodes as usize,
+        use_all: false,
         min_hosts: nodes as usize,
         seed: 1,
     }

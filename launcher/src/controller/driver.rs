@@ -6,6 +6,7 @@ use super::{
     Fit, HostTarget, Options, Request, Requeue, Secrets, Starter,
     copies::Copies,
     core::{Core, HostSetup, Input, NodeId, Outcome, Output, Setup},
+    hostfile::{self, HostFile},
     job_file::{JobFile, Watched},
     journal::Journal,
     prepare::{Found, Preparation},
@@ -103,6 +104,7 @@ struct Driver {
     secrets: Secrets,
     requeue: Option<Requeue>,
     job_file: Option<JobFile>,
+    hostfile: Option<HostFile>,
     /// Told when all workers of a start run.
     starter: Option<Starter>,
     /// Workers of this start that were not started yet.
@@ -149,6 +151,7 @@ impl Driver {
             secrets: options.secrets,
             requeue: options.requeue,
             job_file: options.job_file,
+            hostfile: options.hostfile,
             starter: options.starter,
             not_started: 0,
             clock: Clock::start(),
@@ -225,6 +228,7 @@ impl Driver {
             }
         }
         let mut watched = Watched::start(self.job_file.take());
+        let mut list = hostfile::Watched::start(self.hostfile.take(), &self.hosts);
         let now = self.clock.now();
         let outputs = self.core.start(now);
         outputs.into_iter().for_each(|output| self.execute(output));
@@ -247,6 +251,7 @@ impl Driver {
                     Said::Nothing => {}
                 },
                 seen = watched.next() => self.reload(&mut watched, seen),
+                seen = list.next() => self.list_hosts(&mut list, seen),
                 () = sleep(pause) => self.handle(Input::Tick),
             }
             self.flush();
@@ -327,6 +332,11 @@ impl Driver {
             }
             Output::Start => self.start_workers(),
             Output::StartAgent(node) => self.start_agent(node),
+            Output::ReleaseAgent(node) => {
+                if let Some(agent) = self.agents.get_mut(&node) {
+                    agent.outbox = None;
+                }
+            }
             Output::Introduce { epoch, members } => self.introduce(epoch, members),
             Output::Event(event) => self.event(event),
             Output::Line { rank, stderr, text } => {
@@ -362,6 +372,20 @@ impl Driver {
         let prepared = self.preparation.iter_mut().flat_map(|p| &mut p.plan.nodes);
         prepared.for_each(|node| values.apply(&mut node.job));
         self.handle(Input::Reload(values));
+    }
+
+    /// The hostfile changed.
+    fn list_hosts(&mut self, list: &mut hostfile::Watched, seen: Seen) {
+        let change = list.take_up(&mut self.hosts, seen);
+        for message in change.notices {
+            self.event(Event::Notice { rank: None, message });
+        }
+        let Some(hosts) = change.hosts else { return };
+        self.transport.learn(&hosts.reached);
+        let added =
+            hosts.added.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local }).collect();
+        self.hosts.extend(hosts.added);
+        self.handle(Input::Hosts { added, listed: hosts.listed });
     }
 
     fn event(&mut self, event: Event) {

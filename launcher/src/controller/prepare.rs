@@ -28,6 +28,9 @@ impl Found {
     }
 
     pub(super) fn add(&mut self, node: NodeId, facts: HostFacts) {
+        if node >= self.facts.len() {
+            self.facts.resize(node + 1, None);
+        }
         if let Some(slot) = self.facts.get_mut(node) {
             *slot = Some(facts);
         }

@@ -30,8 +30,24 @@ pub(crate) fn hosts(cluster: &ClusterSpec, base: &Path) -> Result<Option<Vec<Clu
             return Err(vec![finding(path, message, "remove it, or name the hosts")]);
         }
         Hosts::List(texts) => list(texts)?,
-        Hosts::File(file) => hostfile(&base.join(file))?,
+        Hosts::File(file) => {
+            let file = base.join(file);
+            parse(&file, &read(&file)?)?
+        }
     };
+    filtered(cluster, &listed).map(Some)
+}
+
+/// The hosts of this text of a hostfile, less what the job's filters leave out.
+pub(crate) fn of_hostfile(
+    cluster: &ClusterSpec,
+    file: &Path,
+    text: &str,
+) -> Result<Vec<ClusterHost>, Vec<Finding>> {
+    filtered(cluster, &parse(file, text)?)
+}
+
+fn filtered(cluster: &ClusterSpec, listed: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Finding>> {
     let names: Vec<(String, Slots)> = listed.iter().map(|h| (h.host.name(), h.slots.clone())).collect();
     let left = filter(&names, &cluster.include, &cluster.exclude).map_err(|fault| {
         let path = if fault.exclude { "cluster.exclude" } else { "cluster.include" };
@@ -41,7 +57,7 @@ pub(crate) fn hosts(cluster: &ClusterSpec, base: &Path) -> Result<Option<Vec<Clu
     let keep = |(index, slots): (usize, Slots)| {
         listed.get(index).map(|h| ClusterHost { host: h.host.clone(), slots })
     };
-    Ok(Some(left.into_iter().filter_map(keep).collect()))
+    Ok(left.into_iter().filter_map(keep).collect())
 }
 
 fn list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Finding>> {
@@ -58,7 +74,7 @@ fn list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Finding>> {
     Ok(hosts)
 }
 
-fn hostfile(file: &Path) -> Result<Vec<ClusterHost>, Vec<Finding>> {
+fn read(file: &Path) -> Result<String, Vec<Finding>> {
     let fault = |message: String, hint: &str| finding("cluster.hosts", message, hint);
     let shown = file.display();
     let mut text = String::new();
@@ -70,10 +86,14 @@ fn hostfile(file: &Path) -> Result<Vec<ClusterHost>, Vec<Finding>> {
     if text.len() > MAX_HOSTFILE {
         return Err(vec![fault(format!("the hostfile {shown} is larger than 4 MiB"), "is it a hostfile?")]);
     }
-    let hosts = parse_hostfile(&text).map_err(|faults| {
+    Ok(text)
+}
+
+fn parse(file: &Path, text: &str) -> Result<Vec<ClusterHost>, Vec<Finding>> {
+    let hosts = parse_hostfile(text).map_err(|faults| {
         let one = |f: contract::hosts::LineFault| {
-            let message = format!("the hostfile {shown}:{}:{}: {}", f.line, f.column, f.message);
-            fault(message, "a line is `host slots=N`, as DeepSpeed and Open MPI have it")
+            let message = format!("the hostfile {}:{}:{}: {}", file.display(), f.line, f.column, f.message);
+            finding("cluster.hosts", message, "a line is `host slots=N`, as DeepSpeed and Open MPI have it")
         };
         faults.into_iter().take(MOST_TOLD).map(one).collect::<Vec<_>>()
     })?;

@@ -171,6 +171,27 @@ fn what_is_no_config_is_refused() {
     }
 }
 
+#[test]
+fn what_torchrun_would_refuse_is_refused() {
+    for (args, part) in [
+        ("--nnodes x a.py", "`--nnodes` needs a number of hosts, or a range such as 1:4, not `x`"),
+        ("--nnodes 3:2 a.py", "not `3:2`"),
+        ("--nnodes 0 a.py", "not `0`"),
+        ("--nnodes 2: a.py", "not `2:`"),
+        ("--nproc-per-node many a.py", "`--nproc-per-node` needs a number of workers, auto, gpu, cpu or xpu"),
+        ("--nproc-per-node 0 a.py", "not `0`"),
+        ("--max-restarts -1 a.py", "`--max-restarts` needs"),
+        ("--master-port 70000 a.py", "a port, from 0 to 65535, not `70000`"),
+        ("--shutdown-timeout soon a.py", "a whole number of seconds"),
+        ("--monitor-interval inf a.py", "a number of seconds"),
+    ] {
+        let words: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
+        let problems = torchrun(&words, &Beside::default()).expect_err(args);
+        let said = problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
+        assert!(problems.len() == 1 && said.contains(part), "{args}: {said}");
+    }
+}
+
 /// DeepSpeed's rule: a step's samples are micro × accumulation × workers.
 #[test]
 fn batch_arithmetic() {

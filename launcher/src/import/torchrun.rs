@@ -30,11 +30,13 @@ const LEFT_OUT: &[(&str, &str, &str)] = &[
 
 /// Arguments (those after `torchrun`) as a job.
 pub(crate) fn torchrun(args: &[String], beside: &Beside<'_>) -> Result<Imported, Refused> {
-    let mut given = read(args).map_err(|message| {
+    let refused = |message: String| {
         let place = Place::File { file: "torchrun".to_owned() };
         let hint = Some("write them as after `torchrun`: -- --nproc-per-node 2 train.py".to_owned());
         vec![Problem { path: String::new(), place, message, hint }]
-    })?;
+    };
+    let mut given = read(args).map_err(refused)?;
+    check(&given).map_err(refused)?;
     let mut draft = Draft::default();
     draft.own("run.command", &wording::list(&command(&mut given)));
     hosts(&mut draft, &mut given, beside);
@@ -65,18 +67,43 @@ fn command(given: &mut Given) -> Vec<String> {
     before.iter().map(|word| (*word).to_owned()).chain(given.program.iter().cloned()).collect()
 }
 
+/// What torchrun itself would refuse.
+fn check(given: &Given) -> Result<(), String> {
+    type Fits = fn(&str) -> bool;
+    let count: Fits = |text| text.parse::<u32>().is_ok();
+    let seconds: Fits = |text| text.parse::<f64>().is_ok_and(|s| s >= 0.0 && s.is_finite());
+    let workers: Fits =
+        |text| ["auto", "gpu", "cpu", "xpu"].contains(&text) || text.parse::<u32>().is_ok_and(|n| n > 0);
+    let kinds: [(&str, Fits, &str); 7] = [
+        ("nnodes", |text| range(text).is_some(), "a number of hosts, or a range such as 1:4"),
+        ("nproc-per-node", workers, "a number of workers, auto, gpu, cpu or xpu"),
+        ("max-restarts", count, "a number of restarts"),
+        ("node-rank", count, "a number of a host, from 0"),
+        ("master-port", |text| text.parse::<u16>().is_ok(), "a port, from 0 to 65535"),
+        ("monitor-interval", seconds, "a number of seconds"),
+        ("shutdown-timeout", count, "a whole number of seconds"),
+    ];
+    for (name, fits, needed) in kinds {
+        if let Some(value) = given.shown(name).filter(|value| !fits(value)) {
+            return Err(format!("`--{name}` needs {needed}, not `{}`", value.escape_debug()));
+        }
+    }
+    Ok(())
+}
+
+/// The fewest and the most hosts.
+fn range(text: &str) -> Option<(u64, u64)> {
+    let (low, high) = text.split_once(':').unwrap_or((text, text));
+    low.parse().ok().zip(high.parse().ok()).filter(|(low, high)| *low > 0 && low <= high)
+}
+
 /// `--nnodes 4` or `1:4`.
 fn hosts(draft: &mut Draft, given: &mut Given, beside: &Beside<'_>) {
     if let Some(file) = beside.hostfile {
         hostfile(draft, "--hostfile", file);
     }
     let Some(nodes) = given.value("nnodes") else { return };
-    let (low, high) = nodes.split_once(':').unwrap_or((&nodes, &nodes));
-    let range = low.parse::<u64>().ok().zip(high.parse::<u64>().ok()).filter(|(l, h)| *l > 0 && l <= h);
-    let Some((low, high)) = range else {
-        let why = format!("`{}` isn't a number of hosts or a range such as 1:4", nodes.escape_debug());
-        return draft.not_carried("--nnodes", why, "give `run.min_hosts`");
-    };
+    let Some((low, high)) = range(&nodes) else { return };
     let named = beside.hostfile.is_some();
     if high > 1 && !named {
         unnamed_hosts(draft, "--nnodes", high);

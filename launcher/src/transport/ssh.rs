@@ -93,6 +93,10 @@ impl Transport for Ssh {
     fn start(&mut self, hosts: &[String]) -> Vec<io::Result<AgentProcess>> {
         hosts.iter().map(|name| self.begin(name).map(|(process, _)| process)).collect()
     }
+
+    fn learn(&mut self, hosts: &[Host]) {
+        self.hosts.extend(hosts.iter().map(|host| (host.name(), host.clone())));
+    }
 }
 
 /// One connection's thread.

@@ -57,6 +57,12 @@ pub fn dcp_metadata(bytes: &[u8]) -> Said {
     dcp::metadata::parse(bytes).map(drop)
 }
 
+/// PEFT's configuration of adapters.
+pub fn adapter_config(bytes: &[u8]) -> Said {
+    let map = crate::peft::object(bytes)?;
+    crate::peft::AdapterConfig::parse(&map).map(|config| drop(config.json(None)))
+}
+
 /// The manifest of a native checkpoint, with the hash that fits it: else nothing but the hash would be looked at.
 pub fn manifest(bytes: &[u8]) -> Said {
     let mut text = bytes.to_vec();

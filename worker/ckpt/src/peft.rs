@@ -86,13 +86,11 @@ impl AdapterConfig {
     pub fn read(folder: &Path) -> Result<AdapterConfig> {
         let text = Folder::open(folder)?.read(ADAPTER_CONFIG, CONFIG_MAX)?;
         let wrong = |why: String| CkptError::damaged(folder, ADAPTER_CONFIG, why);
-        match serde_json::from_slice(&text).map_err(|e| wrong(e.to_string()))? {
-            Value::Object(map) => AdapterConfig::parse(&map).map_err(|what| CkptError::Unsupported {
-                path: folder.to_owned(),
-                what: format!("{ADAPTER_CONFIG}: {what}"),
-            }),
-            _ => Err(wrong("it is no JSON object".into())),
-        }
+        let map = object(&text).map_err(wrong)?;
+        AdapterConfig::parse(&map).map_err(|what| CkptError::Unsupported {
+            path: folder.to_owned(),
+            what: format!("{ADAPTER_CONFIG}: {what}"),
+        })
     }
 
     /// The same from its content. `Err` says what is wrong or not supported.
@@ -143,7 +141,8 @@ impl AdapterConfig {
         match map.iter().find(|(key, v)| !known(key) && !off(v)) {
             None => Ok(config),
             Some((key, v)) => {
-                let key: String = key.chars().take(60).collect();
+                let key = key.chars().take(60).collect::<String>();
+                let key = key.escape_debug();
                 Err(format!("`{key}: {}` is not supported", shown(v)))
             }
         }
@@ -166,6 +165,14 @@ impl AdapterConfig {
     pub fn scale(&self) -> f64 {
         let rank = f64::from(self.rank);
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
+    }
+}
+
+/// A JSON object.
+pub(crate) fn object(text: &[u8]) -> std::result::Result<Map<String, Value>, String> {
+    match serde_json::from_slice(text).map_err(|e| e.to_string())? {
+        Value::Object(map) => Ok(map),
+        _ => Err("it is no JSON object".into()),
     }
 }
 

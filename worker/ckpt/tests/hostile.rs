@@ -16,7 +16,7 @@ const SIGNS: &[u8] = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93";
 
 type Reader = fn(&[u8]) -> Result<(), String>;
 
-const READERS: [(&str, Reader); 7] = [
+const READERS: [(&str, Reader); 8] = [
     ("pickle", ckpt::hostile::pickle),
     ("zip", ckpt::hostile::zip),
     ("torch_file", ckpt::hostile::torch_file),
@@ -24,6 +24,7 @@ const READERS: [(&str, Reader); 7] = [
     ("safetensors", ckpt::hostile::safetensors),
     ("dcp_metadata", ckpt::hostile::dcp_metadata),
     ("manifest", ckpt::hostile::manifest),
+    ("adapter_config", ckpt::hostile::adapter_config),
 ];
 
 fn corpus() -> Vec<(String, Vec<u8>)> {
@@ -66,6 +67,7 @@ fn sound_files_are_read() {
             Some("pkl") => &[ckpt::hostile::pickle],
             Some("pt") => &[ckpt::hostile::torch_file],
             Some("safetensors") => &[ckpt::hostile::safetensors],
+            Some("adapter") => &[ckpt::hostile::adapter_config],
             Some("metadata") => &[ckpt::hostile::dcp_metadata],
             _ => &[ckpt::hostile::manifest],
         };

@@ -240,6 +240,24 @@ mod tests {
         }
     }
 
+    /// Each filter looks a name up; none walks the list for each name.
+    #[test]
+    fn ten_thousand_hosts_are_filtered_at_once() {
+        const HOSTS: usize = 10_000;
+        let many: Vec<(String, Slots)> = (0..HOSTS).map(|i| (format!("n{i}"), Slots::Count(8))).collect();
+        let each: Vec<String> = (0..HOSTS - 1).map(|i| format!("n{i}")).collect();
+        let slots: Vec<String> = (0..HOSTS).map(|i| format!("n{i}:0-2,7")).collect();
+        let began = std::time::Instant::now();
+        assert_eq!(filter(&many, &each, &[]).map(|left| left.len()), Ok(HOSTS - 1));
+        assert_eq!(filter(&many, &[each.join("@")], &[]).map(|left| left.len()), Ok(HOSTS - 1));
+        assert_eq!(filter(&many, &[], &each), Ok(vec![(HOSTS - 1, Slots::Count(8))]));
+        let left = filter(&many, &[], &slots).expect("slots are left");
+        assert!(left.len() == HOSTS && left[9].1 == Slots::These(vec![3, 4, 5, 6]));
+        assert_eq!(filter(&many, &["n[0-9999]:1".to_owned()], &[]).map(|left| left.len()), Ok(HOSTS));
+        // Far more than it takes; one look at all hosts for each name takes longer than this.
+        assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
+    }
+
     proptest! {
         /// Including slots and excluding them split a host in two.
         #[test]

@@ -4,7 +4,7 @@ use super::{
     decode::{Decoder, Table},
     experts::{self, ExpertsSpec},
     lora::{self, LoraSpec},
-    read::{Read, boolean, choice, int, int32, list, number, text, word_or},
+    read::{Read, boolean, choice, int, int32, list, number, text, word, word_or},
     sections::path,
     tree::Node,
     tune::{self, GroupSpec, betas, share},
@@ -469,7 +469,7 @@ fn sample(d: &mut Decoder, eval: &Table<'_>) -> Option<SampleSpec> {
         return None;
     }
     let t = d.section(eval, SAMPLE);
-    let prompt = d.opt(&t, "train.eval.sample.prompt", text).unwrap_or_default();
+    let prompt = d.opt(&t, "train.eval.sample.prompt", word).unwrap_or_default();
     if prompt.is_empty() && d.clean(&[SAMPLE, "train.eval.sample.prompt"]) {
         d.refuse(
             SAMPLE,

@@ -100,7 +100,11 @@ fn filesystem(path: &Path) -> String {
 
 fn limits() -> BTreeMap<String, Option<u64>> {
     let limit = |resource| getrlimit(resource).ok().map(|(soft, _)| (soft != RLIM_INFINITY).then_some(soft));
-    let all = [("nofile", Resource::RLIMIT_NOFILE), ("memlock", Resource::RLIMIT_MEMLOCK)];
+    let all = [
+        ("nofile", Resource::RLIMIT_NOFILE),
+        ("nproc", Resource::RLIMIT_NPROC),
+        ("memlock", Resource::RLIMIT_MEMLOCK),
+    ];
     all.into_iter().filter_map(|(name, resource)| Some((name.to_owned(), limit(resource)?))).collect()
 }
 

@@ -173,6 +173,9 @@ async fn refusal(host: &Started, why: String, said: Option<tokio::task::JoinHand
         return refusal;
     }
     if let Some(Carrier::Connection(connection)) = host.agent.as_ref().ok().map(|a| &a.carrier) {
+        if let Some(refusal) = connection.why() {
+            return refusal;
+        }
         Connection::break_off(connection.as_ref());
     }
     let said = match said {

@@ -1,13 +1,18 @@
 //! What the answers mean: each thing that was looked at, how bad it is, and the next thing to do.
 use super::{Check, Checked, HostChecked, Level, ask::Asked};
 use crate::{cmd::plan::bytes, discover::hosts::ClusterHost, transport::ssh::Stage};
-use contract::{JobSpec, probe::NodeLook};
+use contract::{
+    JobSpec,
+    probe::{GpuLook, NodeLook},
+};
 use std::collections::BTreeSet;
 
 /// Clocks further apart than this make logs and timeouts hard to read, seconds.
 const MOST_SKEW: f64 = 1.0;
 /// Open files that a job's processes need, with room.
 const LEAST_FILES: u64 = 4096;
+/// Processes and threads, the same.
+const LEAST_PROCESSES: u64 = 4096;
 /// Of /dev/shm and of a disk, bytes.
 const LEAST_SHM: u64 = 1 << 30;
 const LEAST_DISK: u64 = 1 << 30;
@@ -72,27 +77,31 @@ fn way(asked: &Asked, remote: bool) -> Vec<Check> {
 /// One node by itself, and beside the first.
 fn node(job: &JobSpec, look: &NodeLook, first: Option<&NodeLook>, slots: Option<u32>) -> Vec<Check> {
     let mut checks = Vec::new();
-    for (dir, writable) in &look.writable {
+    for (what, (dir, writable)) in ["home", "cache"].into_iter().zip(&look.writable) {
         checks.push(match writable {
-            Ok(()) => ok("home", dir.display().to_string()),
+            Ok(()) => ok(what, dir.display().to_string()),
             Err(e) => bad(
                 Level::Warn,
-                "home",
+                what,
                 format!("{} can't be written: {e}", dir.display()),
                 "many programs keep caches there",
             ),
         });
     }
     let first = first.unwrap_or(look);
-    checks.push(match (look.arch == first.arch, look.executable == first.executable) {
-        (true, true) => ok("version", format!("{} {}", look.version, look.arch)),
-        (false, _) => bad(
+    let same = look.arch == first.arch;
+    checks.push(match same {
+        true => ok("architecture", look.arch.clone()),
+        false => bad(
             Level::Fail,
-            "version",
+            "architecture",
             format!("{} here, {} on {}", look.arch, first.arch, first.hostname),
             "hosts of one job have the same architecture",
         ),
-        (true, false) => bad(
+    });
+    checks.push(match same && look.executable != first.executable {
+        false => ok("version", look.version.clone()),
+        true => bad(
             Level::Fail,
             "version",
             format!("another executable than on {}", first.hostname),
@@ -180,7 +189,19 @@ fn gpus(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Vec<Check> {
         (Some((path, version)), _) => ok("nccl", format!("{version} ({path})")),
         (None, _) => ok("nccl", "not found by the loader (programs may bring their own)"),
     });
-    checks.extend(gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
+    checks.extend(gpu_memory(gpus));
+    checks
+}
+
+/// What is free, and who else computes there.
+fn gpu_memory(gpus: &GpuLook) -> Vec<Check> {
+    let least = gpus.gpus.iter().min_by_key(|g| g.memory_free);
+    let free = least.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty()));
+    if let Some(gpu) = free {
+        let found = format!("{} free of {} at least", bytes(gpu.memory_free), bytes(gpu.memory));
+        return vec![ok("gpu memory", found)];
+    }
+    let used = gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
         let pids: Vec<String> =
             g.processes.iter().map(|(pid, used)| format!("{pid} ({})", bytes(*used))).collect();
         let found = format!(
@@ -195,8 +216,8 @@ fn gpus(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Vec<Check> {
             found,
             "someone else computes there: wait, or leave the GPU out with `cluster.exclude`",
         )
-    }));
-    checks
+    });
+    used.collect()
 }
 
 fn limits(look: &NodeLook) -> Vec<Check> {
@@ -208,6 +229,14 @@ fn limits(look: &NodeLook) -> Vec<Check> {
                 bad(Level::Warn, "open files", shown(*limit), "raise `nofile` in /etc/security/limits.conf")
             }
             false => ok("open files", shown(*limit)),
+        });
+    }
+    if let Some(limit) = look.limits.get("nproc") {
+        checks.push(match limit.is_some_and(|n| n < LEAST_PROCESSES) {
+            true => {
+                bad(Level::Warn, "processes", shown(*limit), "raise `nproc` in /etc/security/limits.conf")
+            }
+            false => ok("processes", shown(*limit)),
         });
     }
     if let Some(limit) = look.limits.get("memlock") {
@@ -354,6 +383,21 @@ mod tests {
             (|a| a.noise = "hello".into(), vec![("login shell", Warn)]),
             (|a| a.look.as_mut().expect("look").shm = Some((64 << 20, 1)), vec![("/dev/shm", Warn)]),
             (|a| a.look.as_mut().expect("look").executable = "other".into(), vec![("version", Fail)]),
+            (|a| a.look.as_mut().expect("look").arch = "aarch64".into(), vec![("architecture", Fail)]),
+            (
+                |a| {
+                    let look = a.look.as_mut().expect("look");
+                    look.limits.extend([("nofile".to_owned(), Some(1024)), ("nproc".to_owned(), Some(64))]);
+                },
+                vec![("open files", Warn), ("processes", Warn)],
+            ),
+            (
+                |a| {
+                    let writable = |dir: &str| (dir.into(), Err("read-only".into()));
+                    a.look.as_mut().expect("look").writable = vec![writable("/root"), writable("/cache")];
+                },
+                vec![("home", Warn), ("cache", Warn)],
+            ),
             (|a| a.look.as_mut().expect("look").dirs[0].at = "/tmp".into(), vec![("logs", Fail)]),
             (|a| a.look.as_mut().expect("look").dirs[1].writable = Err("no".into()), vec![("logs", Fail)]),
             (
@@ -372,7 +416,7 @@ mod tests {
             ),
         ];
         for (index, (change, mut expected)) in with.into_iter().enumerate() {
-            if expected == [("logs", Fail)] && index == 5 {
+            if expected == [("logs", Fail)] && index == 8 {
                 expected = vec![("workdir", Fail)];
             }
             assert_eq!(told(change), expected, "case {index}");

@@ -13,6 +13,7 @@ pub(super) fn as_text(checked: &Checked) -> String {
     ];
     rows.extend(checked.hosts.iter().map(row));
     let mut text = table(&rows);
+    _ = writeln!(text, "\n{}", table(&summary(&checked.hosts)).trim_end());
     let all: Vec<(Option<&str>, &Check)> = checked
         .hosts
         .iter()
@@ -43,6 +44,49 @@ pub(super) fn as_text(checked: &Checked) -> String {
     let hosts = checked.hosts.len();
     _ = writeln!(text, "\n{}: {hosts} hosts, {fails} failed checks, {warns} warnings", checked.name);
     text
+}
+
+/// Every check that was made: on how many hosts it went how, and what was found there.
+fn summary(hosts: &[HostChecked]) -> Vec<Vec<String>> {
+    let mut rows = vec![["check", "hosts", "found"].map(str::to_owned).to_vec()];
+    let mut names: Vec<&str> = Vec::new();
+    for check in hosts.iter().flat_map(|h| &h.checks) {
+        if !names.contains(&check.what) {
+            names.push(check.what);
+        }
+    }
+    for what in names {
+        let of = |host: &HostChecked| {
+            let own = host.checks.iter().filter(|c| c.what == what);
+            own.max_by_key(|c| {
+                [Level::Ok, Level::Skipped, Level::Warn, Level::Fail].iter().position(|l| *l == c.level)
+            })
+            .cloned()
+        };
+        let all: Vec<Check> = hosts.iter().filter_map(of).collect();
+        let counts = [
+            (Level::Ok, "ok"),
+            (Level::Warn, "warning"),
+            (Level::Fail, "failed"),
+            (Level::Skipped, "skipped"),
+        ];
+        let counts = counts.map(|(level, word)| (all.iter().filter(|c| c.level == level).count(), word));
+        let counts: Vec<String> =
+            counts.iter().filter(|(n, _)| *n > 0).map(|(n, word)| format!("{n} {word}")).collect();
+        let mut found: Vec<&str> = all
+            .iter()
+            .filter(|c| c.level == Level::Ok && !c.found.is_empty())
+            .map(|c| c.found.as_str())
+            .collect();
+        found.dedup();
+        let found = match found[..] {
+            [] => String::new(),
+            [one] => one.to_owned(),
+            [first, .., last] => format!("{first} … {last}"),
+        };
+        rows.push(vec![what.to_owned(), counts.join(", "), printable(&found)]);
+    }
+    rows
 }
 
 fn count(all: &[(Option<&str>, &Check)], level: Level) -> usize {
@@ -107,4 +151,35 @@ pub(super) fn as_json(checked: &Checked) -> Value {
         "hosts": checked.hosts.iter().map(host).collect::<Vec<_>>(),
         "checks": checked.checks.iter().map(one).collect::<Vec<_>>(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_check_is_in_the_table() {
+        let check = |what: &'static str, level, found: &str| Check {
+            what,
+            level,
+            found: found.to_owned(),
+            hint: (level == Level::Fail).then(|| "mend it".to_owned()),
+        };
+        let host = |name: &str, checks| HostChecked { name: name.to_owned(), look: None, skew: None, checks };
+        let good = || vec![check("dns", Level::Ok, ""), check("driver", Level::Ok, "550")];
+        let bad =
+            vec![check("dns", Level::Fail, "n3: it can't be resolved"), check("driver", Level::Skipped, "")];
+        let hosts = vec![host("n1", good()), host("n2", good()), host("n3", bad)];
+        let checked = Checked { name: "job".to_owned(), hosts, checks: Vec::new() };
+        let rows: Vec<String> = summary(&checked.hosts).iter().map(|row| row.join("|")).collect();
+        assert_eq!(rows, ["check|hosts|found", "dns|2 ok, 1 failed|", "driver|2 ok, 1 skipped|550"]);
+        let text = as_text(&checked);
+        for part in [
+            "driver  2 ok, 1 skipped  550\n",
+            "failed:\n  dns: n3: it can't be resolved\n    help: mend it\n",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert_eq!(as_json(&checked)["hosts"][2]["checks"][0]["hint"], "mend it");
+    }
 }

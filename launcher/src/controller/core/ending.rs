@@ -34,7 +34,14 @@ impl Core {
                 self.state = State::Ending;
             }
             State::Running if self.suspect.is_none() => self.ask_to_stop(now, stop),
-            State::Running | State::Stopping(_) | State::Ending => {
+            State::Draining(false) if self.suspect.is_none() => {
+                // The workers stop already; a second request would end some programs without a save.
+                self.state = State::Stopping(stop);
+                self.notice(
+                    "the workers stop already, and aren't started again; a second signal kills them".into(),
+                );
+            }
+            State::Running | State::Draining(_) | State::Stopping(_) | State::Ending => {
                 self.not_again();
                 self.killed |= self.cause.is_none();
                 self.state = State::Ending;
@@ -46,21 +53,27 @@ impl Core {
 
     fn ask_to_stop(&mut self, now: Duration, stop: Stop) {
         self.state = State::Stopping(stop);
+        self.tell_to_stop(now);
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let name = match stop {
             Stop::Interrupt => "SIGINT",
             Stop::Terminate => "SIGTERM",
             Stop::Limit => "SIGUSR1, the time limit is near",
         };
-        let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
-        self.limit = (!builtin).then_some(now + grace + AGENT_LIMIT);
-        self.tell_all(&ToAgent::Stop { epoch: self.epoch, deadline_ms });
         self.notice(if builtin {
             format!("{name}: the workers save at the next step boundary and stop; a second signal kills them")
         } else {
             let grace = grace.as_secs_f64();
             format!("{name}: the workers got SIGTERM and have {grace} s; a second signal kills them")
         });
+    }
+
+    /// The built-in runtime saves and stops; programs get SIGTERM and their grace.
+    pub(super) fn tell_to_stop(&mut self, now: Duration) {
+        let (builtin, grace) = (self.setup.builtin, self.setup.grace);
+        let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
+        self.limit = (!builtin).then_some(now + grace + AGENT_LIMIT);
+        self.tell_all(&ToAgent::Stop { epoch: self.epoch, deadline_ms });
     }
 
     /// Somebody asked for the end: the restart that was to come doesn't.
@@ -122,7 +135,7 @@ impl Core {
         ((x ^ (x >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    fn kill(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
+    pub(super) fn kill(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (epoch, grace_ms) = (self.epoch, grace.as_millis() as u64);
         self.tell_all(&ToAgent::Kill { epoch, reason: reason.to_owned(), grace_ms, stacks });
         let limit = now + grace + AGENT_LIMIT;
@@ -176,7 +189,8 @@ impl Core {
     }
 
     pub(super) fn finish(&mut self, now: Duration) {
-        let running = matches!(self.state, State::Running | State::Stopping(_) | State::Ending);
+        let running =
+            matches!(self.state, State::Running | State::Draining(_) | State::Stopping(_) | State::Ending);
         if !running || self.active > 0 {
             return;
         }
@@ -184,6 +198,9 @@ impl Core {
         self.report_failure(now + TAIL_LIMIT);
         if let Some(pause) = self.restart.take() {
             return self.rest(now, pause);
+        }
+        if matches!(self.state, State::Draining(_)) && !self.all_done() {
+            return self.rest(now, Duration::ZERO);
         }
         self.state = State::Over;
         let outcome = self.outcome();
@@ -201,12 +218,15 @@ impl Core {
         self.state = State::Resting(self.next_start(now, pause));
     }
 
-    fn outcome(&mut self) -> Outcome {
+    /// Built-in workers that were all done before they saw a request to stop were not stopped. A program's exit code says
+    /// nothing of it.
+    fn all_done(&self) -> bool {
         let done = |w: &Worker| matches!(w.ended, Some((ExitStatus::Code(0), _)));
-        // Built-in workers that were all done before they saw the request were not stopped.
-        let all_done =
-            self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(done) && !self.killed;
-        let asked = self.asked.filter(|_| !all_done);
+        self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(done) && !self.killed
+    }
+
+    fn outcome(&mut self) -> Outcome {
+        let asked = self.asked.filter(|_| !self.all_done());
         let (exit_code, stopped) = match (&self.cause, asked) {
             (Some(cause), _) => (cause.exit_code, false),
             (None, Some(stop)) => (stop.exit_code(), true),

@@ -35,6 +35,10 @@ pub(super) struct Node {
     /// Starts that it ended.
     pub(super) failures: u32,
     pub(super) left_out: bool,
+    /// The list of hosts has it no more.
+    pub(super) unlisted: bool,
+    /// That it is used all the same was told.
+    pub(super) kept: bool,
     /// A lost one: when no process of it can live any more.
     pub(super) cool_at: Duration,
     /// It may have processes of this epoch.
@@ -86,9 +90,13 @@ impl Core {
     pub(super) fn greet(&mut self, now: Duration, id: NodeId) {
         let node = &mut self.nodes[id];
         (node.link, node.heard, node.pid) = (Link::Greeting, now, 0);
-        self.greeting += 1;
         self.watch(id);
         self.out.push(Output::Tell(id, ToAgent::Hello { version: VERSION }));
+    }
+
+    pub(super) fn start_agent(&mut self, now: Duration, id: NodeId) {
+        self.out.push(Output::StartAgent(id));
+        self.greet(now, id);
     }
 
     pub(super) fn hello(&mut self, now: Duration, id: NodeId, version: u32, pid: u32, found: HostFacts) {
@@ -98,7 +106,6 @@ impl Core {
         }
         (node.link, node.pid) = (Link::Joined, pid);
         node.host.clone_from(&found.host);
-        self.greeting -= 1;
         // The lease of a joined agent is shorter than the limit of its hello.
         self.watch(id);
         if version != VERSION {
@@ -114,6 +121,7 @@ impl Core {
             self.out.push(Output::Tell(id, ToAgent::Beat));
         }
         self.out.push(Output::Found(id, found));
+        self.release(now);
         self.try_prepare(now);
     }
 
@@ -227,10 +235,10 @@ impl Core {
 
     pub(super) fn agent_gone(&mut self, now: Duration, id: NodeId, how: &str) {
         let before = self.nodes[id].link;
-        if before == Link::Lost {
+        // One that was let go may leave.
+        if matches!(before, Link::Lost | Link::Away) {
             return;
         }
-        self.greeting -= usize::from(before == Link::Greeting);
         let remote = self.setup.hosts[id].remote;
         let node = &mut self.nodes[id];
         node.link = Link::Lost;
@@ -276,6 +284,7 @@ impl Core {
                     self.fail(now, cause(exit::CLUSTER));
                 }
             }
+            State::Draining(_) if was_active && self.nodes[id].unlisted => self.cut_short(now, &text),
             _ if was_active => self.fail(now, cause(exit::FAILED)),
             State::Over => {}
             State::Resting(until) => {
@@ -349,15 +358,15 @@ impl Core {
         }
         let usable = self.nodes.iter().filter(|n| n.link == Link::Joined && !n.left_out).count();
         if usable < self.setup.use_hosts {
-            let lost = |id: &NodeId| {
+            let absent = |id: &NodeId| {
                 let node = &self.nodes[*id];
-                node.link == Link::Lost && !node.left_out && now >= node.cool_at
+                matches!(node.link, Link::Lost | Link::Away) && !node.left_out && now >= node.cool_at
             };
-            for id in (0..self.nodes.len()).filter(lost).collect::<Vec<_>>() {
-                self.out.push(Output::StartAgent(id));
-                self.greet(now, id);
+            for id in (0..self.nodes.len()).filter(absent).collect::<Vec<_>>() {
+                self.start_agent(now, id);
             }
         }
+        self.release(now);
         self.try_prepare(now);
     }
 

@@ -23,7 +23,7 @@ impl Core {
     /// A message of this epoch.
     pub(super) fn news(&mut self, now: Duration, node: NodeId, message: FromAgent) {
         match message {
-            FromAgent::Started { rank, pid, .. } => self.started(node, rank, pid),
+            FromAgent::Started { rank, pid, .. } => self.started(now, node, rank, pid),
             FromAgent::Exited { rank, pid, status, oom, tail, error, .. } => {
                 self.exited(now, node, Exit { rank, pid, status, oom, tail, error });
             }
@@ -62,13 +62,14 @@ impl Core {
         }
     }
 
-    fn started(&mut self, node: NodeId, rank: Rank, pid: u32) {
+    fn started(&mut self, now: Duration, node: NodeId, rank: Rank, pid: u32) {
         let Some(worker) = self.worker(node, rank).filter(|w| w.pid.is_none() && w.ended.is_none()) else {
             return;
         };
         worker.pid = Some(pid);
         self.nodes[node].alive += 1;
         self.alive += 1;
+        self.release(now);
     }
 
     fn event(&mut self, event: Event) {
@@ -114,7 +115,8 @@ impl Core {
 
     fn exited(&mut self, now: Duration, node: NodeId, exit: Exit) {
         let Exit { rank, pid, status, oom, tail, error } = exit;
-        let (builtin, stopping) = (self.setup.builtin, matches!(self.state, State::Stopping(_)));
+        let stopping = matches!(self.state, State::Stopping(_) | State::Draining(_));
+        let (builtin, cut) = (self.setup.builtin, self.state == State::Draining(true));
         let Some(worker) = self.worker(node, rank).filter(|w| w.ended.is_none()) else { return };
         let (was_alive, was_still) = (worker.alive(), worker.still.take().is_some());
         (worker.pid, worker.ended, worker.oom) = (Some(pid), Some((status, tail)), oom);
@@ -129,6 +131,7 @@ impl Core {
         };
         match (status, meaning) {
             (ExitStatus::Code(0), _) => {}
+            _ if cut => {}
             (_, Some(WorkerExit::Stopped)) if stopping => {}
             _ if stopping && !builtin => {}
             (_, Some(WorkerExit::Aborted)) => {
@@ -180,7 +183,9 @@ impl Core {
 
     /// A failure that another one, not yet seen, has caused.
     fn suspect(&mut self, now: Duration, cause: Cause) {
-        if matches!(self.state, State::Running | State::Stopping(_)) && self.suspect.is_none() {
+        if matches!(self.state, State::Running | State::Stopping(_) | State::Draining(false))
+            && self.suspect.is_none()
+        {
             self.suspect = Some((cause, now + BETTER_CAUSE));
         }
     }

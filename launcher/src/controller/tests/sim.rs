@@ -64,6 +64,12 @@ pub(super) enum Fault {
     /// kill -9 of the controller.
     ControllerKilled,
     Interrupt,
+    /// A host is added to the list.
+    HostAdded,
+    /// A host is taken from the list.
+    HostUnlisted(NodeId),
+    /// One that was taken from it is in it again.
+    HostListed(NodeId),
 }
 
 #[derive(Clone, Debug)]
@@ -136,6 +142,8 @@ pub(super) struct World {
     core: Core,
     controller_alive: bool,
     hosts: Vec<Host>,
+    /// By host: the list names it.
+    listed: Vec<bool>,
     numbers: u32,
     /// The plan of this epoch, by node.
     plans: Vec<(NodeId, NodePlan)>,
@@ -149,6 +157,8 @@ pub(super) struct World {
     pub(super) spent: Duration,
     tick_at: Duration,
     pub(super) injected: Vec<Fault>,
+    /// What must not be.
+    pub(super) wrong: Option<String>,
     max_pid: u32,
 }
 
@@ -162,6 +172,7 @@ impl World {
             grace: Duration::from_secs(3),
             restarts: scene.restarts,
             use_hosts: scene.use_hosts,
+            use_all: scene.use_hosts == scene.hosts && scene.min_hosts < scene.use_hosts,
             min_hosts: scene.min_hosts,
             seed: scene.seed,
         };
@@ -174,6 +185,7 @@ impl World {
             core: Core::new(setup),
             controller_alive: true,
             hosts: (0..scene.hosts).map(|_| Host::default()).collect(),
+            listed: vec![true; scene.hosts],
             numbers: 0,
             plans: Vec::new(),
             preparing: None,
@@ -184,6 +196,7 @@ impl World {
             spent: Duration::ZERO,
             tick_at: Duration::MAX,
             injected: Vec::new(),
+            wrong: None,
             max_pid: 100,
             scene,
         };
@@ -504,8 +517,11 @@ impl World {
                 Output::StartAgent(node) => self.start_agent(node),
                 // workers of the simulation have no collectives
                 Output::Introduce { .. } => {}
-                Output::KillAgent(node) => self.break_link(node),
-                Output::Event(event) => self.told.push(event),
+                Output::KillAgent(node) | Output::ReleaseAgent(node) => self.break_link(node),
+                Output::Event(event) => {
+                    self.placed(&event);
+                    self.told.push(event);
+                }
                 Output::End(outcome) => {
                     self.outcome = Some(outcome);
                     self.ended_at = self.now;
@@ -519,6 +535,15 @@ impl World {
         {
             self.tick_at = due;
             self.at(due, What::ControllerTick);
+        }
+    }
+
+    /// A host that isn't listed is used only where it is needed.
+    fn placed(&mut self, event: &Event) {
+        let Event::Placed { hosts, .. } = event else { return };
+        let unlisted = |name: &String| name[1..].parse::<usize>().is_ok_and(|node| !self.listed[node]);
+        if hosts.len() > self.scene.min_hosts && hosts.iter().any(unlisted) {
+            self.wrong = Some(format!("placed on {hosts:?} at {:?}, listed are {:?}", self.now, self.listed));
         }
     }
 
@@ -631,11 +656,31 @@ impl World {
                 self.tell_controller(Input::Stop(Stop::Interrupt));
                 true
             }
+            Fault::HostAdded => {
+                self.hosts.push(Host::default());
+                let added =
+                    vec![HostSetup { name: format!("h{}", self.listed.len()), remote: self.scene.remote }];
+                let listed = self.listed.clone();
+                self.listed.push(true);
+                self.tell_controller(Input::Hosts { added, listed });
+                true
+            }
+            Fault::HostUnlisted(node) => self.list(node, false),
+            Fault::HostListed(node) => self.list(node, true),
         };
         if happened {
             self.injected.push(fault);
         }
         Ok(())
+    }
+
+    /// `false`: that was so before.
+    fn list(&mut self, node: NodeId, listed: bool) -> bool {
+        let changes = std::mem::replace(&mut self.listed[node], listed) != listed;
+        if changes {
+            self.tell_controller(Input::Hosts { added: Vec::new(), listed: self.listed.clone() });
+        }
+        changes
     }
 
     /// A worker of the newest epoch ends by itself; `false`: it doesn't live.

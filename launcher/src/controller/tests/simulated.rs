@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Seeds tried in one run.
 const SEEDS: u64 = 2000;
 /// However bad: silence, cooling, late agents, and that for each restart.
-const LONGEST: Duration = Duration::from_secs(1200);
+pub(super) const LONGEST: Duration = Duration::from_secs(1200);
 
 fn scene(seed: u64) -> Scene {
     let mut chance = Chance::new(seed ^ 0x5eed);
@@ -19,7 +19,7 @@ fn scene(seed: u64) -> Scene {
     let world = use_hosts as u64 * u64::from(local);
     let mut fault = || {
         let (node, rank) = (chance.below(hosts as u64) as usize, chance.below(world) as u32);
-        let fault = match chance.below(14) {
+        let fault = match chance.below(19) {
             0 | 1 => Fault::WorkerExits(rank, 1 + chance.below(60) as u8),
             2 | 3 => Fault::WorkerKilled(rank),
             4 | 5 => Fault::AgentKilled(node),
@@ -28,6 +28,9 @@ fn scene(seed: u64) -> Scene {
             9 => Fault::HostDies(node),
             10 | 11 => Fault::HostFreezes(node, 500 + chance.below(30_000)),
             12 => Fault::ControllerKilled,
+            13 | 14 => Fault::HostAdded,
+            15 | 16 => Fault::HostUnlisted(node),
+            17 => Fault::HostListed(node),
             _ => Fault::Interrupt,
         };
         (Duration::from_millis(chance.below(40_000)), fault)
@@ -58,7 +61,10 @@ fn play(seed: u64) -> Result<World, String> {
     Ok(world)
 }
 
-fn check(world: &World, scene: &Scene) -> Result<(), String> {
+pub(super) fn check(world: &World, scene: &Scene) -> Result<(), String> {
+    if let Some(wrong) = &world.wrong {
+        return Err(wrong.clone());
+    }
     let killed = world.injected.contains(&Fault::ControllerKilled);
     if world.outcome.is_none() && !killed {
         return Err(format!("the job did not end within {LONGEST:?}"));
@@ -101,6 +107,9 @@ fn the_only_fault_is_the_cause(world: &World) -> Result<(), String> {
         }
         (Fault::WorkerKilled(r), Some((rank, _, cause))) => *rank == Some(r) && cause.contains("SIGKILL"),
         (Fault::Interrupt | Fault::ControllerKilled, told) => told.is_none(),
+        (Fault::HostAdded | Fault::HostUnlisted(_) | Fault::HostListed(_), told) => {
+            told.is_none() && world.outcome.as_ref().is_some_and(|o| o.exit_code == 0)
+        }
         // A spare, or a host whose part was over, costs nothing; a short freeze neither.
         (Fault::WorkerExits(..) | Fault::WorkerKilled(_), None) => false,
         (_, None) => true,
@@ -151,7 +160,7 @@ fn whatever_goes_wrong_the_job_ends_with_one_true_cause() {
     );
 }
 
-fn calm(hosts: usize, faults: Vec<(Duration, Fault)>) -> Scene {
+pub(super) fn calm(hosts: usize, faults: Vec<(Duration, Fault)>) -> Scene {
     Scene {
         seed: 7,
         hosts,

@@ -122,8 +122,8 @@ const FP8: &[(&str, &[&str], &str)] = &[
     ("AMAX_HISTORY_LEN", &["amax_history_len", "amax_history_length"], "1024"),
     ("AMAX_COMPUTE_ALGO", &["amax_compute_algo", "amax_compute_algorithm"], "most_recent"),
     ("OPT_LEVEL", &["opt_level", "optimization_level"], "O2"),
-    ("ENABLE_FSDP_FLOAT8_ALL_GATHER", &["enable_fsdp_float8_all_gather"], "true"),
-    ("PAD_INNER_DIM", &["pad_inner_dim"], "true"),
+    ("ENABLE_FSDP_FLOAT8_ALL_GATHER", &["enable_fsdp_float8_all_gather"], "1"),
+    ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
 /// All variables of a config. Does a section of it name the hosts?
@@ -211,21 +211,26 @@ fn precision(draft: &mut Draft, keys: &mut Keys<'_>) -> Option<String> {
 }
 
 fn fp8(draft: &mut Draft, keys: &mut Keys<'_>) {
-    let Some(mut part) = keys.section("fp8_config") else { return };
+    let mut part = keys.section("fp8_config");
     for (end, names, default) in FP8 {
         let spellings = names.iter().flat_map(|name| [(*name).to_owned(), format!("fp8_{name}")]);
-        let given: Vec<String> = spellings.filter_map(|name| part.text(&name)).collect();
+        let given: Vec<String> = spellings.filter_map(|name| part.as_mut()?.text(&name)).collect();
         let value = given.first().map_or(*default, String::as_str);
         if !value.is_empty() {
             draft.env("fp8_config", &format!("ACCELERATE_FP8_{end}"), value);
         }
     }
+    let ends = ["FPROP", "DGRAD", "WGRAD"].map(|end| format!("ACCELERATE_FP8_OVERRIDE_{end}"));
+    for end in &ends {
+        draft.env("fp8_config", end, "False");
+    }
+    let Some(mut part) = part else { return };
     for name in ["override_linear_precision", "fp8_override_linear_precision"] {
         let Some(item) = part.take(name) else { continue };
         match &item.value {
             contract::job::ItemValue::List(three) if three.len() == 3 => {
-                for (end, item) in ["FPROP", "DGRAD", "WGRAD"].iter().zip(three) {
-                    draft.env(name, &format!("ACCELERATE_FP8_OVERRIDE_{end}"), &wording::python(item));
+                for (end, item) in ends.iter().zip(three) {
+                    draft.env(name, end, &wording::python(item));
                 }
             }
             _ => part.refuse(name, item, "a list of three"),

@@ -49,6 +49,11 @@ impl Given {
         value
     }
 
+    /// The same, left there.
+    pub(super) fn shown(&self, name: &str) -> Option<&str> {
+        self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
+    }
+
     pub(super) fn flag(&mut self, name: &str) -> bool {
         self.value(name).is_some()
     }
