@@ -4,6 +4,8 @@ pub mod check;
 pub mod data;
 pub mod error;
 pub mod experts;
+mod gpu;
+mod gpu_check;
 pub mod life;
 pub mod model;
 mod network;
@@ -22,4 +24,5 @@ pub mod trained;
 pub mod zero;
 
 pub use check::Judge;
+pub use gpu_check::main as gpu_check;
 pub use life::main;

@@ -62,6 +62,18 @@ pub const VISIBLE_DEVICES: [&str; 3] = [CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICE
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 /// Read: the user's home directory.
 pub const HOME: &str = "HOME";
+/// Read: where caches lie (XDG base directories).
+pub const XDG_CACHE_HOME: &str = "XDG_CACHE_HOME";
+/// Read: folders of libraries, where CUDA's are looked for.
+pub const LD_LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
+/// Read: the active Python environment, whose packages bring CUDA's libraries.
+pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
+/// Read: the active Conda environment, likewise.
+pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
+/// Read: where a CUDA toolkit lies.
+pub const CUDA_HOME: &str = "CUDA_HOME";
+/// The same under its older name.
+pub const CUDA_PATH: &str = "CUDA_PATH";
 
 /// Does a variable of this name hold what nobody may read?
 pub fn looks_secret(name: &str) -> bool {

@@ -9,6 +9,7 @@ use device::{View, ViewMut};
 
 mod call;
 pub mod local;
+pub mod nccl;
 pub mod shm;
 mod sum;
 pub mod tcp;

@@ -1,8 +1,11 @@
 //! Crate `device`: buffers, and the forward and backward of every op, on each kind of device.
 pub mod cpu;
+pub mod cuda;
 pub mod mem;
 pub mod ops;
+pub mod parity;
 
 pub use cpu::Cpu;
+pub use cuda::Cuda;
 pub use mem::{Buf, Dtype, View, ViewMut};
 pub use ops::Ops;

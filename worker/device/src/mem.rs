@@ -2,7 +2,7 @@
 //!
 //! A view is an address, a length, an element type and a lifetime, so the same op signatures serve host and device memory
 //! and every precision. On the CPU backend a view of `f32` *is* a slice: [`View::host`] costs nothing.
-use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull};
+use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 
 /// Alignment of every buffer, bytes: one cache line, one AVX-512 register.
 pub const ALIGN: usize = 64;
@@ -28,11 +28,19 @@ impl Dtype {
     }
 }
 
-/// An owned, 64-byte aligned, zero-initialised buffer on the host.
+/// Memory that isn't the host's, to which buffers on it are given back.
+pub(crate) trait Memory: Send + Sync {
+    /// Takes back what a buffer had: its address and bytes.
+    fn take_back(&self, address: u64, bytes: usize);
+}
+
+/// An owned, zero-initialised buffer: on the host (64-byte aligned) or in the memory of a card.
 pub struct Buf {
     ptr: NonNull<u8>,
     len: usize,
     dtype: Dtype,
+    /// None: the host.
+    home: Option<Arc<dyn Memory>>,
 }
 
 // SAFETY: Buf owns its memory exclusively, as Vec<f32> does.
@@ -50,13 +58,19 @@ impl Buf {
     /// `len` zeros of this type.
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
-            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype };
+            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, home: None };
         }
         let layout = Self::layout(len, dtype);
         // SAFETY: the layout's size is not zero.
         let raw = unsafe { alloc::alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { alloc::handle_alloc_error(layout) };
-        Buf { ptr, len, dtype }
+        Buf { ptr, len, dtype, home: None }
+    }
+
+    /// A buffer over memory that `home` gave for it; no elements need no memory.
+    pub(crate) fn on(home: Arc<dyn Memory>, address: u64, dtype: Dtype, len: usize) -> Self {
+        let ptr = NonNull::new(address as *mut u8).unwrap_or(NonNull::<u64>::dangling().cast());
+        Buf { ptr, len, dtype, home: Some(home) }
     }
 
     /// A copy of `src`.
@@ -98,12 +112,24 @@ impl Buf {
 
     /// All of it, to read.
     pub fn view(&self) -> View<'_> {
-        View { ptr: self.ptr.as_ptr(), len: self.len, dtype: self.dtype, life: PhantomData }
+        View {
+            ptr: self.ptr.as_ptr(),
+            len: self.len,
+            dtype: self.dtype,
+            on_host: self.home.is_none(),
+            life: PhantomData,
+        }
     }
 
     /// All of it, to write.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        ViewMut { ptr: self.ptr.as_ptr(), len: self.len, dtype: self.dtype, life: PhantomData }
+        ViewMut {
+            ptr: self.ptr.as_ptr(),
+            len: self.len,
+            dtype: self.dtype,
+            on_host: self.home.is_none(),
+            life: PhantomData,
+        }
     }
 
     /// The elements of a buffer of `f32`, host memory only.
@@ -127,7 +153,12 @@ impl Default for Buf {
 
 impl Drop for Buf {
     fn drop(&mut self) {
-        if self.len > 0 {
+        if self.len == 0 {
+            return;
+        }
+        if let Some(home) = &self.home {
+            home.take_back(self.ptr.as_ptr() as u64, self.len * self.dtype.size());
+        } else {
             // SAFETY: allocated in `zeroed_as` with this layout.
             unsafe { alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len, self.dtype)) }
         }
@@ -138,6 +169,12 @@ impl std::fmt::Debug for Buf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Buf[{} {:?}]", self.len, self.dtype)
     }
+}
+
+/// Stops the program when memory of a card is used as the host's.
+#[track_caller]
+fn expect_host(on_host: bool) {
+    assert!(on_host, "a buffer in a GPU's memory is used as the host's");
 }
 
 /// Stops the program when elements are asked for as a type that they are not.
@@ -152,6 +189,7 @@ pub struct View<'a> {
     ptr: *const u8,
     len: usize,
     dtype: Dtype,
+    on_host: bool,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -176,6 +214,11 @@ impl<'a> View<'a> {
         self.dtype
     }
 
+    /// Where it begins, and whether that is the host's memory.
+    pub(crate) fn address(&self) -> (u64, bool) {
+        (self.ptr as u64, self.on_host)
+    }
+
     /// A part of it. Panics when the range is outside, as slicing does.
     pub fn slice(self, r: Range<usize>) -> View<'a> {
         assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} outside 0..{}", self.len);
@@ -186,6 +229,7 @@ impl<'a> View<'a> {
     /// The elements of a view of `f32`, host memory only.
     #[track_caller]
     pub fn host(self) -> &'a [f32] {
+        expect_host(self.on_host);
         expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
         // SAFETY: made from f32s of this length that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
@@ -194,6 +238,7 @@ impl<'a> View<'a> {
     /// The elements of a 16-bit view as they are, host memory only.
     #[track_caller]
     pub fn halves(self) -> &'a [u16] {
+        expect_host(self.on_host);
         expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
         // SAFETY: made from a 16-bit buffer of this length that outlives 'a; buffers are aligned.
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
@@ -201,6 +246,7 @@ impl<'a> View<'a> {
 
     /// Its bytes, host memory only.
     pub fn bytes(self) -> &'a [u8] {
+        expect_host(self.on_host);
         // SAFETY: elements have no padding and outlive 'a.
         unsafe { std::slice::from_raw_parts(self.ptr, self.len * self.dtype.size()) }
     }
@@ -208,7 +254,7 @@ impl<'a> View<'a> {
 
 impl<'a> From<&'a [f32]> for View<'a> {
     fn from(s: &'a [f32]) -> Self {
-        View { ptr: s.as_ptr().cast(), len: s.len(), dtype: Dtype::F32, life: PhantomData }
+        View { ptr: s.as_ptr().cast(), len: s.len(), dtype: Dtype::F32, on_host: true, life: PhantomData }
     }
 }
 
@@ -217,6 +263,7 @@ pub struct ViewMut<'a> {
     ptr: *mut u8,
     len: usize,
     dtype: Dtype,
+    on_host: bool,
     life: PhantomData<&'a mut [u8]>,
 }
 
@@ -253,23 +300,30 @@ impl<'a> ViewMut<'a> {
         assert!(mid <= self.len, "split at {mid} outside 0..{}", self.len);
         // SAFETY: inside the allocation; the parts don't overlap.
         let behind = unsafe { self.ptr.add(mid * self.dtype.size()) };
-        let rest = ViewMut { ptr: behind, len: self.len - mid, dtype: self.dtype, life: PhantomData };
+        let rest = ViewMut {
+            ptr: behind,
+            len: self.len - mid,
+            dtype: self.dtype,
+            on_host: self.on_host,
+            life: PhantomData,
+        };
         (ViewMut { len: mid, ..self }, rest)
     }
 
     /// The same range for a shorter time.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
-        ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, life: PhantomData }
+        ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
     /// The same range, to read.
     pub fn as_view(&self) -> View<'_> {
-        View { ptr: self.ptr, len: self.len, dtype: self.dtype, life: PhantomData }
+        View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
     /// The elements of a view of `f32`, host memory only.
     #[track_caller]
     pub fn host(self) -> &'a mut [f32] {
+        expect_host(self.on_host);
         expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
         // SAFETY: made from exclusive f32s of this length that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
@@ -278,6 +332,7 @@ impl<'a> ViewMut<'a> {
     /// The elements of a 16-bit view as they are, host memory only.
     #[track_caller]
     pub fn halves(self) -> &'a mut [u16] {
+        expect_host(self.on_host);
         expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
         // SAFETY: made from an exclusive 16-bit buffer of this length that outlives 'a; buffers are aligned.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
@@ -285,6 +340,7 @@ impl<'a> ViewMut<'a> {
 
     /// Its bytes, host memory only; every pattern of bits is an element.
     pub fn bytes(self) -> &'a mut [u8] {
+        expect_host(self.on_host);
         // SAFETY: elements have no padding, any bytes are elements, and the range is exclusive for 'a.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len * self.dtype.size()) }
     }
@@ -292,6 +348,12 @@ impl<'a> ViewMut<'a> {
 
 impl<'a> From<&'a mut [f32]> for ViewMut<'a> {
     fn from(s: &'a mut [f32]) -> Self {
-        ViewMut { ptr: s.as_mut_ptr().cast(), len: s.len(), dtype: Dtype::F32, life: PhantomData }
+        ViewMut {
+            ptr: s.as_mut_ptr().cast(),
+            len: s.len(),
+            dtype: Dtype::F32,
+            on_host: true,
+            life: PhantomData,
+        }
     }
 }

@@ -337,7 +337,7 @@ fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
 
 /// `{optimizer: path}`
 fn offload(node: &Node) -> Read<PathBuf> {
-    const WHAT: &str = "`none` or `{optimizer: path}`";
+    const WHAT: &str = "`{optimizer: path}`";
     match &node.value {
         Value::Map(entries) => match entries.as_slice() {
             [only] if only.key == "optimizer" => path(&only.value),

@@ -1,0 +1,169 @@
+//! The functions of CUDA's libraries that are used, as their headers declare them (CUDA 12 and 13), found by name when a
+//! library is opened. Status codes stay numbers: a newer library may return ones that no list here knows.
+use super::CudaError;
+use super::libs::Found;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+macro_rules! library {
+    ($(#[$doc:meta])* $library:ident { $(fn $function:ident($($type:ty),* $(,)?) -> $result:ty;)* }) => {
+        $(#[$doc])*
+        #[allow(non_snake_case)]
+        pub(super) struct $library {
+            $(pub(super) $function: unsafe extern "C" fn($($type),*) -> $result,)*
+            /// Open as long as its functions can be called.
+            _library: libloading::Library,
+        }
+
+        impl $library {
+            /// Every function, or the name of the first that this library lacks.
+            pub(super) fn of(found: Found) -> Result<Self, CudaError> {
+                let Found { library, path } = found;
+                Ok($library {
+                    $($function: {
+                        let name = concat!(stringify!($function), "\0").as_bytes();
+                        // SAFETY: the header declares the function so.
+                        let symbol = unsafe { library.get::<unsafe extern "C" fn($($type),*) -> $result>(name) };
+                        match symbol {
+                            Ok(symbol) => *symbol,
+                            Err(_) => {
+                                let missing = stringify!($function);
+                                return Err(CudaError::TooOld {
+                                    what: format!("{} has no {missing}", path.display()),
+                                    needed: "CUDA 12 or newer".to_owned(),
+                                });
+                            }
+                        }
+                    },)*
+                    _library: library,
+                })
+            }
+        }
+    };
+}
+
+/// An address on a card.
+pub(super) type Address = u64;
+/// A context, stream, event, module, function or pool: what it points to is the library's.
+pub(super) type Handle = *mut c_void;
+
+library! {
+    /// `libcuda.so.1`
+    Driver {
+        fn cuInit(c_uint) -> c_int;
+        fn cuDriverGetVersion(*mut c_int) -> c_int;
+        fn cuGetErrorName(c_int, *mut *const c_char) -> c_int;
+        fn cuGetErrorString(c_int, *mut *const c_char) -> c_int;
+        fn cuDeviceGetCount(*mut c_int) -> c_int;
+        fn cuDeviceGet(*mut c_int, c_int) -> c_int;
+        fn cuDeviceGetName(*mut c_char, c_int, c_int) -> c_int;
+        fn cuDeviceTotalMem_v2(*mut usize, c_int) -> c_int;
+        fn cuDeviceGetAttribute(*mut c_int, c_int, c_int) -> c_int;
+        fn cuDevicePrimaryCtxRetain(*mut Handle, c_int) -> c_int;
+        fn cuDevicePrimaryCtxRelease_v2(c_int) -> c_int;
+        fn cuCtxSetCurrent(Handle) -> c_int;
+        fn cuDeviceGetDefaultMemPool(*mut Handle, c_int) -> c_int;
+        fn cuMemPoolSetAttribute(Handle, c_int, *mut c_void) -> c_int;
+        fn cuStreamCreate(*mut Handle, c_uint) -> c_int;
+        fn cuStreamDestroy_v2(Handle) -> c_int;
+        fn cuStreamSynchronize(Handle) -> c_int;
+        fn cuMemAllocAsync(*mut Address, usize, Handle) -> c_int;
+        fn cuMemFreeAsync(Address, Handle) -> c_int;
+        fn cuMemGetInfo_v2(*mut usize, *mut usize) -> c_int;
+        fn cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle) -> c_int;
+        fn cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle) -> c_int;
+        fn cuMemsetD8Async(Address, u8, usize, Handle) -> c_int;
+        fn cuModuleLoadData(*mut Handle, *const c_void) -> c_int;
+        fn cuModuleGetFunction(*mut Handle, Handle, *const c_char) -> c_int;
+        fn cuFuncSetAttribute(Handle, c_int, c_int) -> c_int;
+        fn cuLaunchKernel(
+            Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void,
+        ) -> c_int;
+    }
+}
+
+/// CU_DEVICE_ATTRIBUTE_…
+pub(super) const MULTIPROCESSORS: c_int = 16;
+pub(super) const CAPABILITY_MAJOR: c_int = 75;
+pub(super) const CAPABILITY_MINOR: c_int = 76;
+pub(super) const SHARED_PER_BLOCK: c_int = 97;
+pub(super) const MEMORY_POOLS: c_int = 115;
+/// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+pub(super) const DYNAMIC_SHARED: c_int = 8;
+/// CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+pub(super) const RELEASE_THRESHOLD: c_int = 4;
+/// CU_STREAM_NON_BLOCKING
+pub(super) const NON_BLOCKING: c_uint = 1;
+/// CUDA_ERROR_OUT_OF_MEMORY
+pub(super) const OUT_OF_MEMORY: c_int = 2;
+
+library! {
+    /// `libnvrtc.so`
+    Compiler {
+        fn nvrtcVersion(*mut c_int, *mut c_int) -> c_int;
+        fn nvrtcGetErrorString(c_int) -> *const c_char;
+        fn nvrtcGetNumSupportedArchs(*mut c_int) -> c_int;
+        fn nvrtcGetSupportedArchs(*mut c_int) -> c_int;
+        fn nvrtcCreateProgram(
+            *mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char,
+        ) -> c_int;
+        fn nvrtcDestroyProgram(*mut Handle) -> c_int;
+        fn nvrtcCompileProgram(Handle, c_int, *const *const c_char) -> c_int;
+        fn nvrtcGetCUBINSize(Handle, *mut usize) -> c_int;
+        fn nvrtcGetCUBIN(Handle, *mut c_char) -> c_int;
+        fn nvrtcGetProgramLogSize(Handle, *mut usize) -> c_int;
+        fn nvrtcGetProgramLog(Handle, *mut c_char) -> c_int;
+    }
+}
+
+library! {
+    /// `libcublasLt.so`
+    Blas {
+        fn cublasLtGetVersion() -> usize;
+        fn cublasLtGetStatusString(c_int) -> *const c_char;
+        fn cublasLtCreate(*mut Handle) -> c_int;
+        fn cublasLtDestroy(Handle) -> c_int;
+        fn cublasLtMatmulDescCreate(*mut Handle, c_int, c_int) -> c_int;
+        fn cublasLtMatmulDescDestroy(Handle) -> c_int;
+        fn cublasLtMatmulDescSetAttribute(Handle, c_int, *const c_void, usize) -> c_int;
+        fn cublasLtMatrixLayoutCreate(*mut Handle, c_int, u64, u64, i64) -> c_int;
+        fn cublasLtMatrixLayoutDestroy(Handle) -> c_int;
+        fn cublasLtMatmulPreferenceCreate(*mut Handle) -> c_int;
+        fn cublasLtMatmulPreferenceDestroy(Handle) -> c_int;
+        fn cublasLtMatmulPreferenceSetAttribute(Handle, c_int, *const c_void, usize) -> c_int;
+        fn cublasLtMatmulAlgoGetHeuristic(
+            Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut Heuristic, *mut c_int,
+        ) -> c_int;
+        fn cublasLtMatmul(
+            Handle, Handle, *const c_void, Address, Handle, Address, Handle, *const c_void, Address, Handle, Address,
+            Handle, *const Algorithm, Address, usize, Handle,
+        ) -> c_int;
+    }
+}
+
+/// cublasLtMatmulAlgo_t
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct Algorithm([u64; 8]);
+
+/// cublasLtMatmulHeuristicResult_t
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(super) struct Heuristic {
+    pub(super) algorithm: Algorithm,
+    pub(super) workspace: usize,
+    pub(super) state: c_int,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+/// CUBLAS_COMPUTE_32F
+pub(super) const COMPUTE_F32: c_int = 68;
+/// CUDA_R_…
+pub(super) const R_F32: c_int = 0;
+/// CUBLASLT_MATMUL_DESC_TRANSA, TRANSB
+pub(super) const TRANSPOSE_A: c_int = 3;
+pub(super) const TRANSPOSE_B: c_int = 4;
+/// CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
+pub(super) const MOST_WORKSPACE: c_int = 1;
+/// CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES; B, C and D follow
+pub(super) const LEAST_ALIGNMENT: c_int = 5;

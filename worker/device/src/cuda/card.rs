@@ -1,0 +1,427 @@
+//! One card: its context, the stream that all work goes through in order, memory from the driver's pool, launches.
+use super::binding::{
+    Address, CAPABILITY_MAJOR, CAPABILITY_MINOR, DYNAMIC_SHARED, Driver, Handle, MEMORY_POOLS,
+    MULTIPROCESSORS, NON_BLOCKING, OUT_OF_MEMORY, RELEASE_THRESHOLD, SHARED_PER_BLOCK,
+};
+use super::error::{CudaError, Result};
+use super::libs::{Places, Wanted};
+use std::{
+    cell::Cell,
+    ffi::{CStr, c_char, c_int, c_void},
+    path::PathBuf,
+    ptr,
+    sync::Arc,
+};
+
+/// The oldest driver: CUDA 12.0, as [`Driver`] reports it.
+const OLDEST_DRIVER: i32 = 12000;
+/// The oldest card: Ampere. Before it there is no bf16.
+const OLDEST_CARD: (u32, u32) = (8, 0);
+
+/// What is known of a card.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Facts {
+    pub name: String,
+    pub index: usize,
+    /// Compute capability: (9, 0) is `sm_90`.
+    pub capability: (u32, u32),
+    pub multiprocessors: usize,
+    /// Bytes.
+    pub memory: usize,
+    /// Bytes of shared memory that a block can have.
+    pub shared: usize,
+    /// CUDA's version that the driver implements: (13, 0).
+    pub driver: (u32, u32),
+    pub driver_path: PathBuf,
+}
+
+impl Facts {
+    /// As NVRTC names the architecture.
+    pub fn arch(&self) -> String {
+        format!("sm_{}{}", self.capability.0, self.capability.1)
+    }
+}
+
+/// An open card. Everything on it happens in the order of the calls.
+pub(super) struct Card {
+    driver: Driver,
+    device: c_int,
+    context: Handle,
+    stream: Handle,
+    pub(super) facts: Facts,
+}
+
+// SAFETY: the driver's functions may be called from any thread; handles are only passed to it.
+unsafe impl Send for Card {}
+// SAFETY: as above.
+unsafe impl Sync for Card {}
+
+thread_local! {
+    /// The context that this thread's calls mean.
+    static CURRENT: Cell<Handle> = const { Cell::new(ptr::null_mut()) };
+}
+
+impl Card {
+    /// Opens card `index` of those that the driver shows this process.
+    pub(super) fn open(places: &Places, index: usize) -> Result<Arc<Card>> {
+        let found = places.open(Wanted::Driver)?;
+        let driver_path = found.path.clone();
+        let driver = Driver::of(found)?;
+        // SAFETY: no conditions.
+        driver.check("cuInit", unsafe { (driver.cuInit)(0) })?;
+        let version = driver.number("cuDriverGetVersion", |out| {
+            // SAFETY: one number is written.
+            unsafe { (driver.cuDriverGetVersion)(out) }
+        })?;
+        if version < OLDEST_DRIVER {
+            let what =
+                format!("the NVIDIA driver ({}) implements CUDA {}", driver_path.display(), dotted(version));
+            return Err(CudaError::TooOld {
+                what,
+                needed: format!("CUDA {} or newer", dotted(OLDEST_DRIVER)),
+            });
+        }
+        let device = driver.device(index)?;
+        let facts = driver.facts(device, index, version, driver_path)?;
+        if facts.capability < OLDEST_CARD {
+            let what = format!("GPU {index} ({}) is {}", facts.name, facts.arch());
+            return Err(CudaError::TooOld { what, needed: "sm_80 (Ampere) or newer".to_owned() });
+        }
+        let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: one handle is written.
+        driver.check("cuDevicePrimaryCtxRetain", unsafe {
+            (driver.cuDevicePrimaryCtxRetain)(&mut context, device)
+        })?;
+        // SAFETY: the context was just made.
+        driver.check("cuCtxSetCurrent", unsafe { (driver.cuCtxSetCurrent)(context) })?;
+        CURRENT.set(context);
+        driver.keep_freed_memory(device)?;
+        // SAFETY: one handle is written.
+        driver.check("cuStreamCreate", unsafe { (driver.cuStreamCreate)(&mut stream, NON_BLOCKING) })?;
+        Ok(Arc::new(Card { driver, device, context, stream, facts }))
+    }
+
+    /// Makes the card's context this thread's.
+    pub(super) fn enter(&self) -> Result<()> {
+        if CURRENT.get() != self.context {
+            // SAFETY: the context lives as long as self.
+            self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.cuCtxSetCurrent)(self.context) })?;
+            CURRENT.set(self.context);
+        }
+        Ok(())
+    }
+
+    pub(super) fn stream(&self) -> Handle {
+        self.stream
+    }
+
+    /// Free and total bytes.
+    pub(super) fn memory(&self) -> Result<(usize, usize)> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: two numbers are written.
+        self.driver.check("cuMemGetInfo", unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) })?;
+        Ok((free, total))
+    }
+
+    /// Memory that is not filled. No bytes need no memory.
+    pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<Memory> {
+        let mut at = 0;
+        if bytes > 0 {
+            self.enter()?;
+            // SAFETY: one address is written.
+            let code = unsafe { (self.driver.cuMemAllocAsync)(&mut at, bytes, self.stream) };
+            if code == OUT_OF_MEMORY {
+                let (free, total) = self.memory()?;
+                return Err(CudaError::OutOfMemory { asked: bytes, free, total });
+            }
+            self.driver.check("cuMemAllocAsync", code)?;
+        }
+        Ok(Memory { card: self.clone(), at, bytes })
+    }
+
+    /// Gives back what [`Card::allocate`] gave, once the work before is done.
+    pub(super) fn free(&self, at: Address) {
+        if self.enter().is_ok() {
+            // SAFETY: the address came from the pool and is given back once. An error here was one of earlier work; the next
+            // call says it.
+            let _ = unsafe { (self.driver.cuMemFreeAsync)(at, self.stream) };
+        }
+    }
+
+    pub(super) fn fill_zero(&self, at: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.enter()?;
+        // SAFETY: the caller's range.
+        let code = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, self.stream) };
+        self.driver.check("cuMemsetD8Async", code)
+    }
+
+    /// Host to card. The bytes may change as soon as this returns: they are not pinned, so the driver copied them.
+    pub(super) fn upload(&self, at: Address, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.enter()?;
+        // SAFETY: the caller's range is as long.
+        let code = unsafe {
+            (self.driver.cuMemcpyHtoDAsync_v2)(at, bytes.as_ptr().cast(), bytes.len(), self.stream)
+        };
+        self.driver.check("cuMemcpyHtoDAsync", code)
+    }
+
+    /// Card to host; returns when the bytes are there.
+    pub(super) fn download(&self, bytes: &mut [u8], at: Address) -> Result<()> {
+        if !bytes.is_empty() {
+            self.enter()?;
+            // SAFETY: the caller's range is as long.
+            let code = unsafe {
+                (self.driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), at, bytes.len(), self.stream)
+            };
+            self.driver.check("cuMemcpyDtoHAsync", code)?;
+        }
+        self.wait()
+    }
+
+    /// Waits until everything that was asked for is done; errors of that work come out here at the latest.
+    pub(super) fn wait(&self) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as self.
+        self.driver.check("work on the GPU", unsafe { (self.driver.cuStreamSynchronize)(self.stream) })
+    }
+
+    /// A module of an image that the compiler made for this card.
+    pub(super) fn load(&self, file: &str, image: &[u8]) -> Result<Module> {
+        self.enter()?;
+        let mut module = ptr::null_mut();
+        // SAFETY: an image carries its own length.
+        let code = unsafe { (self.driver.cuModuleLoadData)(&mut module, image.as_ptr().cast()) };
+        self.driver.check(&format!("cuModuleLoadData of {file}"), code)?;
+        Ok(Module(module))
+    }
+
+    /// A kernel of a module, which may use as much shared memory as a block can have.
+    pub(super) fn function(&self, module: &Module, name: &CStr) -> Result<Function> {
+        self.enter()?;
+        let mut function = ptr::null_mut();
+        // SAFETY: the module lives as long as the context.
+        let code = unsafe { (self.driver.cuModuleGetFunction)(&mut function, module.0, name.as_ptr()) };
+        self.driver.check(&format!("cuModuleGetFunction of {}", name.to_string_lossy()), code)?;
+        Ok(Function(function))
+    }
+
+    /// Lets a kernel's blocks have this much shared memory.
+    pub(super) fn allow_shared(&self, function: Function, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the function lives as long as the context.
+        let code = unsafe { (self.driver.cuFuncSetAttribute)(function.0, DYNAMIC_SHARED, bytes as c_int) };
+        self.driver.check("cuFuncSetAttribute", code)
+    }
+
+    /// Starts a kernel.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel's source, in order, and every address covers what the kernel touches.
+    pub(super) unsafe fn launch(
+        &self,
+        name: &str,
+        function: Function,
+        shape: Launch,
+        arguments: &[&dyn Param],
+    ) -> Result<()> {
+        self.enter()?;
+        let mut pointers: Vec<*mut c_void> =
+            arguments.iter().map(|a| ptr::from_ref::<dyn Param>(*a).cast_mut().cast()).collect();
+        let Launch { grid: [x, y, z], block: [bx, by, bz], shared } = shape;
+        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
+        let code = unsafe {
+            (self.driver.cuLaunchKernel)(
+                function.0,
+                x,
+                y,
+                z,
+                bx,
+                by,
+                bz,
+                shared as u32,
+                self.stream,
+                pointers.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        if code == 0 {
+            Ok(())
+        } else {
+            self.driver.check(&format!("cuLaunchKernel of {name} {shape:?}"), code)
+        }
+    }
+}
+
+impl Drop for Card {
+    fn drop(&mut self) {
+        if self.enter().is_ok() {
+            // SAFETY: both are given back once; nothing can be done about an error.
+            unsafe {
+                let _ = (self.driver.cuStreamSynchronize)(self.stream);
+                let _ = (self.driver.cuStreamDestroy_v2)(self.stream);
+                let _ = (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device);
+            }
+            CURRENT.set(ptr::null_mut());
+        }
+    }
+}
+
+impl Driver {
+    fn check(&self, what: &str, code: c_int) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        let (mut name, mut text) = (ptr::null(), ptr::null());
+        // SAFETY: one pointer each is written, to a text that never ends to live, or null.
+        let said = unsafe {
+            (self.cuGetErrorName)(code, &mut name);
+            (self.cuGetErrorString)(code, &mut text);
+            [name, text].map(|at: *const c_char| {
+                if at.is_null() { "an unknown error".into() } else { CStr::from_ptr(at).to_string_lossy() }
+            })
+        };
+        Err(CudaError::Call { what: what.to_owned(), code, said: said.join(", ") })
+    }
+
+    fn number(&self, what: &str, get: impl FnOnce(&mut c_int) -> c_int) -> Result<c_int> {
+        let mut value = 0;
+        let code = get(&mut value);
+        self.check(what, code)?;
+        Ok(value)
+    }
+
+    fn device(&self, index: usize) -> Result<c_int> {
+        // SAFETY: one number is written.
+        let count = self.number("cuDeviceGetCount", |out| unsafe { (self.cuDeviceGetCount)(out) })?;
+        let count = count.max(0) as usize;
+        if index >= count {
+            return Err(CudaError::NoCard { index, count });
+        }
+        // SAFETY: one number is written; the index is below the count.
+        self.number("cuDeviceGet", |out| unsafe { (self.cuDeviceGet)(out, index as c_int) })
+    }
+
+    fn facts(&self, device: c_int, index: usize, version: i32, driver_path: PathBuf) -> Result<Facts> {
+        let attribute = |which| {
+            // SAFETY: one number is written.
+            let value = self.number("cuDeviceGetAttribute", |out| unsafe {
+                (self.cuDeviceGetAttribute)(out, which, device)
+            })?;
+            Ok(value.max(0) as u32)
+        };
+        let mut name = [0 as c_char; 256];
+        // SAFETY: at most 256 bytes are written, the last a zero.
+        let code = unsafe { (self.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
+        self.check("cuDeviceGetName", code)?;
+        name[name.len() - 1] = 0;
+        let mut memory = 0;
+        // SAFETY: one number is written.
+        self.check("cuDeviceTotalMem", unsafe { (self.cuDeviceTotalMem_v2)(&mut memory, device) })?;
+        Ok(Facts {
+            // SAFETY: a zero ends it.
+            name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
+            index,
+            capability: (attribute(CAPABILITY_MAJOR)?, attribute(CAPABILITY_MINOR)?),
+            multiprocessors: attribute(MULTIPROCESSORS)? as usize,
+            memory,
+            shared: attribute(SHARED_PER_BLOCK)? as usize,
+            driver: (version as u32 / 1000, version as u32 % 1000 / 10),
+            driver_path,
+        })
+    }
+
+    /// The pool keeps what is freed: after the first steps no allocation reaches the operating system.
+    fn keep_freed_memory(&self, device: c_int) -> Result<()> {
+        // SAFETY: one number is written.
+        let has = self.number("cuDeviceGetAttribute", |out| unsafe {
+            (self.cuDeviceGetAttribute)(out, MEMORY_POOLS, device)
+        })?;
+        if has == 0 {
+            let what = "this GPU or its driver has no memory pools (a virtual GPU?)".to_owned();
+            return Err(CudaError::TooOld { what, needed: "cuMemAllocAsync".to_owned() });
+        }
+        let (mut pool, mut all) = (ptr::null_mut(), u64::MAX);
+        // SAFETY: one handle is written.
+        self.check("cuDeviceGetDefaultMemPool", unsafe {
+            (self.cuDeviceGetDefaultMemPool)(&mut pool, device)
+        })?;
+        // SAFETY: this attribute is a 64-bit number.
+        let code = unsafe { (self.cuMemPoolSetAttribute)(pool, RELEASE_THRESHOLD, (&raw mut all).cast()) };
+        self.check("cuMemPoolSetAttribute", code)
+    }
+}
+
+fn dotted(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// Memory on a card, given back when it is dropped.
+pub(super) struct Memory {
+    card: Arc<Card>,
+    at: Address,
+    bytes: usize,
+}
+
+impl Memory {
+    pub(super) fn at(&self) -> Address {
+        self.at
+    }
+
+    /// Its address, for an owner who gives it back by [`Card::free`].
+    pub(super) fn keep(mut self) -> Address {
+        self.bytes = 0;
+        self.at
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.card.free(self.at);
+        }
+    }
+}
+
+/// Kernels of one source; they live as long as the context.
+pub(super) struct Module(Handle);
+
+/// A kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Function(Handle);
+
+// SAFETY: only passed to the driver, from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+// SAFETY: as above.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// Blocks, threads of each, and bytes of shared memory of each.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Launch {
+    pub(super) grid: [u32; 3],
+    pub(super) block: [u32; 3],
+    pub(super) shared: usize,
+}
+
+/// An argument of a kernel: copied byte for byte.
+///
+/// # Safety
+/// The type lies in memory as C lays out the kernel's parameter.
+pub(super) unsafe trait Param {}
+
+// SAFETY: i64 in the kernels' sources.
+unsafe impl Param for i64 {}
+// SAFETY: float.
+unsafe impl Param for f32 {}
+// SAFETY: a pointer.
+unsafe impl Param for Address {}

@@ -1,0 +1,87 @@
+//! Logits, cross-entropy and their gradients, a chunk of rows at a time: the logits never exist whole.
+use super::card::Param;
+use super::compile::CLASSIFIER;
+use super::ops::{Operand, product};
+use super::{Cuda, Tensor, expect_len, floats, number};
+use crate::mem::{Dtype, View, ViewMut};
+use crate::ops::{ClassifierGrads, IGNORE, Write};
+
+/// Logits that are held at once.
+const LOGITS: usize = 64 << 20;
+/// Fewest rows in a chunk, below which products are too flat.
+const FEWEST_ROWS: usize = 128;
+
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) m: usize,
+    pub(super) d: usize,
+    pub(super) v: usize,
+    pub(super) cap: Option<f32>,
+}
+
+pub(super) fn classifier(
+    cuda: &Cuda,
+    loss: ViewMut,
+    x: View,
+    w: View,
+    labels: &[u32],
+    shape: Shape,
+    mut grads: Option<ClassifierGrads>,
+) {
+    let Shape { m, d, v, cap } = shape;
+    check(loss.len(), x.len(), w.len(), labels, shape, grads.as_ref());
+    if let Some(g) = grads.as_mut().filter(|g| g.dw_write == Write::Set && !g.dw.is_empty() && m == 0) {
+        cuda.clear(g.dw.as_view());
+    }
+    let rows = (LOGITS / v).max(FEWEST_ROWS).min(m);
+    let logits = cuda.scratch(rows * v * size_of::<f32>());
+    // The gradients' products want both operands of one type: dlogits are rounded to that of the activations and the weights.
+    let inner = if x.dtype() == w.dtype() { x.dtype() } else { Dtype::F32 };
+    let rounded =
+        cuda.scratch(if inner == Dtype::F32 || grads.is_none() { 0 } else { rows * v * inner.size() });
+    let dlogits_at = if inner == Dtype::F32 { logits.at() } else { rounded.at() };
+    let loss = floats(loss.as_view());
+    let labels_there = cuda.numbers(labels);
+    for start in (0..m).step_by(rows.max(1)) {
+        let count = rows.min(m - start);
+        let x = Operand::of(x.slice(start * d..(start + count) * d), d, false);
+        let whole = Operand { at: logits.at(), dtype: Dtype::F32, stride: v, transposed: false };
+        product(cuda, whole, x, Operand::of(w, d, true), [count, v, d], Write::Set);
+        let dlogits = match grads {
+            Some(_) => Tensor { at: dlogits_at, dtype: number(inner) },
+            None => Tensor::NONE,
+        };
+        let (loss, labels) = (loss + (start * 4) as u64, labels_there.at() + (start * 4) as u64);
+        let factor = grads.as_ref().map_or(0.0, |g| g.scale);
+        let arguments: [&dyn Param; 7] =
+            [&loss, &dlogits, &logits.at(), &labels, &(v as i64), &cap.unwrap_or(0.0), &factor];
+        cuda.each_row(CLASSIFIER, c"cross_entropy", count, v, &arguments);
+        if let Some(g) = &grads {
+            let dlogits = Operand { at: dlogits_at, dtype: inner, stride: v, transposed: false };
+            let dx = Operand::of(g.dx.as_view().slice(start * d..(start + count) * d), d, false);
+            product(cuda, dx, dlogits, Operand::of(w, d, false), [count, d, v], Write::Set);
+            if !g.dw.is_empty() {
+                let write = if start == 0 { g.dw_write } else { Write::Add };
+                let dw = Operand::of(g.dw.as_view(), d, false);
+                product(cuda, dw, Operand { transposed: true, ..dlogits }, x, [v, d, count], write);
+            }
+        }
+    }
+}
+
+fn check(loss: usize, x: usize, w: usize, labels: &[u32], shape: Shape, grads: Option<&ClassifierGrads>) {
+    let Shape { m, d, v, .. } = shape;
+    assert!(v > 0 && d > 0, "classifier: an empty vocabulary or model");
+    expect_len("classifier", "loss", loss, m);
+    expect_len("classifier", "x", x, m * d);
+    expect_len("classifier", "w", w, v * d);
+    expect_len("classifier", "labels", labels.len(), m);
+    let outside = labels.iter().find(|&&l| l != IGNORE && l as usize >= v);
+    assert!(outside.is_none(), "classifier: label {outside:?} is not below the vocabulary of {v}");
+    if let Some(g) = grads {
+        expect_len("classifier", "dx", g.dx.len(), m * d);
+        if !g.dw.is_empty() {
+            expect_len("classifier", "dw", g.dw.len(), v * d);
+        }
+    }
+}

@@ -1,0 +1,187 @@
+// Causal grouped-query attention, memory linear in t, sums in one fixed order: no atomics.
+//
+// f32 throughout, for any type and heads of any size; flash.cu is the fast one for bf16.
+// A block of 128 threads owns a tile of TILE queries (or keys) of one head: four threads per row. They share the row's scores,
+// and each keeps every fourth element of the row's output. The tile of the other side is walked through shared memory.
+#include "common.cuh"
+#include "attention.cuh"
+
+#define TILE 32
+#define LANES 4
+#define MOST_DIM 256
+
+// Rows first..first+TILE of one head, as f32 with a stride of dim + 1; zeros behind the sequence.
+DEVICE void load_tile(float* to, Tensor from, i64 sequence, i64 first, i64 stride, i64 column, Attention a) {
+    for (i64 i = threadIdx.x; i < TILE * a.dim; i += blockDim.x) {
+        i64 row = i / a.dim, j = i % a.dim;
+        i64 at = first + row;
+        to[row * (a.dim + 1) + j] = at < a.t ? load(from, (sequence * a.t + at) * stride + column + j) : 0.0f;
+    }
+}
+
+DEVICE float dot_rows(const float* a, const float* b, i64 dim) {
+    float sum = 0;
+    for (i64 j = 0; j < dim; j++) sum = fmaf(a[j], b[j], sum);
+    return sum;
+}
+
+DEVICE i64 first_start(const u32* starts, i64 sequence, i64 first, Attention a) {
+    i64 least = a.t;
+    for (i64 q = first; q < first + TILE && q < a.t; q++) {
+        i64 start = start_of(starts, sequence, q, a);
+        least = start < least ? start : least;
+    }
+    return least;
+}
+
+// grid: (tiles of queries, heads, sequences)
+KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a) {
+    DYNAMIC_SHARED(shared);
+    i64 stride = a.dim + 1;
+    float *qs = shared, *ks = qs + TILE * stride, *vs = ks + TILE * stride, *ps = vs + TILE * stride;
+    i64 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    i64 first = (i64)blockIdx.x * TILE, head = blockIdx.y, sequence = blockIdx.z;
+    i64 kv = head / (a.heads / a.kv_heads), query = first + row;
+    i64 start = start_of(starts, sequence, query, a);
+    load_tile(qs, qkv, sequence, first, row_width(a), head * a.dim, a);
+    float most = NEGATIVE_INFINITY, total = 0, out[MOST_DIM / LANES];
+    for (i64 c = 0; c < MOST_DIM / LANES; c++) out[c] = 0;
+    for (i64 key = first_start(starts, sequence, first, a) / TILE * TILE; key < first + TILE && key < a.t; key += TILE) {
+        __syncthreads();
+        load_tile(ks, qkv, sequence, key, row_width(a), (a.heads + kv) * a.dim, a);
+        load_tile(vs, qkv, sequence, key, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
+        __syncthreads();
+        float s[TILE / LANES], above = most;
+        for (int i = 0; i < TILE / LANES; i++) {
+            i64 j = lane + LANES * i;
+            bool seen = key + j >= start && key + j <= query && query < a.t;
+            s[i] = seen ? capped_score(dot_rows(qs + row * stride, ks + j * stride, a.dim), a) : NEGATIVE_INFINITY;
+            above = fmaxf(above, s[i]);
+        }
+        above = row_max(above);
+        float keep = above == NEGATIVE_INFINITY ? 1.0f : expf(most - above), sum = 0;
+        for (int i = 0; i < TILE / LANES; i++) {
+            float p = s[i] == NEGATIVE_INFINITY ? 0.0f : expf(s[i] - above);
+            ps[row * (TILE + 1) + lane + LANES * i] = p;
+            sum += p;
+        }
+        total = total * keep + row_sum(sum);
+        most = above;
+        __syncwarp();
+        for (i64 c = 0; lane + LANES * c < a.dim; c++) {
+            float v = out[c] * keep;
+            for (int j = 0; j < TILE; j++) v = fmaf(ps[row * (TILE + 1) + j], vs[j * stride + lane + LANES * c], v);
+            out[c] = v;
+        }
+    }
+    if (query >= a.t) return;
+    i64 at = ((sequence * a.t + query) * a.heads + head) * a.dim;
+    for (i64 c = 0; lane + LANES * c < a.dim; c++) store(o, at + lane + LANES * c, out[c] / total);
+    if (lane == 0) lse[(sequence * a.heads + head) * a.t + query] = most + logf(total);
+}
+
+// dots[b, heads, t] = Σ do·o; a block of one warp per (query, head, sequence).
+KERNEL attention_dots(float* dots, Tensor d_o, Tensor o, Attention a) {
+    i64 query = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
+    i64 at = ((sequence * a.t + query) * a.heads + head) * a.dim;
+    float sum = 0;
+    EACH_OF_ROW(j, a.dim) sum += load(d_o, at + j) * load(o, at + j);
+    sum = warp_sum(sum);
+    if (threadIdx.x == 0) dots[(sequence * a.heads + head) * a.t + query] = sum;
+}
+
+// grid: (tiles of queries, heads, sequences)
+KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts,
+                            Attention a) {
+    DYNAMIC_SHARED(shared);
+    i64 stride = a.dim + 1;
+    float *qs = shared, *gs = qs + TILE * stride, *ks = gs + TILE * stride, *vs = ks + TILE * stride;
+    float* ds = vs + TILE * stride;
+    i64 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    i64 first = (i64)blockIdx.x * TILE, head = blockIdx.y, sequence = blockIdx.z;
+    i64 kv = head / (a.heads / a.kv_heads), query = first + row;
+    i64 start = start_of(starts, sequence, query, a), stat = (sequence * a.heads + head) * a.t + query;
+    load_tile(qs, qkv, sequence, first, row_width(a), head * a.dim, a);
+    load_tile(gs, d_o, sequence, first, a.heads * a.dim, head * a.dim, a);
+    float out[MOST_DIM / LANES];
+    for (i64 c = 0; c < MOST_DIM / LANES; c++) out[c] = 0;
+    for (i64 key = first_start(starts, sequence, first, a) / TILE * TILE; key < first + TILE && key < a.t; key += TILE) {
+        __syncthreads();
+        load_tile(ks, qkv, sequence, key, row_width(a), (a.heads + kv) * a.dim, a);
+        load_tile(vs, qkv, sequence, key, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
+        __syncthreads();
+        for (int i = 0; i < TILE / LANES; i++) {
+            i64 j = lane + LANES * i;
+            float d = 0;
+            if (key + j >= start && key + j <= query && query < a.t) {
+                float s = capped_score(dot_rows(qs + row * stride, ks + j * stride, a.dim), a);
+                float dp = dot_rows(gs + row * stride, vs + j * stride, a.dim);
+                d = expf(s - lse[stat]) * (dp - dots[stat]) * score_slope(s, a);
+            }
+            ds[row * (TILE + 1) + j] = d;
+        }
+        __syncwarp();
+        for (i64 c = 0; lane + LANES * c < a.dim; c++) {
+            float v = out[c];
+            for (int j = 0; j < TILE; j++) v = fmaf(ds[row * (TILE + 1) + j], ks[j * stride + lane + LANES * c], v);
+            out[c] = v;
+        }
+    }
+    if (query >= a.t) return;
+    i64 at = (sequence * a.t + query) * row_width(a) + head * a.dim;
+    for (i64 c = 0; lane + LANES * c < a.dim; c++) store(dqkv, at + lane + LANES * c, out[c]);
+}
+
+// grid: (tiles of keys, kv_heads, sequences)
+KERNEL attention_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts,
+                             Attention a) {
+    DYNAMIC_SHARED(shared);
+    i64 stride = a.dim + 1;
+    float *ks = shared, *vs = ks + TILE * stride, *qs = vs + TILE * stride, *gs = qs + TILE * stride;
+    float *ps = gs + TILE * stride, *ds = ps + TILE * (TILE + 1);
+    i64 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    i64 first = (i64)blockIdx.x * TILE, kv = blockIdx.y, sequence = blockIdx.z;
+    i64 group = a.heads / a.kv_heads, key = first + row;
+    load_tile(ks, qkv, sequence, first, row_width(a), (a.heads + kv) * a.dim, a);
+    load_tile(vs, qkv, sequence, first, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
+    float dk[MOST_DIM / LANES], dv[MOST_DIM / LANES];
+    for (i64 c = 0; c < MOST_DIM / LANES; c++) dk[c] = dv[c] = 0;
+    for (i64 head = kv * group; head < (kv + 1) * group; head++) {
+        i64 stats = (sequence * a.heads + head) * a.t;
+        for (i64 q = first; q < a.t; q += TILE) {
+            if (first_start(starts, sequence, q, a) >= first + TILE) continue;
+            __syncthreads();
+            load_tile(qs, qkv, sequence, q, row_width(a), head * a.dim, a);
+            load_tile(gs, d_o, sequence, q, a.heads * a.dim, head * a.dim, a);
+            __syncthreads();
+            for (int i = 0; i < TILE / LANES; i++) {
+                i64 j = lane + LANES * i, query = q + j;
+                float p = 0, d = 0;
+                if (query < a.t && key <= query && key >= start_of(starts, sequence, query, a)) {
+                    float s = capped_score(dot_rows(qs + j * stride, ks + row * stride, a.dim), a);
+                    float dp = dot_rows(gs + j * stride, vs + row * stride, a.dim);
+                    p = expf(s - lse[stats + query]);
+                    d = p * (dp - dots[stats + query]) * score_slope(s, a);
+                }
+                ps[row * (TILE + 1) + j] = p;
+                ds[row * (TILE + 1) + j] = d;
+            }
+            __syncwarp();
+            for (i64 c = 0; lane + LANES * c < a.dim; c++) {
+                float k = dk[c], v = dv[c];
+                for (int j = 0; j < TILE; j++) {
+                    k = fmaf(ds[row * (TILE + 1) + j], qs[j * stride + lane + LANES * c], k);
+                    v = fmaf(ps[row * (TILE + 1) + j], gs[j * stride + lane + LANES * c], v);
+                }
+                dk[c] = k;
+                dv[c] = v;
+            }
+        }
+    }
+    if (key >= a.t) return;
+    i64 at = (sequence * a.t + key) * row_width(a) + (a.heads + kv) * a.dim;
+    for (i64 c = 0; lane + LANES * c < a.dim; c++) {
+        store(dqkv, at + lane + LANES * c, dk[c]);
+        store(dqkv, at + a.kv_heads * a.dim + lane + LANES * c, dv[c]);
+    }
+}

@@ -1,0 +1,97 @@
+// What all kernels stand on: element types, sums over a warp and a block.
+//
+// No header of a toolkit is needed: the sources are compiled on machines that have the compiler's library alone. They also
+// compile as C++ for the CPU (EMULATED), where the tests run them.
+#pragma once
+typedef long long i64;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef KERNEL
+#define KERNEL extern "C" __global__ void
+#endif
+#define DEVICE static __device__ __forceinline__
+
+// Elements of a type that is known when the kernel runs; `at` is 0 for what isn't given.
+struct Tensor {
+    void* at;
+    i64 type;
+};
+enum { F32 = 0, BF16 = 1, F16 = 2 };
+
+#define NEGATIVE_INFINITY __int_as_float((int)0xff800000)
+
+DEVICE float from_bf16(u16 h) { return __int_as_float((int)((u32)h << 16)); }
+
+// To the nearest, ties to even; what is no number stays none.
+DEVICE u16 to_bf16(float x) {
+    u32 bits = (u32)__float_as_int(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
+    return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#ifndef EMULATED
+DEVICE float from_f16(u16 h) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+    return x;
+}
+DEVICE u16 to_f16(float x) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+// Shared memory whose size the launch says.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]
+#endif
+
+DEVICE float load(Tensor x, i64 i) {
+    if (x.type == F32) return ((const float*)x.at)[i];
+    u16 h = ((const u16*)x.at)[i];
+    return x.type == BF16 ? from_bf16(h) : from_f16(h);
+}
+
+DEVICE void store(Tensor y, i64 i, float x) {
+    if (y.type == F32) ((float*)y.at)[i] = x;
+    else ((u16*)y.at)[i] = y.type == BF16 ? to_bf16(x) : to_f16(x);
+}
+
+// Every element of a flat vector once, whatever the size of the launch.
+#define EACH(i, n) \
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (i64)gridDim.x * blockDim.x)
+// Every element of the block's row.
+#define EACH_OF_ROW(j, d) for (i64 j = threadIdx.x; j < (d); j += blockDim.x)
+
+template <class T> DEVICE T warp_sum(T x) {
+    for (int other = 16; other > 0; other >>= 1) x += __shfl_xor_sync(0xffffffffu, x, other);
+    return x;
+}
+
+DEVICE float warp_max(float x) {
+    for (int other = 16; other > 0; other >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, other));
+    return x;
+}
+
+// The sum over a block of whole warps, the same bits in every thread: lanes as a tree, then warps in order.
+template <class T> DEVICE T block_sum(T x) {
+    __shared__ T parts[32];
+    x = warp_sum(x);
+    __syncthreads(); // an earlier sum may still be read
+    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = x;
+    __syncthreads();
+    T total = parts[0];
+    for (u32 warp = 1; warp < blockDim.x >> 5; warp++) total += parts[warp];
+    return total;
+}
+
+DEVICE float block_max(float x) {
+    __shared__ float parts[32];
+    x = warp_max(x);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = x;
+    __syncthreads();
+    float most = parts[0];
+    for (u32 warp = 1; warp < blockDim.x >> 5; warp++) most = fmaxf(most, parts[warp]);
+    return most;
+}

@@ -1,0 +1,131 @@
+// Rows: embedding, gathering and adding up for experts, the router. A block per row.
+#include "common.cuh"
+
+// y[i, d] = x[rows[i], d]: the embedding's forward, too.
+KERNEL gather_rows(Tensor y, Tensor x, const u32* rows, i64 d) {
+    i64 from = (i64)rows[blockIdx.x] * d, to = (i64)blockIdx.x * d;
+    EACH_OF_ROW(j, d) store(y, to + j, load(x, from + j));
+}
+
+// dw[ids[k], d] += Σ dx[order[i], d] over i in starts[k]..starts[k + 1], in that order; a block per id.
+KERNEL embedding_backward(Tensor dw, Tensor dx, const u32* ids, const u32* starts, const u32* order, i64 d) {
+    u32 first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
+    i64 to = (i64)ids[blockIdx.x] * d;
+    EACH_OF_ROW(j, d) {
+        float sum = load(dw, to + j);
+        for (u32 i = first; i < end; i++) sum += load(dx, (i64)order[i] * d + j);
+        store(dw, to + j, sum);
+    }
+}
+
+// y[m, d] (=|+=) Σ_k weights[m, k]·x[places[m, k], d], in the order of k
+KERNEL combine_rows(Tensor y, Tensor x, Tensor weights, const u32* places, i64 per_row, i64 d, i64 add) {
+    i64 to = (i64)blockIdx.x * d, first = (i64)blockIdx.x * per_row;
+    EACH_OF_ROW(j, d) {
+        float sum = 0;
+        for (i64 k = first; k < first + per_row; k++) {
+            float v = load(x, (i64)places[k] * d + j);
+            sum = weights.at ? fmaf(v, load(weights, k), sum) : sum + v;
+        }
+        store(y, to + j, add ? load(y, to + j) + sum : sum);
+    }
+}
+
+KERNEL row_dots(Tensor out, Tensor a, Tensor b, i64 d) {
+    i64 row = (i64)blockIdx.x * d;
+    float sum = 0;
+    EACH_OF_ROW(j, d) sum += load(a, row + j) * load(b, row + j);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) store(out, blockIdx.x, sum);
+}
+
+KERNEL scale_rows(Tensor x, Tensor factors, i64 d) {
+    i64 row = (i64)blockIdx.x * d;
+    float factor = load(factors, blockIdx.x);
+    EACH_OF_ROW(j, d) store(x, row + j, load(x, row + j) * factor);
+}
+
+// --- the router: one warp per row -----------------------------------------------------------------------------------------
+
+// The best of the experts that aren't taken; of equal ones the lowest, as if what is no number were the least.
+DEVICE u32 best_expert(const float* probs, i64 experts, u32 taken) {
+    float best = NEGATIVE_INFINITY;
+    u32 which = 0xffffffffu;
+    int turn = 0;
+    for (i64 e = threadIdx.x; e < experts; e += 32, turn++) {
+        if (taken >> turn & 1) continue;
+        if (which == 0xffffffffu || probs[e] > best) {
+            best = probs[e] == probs[e] ? probs[e] : NEGATIVE_INFINITY;
+            which = (u32)e;
+        }
+    }
+    for (int other = 16; other > 0; other >>= 1) {
+        float b = __shfl_xor_sync(0xffffffffu, best, other);
+        u32 w = __shfl_xor_sync(0xffffffffu, which, other);
+        if (w != 0xffffffffu && (which == 0xffffffffu || b > best || (b == best && w < which))) {
+            best = b;
+            which = w;
+        }
+    }
+    return which;
+}
+
+// At most 1024 experts: each lane remembers its taken ones in 32 bits.
+KERNEL router_forward(float* probs, float* weights, float* lse, u32* chosen, Tensor logits, i64 experts, i64 per_token, i64 normalise) {
+    i64 row = (i64)blockIdx.x * experts, narrow = (i64)blockIdx.x * per_token;
+    float most = NEGATIVE_INFINITY;
+    EACH_OF_ROW(e, experts) most = fmaxf(most, load(logits, row + e));
+    most = warp_max(most);
+    double total = 0;
+    EACH_OF_ROW(e, experts) {
+        float p = expf(load(logits, row + e) - most);
+        probs[row + e] = p;
+        total += p;
+    }
+    total = warp_sum(total);
+    float share = (float)(1.0 / total);
+    EACH_OF_ROW(e, experts) probs[row + e] *= share;
+    if (threadIdx.x == 0) lse[blockIdx.x] = (float)((double)most + log(total));
+    __syncwarp();
+    u32 taken = 0;
+    float sum = 0;
+    for (i64 k = 0; k < per_token; k++) {
+        u32 e = best_expert(probs + row, experts, taken);
+        if ((e & 31) == threadIdx.x) taken |= 1u << (e >> 5);
+        if (threadIdx.x == 0) chosen[narrow + k] = e;
+        sum += probs[row + e];
+    }
+    __syncwarp();
+    for (i64 k = threadIdx.x; k < per_token; k += 32) {
+        weights[narrow + k] = probs[row + chosen[narrow + k]] / (normalise ? sum : 1.0f);
+    }
+}
+
+// The gradient by one probability: of load balancing, and of the weight if the expert was chosen.
+DEVICE float by_probability(u32 e, const float* balance, const u32* chosen, const float* dweights, i64 per_token, float shared, float sum) {
+    float d = balance[e];
+    for (i64 k = 0; k < per_token; k++)
+        if (chosen[k] == e) d += (dweights[k] - shared) / sum;
+    return d;
+}
+
+KERNEL router_backward(Tensor dlogits, const float* dweights, const float* probs, const float* lse, const u32* chosen,
+                       const float* balance, i64 experts, i64 per_token, i64 normalise, float twice_z) {
+    i64 row = (i64)blockIdx.x * experts;
+    chosen += (i64)blockIdx.x * per_token;
+    dweights += (i64)blockIdx.x * per_token;
+    float sum = 1, shared = 0;
+    if (normalise) {
+        sum = 0;
+        for (i64 k = 0; k < per_token; k++) sum += probs[row + chosen[k]];
+        for (i64 k = 0; k < per_token; k++) shared += dweights[k] * (probs[row + chosen[k]] / sum);
+    }
+    float along = 0;
+    EACH_OF_ROW(e, experts)
+        along += by_probability((u32)e, balance, chosen, dweights, per_token, shared, sum) * probs[row + e];
+    along = warp_sum(along);
+    EACH_OF_ROW(e, experts) {
+        float d = by_probability((u32)e, balance, chosen, dweights, per_token, shared, sum);
+        store(dlogits, row + e, probs[row + e] * (d - along + twice_z * lse[blockIdx.x]));
+    }
+}

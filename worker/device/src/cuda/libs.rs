@@ -1,0 +1,222 @@
+//! Finding CUDA's libraries on this machine, and opening them: nothing of CUDA is linked, and nothing is opened before a job asks for it.
+use super::CudaError;
+use libloading::Library;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Where libraries are looked for, beside the places that every system has.
+#[derive(Clone, Debug, Default)]
+pub struct Places {
+    /// What the job says: before everything else.
+    pub job: Vec<PathBuf>,
+    /// The entries of `LD_LIBRARY_PATH`.
+    pub library_path: Vec<PathBuf>,
+    /// Prefixes of Python environments, whose `nvidia` packages bring libraries.
+    pub python: Vec<PathBuf>,
+    /// Roots of toolkits (`CUDA_HOME`, `CUDA_PATH`).
+    pub toolkits: Vec<PathBuf>,
+}
+
+/// One of CUDA's libraries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    Driver,
+    Compiler,
+    Blas,
+    Nccl,
+}
+
+impl Wanted {
+    /// File names, best first.
+    fn names(self) -> &'static [&'static str] {
+        match self {
+            Wanted::Driver => &["libcuda.so.1"],
+            Wanted::Compiler => &["libnvrtc.so.13", "libnvrtc.so.12"],
+            Wanted::Blas => &["libcublasLt.so.13", "libcublasLt.so.12"],
+            Wanted::Nccl => &["libnccl.so.2"],
+        }
+    }
+
+    /// What a person calls it, and where it comes from.
+    fn title(self) -> &'static str {
+        match self {
+            Wanted::Driver => "the NVIDIA driver",
+            Wanted::Compiler => "NVRTC, CUDA's run-time compiler",
+            Wanted::Blas => "cuBLASLt, CUDA's matrix products",
+            Wanted::Nccl => "NCCL, NVIDIA's collectives",
+        }
+    }
+
+    fn advice(self) -> &'static str {
+        match self {
+            Wanted::Driver => "does `nvidia-smi` work here? In a container: was it started with GPUs?",
+            Wanted::Compiler => {
+                "install a CUDA toolkit or `pip install nvidia-cuda-nvrtc`, or name its folder in LD_LIBRARY_PATH"
+            }
+            Wanted::Blas => {
+                "install a CUDA toolkit or `pip install nvidia-cublas`, or name its folder in LD_LIBRARY_PATH"
+            }
+            Wanted::Nccl => {
+                "install NCCL or `pip install nvidia-nccl-cu13`, or name its folder in LD_LIBRARY_PATH"
+            }
+        }
+    }
+}
+
+/// Folders of the system, when its own loader finds nothing.
+const SYSTEM: [&str; 6] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/nvidia/lib64",
+    "/usr/lib/wsl/lib",
+    "/run/opengl-driver/lib",
+];
+/// Roots of toolkits that installers use.
+const TOOLKITS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"];
+/// Most entries of a folder that are looked at.
+const MOST_ENTRIES: usize = 4096;
+
+/// An open library and where it was found.
+pub struct Found {
+    pub library: Library,
+    /// Its path; only its name where the system's loader found it.
+    pub path: PathBuf,
+}
+
+impl Places {
+    /// Folders in which the library may lie, best first. The driver belongs to the machine: toolkits only have a stand-in to link with.
+    pub fn folders(&self, wanted: Wanted) -> Vec<PathBuf> {
+        let mut folders = self.job.clone();
+        folders.extend(self.library_path.iter().cloned());
+        if wanted != Wanted::Driver {
+            folders.extend(self.python.iter().flat_map(|prefix| python_packages(prefix)));
+            let toolkits = self.toolkits.iter().cloned().chain(TOOLKITS.map(PathBuf::from));
+            folders.extend(toolkits.flat_map(|t| [t.join("lib64"), t.join("targets/x86_64-linux/lib")]));
+        }
+        folders.retain(|folder| !folder.as_os_str().is_empty());
+        folders
+    }
+
+    /// Opens the library from the first place that has it.
+    pub fn open(&self, wanted: Wanted) -> Result<Found, CudaError> {
+        let mut searched = Vec::new();
+        let mut failed = Vec::new();
+        let known = self.folders(wanted);
+        for folder in &known {
+            if let Some(found) =
+                wanted.names().iter().find_map(|name| open_file(&folder.join(name), &mut failed))
+            {
+                return Ok(found);
+            }
+            searched.push(folder.display().to_string());
+        }
+        for name in wanted.names() {
+            if let Ok(library) = open_library(Path::new(name)) {
+                return Ok(Found { library, path: PathBuf::from(name) });
+            }
+        }
+        searched.push("where the system's loader looks".to_owned());
+        for folder in SYSTEM {
+            let path = |name: &&str| Path::new(folder).join(name);
+            if let Some(found) = wanted.names().iter().find_map(|name| open_file(&path(name), &mut failed)) {
+                return Ok(found);
+            }
+            searched.push(folder.to_owned());
+        }
+        let (name, advice) = (wanted.names().join(" or "), wanted.advice());
+        Err(CudaError::NotFound { what: wanted.title(), name, searched, failed, advice })
+    }
+}
+
+/// `lib` folders of the `nvidia` packages of a Python environment.
+fn python_packages(prefix: &Path) -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    for python in entries(&prefix.join("lib")) {
+        let is_python = python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3"));
+        if is_python {
+            let packages = entries(&python.join("site-packages/nvidia"));
+            folders.extend(packages.into_iter().map(|package| package.join("lib")));
+        }
+    }
+    folders.retain(|folder| folder.is_dir());
+    folders
+}
+
+/// Sorted, none where there is no such folder.
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let Ok(listed) = fs::read_dir(folder) else { return Vec::new() };
+    let mut paths: Vec<PathBuf> = listed.take(MOST_ENTRIES).flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
+}
+
+/// The library of this path; why it can't be opened is added to `failed`.
+fn open_file(path: &Path, failed: &mut Vec<String>) -> Option<Found> {
+    if !path.exists() {
+        return None;
+    }
+    open_neighbours(path);
+    match open_library(path) {
+        Ok(library) => Some(Found { library, path: path.to_owned() }),
+        Err(e) => {
+            failed.push(reason(&e));
+            None
+        }
+    }
+}
+
+/// NVRTC opens a second library by its bare name; outside the loader's folders that is only found when it is open already.
+fn open_neighbours(path: &Path) {
+    let is_compiler = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("libnvrtc.so"));
+    let Some(folder) = path.parent().filter(|_| is_compiler) else { return };
+    for file in entries(folder) {
+        let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.starts_with("libnvrtc-builtins.so.")
+            && let Ok(library) = open_library(&file)
+        {
+            std::mem::forget(library); // open as long as the process lives, as the compiler is
+        }
+    }
+}
+
+/// What the loader says.
+fn reason(e: &libloading::Error) -> String {
+    std::error::Error::source(e).map_or_else(|| e.to_string(), ToString::to_string)
+}
+
+fn open_library(path: &Path) -> Result<Library, libloading::Error> {
+    // SAFETY: the start-up code of NVIDIA's libraries has no conditions; which file that is, the machine's owner says.
+    unsafe { Library::new(path) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_named_with_every_place() {
+        let folder = tempfile::tempdir().expect("folder");
+        let packages = folder.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
+        fs::create_dir_all(&packages).expect("folders");
+        let places = Places {
+            job: vec![folder.path().join("of the job")],
+            library_path: vec!["/from/path".into(), "".into()],
+            python: vec![folder.path().to_owned()],
+            toolkits: vec!["/opt/toolkit".into()],
+        };
+        fs::write(packages.join("libcublasLt.so.13"), "no library").expect("a file");
+        let Err(CudaError::NotFound { searched, failed, name, .. }) = places.open(Wanted::Blas) else {
+            panic!("found");
+        };
+        assert_eq!(name, "libcublasLt.so.13 or libcublasLt.so.12");
+        let first = folder.path().join("of the job").display().to_string();
+        assert_eq!(searched[..3], [first, "/from/path".to_owned(), packages.display().to_string()]);
+        assert_eq!(searched[3], "/opt/toolkit/lib64");
+        assert!(failed.len() == 1 && failed[0].contains("libcublasLt.so.13"), "{failed:?}");
+        // toolkits hold a stand-in for the driver, which is never meant
+        assert!(places.folders(Wanted::Driver).iter().all(|f| !f.starts_with("/opt/toolkit")));
+    }
+}

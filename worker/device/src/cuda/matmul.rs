@@ -1,0 +1,314 @@
+//! Matrix products by cuBLASLt: the algorithm for each shape is chosen once.
+//!
+//! cuBLASLt counts columns first, so a row-major product is asked for as its transpose: the operands change places.
+use super::binding::{
+    Address, Algorithm, Blas, COMPUTE_F32, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, R_F32,
+    TRANSPOSE_A, TRANSPOSE_B,
+};
+use super::card::Card;
+use super::error::{CudaError, Result};
+use super::libs::{Places, Wanted};
+use crate::mem::Dtype;
+use std::{
+    collections::HashMap,
+    ffi::{CStr, c_int, c_void},
+    path::PathBuf,
+    ptr,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// Bytes that a product may use beside its operands.
+const WORKSPACE: usize = 32 << 20;
+/// Alignment above which no algorithm gains, bytes.
+const MOST_ALIGNED: u64 = 256;
+
+/// One operand: where it lies and how its rows follow one another in memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Matrix {
+    pub(super) at: Address,
+    /// Elements from row to row as it is stored.
+    pub(super) stride: usize,
+    /// Stored with rows and columns exchanged.
+    pub(super) transposed: bool,
+}
+
+/// `c[m, n] (=|+=) a[m, k] · b[k, n]`, all row-major unless transposed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Product {
+    pub(super) m: usize,
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) a: Matrix,
+    pub(super) b: Matrix,
+    pub(super) c: Matrix,
+    /// Of both operands.
+    pub(super) inputs: Dtype,
+    pub(super) output: Dtype,
+    pub(super) add: bool,
+}
+
+/// What an algorithm is chosen for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    sizes: [usize; 6],
+    transposed: [bool; 2],
+    types: [c_int; 2],
+    add: bool,
+    alignments: [u32; 3],
+}
+
+/// What is kept of a shape: its descriptions and the chosen algorithm.
+struct Chosen {
+    library: Arc<Blas>,
+    desc: Handle,
+    /// Of cuBLASLt's first and second operand and the result.
+    layouts: [Handle; 3],
+    algorithm: Algorithm,
+    workspace: usize,
+}
+
+// SAFETY: descriptions are only read once they are made.
+unsafe impl Send for Chosen {}
+// SAFETY: as above.
+unsafe impl Sync for Chosen {}
+
+impl Drop for Chosen {
+    fn drop(&mut self) {
+        // SAFETY: each was made by this library, or is null and left alone.
+        unsafe {
+            if !self.desc.is_null() {
+                let _ = (self.library.cublasLtMatmulDescDestroy)(self.desc);
+            }
+            for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
+                let _ = (self.library.cublasLtMatrixLayoutDestroy)(layout);
+            }
+        }
+    }
+}
+
+/// An open cuBLASLt.
+pub(super) struct Products {
+    library: Arc<Blas>,
+    handle: Handle,
+    pub(super) path: PathBuf,
+    pub(super) version: usize,
+    chosen: Mutex<HashMap<Key, Arc<Chosen>>>,
+}
+
+// SAFETY: the handle may be used by several threads at once (cuBLASLt keeps no state in it).
+unsafe impl Send for Products {}
+// SAFETY: as above.
+unsafe impl Sync for Products {}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        // SAFETY: made by this library, destroyed once.
+        let _ = unsafe { (self.library.cublasLtDestroy)(self.handle) };
+    }
+}
+
+fn type_of(dtype: Dtype) -> c_int {
+    match dtype {
+        Dtype::F32 => R_F32,
+        Dtype::F16 => 2,
+        Dtype::Bf16 => 14,
+    }
+}
+
+fn alignment(at: Address) -> u32 {
+    (1u64 << at.trailing_zeros().min(63)).min(MOST_ALIGNED) as u32
+}
+
+impl Products {
+    /// The card's context must be the thread's.
+    pub(super) fn open(places: &Places) -> Result<Products> {
+        let found = places.open(Wanted::Blas)?;
+        let path = found.path.clone();
+        let library = Arc::new(Blas::of(found)?);
+        let mut handle = ptr::null_mut();
+        // SAFETY: no conditions.
+        let version = unsafe { (library.cublasLtGetVersion)() };
+        // SAFETY: one handle is written.
+        check(&library, "cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut handle) })?;
+        Ok(Products { library, handle, path, version, chosen: Mutex::default() })
+    }
+
+    /// Puts the product on the card's stream. `m`, `n` and `k` are above 0.
+    pub(super) fn run(&self, card: &Arc<Card>, p: &Product) -> Result<()> {
+        card.enter()?; // the choice is made for the thread's card
+        let chosen = self.chosen(p)?;
+        let workspace = card.allocate(chosen.workspace.max(1))?;
+        let (one, beta) = (1.0f32, if p.add { 1.0f32 } else { 0.0 });
+        let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
+        let [first, second, result] = chosen.layouts;
+        // SAFETY: the descriptions say how large the operands are; the caller checked that the views are as large. The
+        // workspace is given back in the stream's order, after this product.
+        let code = unsafe {
+            (self.library.cublasLtMatmul)(
+                self.handle,
+                chosen.desc,
+                scalar(&one),
+                p.b.at,
+                first,
+                p.a.at,
+                second,
+                scalar(&beta),
+                p.c.at,
+                result,
+                p.c.at,
+                result,
+                &chosen.algorithm,
+                workspace.at(),
+                chosen.workspace,
+                card.stream(),
+            )
+        };
+        check(&self.library, "cublasLtMatmul", code)
+    }
+
+    fn chosen(&self, p: &Product) -> Result<Arc<Chosen>> {
+        let key = Key {
+            sizes: [p.m, p.n, p.k, p.a.stride, p.b.stride, p.c.stride],
+            transposed: [p.a.transposed, p.b.transposed],
+            types: [type_of(p.inputs), type_of(p.output)],
+            add: p.add,
+            alignments: [p.a.at, p.b.at, p.c.at].map(alignment),
+        };
+        let mut all = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(chosen) = all.get(&key) {
+            return Ok(chosen.clone());
+        }
+        let chosen = Arc::new(self.choose(&key)?);
+        all.insert(key, chosen.clone());
+        Ok(chosen)
+    }
+
+    fn choose(&self, key: &Key) -> Result<Chosen> {
+        let lt = &self.library;
+        let mut chosen = Chosen {
+            library: lt.clone(),
+            desc: ptr::null_mut(),
+            layouts: [ptr::null_mut(); 3],
+            algorithm: Algorithm::default(),
+            workspace: 0,
+        };
+        // SAFETY: one handle is written.
+        let code = unsafe { (lt.cublasLtMatmulDescCreate)(&mut chosen.desc, COMPUTE_F32, R_F32) };
+        check(lt, "cublasLtMatmulDescCreate", code)?;
+        for (which, transposed) in [(TRANSPOSE_A, key.transposed[1]), (TRANSPOSE_B, key.transposed[0])] {
+            let value = c_int::from(transposed);
+            // SAFETY: the attribute is a 32-bit number.
+            let code = unsafe {
+                (lt.cublasLtMatmulDescSetAttribute)(
+                    chosen.desc,
+                    which,
+                    (&raw const value).cast(),
+                    size_of::<c_int>(),
+                )
+            };
+            check(lt, "cublasLtMatmulDescSetAttribute", code)?;
+        }
+        let [m, n, k, a, b, c] = key.sizes;
+        let stored = |rows, columns, transposed| if transposed { (columns, rows) } else { (rows, columns) };
+        let shapes = [
+            (stored(n, k, key.transposed[1]), b, key.types[0]),
+            (stored(k, m, key.transposed[0]), a, key.types[0]),
+            ((n, m), c, key.types[1]),
+        ];
+        for (layout, ((rows, columns), stride, dtype)) in chosen.layouts.iter_mut().zip(shapes) {
+            // SAFETY: one handle is written.
+            let code = unsafe {
+                (lt.cublasLtMatrixLayoutCreate)(layout, dtype, rows as u64, columns as u64, stride as i64)
+            };
+            check(lt, "cublasLtMatrixLayoutCreate", code)?;
+        }
+        let best = self.best(&chosen, key)?;
+        (chosen.algorithm, chosen.workspace) = (best.algorithm, best.workspace);
+        Ok(chosen)
+    }
+
+    fn best(&self, chosen: &Chosen, key: &Key) -> Result<Heuristic> {
+        let lt = &self.library;
+        let preference = Preference::new(lt)?;
+        preference.set(MOST_WORKSPACE, &(WORKSPACE as u64).to_ne_bytes())?;
+        let [a, b, c] = key.alignments;
+        for (which, bytes) in (LEAST_ALIGNMENT..).zip([b, a, c, c]) {
+            preference.set(which, &bytes.to_ne_bytes())?;
+        }
+        let (mut best, mut found) = (Heuristic::default(), 0);
+        let [first, second, result] = chosen.layouts;
+        // SAFETY: room for one result is said and given.
+        let code = unsafe {
+            (lt.cublasLtMatmulAlgoGetHeuristic)(
+                self.handle,
+                chosen.desc,
+                first,
+                second,
+                result,
+                result,
+                preference.handle,
+                1,
+                &mut best,
+                &mut found,
+            )
+        };
+        check(lt, "cublasLtMatmulAlgoGetHeuristic", code)?;
+        check(lt, "cublasLtMatmulAlgoGetHeuristic", best.state)?;
+        if found < 1 || best.workspace > WORKSPACE {
+            let said = format!("no algorithm for {key:?}");
+            return Err(CudaError::Call { what: "cublasLtMatmulAlgoGetHeuristic".to_owned(), code, said });
+        }
+        Ok(best)
+    }
+}
+
+struct Preference<'a> {
+    library: &'a Blas,
+    handle: Handle,
+}
+
+impl<'a> Preference<'a> {
+    fn new(library: &'a Blas) -> Result<Self> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: one handle is written.
+        let code = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) };
+        check(library, "cublasLtMatmulPreferenceCreate", code)?;
+        Ok(Preference { library, handle })
+    }
+
+    fn set(&self, which: c_int, value: &[u8]) -> Result<()> {
+        // SAFETY: as many bytes as are said.
+        let code = unsafe {
+            (self.library.cublasLtMatmulPreferenceSetAttribute)(
+                self.handle,
+                which,
+                value.as_ptr().cast(),
+                value.len(),
+            )
+        };
+        check(self.library, "cublasLtMatmulPreferenceSetAttribute", code)
+    }
+}
+
+impl Drop for Preference<'_> {
+    fn drop(&mut self) {
+        // SAFETY: made by this library, destroyed once.
+        let _ = unsafe { (self.library.cublasLtMatmulPreferenceDestroy)(self.handle) };
+    }
+}
+
+fn check(library: &Blas, what: &str, code: c_int) -> Result<()> {
+    if code == 0 {
+        return Ok(());
+    }
+    // SAFETY: a text that never ends to live, or null.
+    let said = unsafe {
+        let at = (library.cublasLtGetStatusString)(code);
+        if at.is_null() {
+            "an unknown error".into()
+        } else {
+            CStr::from_ptr(at).to_string_lossy().into_owned()
+        }
+    };
+    Err(CudaError::Call { what: what.to_owned(), code, said })
+}

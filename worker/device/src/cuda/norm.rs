@@ -1,0 +1,207 @@
+//! RMSNorm, LayerNorm, the norm of heads, bias: rows, and sums over rows.
+use super::card::{Launch, Param};
+use super::compile::NORM;
+use super::{Address, Cuda, Tensor, expect_len, floats};
+use crate::mem::{View, ViewMut};
+use crate::ops::{HeadRows, LayerNorm, Write};
+
+/// SUM_ROWS of norm.cu.
+const SUM_ROWS: usize = 64;
+
+/// `Rows` of norm.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Rows {
+    d: i64,
+    per: i64,
+    stride: i64,
+    first: i64,
+}
+
+// SAFETY: struct Rows of norm.cu.
+unsafe impl Param for Rows {}
+
+impl Rows {
+    fn plain(d: usize) -> Self {
+        Rows { d: d as i64, per: 1, stride: d as i64, first: 0 }
+    }
+
+    fn heads(h: HeadRows) -> Self {
+        let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first].map(|x| x as i64);
+        Rows { d, per, stride, first }
+    }
+}
+
+/// What the summed rows are multiplied with.
+#[derive(Clone, Copy)]
+enum Times {
+    One,
+    /// x, and 1/rms of each row.
+    RmsNormed(Tensor, Address),
+    /// x, mean and 1/deviation of each row.
+    LayerNormed(Tensor, Address),
+}
+
+/// `out[d] += Σ dy · times` over the rows, in an order that depends on their number alone.
+fn sum_rows(cuda: &Cuda, out: Address, dy: Tensor, times: Times, rows: usize, at: Rows) {
+    let (d, chunks) = (at.d as usize, rows.div_ceil(SUM_ROWS));
+    if rows == 0 || d == 0 {
+        return;
+    }
+    assert!(chunks <= 65_535, "sums over {rows} rows are too long for one launch");
+    let sums = cuda.scratch(chunks * d * size_of::<f32>());
+    let (x, stats, what) = match times {
+        Times::One => (Tensor::NONE, 0, 0i64),
+        Times::RmsNormed(x, rstd) => (x, rstd, 1),
+        Times::LayerNormed(x, stats) => (x, stats, 2),
+    };
+    let shape = Launch { grid: [d.div_ceil(32) as u32, chunks as u32, 1], block: [32, 8, 1], shared: 0 };
+    cuda.launch(NORM, c"sum_rows", shape, &[&sums.at(), &dy, &x, &stats, &(rows as i64), &at, &what]);
+    cuda.each(NORM, c"add_sums", d, &[&out, &sums.at(), &(chunks as i64), &(d as i64)]);
+}
+
+/// `y`, and `x += delta` before where delta is given.
+pub(super) fn rms(
+    cuda: &Cuda,
+    y: ViewMut,
+    rstd: ViewMut,
+    x: Tensor,
+    delta: Option<View>,
+    w: View,
+    m: usize,
+    eps: f32,
+) {
+    let d = w.len();
+    expect_len("rmsnorm_forward", "y", y.len(), m * d);
+    expect_len("rmsnorm_forward", "rstd", rstd.len(), m);
+    if let Some(delta) = delta {
+        expect_len("add_rmsnorm_forward", "delta", delta.len(), m * d);
+    }
+    let delta = delta.map_or(Tensor::NONE, Tensor::from);
+    let rstd = floats(rstd.as_view());
+    let arguments: [&dyn Param; 7] =
+        [&Tensor::from(&y), &rstd, &x, &delta, &Tensor::from(w), &(d as i64), &eps];
+    cuda.each_row(NORM, c"rmsnorm_forward", m, d, &arguments);
+}
+
+pub(super) fn rms_backward(
+    cuda: &Cuda,
+    dx: ViewMut,
+    dw: ViewMut,
+    dy: View,
+    x: View,
+    w: View,
+    rstd: View,
+    m: usize,
+    write: Write,
+) {
+    let (op, d) = ("rmsnorm_backward", w.len());
+    for (name, len) in [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())] {
+        expect_len(op, name, len, m * d);
+    }
+    expect_len(op, "rstd", rstd.len(), m);
+    expect_len(op, "dw", dw.len(), d);
+    let (at, dy, x, rstd) = (Rows::plain(d), Tensor::from(dy), Tensor::from(x), floats(rstd));
+    sum_rows(cuda, floats(dw.as_view()), dy, Times::RmsNormed(x, rstd), m, at);
+    let add = i64::from(write == Write::Add);
+    let arguments: [&dyn Param; 7] = [&Tensor::from(&dx), &dy, &x, &Tensor::from(w), &rstd, &at, &add];
+    cuda.each_row(NORM, c"rmsnorm_backward", m, d, &arguments);
+}
+
+fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRows) {
+    assert!(h.head_dim > 0, "{op}: heads of no element have no mean");
+    assert!(h.first + h.width() <= h.stride, "{op}: {} heads don't fit a row of {}", h.heads, h.stride);
+    expect_len(op, "x", x, h.rows * h.stride);
+    expect_len(op, "raw", raw, h.rows * h.width());
+    expect_len(op, "rstd", rstd, h.rows * h.heads);
+    expect_len(op, "w", w, h.head_dim);
+}
+
+pub(super) fn heads(cuda: &Cuda, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
+    check_heads("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len(), h);
+    let rstd = floats(rstd.as_view());
+    let arguments: [&dyn Param; 6] =
+        [&Tensor::from(&x), &Tensor::from(&raw), &rstd, &Tensor::from(w), &Rows::heads(h), &eps];
+    cuda.each_row(NORM, c"rmsnorm_heads_forward", h.rows * h.heads, h.head_dim, &arguments);
+}
+
+pub(super) fn heads_backward(
+    cuda: &Cuda,
+    dx: ViewMut,
+    dw: ViewMut,
+    raw: View,
+    rstd: View,
+    w: View,
+    h: HeadRows,
+) {
+    let op = "rmsnorm_heads_backward";
+    check_heads(op, dx.len(), raw.len(), rstd.len(), w.len(), h);
+    expect_len(op, "dw", dw.len(), h.head_dim);
+    let (at, d, raw, rstd) = (Rows::heads(h), Tensor::from(&dx), Tensor::from(raw), floats(rstd));
+    // before the gradient is overwritten
+    sum_rows(cuda, floats(dw.as_view()), d, Times::RmsNormed(raw, rstd), h.rows * h.heads, at);
+    let arguments: [&dyn Param; 7] = [&d, &d, &raw, &Tensor::from(w), &rstd, &at, &0i64];
+    cuda.each_row(NORM, c"rmsnorm_backward", h.rows * h.heads, h.head_dim, &arguments);
+}
+
+/// `y`, and `x += delta` before where delta is given.
+pub(super) fn layer(
+    cuda: &Cuda,
+    y: ViewMut,
+    stats: ViewMut,
+    x: Tensor,
+    delta: Option<View>,
+    norm: LayerNorm,
+    m: usize,
+) {
+    let d = norm.w.len();
+    expect_len("layernorm_forward", "y", y.len(), m * d);
+    expect_len("layernorm_forward", "stats", stats.len(), 2 * m);
+    expect_len("layernorm_forward", "b", norm.b.len(), d);
+    if let Some(delta) = delta {
+        expect_len("add_layernorm_forward", "delta", delta.len(), m * d);
+    }
+    let delta = delta.map_or(Tensor::NONE, Tensor::from);
+    let (w, b, stats) = (Tensor::from(norm.w), Tensor::from(norm.b), floats(stats.as_view()));
+    let arguments: [&dyn Param; 8] = [&Tensor::from(&y), &stats, &x, &delta, &w, &b, &(d as i64), &norm.eps];
+    cuda.each_row(NORM, c"layernorm_forward", m, d, &arguments);
+}
+
+pub(super) fn layer_backward(
+    cuda: &Cuda,
+    dx: ViewMut,
+    [dw, db]: [ViewMut; 2],
+    dy: View,
+    x: View,
+    w: View,
+    stats: View,
+    m: usize,
+    write: Write,
+) {
+    let (op, d) = ("layernorm_backward", w.len());
+    for (name, len) in [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())] {
+        expect_len(op, name, len, m * d);
+    }
+    expect_len(op, "stats", stats.len(), 2 * m);
+    expect_len(op, "dw", dw.len(), d);
+    expect_len(op, "db", db.len(), d);
+    let (at, dy, x, stats) = (Rows::plain(d), Tensor::from(dy), Tensor::from(x), floats(stats));
+    sum_rows(cuda, floats(dw.as_view()), dy, Times::LayerNormed(x, stats), m, at);
+    sum_rows(cuda, floats(db.as_view()), dy, Times::One, m, at);
+    let add = i64::from(write == Write::Add);
+    let arguments: [&dyn Param; 7] =
+        [&Tensor::from(&dx), &dy, &x, &Tensor::from(w), &stats, &(d as i64), &add];
+    cuda.each_row(NORM, c"layernorm_backward", m, d, &arguments);
+}
+
+pub(super) fn bias(cuda: &Cuda, y: ViewMut, bias: View, m: usize, n: usize) {
+    expect_len("bias_forward", "y", y.len(), m * n);
+    expect_len("bias_forward", "bias", bias.len(), n);
+    cuda.each_row(NORM, c"bias_forward", m, n, &[&Tensor::from(&y), &Tensor::from(bias), &(n as i64)]);
+}
+
+pub(super) fn bias_backward(cuda: &Cuda, dbias: ViewMut, dy: View, m: usize, n: usize) {
+    expect_len("bias_backward", "dbias", dbias.len(), n);
+    expect_len("bias_backward", "dy", dy.len(), m * n);
+    sum_rows(cuda, floats(dbias.as_view()), dy.into(), Times::One, m, Rows::plain(n));
+}

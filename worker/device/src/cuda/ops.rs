@@ -1,0 +1,431 @@
+//! [`Ops`] on a card.
+use super::activation::{self, Gate, Turned};
+use super::matmul::{Matrix, Product};
+use super::{
+    Address, Cuda, Tensor, address, attention, classifier, expect_len, flat, must, norm, number, rows,
+};
+use crate::mem::{Dtype, View, ViewMut};
+use crate::ops::{
+    AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
+    RouterShape, Sgd, Write,
+};
+
+/// A matrix of a product.
+#[derive(Clone, Copy)]
+pub(super) struct Operand {
+    pub(super) at: Address,
+    pub(super) dtype: Dtype,
+    /// Elements from row to row as it is stored.
+    pub(super) stride: usize,
+    /// Stored with rows and columns exchanged.
+    pub(super) transposed: bool,
+}
+
+impl Operand {
+    #[track_caller]
+    pub(super) fn of(v: View, stride: usize, transposed: bool) -> Self {
+        Operand { at: address(v), dtype: v.dtype(), stride, transposed }
+    }
+
+    fn matrix(self) -> Matrix {
+        Matrix { at: self.at, stride: self.stride, transposed: self.transposed }
+    }
+
+    fn tensor(self) -> Tensor {
+        Tensor { at: self.at, dtype: number(self.dtype) }
+    }
+}
+
+impl Cuda {
+    /// Zeros.
+    pub(super) fn clear(&self, v: View) {
+        must(self.card.fill_zero(address(v), v.len() * v.dtype().size()));
+    }
+}
+
+/// `c[m, n] (=|+=) a[m, k] · b[k, n]`.
+///
+/// The library wants operands of one type and a result of that type or f32. Whatever else is asked for goes through f32.
+pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]: [usize; 3], write: Write) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    if k == 0 {
+        if write == Write::Set {
+            must(cuda.card.fill_zero(c.at, m * n * c.dtype.size()));
+        }
+        return;
+    }
+    let same = a.dtype == b.dtype;
+    let inputs = if same { a.dtype } else { Dtype::F32 };
+    let (a_wide, b_wide);
+    let (a, b) = if same {
+        (a, b)
+    } else {
+        a_wide = widened(cuda, a, m * k);
+        b_wide = widened(cuda, b, k * n);
+        (a_wide.0, b_wide.0)
+    };
+    let add = write == Write::Add;
+    let run = |c: Operand, add| {
+        let (output, matrices) = (c.dtype, [a, b, c].map(Operand::matrix));
+        let [a, b, c] = matrices;
+        must(cuda.products.run(&cuda.card, &Product { m, n, k, a, b, c, inputs, output, add }));
+    };
+    if c.dtype == Dtype::F32 || c.dtype == inputs {
+        return run(c, add);
+    }
+    let wide = cuda.scratch(m * n * size_of::<f32>());
+    let sum = Operand { at: wide.at(), dtype: Dtype::F32, ..c };
+    if add {
+        flat::copy(cuda, sum.tensor(), c.tensor(), m * n);
+    }
+    run(sum, add);
+    flat::copy(cuda, c.tensor(), sum.tensor(), m * n);
+}
+
+/// The operand as f32, and the memory that it lies in where it had to be copied.
+fn widened(cuda: &Cuda, x: Operand, len: usize) -> (Operand, Option<super::Memory>) {
+    if x.dtype == Dtype::F32 {
+        return (x, None);
+    }
+    let memory = cuda.scratch(len * size_of::<f32>());
+    let wide = Operand { at: memory.at(), dtype: Dtype::F32, ..x };
+    flat::copy(cuda, wide.tensor(), x.tensor(), len);
+    (wide, Some(memory))
+}
+
+/// The rows of a group, in elements.
+fn part(group: &Group, width: usize) -> std::ops::Range<usize> {
+    group.rows.start * width..group.rows.end * width
+}
+
+impl Ops for Cuda {
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: Write) {
+        expect_len("matmul_forward", "y", y.len(), m * n);
+        expect_len("matmul_forward", "x", x.len(), m * k);
+        expect_len("matmul_forward", "w", w.len(), n * k);
+        let c = Operand::of(y.as_view(), n, false);
+        product(self, c, Operand::of(x, k, false), Operand::of(w, k, true), [m, n, k], write);
+    }
+
+    fn matmul_backward_input(
+        &self,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    ) {
+        expect_len("matmul_backward_input", "dx", dx.len(), m * k);
+        expect_len("matmul_backward_input", "dy", dy.len(), m * n);
+        expect_len("matmul_backward_input", "w", w.len(), n * k);
+        let c = Operand::of(dx.as_view(), k, false);
+        product(self, c, Operand::of(dy, n, false), Operand::of(w, k, false), [m, k, n], write);
+    }
+
+    fn matmul_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    ) {
+        expect_len("matmul_backward_weight", "dw", dw.len(), n * k);
+        expect_len("matmul_backward_weight", "dy", dy.len(), m * n);
+        expect_len("matmul_backward_weight", "x", x.len(), m * k);
+        let c = Operand::of(dw.as_view(), k, false);
+        product(self, c, Operand::of(dy, n, true), Operand::of(x, k, false), [n, k, m], write);
+    }
+
+    fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {
+        rows::gather(self, "embedding_forward", x, w, tokens, d);
+    }
+
+    fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
+        rows::embedding_backward(self, dw, dx, tokens, d);
+    }
+
+    fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
+        expect_len("rmsnorm_forward", "x", x.len(), m * d);
+        expect_len("rmsnorm_forward", "w", w.len(), d);
+        norm::rms(self, y, rstd, x.into(), None, w, m, eps);
+    }
+
+    fn add_rmsnorm_forward(
+        &self,
+        y: ViewMut,
+        rstd: ViewMut,
+        x: ViewMut,
+        delta: View,
+        w: View,
+        m: usize,
+        d: usize,
+        eps: f32,
+    ) {
+        expect_len("add_rmsnorm_forward", "x", x.len(), m * d);
+        expect_len("add_rmsnorm_forward", "w", w.len(), d);
+        norm::rms(self, y, rstd, (&x).into(), Some(delta), w, m, eps);
+    }
+
+    fn rmsnorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        rstd: View,
+        m: usize,
+        d: usize,
+        write: Write,
+    ) {
+        expect_len("rmsnorm_backward", "w", w.len(), d);
+        norm::rms_backward(self, dx, dw, dy, x, w, rstd, m, write);
+    }
+
+    fn rmsnorm_heads_forward(&self, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
+        norm::heads(self, x, raw, rstd, w, h, eps);
+    }
+
+    fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows) {
+        norm::heads_backward(self, dx, dw, raw, rstd, w, h);
+    }
+
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, given: LayerNorm, m: usize) {
+        expect_len("layernorm_forward", "x", x.len(), m * given.w.len());
+        norm::layer(self, y, stats, x.into(), None, given, m);
+    }
+
+    fn add_layernorm_forward(
+        &self,
+        y: ViewMut,
+        stats: ViewMut,
+        x: ViewMut,
+        delta: View,
+        given: LayerNorm,
+        m: usize,
+    ) {
+        expect_len("add_layernorm_forward", "x", x.len(), m * given.w.len());
+        norm::layer(self, y, stats, (&x).into(), Some(delta), given, m);
+    }
+
+    fn layernorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        db: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        stats: View,
+        m: usize,
+        write: Write,
+    ) {
+        norm::layer_backward(self, dx, [dw, db], dy, x, w, stats, m, write);
+    }
+
+    fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
+        norm::bias(self, y, bias, m, n);
+    }
+
+    fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {
+        norm::bias_backward(self, dbias, dy, m, n);
+    }
+
+    fn rope_forward(
+        &self,
+        x: ViewMut,
+        cos: View,
+        sin: View,
+        b: usize,
+        t: usize,
+        heads: usize,
+        head_dim: usize,
+        stride: usize,
+    ) {
+        activation::rope(self, x, cos, sin, Turned { b, t, heads, head_dim, stride }, 1.0);
+    }
+
+    fn rope_backward(
+        &self,
+        dx: ViewMut,
+        cos: View,
+        sin: View,
+        b: usize,
+        t: usize,
+        heads: usize,
+        head_dim: usize,
+        stride: usize,
+    ) {
+        activation::rope(self, dx, cos, sin, Turned { b, t, heads, head_dim, stride }, -1.0);
+    }
+
+    fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
+        attention::forward(self, o, lse, qkv, starts, shape);
+    }
+
+    fn attention_backward(
+        &self,
+        dqkv: ViewMut,
+        d_o: View,
+        o: View,
+        lse: View,
+        qkv: View,
+        starts: &[u32],
+        shape: AttentionShape,
+    ) {
+        attention::backward(self, dqkv, d_o, o, lse, qkv, starts, shape);
+    }
+
+    fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
+        activation::gated(self, y, gate_up, m, f, Gate::Silu);
+    }
+
+    fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
+        activation::gated_backward(self, dgate_up, dy, gate_up, m, f, Gate::Silu);
+    }
+
+    fn router_forward(
+        &self,
+        probs: ViewMut,
+        weights: ViewMut,
+        lse: ViewMut,
+        chosen: &mut [u32],
+        logits: View,
+        shape: RouterShape,
+    ) {
+        rows::router(self, probs, weights, lse, chosen, logits, shape);
+    }
+
+    fn router_backward(&self, dlogits: ViewMut, dweights: View, given: RouterGradient, shape: RouterShape) {
+        rows::router_backward(self, dlogits, dweights, given, shape);
+    }
+
+    fn gather_rows(&self, y: ViewMut, x: View, from: &[u32], d: usize) {
+        rows::gather(self, "gather_rows", y, x, from, d);
+    }
+
+    fn combine_rows(
+        &self,
+        y: ViewMut,
+        x: View,
+        weights: Option<View>,
+        places: &[u32],
+        m: usize,
+        d: usize,
+        write: Write,
+    ) {
+        rows::combine(self, y, x, weights, places, m, d, write);
+    }
+
+    fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize) {
+        rows::dots(self, out, a, b, d);
+    }
+
+    fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
+        rows::scale(self, x, factors, d);
+    }
+
+    fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize) {
+        for group in groups {
+            let (y, w) = (y.reborrow().slice(part(group, n)), w.slice(group.matrix..group.matrix + n * k));
+            self.matmul_forward(y, x.slice(part(group, k)), w, group.rows.len(), n, k, Write::Set);
+        }
+    }
+
+    fn grouped_backward_input(
+        &self,
+        mut dx: ViewMut,
+        dy: View,
+        w: View,
+        groups: &[Group],
+        n: usize,
+        k: usize,
+    ) {
+        for group in groups {
+            let (dx, w) = (dx.reborrow().slice(part(group, k)), w.slice(group.matrix..group.matrix + n * k));
+            self.matmul_backward_input(dx, dy.slice(part(group, n)), w, group.rows.len(), n, k, Write::Set);
+        }
+    }
+
+    fn grouped_backward_weight(
+        &self,
+        mut dw: ViewMut,
+        dy: View,
+        x: View,
+        groups: &[Group],
+        n: usize,
+        k: usize,
+    ) {
+        for group in groups {
+            let dw = dw.reborrow().slice(group.matrix..group.matrix + n * k);
+            let (dy, x) = (dy.slice(part(group, n)), x.slice(part(group, k)));
+            self.matmul_backward_weight(dw, dy, x, group.rows.len(), n, k, Write::Set);
+        }
+    }
+
+    fn gelu_forward(&self, y: ViewMut, x: View) {
+        activation::gelu(self, y, x);
+    }
+
+    fn gelu_backward(&self, dx: ViewMut, dy: View, x: View) {
+        activation::gelu_backward(self, dx, dy, x);
+    }
+
+    fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
+        activation::gated(self, y, gate_up, m, f, Gate::Gelu);
+    }
+
+    fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
+        activation::gated_backward(self, dgate_up, dy, gate_up, m, f, Gate::Gelu);
+    }
+
+    fn capped_classifier(
+        &self,
+        loss: ViewMut,
+        x: View,
+        w: View,
+        labels: &[u32],
+        m: usize,
+        d: usize,
+        v: usize,
+        cap: Option<f32>,
+        grads: Option<ClassifierGrads>,
+    ) {
+        classifier::classifier(self, loss, x, w, labels, classifier::Shape { m, d, v, cap }, grads);
+    }
+
+    fn cast(&self, y: ViewMut, x: View) {
+        flat::cast(self, y, x);
+    }
+
+    fn add(&self, y: ViewMut, x: View) {
+        flat::add(self, y, x);
+    }
+
+    fn scale(&self, y: ViewMut, s: f32) {
+        flat::scale(self, y, s);
+    }
+
+    fn norm_blocks(&self, out: &mut [f64], x: View) {
+        flat::norm_blocks(self, out, x);
+    }
+
+    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW) {
+        flat::adamw(self, p, g, exp_avg, exp_avg_sq, h);
+    }
+
+    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {
+        flat::sgd(self, p, g, momentum_buffer, h);
+    }
+
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion) {
+        flat::lion(self, p, g, exp_avg, h);
+    }
+}

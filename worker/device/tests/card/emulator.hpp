@@ -1,0 +1,270 @@
+// CUDA C++ on the CPU: the kernels' own sources, a block at a time, its threads as fibers that meet at barriers.
+//
+// What it shows: arithmetic, indices, the shape of launches, barriers that all threads reach, memory beyond an allocation.
+// CARD_ORDER=1 runs the threads of a block from the last to the first: what needs the other order has a race.
+// What it can't: every race between barriers, the card's own rounding of expf and its kin, speed.
+#pragma once
+#define EMULATED
+#include <cmath>
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __align__(n) alignas(n)
+
+namespace emulator {
+struct Dim {
+    unsigned x = 1, y = 1, z = 1;
+    unsigned count() const { return x * y * z; }
+};
+constexpr unsigned WARP = 32, MOST_THREADS = 1024;
+constexpr size_t STACK = 64 << 10;
+
+[[noreturn]] inline void stop(const char* what) {
+    fprintf(stderr, "emulated card: %s\n", what);
+    abort();
+}
+
+// A barrier of some threads of a block.
+struct Barrier {
+    unsigned arrived = 0;
+    uint64_t turn = 0;
+};
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf at;
+    bool started = false, live = false;
+    unsigned thread = 0;
+};
+
+struct Block {
+    Dim threads, at, grid;
+    std::vector<uint8_t> shared;
+    std::function<void()> body;
+    unsigned next = 0, finished = 0, current = 0;
+    unsigned finished_of_warp[WARP] = {};
+    Barrier all, warps[WARP];
+    uint64_t lanes[MOST_THREADS];
+    std::vector<Fiber> fibers;
+    Fiber* running = nullptr;
+    jmp_buf scheduler;
+    uint64_t progress = 0;
+    bool backwards = false;
+    uint8_t* stacks = nullptr;
+
+    void yield() {
+        Fiber* self = running;
+        if (!_setjmp(self->at)) _longjmp(scheduler, 1);
+        current = self->thread;
+    }
+    void wait(Barrier& barrier, unsigned of, const unsigned& gone) {
+        uint64_t turn = barrier.turn;
+        progress++;
+        if (++barrier.arrived + gone >= of) {
+            barrier.arrived = 0;
+            barrier.turn++;
+            return;
+        }
+        while (barrier.turn == turn) {
+            if (barrier.arrived + gone >= of) {
+                barrier.arrived = 0;
+                barrier.turn++;
+                return;
+            }
+            yield();
+        }
+    }
+    void sync() { wait(all, threads.count(), finished); }
+    void sync_warp() {
+        unsigned warp = current / WARP;
+        unsigned of = std::min(WARP, threads.count() - warp * WARP);
+        wait(warps[warp], of, finished_of_warp[warp]);
+    }
+    void run_threads() {
+        while (next < threads.count()) {
+            unsigned turn = next++;
+            running->thread = current = backwards ? threads.count() - 1 - turn : turn;
+            body();
+            finished++;
+            finished_of_warp[running->thread / WARP]++;
+            progress++;
+        }
+        running->live = false;
+        _longjmp(scheduler, 1);
+    }
+    static void enter();
+    void resume(size_t i) {
+        Fiber& fiber = fibers[i];
+        running = &fiber;
+        if (_setjmp(scheduler)) return;
+        if (fiber.started) _longjmp(fiber.at, 1);
+        fiber.started = true;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = stacks + i * STACK;
+        fiber.start.uc_stack.ss_size = STACK;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, &Block::enter, 0);
+        setcontext(&fiber.start);
+    }
+    void run() {
+        next = finished = 0;
+        memset(finished_of_warp, 0, sizeof finished_of_warp);
+        all = Barrier();
+        for (auto& warp : warps) warp = Barrier();
+        fibers.resize(threads.count());
+        size_t begun = 0;
+        while (finished < threads.count()) {
+            uint64_t before = progress;
+            for (size_t i = 0; i < begun; i++) {
+                size_t turn = backwards ? begun - 1 - i : i;
+                if (fibers[turn].live) resume(turn);
+            }
+            while (next < threads.count()) {
+                Fiber& fiber = fibers[begun];
+                fiber.started = false;
+                fiber.live = true;
+                resume(begun++);
+            }
+            if (progress == before) stop("threads wait at different barriers");
+        }
+    }
+};
+
+inline Block block;
+inline void Block::enter() { block.run_threads(); }
+
+inline Dim thread_index() {
+    unsigned t = block.current, x = block.threads.x, y = block.threads.y;
+    return {t % x, t / x % y, t / (x * y)};
+}
+
+// Every block of a grid, one after the other; shared memory begins as numbers that are none.
+inline void launch(Dim grid, Dim threads, size_t shared, const std::function<void()>& body) {
+    if (!block.stacks) {
+        void* at = mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (at == MAP_FAILED) stop("no memory for stacks");
+        block.stacks = (uint8_t*)at;
+    }
+    const char* order = getenv("CARD_ORDER");
+    block.backwards = order && *order == '1';
+    block.grid = grid;
+    block.threads = threads;
+    block.body = body;
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                block.at = {x, y, z};
+                block.shared.assign(shared + 64, 0xff);
+                block.run();
+                for (size_t i = 0; i < 64; i++)
+                    if (block.shared[shared + i] != 0xff) stop("a kernel wrote beyond its shared memory");
+            }
+}
+
+template <class T> T shuffle(T x, unsigned from) {
+    static_assert(sizeof(T) <= 8);
+    unsigned self = block.current;
+    memcpy(&block.lanes[self], &x, sizeof x);
+    block.sync_warp();
+    memcpy(&x, &block.lanes[self / WARP * WARP + from % WARP], sizeof x);
+    block.sync_warp();
+    return x;
+}
+} // namespace emulator
+
+#define threadIdx (emulator::thread_index())
+#define blockIdx (emulator::block.at)
+#define blockDim (emulator::block.threads)
+#define gridDim (emulator::block.grid)
+#define DYNAMIC_SHARED(name) float* name = (float*)emulator::block.shared.data()
+
+static inline void __syncthreads() { emulator::block.sync(); }
+static inline void __syncwarp() { emulator::block.sync_warp(); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int other) {
+    return emulator::shuffle(x, emulator::block.current % emulator::WARP ^ (unsigned)other);
+}
+template <class T> T __shfl_sync(unsigned, T x, int from) { return emulator::shuffle(x, (unsigned)from); }
+
+static inline float __int_as_float(int bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+static inline int __float_as_int(float x) {
+    int bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+
+static inline float from_f16(unsigned short h) {
+    unsigned sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31, mantissa = h & 0x3ff;
+    float x;
+    if (exponent == 0) x = ldexpf((float)mantissa, -24);
+    else if (exponent == 31) x = __int_as_float((int)(0x7f800000u | mantissa << 13));
+    else x = __int_as_float((int)((exponent + 112) << 23 | mantissa << 13));
+    return __int_as_float((int)((unsigned)__float_as_int(x) | sign));
+}
+// To the nearest, ties to even.
+static inline unsigned short to_f16(float x) {
+    unsigned bits = (unsigned)__float_as_int(x), sign = bits >> 16 & 0x8000;
+    float size = fabsf(x);
+    if (std::isnan(x)) return (unsigned short)(sign | 0x7e00);
+    if (size >= 65520.0f) return (unsigned short)(sign | 0x7c00);
+    if (size < 6.103515625e-5f) return (unsigned short)(sign | (unsigned)nearbyintf(ldexpf(size, 24)));
+    unsigned magnitude = bits & 0x7fffffff;
+    unsigned rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
+    return (unsigned short)(sign | ((rounded >> 13) - (112 << 10)));
+}
+
+// --- tensor cores: what a warp does together --------------------------------------------------------------------------------
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+static inline unsigned pair(const unsigned short* at) {
+    if ((uintptr_t)at % 4) emulator::stop("a pair of halves isn't aligned");
+    return (unsigned)at[0] | (unsigned)at[1] << 16;
+}
+
+// The element (row, column) of a 16 × 16 first operand or a 16 × 8 second one, out of all lanes' registers.
+static inline float half_of(unsigned bits, int which) { return __int_as_float((int)((which ? bits >> 16 : bits & 0xffff) << 16)); }
+
+static inline void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    static unsigned given[emulator::MOST_THREADS][6];
+    unsigned self = emulator::block.current, warp = self / 32 * 32, group = self % 32 / 4, turn = self % 4;
+    memcpy(given[self], a, 16);
+    memcpy(given[self] + 4, b, 8);
+    emulator::block.sync_warp();
+    for (unsigned i = 0; i < 4; i++) {
+        unsigned row = group + 8 * (i / 2), column = 2 * turn + i % 2;
+        for (unsigned k = 0; k < 16; k++) {
+            unsigned of_a = warp + row % 8 * 4 + k % 8 / 2, of_b = warp + column * 4 + k % 8 / 2;
+            c[i] += half_of(given[of_a][row / 8 + 2 * (k / 8)], k % 2) * half_of(given[of_b][4 + k / 8], k % 2);
+        }
+    }
+    emulator::block.sync_warp();
+}
+
+static inline void load_transposed(unsigned (&b)[2], const unsigned short* row) {
+    unsigned lane = emulator::block.current % 32;
+    if (lane < 16 && (uintptr_t)row % 16) emulator::stop("a row of a matrix isn't aligned");
+    for (unsigned matrix = 0; matrix < 2; matrix++) {
+        uint64_t low = emulator::shuffle((uint64_t)row, matrix * 8 + 2 * (lane % 4));
+        uint64_t high = emulator::shuffle((uint64_t)row, matrix * 8 + 2 * (lane % 4) + 1);
+        b[matrix] = (unsigned)((unsigned short*)low)[lane / 4] | (unsigned)((unsigned short*)high)[lane / 4] << 16;
+    }
+}

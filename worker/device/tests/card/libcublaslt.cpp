@@ -1,0 +1,133 @@
+// cuBLASLt for the emulated card: D = alpha·op(A)·op(B) + beta·C, column-major, computed in f64 and rounded once.
+#include <cstddef>
+#include "emulator.hpp"
+#include "common.cuh"
+
+#define API extern "C" __attribute__((visibility("default"))) int
+enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { R_32F = 0, R_16F = 2, R_16BF = 14 };
+
+struct Desc {
+    int compute, scale, transa = 0, transb = 0;
+};
+struct Layout {
+    int type;
+    uint64_t rows, cols;
+    int64_t ld;
+};
+struct Preference {
+    uint64_t workspace = 0;
+    uint32_t align[4] = {256, 256, 256, 256};
+};
+struct Algo {
+    uint64_t data[8];
+};
+struct Result {
+    Algo algo;
+    size_t workspace;
+    int state;
+    float waves;
+    int reserved[4];
+};
+
+extern "C" __attribute__((visibility("default"))) size_t cublasLtGetVersion() { return 130100; }
+API cublasLtCreate(void** handle) {
+    *handle = malloc(1);
+    return SUCCESS;
+}
+API cublasLtDestroy(void* handle) {
+    free(handle);
+    return SUCCESS;
+}
+API cublasLtMatmulDescCreate(void** desc, int compute, int scale) {
+    Desc* d = new Desc;
+    d->compute = compute, d->scale = scale;
+    *desc = d;
+    return compute == 68 && scale == R_32F ? SUCCESS : NOT_SUPPORTED;
+}
+API cublasLtMatmulDescDestroy(void* desc) {
+    delete (Desc*)desc;
+    return SUCCESS;
+}
+API cublasLtMatmulDescSetAttribute(void* desc, int attribute, const void* value, size_t bytes) {
+    if (bytes != 4 || (attribute != 3 && attribute != 4)) return INVALID_VALUE;
+    memcpy(attribute == 3 ? &((Desc*)desc)->transa : &((Desc*)desc)->transb, value, 4);
+    return SUCCESS;
+}
+API cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t cols, int64_t ld) {
+    if (!rows || !cols || ld < (int64_t)rows) return INVALID_VALUE;
+    *layout = new Layout{type, rows, cols, ld};
+    return SUCCESS;
+}
+API cublasLtMatrixLayoutDestroy(void* layout) {
+    delete (Layout*)layout;
+    return SUCCESS;
+}
+API cublasLtMatmulPreferenceCreate(void** preference) {
+    *preference = new Preference;
+    return SUCCESS;
+}
+API cublasLtMatmulPreferenceDestroy(void* preference) {
+    delete (Preference*)preference;
+    return SUCCESS;
+}
+API cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const void* value, size_t bytes) {
+    Preference* p = (Preference*)preference;
+    if (attribute == 1 && bytes == 8) memcpy(&p->workspace, value, 8);
+    else if (attribute >= 5 && attribute <= 8 && bytes == 4) memcpy(&p->align[attribute - 5], value, 4);
+    else return INVALID_VALUE;
+    return SUCCESS;
+}
+
+static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* c) {
+    uint64_t m = d->transa ? a->cols : a->rows, k = d->transa ? a->rows : a->cols;
+    uint64_t n = d->transb ? b->rows : b->cols, k2 = d->transb ? b->cols : b->rows;
+    bool types = a->type == b->type && (c->type == a->type || c->type == R_32F);
+    return k == k2 && c->rows == m && c->cols == n && types;
+}
+
+// The algorithm remembers the alignment it was promised.
+API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c, void* d, void* preference, int asked, Result* results,
+                                   int* found) {
+    *found = 0;
+    if (asked < 1) return INVALID_VALUE;
+    if (!fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)c) || !fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)d)) return NOT_SUPPORTED;
+    memset(results, 0, sizeof *results);
+    for (int i = 0; i < 4; i++) results->algo.data[i] = ((Preference*)preference)->align[i];
+    results->algo.data[4] = 0x616c676f;
+    results->workspace = 4096;
+    *found = 1;
+    return SUCCESS;
+}
+
+static Tensor tensor(const void* at, const Layout* layout) {
+    return {(void*)at, layout->type == R_32F ? F32 : layout->type == R_16BF ? BF16 : F16};
+}
+
+API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a, const void* B, void* b, const float* beta, const void* C,
+                   void* c, void* D, void* d, const Algo* algo, void* workspace, size_t bytes, void*) {
+    const Desc* how = (Desc*)desc;
+    const Layout *la = (Layout*)a, *lb = (Layout*)b, *lc = (Layout*)c, *ld = (Layout*)d;
+    const void* at[4] = {A, B, C, D};
+    if (!fits(how, la, lb, lc) || !algo || algo->data[4] != 0x616c676f || !workspace || bytes < 4096) return INVALID_VALUE;
+    for (int i = 0; i < 4; i++)
+        if ((uintptr_t)at[i] % algo->data[i]) return INVALID_VALUE;
+    memset(workspace, 0xff, 4096);
+    Tensor x = tensor(A, la), y = tensor(B, lb), z = tensor(D, ld), old = tensor(C, lc);
+    uint64_t depth = how->transa ? la->rows : la->cols;
+    for (uint64_t j = 0; j < ld->cols; j++)
+        for (uint64_t i = 0; i < ld->rows; i++) {
+            double sum = 0;
+            for (uint64_t k = 0; k < depth; k++) {
+                int64_t at_a = how->transa ? (int64_t)(i * la->ld + k) : (int64_t)(k * la->ld + i);
+                int64_t at_b = how->transb ? (int64_t)(k * lb->ld + j) : (int64_t)(j * lb->ld + k);
+                sum += (double)load(x, at_a) * (double)load(y, at_b);
+            }
+            int64_t to = (int64_t)(j * ld->ld + i);
+            store(z, to, (float)(*alpha * sum + (*beta != 0 ? *beta * (double)load(old, to) : 0.0)));
+        }
+    return SUCCESS;
+}
+extern "C" __attribute__((visibility("default"))) const char* cublasLtGetStatusString(int code) {
+    return code == NOT_SUPPORTED ? "CUBLAS_STATUS_NOT_SUPPORTED" : code == INVALID_VALUE ? "CUBLAS_STATUS_INVALID_VALUE" : "CUBLAS_STATUS";
+}

@@ -1,0 +1,266 @@
+// A CUDA driver whose card is the emulator. Memory is host memory, each allocation with a page behind it that nobody may
+// touch, filled with numbers that are none. Work is done when it is asked for.
+//
+// CARD_VERSION=13000 what cuDriverGetVersion says; CARD_COUNT=1 cards; CARD_MEMORY=bytes that can be allocated;
+// CARD_FAILS=name:n the n-th call of a function (from 1) fails, with CUDA_ERROR_LAUNCH_FAILED.
+#include "emulator.hpp"
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <unistd.h>
+#include "common.cuh"
+#include "kernels.inc"
+
+#define API extern "C" __attribute__((visibility("default"))) int
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
+
+static std::recursive_mutex lock_;
+#define LOCKED std::lock_guard<std::recursive_mutex> held(lock_)
+#define MAY_FAIL(name) do { if (fails(name)) return LAUNCH_FAILED; } while (0)
+
+static long number(const char* name, long otherwise) {
+    const char* said = getenv(name);
+    return said && *said ? strtol(said, nullptr, 10) : otherwise;
+}
+
+static bool fails(const char* name) {
+    static std::map<std::string, long> calls;
+    const char* said = getenv("CARD_FAILS");
+    if (!said) return false;
+    std::string rule(said);
+    size_t colon = rule.find(':');
+    if (rule.substr(0, colon) != name) return false;
+    return ++calls[name] == strtol(rule.c_str() + colon + 1, nullptr, 10);
+}
+
+// --- memory ---------------------------------------------------------------------------------------------------------------
+
+struct Allocation {
+    uint8_t* map;
+    size_t mapped, bytes;
+};
+static std::map<uintptr_t, Allocation> allocations;
+static size_t allocated = 0;
+
+static size_t card_memory() { return (size_t)number("CARD_MEMORY", 8l << 30); }
+
+static bool inside(uintptr_t at, size_t bytes) {
+    auto next = allocations.upper_bound(at);
+    if (next == allocations.begin()) return false;
+    auto& [start, a] = *std::prev(next);
+    return at + bytes <= start + a.bytes;
+}
+
+API cuMemAllocAsync(uintptr_t* out, size_t bytes, void*) {
+    LOCKED;
+    MAY_FAIL("cuMemAllocAsync");
+    if (bytes == 0) return INVALID_VALUE;
+    if (allocated + bytes > card_memory()) return OUT_OF_MEMORY;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), room = (bytes + page - 1) / page * page;
+    void* map = mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (map == MAP_FAILED) return OUT_OF_MEMORY;
+    mprotect((uint8_t*)map + room, page, PROT_NONE);
+    memset(map, 0xff, room);
+    uintptr_t at = (uintptr_t)map + (room - (bytes + 15) / 16 * 16);
+    allocations[at] = {(uint8_t*)map, room + page, bytes};
+    allocated += bytes;
+    *out = at;
+    return SUCCESS;
+}
+API cuMemFreeAsync(uintptr_t at, void*) {
+    LOCKED;
+    auto found = allocations.find(at);
+    if (found == allocations.end()) return INVALID_VALUE;
+    allocated -= found->second.bytes;
+    munmap(found->second.map, found->second.mapped);
+    allocations.erase(found);
+    return SUCCESS;
+}
+API cuMemGetInfo_v2(size_t* free, size_t* total) {
+    LOCKED;
+    *total = card_memory();
+    *free = *total - allocated;
+    return SUCCESS;
+}
+API cuMemHostAlloc(void** out, size_t bytes, unsigned) {
+    return posix_memalign(out, 4096, bytes ? bytes : 1) ? OUT_OF_MEMORY : SUCCESS;
+}
+API cuMemFreeHost(void* at) {
+    free(at);
+    return SUCCESS;
+}
+API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void*) {
+    LOCKED;
+    MAY_FAIL("cuMemcpyHtoDAsync");
+    if (!inside(to, bytes)) return INVALID_VALUE;
+    memcpy((void*)to, from, bytes);
+    return SUCCESS;
+}
+API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void*) {
+    LOCKED;
+    MAY_FAIL("cuMemcpyDtoHAsync");
+    if (!inside(from, bytes)) return INVALID_VALUE;
+    memcpy(to, (void*)from, bytes);
+    return SUCCESS;
+}
+API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void*) {
+    LOCKED;
+    if (!inside(to, bytes) || !inside(from, bytes)) return INVALID_VALUE;
+    memmove((void*)to, (void*)from, bytes);
+    return SUCCESS;
+}
+API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void*) {
+    LOCKED;
+    if (!inside(to, bytes)) return INVALID_VALUE;
+    memset((void*)to, value, bytes);
+    return SUCCESS;
+}
+
+// --- the card -------------------------------------------------------------------------------------------------------------
+
+API cuInit(unsigned) { return number("CARD_COUNT", 1) > 0 ? SUCCESS : NO_DEVICE; }
+API cuDriverGetVersion(int* version) {
+    *version = (int)number("CARD_VERSION", 13000);
+    return SUCCESS;
+}
+API cuDeviceGetCount(int* count) {
+    *count = (int)number("CARD_COUNT", 1);
+    return SUCCESS;
+}
+API cuDeviceGet(int* device, int index) {
+    *device = index;
+    return index < number("CARD_COUNT", 1) ? SUCCESS : 101;
+}
+API cuDeviceGetName(char* name, int room, int) {
+    snprintf(name, (size_t)room, "Emulated card");
+    return SUCCESS;
+}
+API cuDeviceTotalMem_v2(size_t* bytes, int) {
+    *bytes = card_memory();
+    return SUCCESS;
+}
+API cuDeviceGetAttribute(int* value, int attribute, int) {
+    switch (attribute) {
+    case 16: *value = 4; break;           // multiprocessors
+    case 75: *value = 9; break;           // compute capability
+    case 76: *value = 0; break;
+    case 97: *value = 227 << 10; break;   // shared memory per block, opted in
+    case 115: *value = 1; break;          // memory pools
+    default: return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+API cuDevicePrimaryCtxRetain(void** context, int) {
+    static int card;
+    *context = &card;
+    return SUCCESS;
+}
+API cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+API cuCtxSetCurrent(void*) { return SUCCESS; }
+API cuDeviceGetDefaultMemPool(void** pool, int) {
+    static int all;
+    *pool = &all;
+    return SUCCESS;
+}
+API cuMemPoolSetAttribute(void*, int attribute, void*) { return attribute == 4 ? SUCCESS : INVALID_VALUE; }
+API cuStreamCreate(void** stream, unsigned) {
+    *stream = malloc(1);
+    return SUCCESS;
+}
+API cuStreamDestroy_v2(void* stream) {
+    free(stream);
+    return SUCCESS;
+}
+API cuStreamSynchronize(void*) {
+    LOCKED;
+    MAY_FAIL("cuStreamSynchronize");
+    return SUCCESS;
+}
+API cuStreamWaitEvent(void*, void*, unsigned) { return SUCCESS; }
+API cuEventCreate(void** event, unsigned) {
+    *event = malloc(sizeof(timespec));
+    return SUCCESS;
+}
+API cuEventRecord(void* event, void*) {
+    clock_gettime(CLOCK_MONOTONIC, (timespec*)event);
+    return SUCCESS;
+}
+API cuEventSynchronize(void*) { return SUCCESS; }
+API cuEventQuery(void*) { return SUCCESS; }
+API cuEventElapsedTime(float* ms, void* from, void* to) {
+    timespec *a = (timespec*)from, *b = (timespec*)to;
+    *ms = (float)((double)(b->tv_sec - a->tv_sec) * 1e3 + (double)(b->tv_nsec - a->tv_nsec) * 1e-6);
+    return SUCCESS;
+}
+API cuEventDestroy_v2(void* event) {
+    free(event);
+    return SUCCESS;
+}
+API cuGetErrorName(int code, const char** name) {
+    switch (code) {
+    case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+    case LAUNCH_FAILED: *name = "CUDA_ERROR_LAUNCH_FAILED"; break;
+    case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
+    case NOT_FOUND: *name = "CUDA_ERROR_NOT_FOUND"; break;
+    case NO_DEVICE: *name = "CUDA_ERROR_NO_DEVICE"; break;
+    default: return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+API cuGetErrorString(int code, const char** text) {
+    *text = code == OUT_OF_MEMORY ? "out of memory" : "an error of the emulated card";
+    return SUCCESS;
+}
+
+// --- kernels --------------------------------------------------------------------------------------------------------------
+
+struct Kernel {
+    std::function<void(void**)> run;
+    long shared = 48 << 10;
+};
+
+template <class... A, size_t... I> static void call(void (*f)(A...), void** given, std::index_sequence<I...>) {
+    f(*(std::remove_const_t<A>*)given[I]...);
+}
+template <class... A> static Kernel kernel(void (*f)(A...)) {
+    return {[f](void** given) { call(f, given, std::index_sequence_for<A...>()); }};
+}
+#define ENTRY(file, name) {#file "/" #name, kernel(file::name)},
+static std::map<std::string, Kernel> kernels = {KERNELS(ENTRY)};
+
+// An image is what the emulated compiler made: "EMULATED file".
+API cuModuleLoadData(void** module, const void* image) {
+    LOCKED;
+    MAY_FAIL("cuModuleLoadData");
+    const char* text = (const char*)image;
+    if (strncmp(text, "EMULATED ", 9)) return INVALID_IMAGE;
+    *module = new std::string(text + 9);
+    return SUCCESS;
+}
+API cuModuleUnload(void* module) {
+    delete (std::string*)module;
+    return SUCCESS;
+}
+API cuModuleGetFunction(void** function, void* module, const char* name) {
+    auto found = kernels.find(*(std::string*)module + "/" + name);
+    if (found == kernels.end()) return NOT_FOUND;
+    *function = &found->second;
+    return SUCCESS;
+}
+API cuFuncSetAttribute(void* function, int attribute, int value) {
+    if (attribute != 8 || value > 227 << 10) return INVALID_VALUE;
+    ((Kernel*)function)->shared = value;
+    return SUCCESS;
+}
+API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void*,
+                   void** given, void**) {
+    LOCKED;
+    MAY_FAIL("cuLaunchKernel");
+    Kernel* k = (Kernel*)function;
+    if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || shared > k->shared) return INVALID_VALUE;
+    emulator::launch({gx, gy, gz}, {bx, by, bz}, shared, [=] { k->run(given); });
+    return SUCCESS;
+}

@@ -1,0 +1,95 @@
+//! The emulated card: a driver, a compiler and matrix products as shared libraries, built from the files beside this one and
+//! from the kernels' own sources. The product opens them as it opens NVIDIA's.
+use std::{
+    fmt::Write as _,
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+/// Library, source.
+const LIBRARIES: [(&str, &str); 3] = [
+    ("libcuda.so.1", "libcuda.cpp"),
+    ("libnvrtc.so.13", "libnvrtc.cpp"),
+    ("libcublasLt.so.13", "libcublaslt.cpp"),
+];
+const SOURCES: [&str; 7] = ["flat", "norm", "activation", "rows", "classifier", "attention", "flash"];
+
+/// Where the emulated libraries lie; built by the first test that asks.
+pub(crate) fn folder() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let [sources, kernels] = ["tests/card", "src/cuda/kernels"].map(|folder| device().join(folder));
+        let mut hasher = DefaultHasher::new();
+        for folder in [&sources, &kernels] {
+            let mut files: Vec<_> =
+                fs::read_dir(folder).expect("sources").map(|e| e.expect("entry").path()).collect();
+            files.sort();
+            files.iter().for_each(|file| fs::read(file).expect("a source").hash(&mut hasher));
+        }
+        let made = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("card-{:016x}", hasher.finish()));
+        if !made.exists() {
+            build(&sources, &kernels, &made);
+        }
+        made
+    })
+}
+
+/// The crate `device`, seen from its own tests or from those of the executable.
+fn device() -> PathBuf {
+    let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    if here.join("tests/card").exists() { here } else { here.join("worker/device") }
+}
+
+/// In a folder of its own first: whoever else builds at the same time sees all of it or nothing.
+fn build(sources: &Path, kernels: &Path, made: &Path) {
+    let new = made.with_extension(std::process::id().to_string());
+    fs::create_dir_all(&new).expect("a folder");
+    fs::write(new.join("kernels.inc"), list_of_kernels(kernels)).expect("written");
+    for (library, source) in LIBRARIES {
+        let output = Command::new("c++")
+            .args([
+                "-std=c++17",
+                "-O2",
+                "-fPIC",
+                "-shared",
+                "-fvisibility=hidden",
+                "-ffp-contract=off",
+                "-U_FORTIFY_SOURCE",
+            ])
+            .args(["-Wall", "-Wno-unknown-pragmas", "-Werror", "-I"])
+            .arg(kernels)
+            .arg("-I")
+            .arg(&new)
+            .arg("-I")
+            .arg(sources)
+            .arg(format!("-Wl,-soname,{library}"))
+            .arg("-o")
+            .arg(new.join(library))
+            .arg(sources.join(source))
+            .output()
+            .expect("a C++ compiler (scripts/setup-tests installs one)");
+        assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    if fs::rename(&new, made).is_err() {
+        assert!(made.exists(), "{} can't be made", made.display());
+        fs::remove_dir_all(&new).expect("removed");
+    }
+}
+
+/// Every kernel in the sources, each file in a namespace of its own as each is a module of its own.
+fn list_of_kernels(kernels: &Path) -> String {
+    let mut text = String::from("#undef KERNEL\n#define KERNEL static void\n");
+    let mut all = String::new();
+    for file in SOURCES {
+        writeln!(text, "namespace {file} {{\n#include \"{file}.cu\"\n}}").expect("a string");
+        let source = fs::read_to_string(kernels.join(format!("{file}.cu"))).expect("a source");
+        for line in source.lines().filter_map(|line| line.strip_prefix("KERNEL ")) {
+            let name = line.split('(').next().expect("a name");
+            write!(all, " X({file}, {name})").expect("a string");
+        }
+    }
+    text + "#define KERNELS(X)" + &all + "\n"
+}

@@ -1,0 +1,175 @@
+//! The CUDA backend on the emulated card: results beside the CPU's, finding libraries, the kernel cache.
+mod card;
+
+use device::cuda::{self, CudaError, Places};
+use device::ops::Write;
+use device::{Buf, Cuda, Dtype, Ops, View, parity};
+use std::sync::OnceLock;
+
+/// Only the emulated libraries.
+fn places() -> Places {
+    Places { job: vec![card::folder().to_owned()], ..Places::default() }
+}
+
+fn cuda() -> &'static Cuda {
+    static CUDA: OnceLock<Cuda> = OnceLock::new();
+    CUDA.get_or_init(|| Cuda::open(&places(), 0, None).expect("the emulated card"))
+}
+
+#[test]
+fn every_op_is_the_cpus() {
+    let rows = parity::run(cuda(), 1, 5);
+    assert_eq!(rows.len(), 10);
+    assert!(rows.iter().all(|row| row.failed.is_none() && row.shapes >= 5), "{rows:#?}");
+    // Rounding is seen: the 16-bit cases were 16 bits wide. Only the embedding rounds nothing.
+    let rounded = rows.iter().filter(|row| row.worst.bf16 > row.worst.f16 && row.worst.f16 > row.worst.f32);
+    assert_eq!(rounded.count(), 9, "{rows:#?}");
+}
+
+fn to_host(from: View) -> Vec<f32> {
+    let mut wide = cuda().zeroed(Dtype::F32, from.len()).expect("allocated");
+    cuda().cast(wide.view_mut(), from);
+    cuda().download(wide.view()).expect("downloaded").host().to_vec()
+}
+
+/// The values as this type keeps them.
+fn through(dtype: Dtype, values: &[f32]) -> Vec<f32> {
+    let wide = cuda().upload(values.into()).expect("uploaded");
+    let mut buf = cuda().zeroed(dtype, values.len()).expect("allocated");
+    cuda().cast(buf.view_mut(), wide.view());
+    to_host(buf.view())
+}
+
+/// Nothing to do is nothing done, also where a launch without blocks would be an error.
+#[test]
+fn empty_shapes() {
+    let poisoned = cuda().upload((&[f32::NAN; 12][..]).into()).expect("uploaded");
+    let (mut none, mut dw) = (cuda().zeroed(Dtype::F32, 0).expect("nothing"), poisoned);
+    let (none2, w) =
+        (cuda().zeroed(Dtype::F32, 0).expect("nothing"), cuda().zeroed(Dtype::F32, 12).expect("weights"));
+    cuda().matmul_forward(none.view_mut(), none2.view(), w.view(), 0, 3, 4, Write::Set);
+    cuda().matmul_backward_weight(dw.view_mut(), none2.view(), none2.view(), 0, 3, 4, Write::Set);
+    cuda().add(none.view_mut(), none2.view());
+    cuda().embedding_forward(none.view_mut(), w.view(), &[], 4);
+    cuda().norm_blocks(&mut [], none2.view());
+    cuda().swiglu_forward(none.view_mut(), none2.view(), 0, 7);
+    assert_eq!(to_host(dw.view()), [0.0; 12]);
+}
+
+#[test]
+fn casts_round_to_the_nearest_even() {
+    let values = [
+        1.0,
+        1.00390625,
+        1.01171875,
+        -3.0e38,
+        3.4e38,
+        65504.0,
+        65519.9,
+        65520.0,
+        6.0e-8,
+        2.0e-8,
+        -0.0,
+        f32::INFINITY,
+    ];
+    let bf16 = through(Dtype::Bf16, &values);
+    let f16 = through(Dtype::F16, &values);
+    assert_eq!(bf16[..3], [1.0, 1.0, 1.015625]);
+    assert!(bf16[4].is_infinite() && bf16[11].is_infinite() && through(Dtype::Bf16, &[f32::NAN])[0].is_nan());
+    assert_eq!(f16[5..8], [65504.0, 65504.0, f32::INFINITY]);
+    assert_eq!((f16[8], f16[9], f16[10].to_bits()), (2f32.powi(-24), 0.0, (-0.0f32).to_bits()));
+    assert!(through(Dtype::F16, &[f32::NAN])[0].is_nan());
+}
+
+#[test]
+fn a_machine_without_a_gpu_says_what_was_looked_for_and_where() {
+    let empty = tempfile::tempdir().expect("a folder");
+    let places = Places { library_path: vec![empty.path().to_owned()], ..Places::default() };
+    match Cuda::open(&places, 0, None).map(|_| ()) {
+        Err(e @ CudaError::NotFound { .. }) => {
+            let text = e.to_string();
+            let folder = empty.path().display().to_string();
+            for part in
+                ["the NVIDIA driver", "libcuda.so.1", &folder, "/usr/local/nvidia/lib64", "nvidia-smi"]
+            {
+                assert!(text.contains(part), "{part} is missing in: {text}");
+            }
+        }
+        other => eprintln!("this machine has a driver: {other:?}"),
+    }
+    // A driver and nothing else: the compiler is what is missing.
+    std::os::unix::fs::symlink(card::folder().join("libcuda.so.1"), empty.path().join("libcuda.so.1"))
+        .expect("a link");
+    if let Err(CudaError::NotFound { what, .. }) = Cuda::open(&places, 0, None).map(|_| ()) {
+        assert!(what.starts_with("NVRTC"), "{what}");
+    }
+}
+
+#[test]
+fn what_was_found_is_told() {
+    let facts = cuda().facts();
+    assert_eq!(
+        (facts.name.as_str(), facts.arch().as_str(), facts.driver),
+        ("Emulated card", "sm_90", (13, 0))
+    );
+    let libraries = cuda().libraries();
+    assert_eq!((libraries.compiler.0, libraries.blas.0), ((13, 0), 130_100));
+    assert_eq!(libraries.blas.1, card::folder().join("libcublasLt.so.13"));
+    let Err(e) = Cuda::open(&places(), 3, None).map(|_| ()) else { panic!("there is no such card") };
+    assert_eq!(e.to_string(), "there is no GPU 3: the driver sees 1, counted from 0");
+}
+
+#[test]
+fn compiled_kernels_are_kept() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let open = || Cuda::open(&places(), 0, Some(cache.path().join("kernels"))).expect("opened");
+    open().warm_up().expect("compiled");
+    let files = || {
+        let mut names: Vec<_> = std::fs::read_dir(cache.path().join("kernels"))
+            .expect("kept")
+            .map(|e| e.expect("entry").path())
+            .collect();
+        names.sort();
+        names
+    };
+    let kept = files();
+    assert_eq!(kept.len(), 7, "{kept:?}");
+    for file in &kept {
+        std::fs::write(file, "damaged").expect("written");
+    }
+    open().warm_up().expect("compiled again");
+    assert_eq!(files(), kept);
+    assert!(kept.iter().all(|f| std::fs::metadata(f).expect("there").len() > 48));
+}
+
+#[test]
+fn memory_of_the_one_is_never_used_as_the_others() {
+    let (here, there) = (Buf::zeroed(4), cuda().zeroed(Dtype::F32, 4).expect("allocated"));
+    let refused = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
+    assert!(refused(&|| assert_eq!(there.view().host(), [0.0; 4])));
+    assert!(refused(&|| cuda().scale(Buf::zeroed(4).view_mut(), 1.0)));
+    assert!(!refused(&|| assert_eq!(here.view().host(), [0.0; 4])));
+}
+
+/// The real compiler, for each kind of card: no GPU is needed for that.
+#[test]
+fn kernels_compile_for_each_kind_of_card() {
+    let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(std::path::PathBuf::from);
+    let cache = cache
+        .or_else(|| Some(std::path::PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")));
+    let folder = cache.expect("a home").join("nvrtc/nvidia/cu13/lib");
+    if !folder.exists() {
+        let why = "skipped kernels_compile_for_each_kind_of_card: no NVRTC (scripts/setup-tests installs it)";
+        assert!(std::env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
+        eprintln!("{why}");
+        return;
+    }
+    let places = Places { job: vec![folder], ..Places::default() };
+    for arch in ["sm_80", "sm_90", "sm_100"] {
+        let images = cuda::compile_all(&places, arch).expect("compiles");
+        assert_eq!(images.len(), 7);
+        assert!(images.iter().all(|(_, image)| image.starts_with(b"\x7fELF")), "{arch}");
+    }
+    let Err(e) = cuda::compile_all(&places, "sm_12") else { panic!("there is no such card") };
+    assert!(e.to_string().contains("gpu-architecture"), "{e}");
+}

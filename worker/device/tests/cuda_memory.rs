@@ -1,0 +1,35 @@
+//! Memory of the emulated card, and a card that fails. One test: the card counts for the whole process.
+mod card;
+
+use device::{
+    Cuda, Dtype, Ops,
+    cuda::{CudaError, Places},
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+#[test]
+fn memory_goes_back_and_failures_have_names() {
+    let places = Places { job: vec![card::folder().to_owned()], ..Places::default() };
+    let cuda = Cuda::open(&places, 0, None).expect("the emulated card");
+    let before = cuda.memory().expect("asked").0;
+    let mut buf = cuda.zeroed(Dtype::Bf16, 1 << 20).expect("allocated");
+    assert_eq!(before - cuda.memory().expect("asked").0, 2 << 20);
+    let Err(e) = cuda.zeroed(Dtype::F32, 1 << 40).map(|_| ()) else { panic!("four TiB are there") };
+    let text = e.to_string();
+    assert!(matches!(e, CudaError::OutOfMemory { .. }), "{text}");
+    assert!(text.contains("4096.00 GiB more") && text.contains("micro-batch"), "{text}");
+    // the next launch fails
+    // SAFETY: no other thread runs.
+    unsafe { std::env::set_var("CARD_FAILS", "cuLaunchKernel:1") };
+    let panic =
+        catch_unwind(AssertUnwindSafe(|| cuda.scale(buf.view_mut(), 2.0))).expect_err("a failed launch");
+    let text = panic.downcast_ref::<String>().expect("a text");
+    assert!(
+        text.starts_with("cuLaunchKernel of scale") && text.contains("CUDA_ERROR_LAUNCH_FAILED"),
+        "{text}"
+    );
+    // SAFETY: as above.
+    unsafe { std::env::remove_var("CARD_FAILS") };
+    drop(buf);
+    assert_eq!(cuda.memory().expect("asked").0, before);
+}
