@@ -173,6 +173,7 @@ pub fn spread(bound: &mut ScheduleBound) -> Result<()> {
         if !engine.policy.shard_optimizer {
             spread_states(engine, optimizer, u)?;
         }
+        optimizer.put_away(u);
     }
     Ok(engine.settle()?)
 }
@@ -242,8 +243,8 @@ fn spread_states(engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result
     let mine = own.start - st.trained.start..own.end - st.trained.start;
     for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
         let mine = Buf::from_slice(&buf.host()[mine.clone()]);
-        let whole = std::mem::replace(buf, Buf::zeroed(0));
-        *buf = engine.gather_whole(u, mine, whole)?;
+        let whole = engine.gather_whole(u, mine, Buf::zeroed(buf.len()))?;
+        buf.host_mut().copy_from_slice(whole.host());
     }
     Ok(())
 }
