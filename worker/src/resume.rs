@@ -16,13 +16,15 @@ use crate::{
     stages::{Cursor, ScheduleBound},
     state::{Reading, check_fits, read_own, spread, without_states},
     storage::Layout,
+    train::loss_scale::State,
 };
 use ckpt::{Checkpoint, Facts, Foreign, Found, Source, TensorInfo};
 use contract::{
     event::Event,
     exit::WorkerExit,
-    job::{JobSpec, ResumeFrom, RngPolicy, ScheduleName},
+    job::{JobSpec, Precision, ResumeFrom, RngPolicy, ScheduleName},
 };
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
@@ -157,7 +159,9 @@ fn named(bound: &ScheduleBound, place: &Place, path: &Path) -> Result<Named> {
     if let Some(newest) = list(bound, place, path)?.into_iter().next() {
         return Ok(Named::Native(newest));
     }
-    let opened = ckpt::find(path).map_err(|e| Error::checkpoint(format!("resume.from: {e}")));
+    let trained = fit::trained_names(bound);
+    let opened =
+        ckpt::find_trained(path, Some(&trained)).map_err(|e| Error::checkpoint(format!("resume.from: {e}")));
     if let Some(e) = agree_on_damage(bound, opened.as_ref().err().cloned())? {
         return Err(e);
     }
@@ -188,13 +192,21 @@ fn load(
     };
     let shown = path.display().to_string();
     let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let alone = checkpoint.is_weights_alone();
     check_fits(checkpoint, &units, bound.trainer.optimizer.spec())?;
-    let (cursor, guessed) = cursor(bound, checkpoint.facts(), &shown)?;
-    let anew = without_states(&source.tensors(), &units, bound.trainer.optimizer.spec());
+    let (cursor, guessed) = match alone {
+        true => (Cursor::default(), Some(foreign::weights_alone(path))),
+        false => cursor(bound, checkpoint.facts(), &shown)?,
+    };
+    let anew = match alone {
+        true => HashSet::new(),
+        false => without_states(&source.tensors(), &units, bound.trainer.optimizer.spec()),
+    };
     let mut late = late(checkpoint.facts(), &shown)?;
     late.extend(anew.iter().map(|name| (name.clone(), cursor.step)));
     bound.trainer.optimizer.set_late(&units, &late);
-    let reading = Reading { source, renamed: &HashMap::new(), states: true, anew: &anew, meant: |_| true };
+    restore_loss_scale(bound, checkpoint.facts(), &shown)?;
+    let reading = Reading { source, renamed: &HashMap::new(), states: !alone, anew: &anew, meant: |_| true };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(Refusal::Damaged(e));
@@ -207,8 +219,12 @@ fn load(
         world: Some(facts.world),
         stage: Some(facts.stage),
     })?;
-    let frozen = frozen_otherwise(&units, &source.tensors(), &anew);
-    for message in guessed.into_iter().chain(frozen).chain(differences(bound, facts, data)) {
+    let mut told: Vec<String> = guessed.into_iter().collect();
+    if !alone {
+        told.extend(frozen_otherwise(&units, &source.tensors(), &anew));
+        told.extend(differences(bound, facts, data));
+    }
+    for message in told {
         tell(Event::Notice { rank: None, message })?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
@@ -289,6 +305,14 @@ fn frozen_otherwise(units: &[Unit], tensors: &[TensorInfo], anew: &HashSet<Strin
     out
 }
 
+/// With fp16: the scale that the checkpoint's run had found.
+fn restore_loss_scale(bound: &mut ScheduleBound, facts: &Facts, path: &str) -> Result<()> {
+    let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
+    let read = State::deserialize(state).map_err(|e| e.to_string());
+    read.and_then(|state| bound.trainer.loss_scale.restore(state))
+        .map_err(|e| Error::checkpoint(format!("{path}: the manifest's loss scale can't be read: {e}")))
+}
+
 /// Updates by which parameters are behind the run.
 fn late(facts: &Facts, path: &str) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
@@ -310,6 +334,14 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
     }
     if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data) {
         out.push("the training data is not what the checkpoint was trained on: sample numbers go on, their content differs".into());
+    }
+    let there = &facts.job["train"]["precision"];
+    if let Some(there) = Precision::deserialize(there).ok().filter(|there| *there != train.precision) {
+        out.push(format!(
+            "precision is {} here and {} in the checkpoint: it goes on from the fp32 master weights",
+            train.precision.name(),
+            there.name()
+        ));
     }
     if train.schedule.name != ScheduleName::Constant
         && let Some(steps) = facts.job["train"]["steps"].as_u64().filter(|s| *s != train.steps)

@@ -41,6 +41,7 @@ const JOBS: &[&str] = &[
      optimizer: {groups: [{match: ['*norm*', x], lr: 1e-5, betas: [0.5, 0.25]}, {match: [y], lr_scale: 0, weight_decay: 1, eps: 1e-3}]}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {rank: 4, alpha: 2.5, dropout: 0.1, rslora: true, targets: [q_proj, 'a b']}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {}}",
+    "train: {data: {files: [a]}, zero: {offload: {optimizer: './a b'}}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];

@@ -60,8 +60,8 @@ fn empty_shapes() {
 fn casts_round_to_the_nearest_even() {
     let values = [
         1.0,
-        1.00390625,
-        1.01171875,
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
         -3.0e38,
         3.4e38,
         65504.0,
