@@ -67,6 +67,9 @@ fn the_plan_counts_the_background_copy_and_recomputation() {
         &["train.recompute=block", "train.batch.micro=4"],
         &["train.batch.micro=4"],
         &["train.optimizer.name=sgd"],
+        &["train.precision=bf16", "train.batch.micro=4"],
+        &["train.precision=bf16", "cluster.workers_per_host=2"],
+        &["train.precision=bf16", "cluster.workers_per_host=2", "train.zero.stage=1"],
     ] {
         let (planned, measured) = planned_and_measured(&place, set);
         let ratio = planned / measured;

@@ -159,6 +159,11 @@ const CASES: &[Case] = &[
     ),
     // everything else
     ("  precision: int3 #!", "train.precision", "must be"),
+    (
+        "  precision: bf16\n  loss_scale: {min_loss_scale: 2} #!",
+        "train.loss_scale.min_loss_scale",
+        "with `train.precision: fp16` only",
+    ),
     ("  zero: {stage: 4} #!", "train.zero.stage", "must be an integer from 0 to 3"),
     ("  recompute: all #!", "train.recompute", "must be `none` or `block`"),
     ("  eval: {every: 5} #!", "train.eval", "has no text to evaluate on"),

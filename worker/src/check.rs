@@ -7,8 +7,8 @@ use crate::{
     optim::state_vectors,
     params::Unit,
     resume::check_adapters,
-    stages::{resolve, resolve_lora},
-    train::{experts::elements, workspace::Workspace},
+    stages::{dtype_of, resolve, resolve_lora},
+    train::{experts, workspace::Workspace},
     trained::{self, LORA_FROM, first_backward},
     zero::{Policy, Slots, fold::buffers, partition::Partition, pool::PoolPlan},
 };
@@ -16,6 +16,7 @@ use contract::{
     job::{JobSpec, OptimizerName, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
 };
+use device::Dtype;
 
 /// The worker's judgement, handed to the launcher.
 pub struct Judge;
@@ -132,6 +133,7 @@ impl Memory<'_> {
     fn estimate(&self, rank: u32) -> MemoryEstimate {
         let policy =
             Policy::of_stage(self.train.zero.stage).with_experts(self.train.experts.parallel as usize);
+        let dtype = dtype_of(self.train.precision);
         let own: u64 = self.own_lengths(rank as usize).iter().sum::<usize>() as u64;
         let own_trained: u64 = self.own_trained(rank as usize).iter().sum::<usize>() as u64;
         let all: u64 = self.mine(rank as usize).map(|u| u.len() as u64).sum();
@@ -142,7 +144,9 @@ impl Memory<'_> {
         };
         let (b, t) = (self.train.batch.micro as usize, self.train.data.seq_len as usize);
         let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
-        let resident = if policy.shard_parameters { own } else { all };
+        let computed = if policy.shard_parameters { own } else { all };
+        let master = if policy.keeps_own(dtype) { own } else { all };
+        let half = dtype != Dtype::F32;
         let updated = if policy.shard_optimizer { own_trained } else { all_trained };
         let (gathered, gradients) = self.moving(policy, rank as usize);
         let saved = 4 * (own + own_trained * states);
@@ -150,20 +154,24 @@ impl Memory<'_> {
         let copies = if self.job.checkpoint.r#async && !offload { saved } else { 0 };
         let first = first_backward(self.units);
         let mut parts = vec![
-            ("parameters".to_string(), 4 * resident),
+            ("parameters".to_string(), dtype.size() as u64 * computed),
+            ("master weights".into(), if half { 4 * master } else { 0 }),
             (
                 "optimizer states".into(),
                 4 * states * if offload { self.at_hand(policy, rank as usize) } else { updated },
             ),
-            ("gathered parameters".into(), 4 * gathered),
+            ("gathered parameters".into(), dtype.size() as u64 * gathered),
             ("gradients".into(), 4 * gradients),
             ("whole matrices".into(), 4 * self.whole_matrices()),
-            ("activations".into(), Workspace::bytes(self.model, layers, b, t, self.train.recompute, first)),
+            (
+                "activations".into(),
+                Workspace::bytes(self.model, layers, b, t, self.train.recompute, first, dtype),
+            ),
             (
                 "rows of experts".into(),
-                4 * elements(self.model, self.units, b * t, self.train.recompute) as u64,
+                experts::bytes(self.model, self.units, b * t, self.train.recompute, dtype) as u64,
             ),
-            ("operator scratch".into(), self.scratch()),
+            ("operator scratch".into(), self.scratch() + if half { self.widened(b, t) } else { 0 }),
             ("collectives' staging".into(), self.staging()),
             ("checkpoint copy (async)".into(), copies),
             ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
@@ -301,6 +309,14 @@ impl Memory<'_> {
         let together = 4 * piece * (self.world - 1);
         let private = if 4 * message > STAGING { together.min((8 * STAGING).max(2 * 4 * piece)) } else { 0 };
         shared + private as u64
+    }
+
+    /// What the backend keeps in `f32` of a 16-bit result that it sums up: a million elements or 256 rows, at most the whole,
+    /// of a product; the whole gradient of q, k and v.
+    fn widened(&self, b: usize, t: usize) -> u64 {
+        let largest = self.model.scratch_lengths(b, t).into_iter().max().unwrap_or(0);
+        let rows = largest.div_ceil((b * t).max(1)) * 256;
+        4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.attention_width()) as u64
     }
 
     /// What the backend keeps for tiles, packed panels and chunks of logits.

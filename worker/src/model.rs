@@ -18,7 +18,7 @@ mod rotary;
 
 use crate::params::Unit;
 use contract::job::{ExpertsSpec, ModelSpec};
-use device::{Buf, Ops, View, ViewMut};
+use device::{Buf, Dtype, Ops, View, ViewMut};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -65,10 +65,20 @@ impl Batch {
 pub struct Activations(pub Vec<Buf>);
 
 impl Activations {
-    /// Buffers of these lengths.
-    pub fn new(lengths: &[usize]) -> Self {
-        Activations(lengths.iter().map(|&n| Buf::zeroed(n)).collect())
+    /// Buffers of these lengths and this type; those whose indices are listed as statistics are `f32` all the same.
+    pub fn new(lengths: &[usize], dtype: Dtype, statistics: &[usize]) -> Self {
+        let of = |i: usize| if statistics.contains(&i) { Dtype::F32 } else { dtype };
+        Activations(lengths.iter().enumerate().map(|(i, &n)| Buf::zeroed_as(of(i), n)).collect())
     }
+}
+
+/// Which buffers hold statistics (1/rms, log-sum-exp) and stay `f32` in every precision, by their indices.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Statistics {
+    /// Of [`Model::saved_lengths`].
+    pub saved: &'static [usize],
+    /// Of [`Model::scratch_lengths`].
+    pub scratch: &'static [usize],
 }
 
 /// Where a layer's backward finds what its forward left.
@@ -124,6 +134,8 @@ pub trait Model: Send + Sync {
     fn hidden(&self) -> usize;
     /// Number of tokens known.
     fn vocab(&self) -> usize;
+    /// Elements of q, k and v of a token.
+    fn attention_width(&self) -> usize;
     /// Does the head use the embedding's matrix?
     fn tied(&self) -> bool;
     /// Second names.
@@ -159,6 +171,8 @@ pub trait Model: Send + Sync {
     fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize>;
     /// Lengths of the buffers that layers share.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize>;
+    /// Which of both are `f32` in every precision. An op that needs one as such stops the program when it isn't.
+    fn statistics(&self) -> Statistics;
 
     /// `x[rows, hidden]` from tokens.
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut);

@@ -16,13 +16,15 @@ use crate::{
     stages::{Cursor, ScheduleBound},
     state::{Reading, check_fits, read_own, spread, without_states},
     storage::Layout,
+    train::loss_scale::State,
 };
 use ckpt::{Checkpoint, Facts, Foreign, Found, Source, TensorInfo};
 use contract::{
     event::Event,
     exit::WorkerExit,
-    job::{JobSpec, ResumeFrom, RngPolicy, ScheduleName},
+    job::{JobSpec, Precision, ResumeFrom, RngPolicy, ScheduleName},
 };
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
@@ -194,6 +196,7 @@ fn load(
     let mut late = late(checkpoint.facts(), &shown)?;
     late.extend(anew.iter().map(|name| (name.clone(), cursor.step)));
     bound.trainer.optimizer.set_late(&units, &late);
+    restore_loss_scale(bound, checkpoint.facts(), &shown)?;
     let reading = Reading { source, renamed: &HashMap::new(), states: true, anew: &anew, meant: |_| true };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
@@ -289,6 +292,14 @@ fn frozen_otherwise(units: &[Unit], tensors: &[TensorInfo], anew: &HashSet<Strin
     out
 }
 
+/// With fp16: the scale that the checkpoint's run had found.
+fn restore_loss_scale(bound: &mut ScheduleBound, facts: &Facts, path: &str) -> Result<()> {
+    let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
+    let read = State::deserialize(state).map_err(|e| e.to_string());
+    read.and_then(|state| bound.trainer.loss_scale.restore(state))
+        .map_err(|e| Error::checkpoint(format!("{path}: the manifest's loss scale can't be read: {e}")))
+}
+
 /// Updates by which parameters are behind the run.
 fn late(facts: &Facts, path: &str) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
@@ -310,6 +321,14 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
     }
     if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data) {
         out.push("the training data is not what the checkpoint was trained on: sample numbers go on, their content differs".into());
+    }
+    let there = &facts.job["train"]["precision"];
+    if let Some(there) = Precision::deserialize(there).ok().filter(|there| *there != train.precision) {
+        out.push(format!(
+            "precision is {} here and {} in the checkpoint: it goes on from the fp32 master weights",
+            train.precision.name(),
+            there.name()
+        ));
     }
     if train.schedule.name != ScheduleName::Constant
         && let Some(steps) = facts.job["train"]["steps"].as_u64().filter(|s| *s != train.steps)

@@ -5,7 +5,7 @@ use crate::{
     optim::Optimizer,
     params::Unit,
     scattered,
-    stages::{Cursor, Running},
+    stages::Running,
     state::{pieces, state_roles},
     storage::Layout,
     zero::engine::Engine,
@@ -14,7 +14,6 @@ use ckpt::{CkptError, Facts, ModelCard, ParityReport, Piece, Role, ShardReport, 
 use contract::job::{CheckpointSpec, JobSpec};
 use serde_json::{Value, json};
 use std::{
-    collections::HashMap,
     path::{Path, PathBuf},
     thread::JoinHandle,
     time::Instant,
@@ -236,7 +235,7 @@ impl Saver {
             run_seed: train.seed,
             tokens: running.at.tokens,
             program: format!("launch {}", env!("CARGO_PKG_VERSION")),
-            cursor: cursor(running.at, &id.data_digest, &trainer.optimizer.late(&units)),
+            cursor: cursor(running, &id.data_digest, &units),
             // The runtime's own randomness is a function of seed and logical ids: there is no state to keep.
             rng: json!({
                 "engine": "philox4x32-10, stateless",
@@ -251,11 +250,15 @@ impl Saver {
     }
 }
 
-/// Where the run is; `late` is there only when some parameters have had fewer updates.
-fn cursor(at: Cursor, data: &str, late: &HashMap<String, u64>) -> Value {
-    let mut cursor = json!({ "at": at, "data": data });
+/// Where the run is; `late` is there only when some parameters have had fewer updates, `loss_scale` with fp16.
+fn cursor(running: &Running, data: &str, units: &[Unit]) -> Value {
+    let mut cursor = json!({ "at": running.at, "data": data });
+    let late = running.trainer.optimizer.late(units);
     if !late.is_empty() {
         cursor["late"] = json!(late);
+    }
+    if let Some(state) = running.trainer.loss_scale.state() {
+        cursor["loss_scale"] = json!(state);
     }
     cursor
 }

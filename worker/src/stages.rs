@@ -9,6 +9,7 @@ use crate::{
     rng::{Purpose, fill_normal, fill_uniform},
     train::{
         experts::Experts,
+        loss_scale::LossScale,
         step::{Outcome, Source, Trainer, Word},
         workspace::Workspace,
     },
@@ -17,9 +18,9 @@ use crate::{
 };
 use ckpt::peft::AdapterConfig;
 use comm::Comm;
-use contract::job::{LoraSpec, LoraTargets, ModelSpec, ReloadTrain, TrainSpec};
-use device::Ops;
-use std::sync::Arc;
+use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, ReloadTrain, TrainSpec};
+use device::{Buf, Dtype, Ops};
+use std::{ops::Range, sync::Arc};
 
 /// Stage 1: the job's numbers with those of the tokenizer filled in.
 pub struct Spec {
@@ -159,35 +160,59 @@ impl Parameters {
         let parallel = placement.as_ref().map_or(1, |p| p.parallel);
         let policy = Policy::of_stage(train.zero.stage).with_experts(parallel);
         let slots = (train.batch.global / train.batch.micro) as usize;
-        let engine = Engine::new(units, policy, slots, train.zero.prefetch as usize, queue, ops.clone());
+        let (prefetch, dtype) = (train.zero.prefetch as usize, dtype_of(train.precision));
+        let engine = Engine::new(units, policy, slots, prefetch, dtype, queue, ops.clone());
         Ok(Sharded { train, model: self.model, engine, ops, placement })
     }
 }
 
-/// Fills the resident parameters of a unit by logical element, so that any sharding gets the same weights; those whose
-/// names are meant.
+/// Element type that a precision computes with and keeps activations in.
+pub fn dtype_of(precision: Precision) -> Dtype {
+    match precision {
+        Precision::Fp32 => Dtype::F32,
+        Precision::Bf16 => Dtype::Bf16,
+        Precision::Fp16 => Dtype::F16,
+    }
+}
+
+/// Fills the parameters of a unit that lie here, by logical element, so that any sharding gets the same weights; those whose
+/// names are meant. What is computed with in 16 bits is then right of these alone.
 fn initialise(engine: &Engine, u: usize, seed: u64, meant: impl Fn(&str) -> bool) {
-    let (unit, resident) = (&engine.shards[u].unit, engine.resident(u));
-    engine.with_resident(u, |buf| {
-        for seg in unit.segments(resident.clone()) {
-            let spec = &unit.params[seg.param];
-            if !meant(&spec.name) {
-                continue;
-            }
-            let out = &mut buf.host_mut()[seg.flat.start - resident.start..seg.flat.end - resident.start];
-            match spec.init {
-                Init::Normal(std) => {
-                    fill_normal(out, seed, Purpose::Init, &spec.name, seg.elements.start as u64, std)
-                }
-                Init::Uniform(bound) => {
-                    let first = seg.elements.start as u64;
-                    fill_uniform(out, seed, Purpose::Init, &spec.name, first, -bound, bound);
-                }
-                Init::Ones => out.fill(1.0),
-                Init::Zeros => out.fill(0.0),
-            }
+    let (unit, resident, computed) = (&engine.shards[u].unit, engine.resident(u), engine.computed(u));
+    engine.with_resident(u, |buf| first_values(unit, resident.clone(), seed, &meant, buf.host_mut()));
+    if resident == computed {
+        return engine.refresh(u);
+    }
+    // More is computed with than this rank keeps in fp32.
+    for at in (0..computed.len()).step_by(PASSING) {
+        let mut values = Buf::zeroed(PASSING.min(computed.len() - at));
+        let from = computed.start + at;
+        first_values(unit, from..from + values.len(), seed, &meant, values.host_mut());
+        engine.round_from(u, at, values.view());
+    }
+}
+
+/// First values that exist in fp32 only on their way.
+const PASSING: usize = 1 << 20;
+
+/// The first values of a flat range of a unit, where they are meant.
+fn first_values(unit: &Unit, range: Range<usize>, seed: u64, meant: impl Fn(&str) -> bool, out: &mut [f32]) {
+    for seg in unit.segments(range.clone()) {
+        let spec = &unit.params[seg.param];
+        if !meant(&spec.name) {
+            continue;
         }
-    });
+        let out = &mut out[seg.flat.start - range.start..seg.flat.end - range.start];
+        let first = seg.elements.start as u64;
+        match spec.init {
+            Init::Normal(std) => fill_normal(out, seed, Purpose::Init, &spec.name, first, std),
+            Init::Uniform(bound) => {
+                fill_uniform(out, seed, Purpose::Init, &spec.name, first, -bound, bound);
+            }
+            Init::Ones => out.fill(1.0),
+            Init::Zeros => out.fill(0.0),
+        }
+    }
 }
 
 impl Sharded {
@@ -204,7 +229,7 @@ impl Sharded {
         let first = first_backward(&units);
         let experts = Experts::new(model.as_ref(), placement.as_ref(), &engine, b * t, train.recompute);
         let trainer = Trainer {
-            work: Workspace::new(model.as_ref(), layers, b, t, train.recompute, first),
+            work: Workspace::new(model.as_ref(), layers, b, t, train.recompute, first, engine.dtype()),
             batch: Batch {
                 b,
                 t,
@@ -222,6 +247,9 @@ impl Sharded {
             micro: b,
             recompute: train.recompute,
             clip_norm: train.clip_norm,
+            loss_scale: LossScale::new(
+                (train.precision == Precision::Fp16).then(|| train.loss_scale.clone()),
+            ),
         };
         Ok(OptimizerBound { train, trainer })
     }
@@ -261,13 +289,20 @@ impl ScheduleBound {
 }
 
 impl Running {
-    /// Takes one step. A loss or norm that is not finite changes nothing: the cursor stays where it is.
+    /// Takes one step. A loss or norm that is not finite changes no parameter, and the step doesn't count. The samples of a
+    /// step that was skipped for an overflow are spent all the same.
     pub fn step(&mut self, source: &dyn Source, word: Word) -> Result<(Outcome, f64)> {
         let lr = lr_at(&self.train.schedule, self.train.optimizer.lr, self.train.steps, self.at.step);
         let outcome = self.trainer.accumulate(source, self.at.consumed_samples, word)?;
         let outcome = self.trainer.update(outcome, lr, self.at.step)?;
-        if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
-            let samples = self.trainer.global_batch();
+        let samples = self.trainer.global_batch();
+        // Where the loss can't be scaled less it is a norm that isn't finite, as in every precision.
+        let skipped = outcome.skipped && self.trainer.loss_scale.overflow();
+        let outcome = Outcome { skipped, ..outcome };
+        if skipped {
+            self.at.consumed_samples += samples;
+        } else if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
+            self.trainer.loss_scale.good_step();
             self.at.step += 1;
             self.at.consumed_samples += samples;
             self.at.tokens += samples * u64::from(self.train.data.seq_len);

@@ -3,11 +3,11 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
-use contract::job::Recompute;
+use contract::job::{Precision, Recompute, TrainSpec};
 
 const STEPS: u64 = 4;
 
-fn check(change: impl Fn(&mut contract::job::TrainSpec)) {
+fn check(change: impl Fn(&mut TrainSpec)) {
     let make = |stage| {
         let mut s = train_spec(odd_model(), stage, 8, 1, 11);
         change(&mut s);
@@ -32,7 +32,7 @@ fn any_world_and_stage() {
 fn recomputed_blocks() {
     check(|s| s.recompute = Recompute::Block);
     let plain = train_spec(odd_model(), 3, 8, 1, 11);
-    let again = contract::job::TrainSpec { recompute: Recompute::Block, ..plain.clone() };
+    let again = TrainSpec { recompute: Recompute::Block, ..plain.clone() };
     assert_eq!(fresh_run(&plain, 2, 1, STEPS), fresh_run(&again, 3, 1, STEPS));
 }
 
@@ -73,6 +73,85 @@ fn sixteen_ranks() {
 }
 
 #[test]
+fn bf16_any_world_and_stage() {
+    check(|s| s.precision = Precision::Bf16);
+}
+
+#[test]
+fn bf16_recomputed_and_tied() {
+    let change = |s: &mut TrainSpec| {
+        s.precision = Precision::Bf16;
+        s.model.tie_word_embeddings = true;
+    };
+    check(|s| {
+        change(s);
+        s.recompute = Recompute::Block;
+    });
+    let mut plain = train_spec(odd_model(), 3, 8, 1, 11);
+    change(&mut plain);
+    let again = TrainSpec { recompute: Recompute::Block, ..plain.clone() };
+    let losses = fresh_run(&plain, 2, 1, STEPS);
+    assert_eq!(losses, fresh_run(&again, 3, 1, STEPS));
+    plain.precision = Precision::Fp32;
+    assert_ne!(losses, fresh_run(&plain, 2, 1, STEPS), "16 bits are not 32");
+}
+
+/// The first scales are too large: the same steps are skipped everywhere, and samples go on.
+#[test]
+fn fp16_any_world_and_stage_with_overflows() {
+    let spec = |stage| {
+        let mut s = train_spec(odd_model(), stage, 8, 1, 11);
+        s.precision = Precision::Fp16;
+        s.loss_scale.initial_scale_power = 32;
+        s.loss_scale.loss_scale_window = 3;
+        s
+    };
+    let run = |stage, world| {
+        let all = on_ranks(world, |c| {
+            let mut running = build(&spec(stage), c, 1).fresh();
+            let source = MadeUp { vocab: spec(stage).model.vocab_size };
+            let outcomes: Vec<_> = (0..30)
+                .map(|_| {
+                    let (o, _) = running.step(&source, Default::default()).unwrap();
+                    assert_eq!(o.skipped, !o.grad_norm.is_finite());
+                    (o.skipped, o.loss.to_bits(), o.grad_norm.to_bits())
+                })
+                .collect();
+            let state = running.trainer.loss_scale.state().unwrap();
+            let skipped = outcomes.iter().filter(|o| o.0).count() as u64;
+            assert_eq!(state.skipped, skipped);
+            assert_eq!((running.at.step, running.at.consumed_samples), (30 - skipped, 30 * 8));
+            (outcomes, state)
+        });
+        assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
+        all.into_iter().next().unwrap()
+    };
+    let expected = run(0, 1);
+    let skipped = expected.1.skipped;
+    assert!((2..25).contains(&skipped) && !expected.0[29].0, "{skipped} of 30 skipped");
+    for (stage, world) in [(0, 3), (1, 2), (2, 8), (3, 4)] {
+        assert_eq!(run(stage, world), expected, "world {world}, stage {stage}");
+    }
+}
+
+#[test]
+fn fp16_at_the_smallest_scale_is_a_norm_that_is_not_finite() {
+    let mut spec = train_spec(odd_model(), 3, 8, 1, 11);
+    spec.precision = Precision::Fp16;
+    spec.loss_scale.initial_scale_power = 32;
+    spec.loss_scale.min_loss_scale = 2f64.powi(31);
+    on_ranks(2, |c| {
+        let mut running = build(&spec, c, 1).fresh();
+        let source = MadeUp { vocab: spec.model.vocab_size };
+        let first = running.step(&source, Default::default()).unwrap().0;
+        assert!(first.skipped && running.at.consumed_samples == 8);
+        let second = running.step(&source, Default::default()).unwrap().0;
+        assert!(!second.skipped && !second.grad_norm.is_finite() && second.loss.is_finite());
+        assert_eq!((running.at.step, running.at.consumed_samples), (0, 8));
+    });
+}
+
+#[test]
 fn any_split_over_hosts() {
     let spec = |stage| train_spec(odd_model(), stage, 8, 1, 11);
     let expected = fresh_run(&spec(0), 1, 1, STEPS);
@@ -81,6 +160,12 @@ fn any_split_over_hosts() {
             let all = on_hosts(hosts, |c| steps(&mut build(&spec(stage), c, 1).fresh(), STEPS));
             assert!(all.iter().all(|r| *r == expected), "hosts {hosts:?}, stage {stage}");
         }
+    }
+    let half = |stage| TrainSpec { precision: Precision::Bf16, ..spec(stage) };
+    let expected = fresh_run(&half(0), 1, 1, STEPS);
+    for stage in [1, 3] {
+        let all = on_hosts(&[0, 0, 1], |c| steps(&mut build(&half(stage), c, 1).fresh(), STEPS));
+        assert!(all.iter().all(|r| *r == expected), "bf16, stage {stage}");
     }
 }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
-use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Recompute, TrainSpec};
+use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Precision, Recompute, TrainSpec};
 use std::collections::BTreeMap;
 use worker::{
     experts::Placement,
@@ -397,4 +397,49 @@ fn what_can_not_be_placed_is_refused_by_name() {
     );
     let keys = build(&ModelSpec { num_experts: Some(4), ..odd_model() }, 8).err().unwrap();
     assert_eq!(keys, "`num_experts` has no effect in the family `llama`: remove it");
+}
+
+#[test]
+fn sixteen_bits_for_any_size_of_groups_and_placement() {
+    let balanced = || ExpertPlacement::Balanced;
+    for precision in [Precision::Bf16, Precision::Fp16] {
+        let make = |parallel, placement, stage| {
+            let mut s = spec(6, parallel, placement, stage);
+            (s.precision, s.loss_scale.initial_scale_power) = (precision, 12);
+            s
+        };
+        let expected = fresh_run(&make(1, balanced(), 0), 1, 1, 3);
+        assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
+        assert_ne!(expected, fresh_run(&spec(6, 1, balanced(), 0), 1, 1, 3));
+        let uneven = ExpertPlacement::Experts(ranks(&[1, 1, 0, 1, 1, 0]));
+        let one_sided = ExpertPlacement::Layers(BTreeMap::from([(1, ranks(&[1; 6]))]));
+        for (world, parallel, placement, stage) in [
+            (3, 1, balanced(), 3),
+            (2, 2, balanced(), 0),
+            (2, 2, one_sided, 1),
+            (4, 2, uneven, 2),
+            (6, 3, balanced(), 3),
+            (3, 3, balanced(), 1),
+        ] {
+            let mut s = make(parallel, placement, stage);
+            s.recompute = if stage % 2 == 0 { Recompute::Block } else { Recompute::None };
+            let got = fresh_run(&s, world, 1, 3);
+            assert_eq!(got, expected, "{precision:?}: world {world}, groups of {parallel}, stage {stage}");
+        }
+    }
+}
+
+/// Rows travel in 16 bits, between hosts too.
+#[test]
+fn sixteen_bits_across_hosts() {
+    let make = |parallel| {
+        let mut s = spec(6, parallel, ExpertPlacement::Balanced, 3);
+        s.precision = Precision::Bf16;
+        s
+    };
+    let expected = fresh_run(&make(1), 1, 1, 2);
+    for hosts in [&[0, 0, 1, 1][..], &[0, 1]] {
+        let all = on_hosts(hosts, |c| steps(&mut build_run(&make(2), c), 2));
+        assert!(all.iter().all(|r| *r == expected), "hosts {hosts:?}");
+    }
 }

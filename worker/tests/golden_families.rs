@@ -3,64 +3,18 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use ckpt::{Checkpoint, Dtype, GatherOptions};
-use comm::Comm;
 use common::{
-    golden::{self, Case, case, json},
+    families::{CASES, folder, from, load, started},
+    golden::{self, json},
     *,
 };
 use contract::job::ModelSpec;
 use serde_json::{Value, json};
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{path::Path, sync::Arc};
 use worker::{
     resume::{Origin, resume},
-    stages::{Cursor, Running},
+    stages::Cursor,
 };
-
-const CASES: [&str; 17] = [
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "gpt2_packed",
-    "llama_biases_tied",
-    "llama_linear",
-    "llama_llama3",
-    "mistral_window",
-    "mistral_packed",
-    "qwen2",
-    "qwen2_sliding_layers",
-    "qwen3",
-    "qwen3_biases",
-    "mixtral",
-    "mixtral_window",
-    "qwen3_moe",
-    "qwen3_moe_sparse_step",
-];
-
-fn folder(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/families").join(name)
-}
-
-/// The model of a folder; numbers that job.yaml would give are those of no golden folder.
-fn from(folder: &Path) -> ModelSpec {
-    ModelSpec { from: Some(folder.to_path_buf()), rms_norm_eps: 1e-5, vocab_size: 0, ..odd_model() }
-}
-
-fn load(name: &str) -> Case {
-    let dir = folder(name);
-    let about = json(&dir.join("case.json"));
-    case(&about, from(&dir), &std::fs::read(dir.join("answers.safetensors")).unwrap())
-}
-
-/// A run at step 0 with the folder's weights, each rank's part read by itself.
-fn started(spec: &contract::job::TrainSpec, comm: Arc<dyn Comm>) -> Running {
-    let origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
-    let mut bound = build(spec, comm, 1);
-    origin.load(&mut bound, &mut |event| panic!("{event:?}")).unwrap();
-    bound.resumed(Cursor::default())
-}
 
 #[test]
 fn logits_gradients_and_steps() {

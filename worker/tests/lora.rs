@@ -184,6 +184,33 @@ fn any_size_of_expert_groups() {
     }
 }
 
+/// Adapters, new ones and beside a folder's weights, in 16 bits.
+#[test]
+fn sixteen_bits_for_any_world_and_stage() {
+    for (name, precision) in
+        [("qwen2", Precision::Bf16), ("gpt2", Precision::Bf16), ("mixtral", Precision::Fp16)]
+    {
+        let spec = |stage, parallel| {
+            let mut spec = adapted(base(name), stage);
+            (spec.precision, spec.experts.parallel) = (precision, parallel);
+            spec.loss_scale.initial_scale_power = 12;
+            spec
+        };
+        let run = |spec: &TrainSpec, world| {
+            let all = on_ranks(world, |c| steps(&mut started(spec, c), 3));
+            assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
+            all.into_iter().next().unwrap()
+        };
+        let expected = run(&spec(0, 1), 1);
+        assert_ne!(expected, run(&adapted(base(name), 0), 1), "{name}: 16 bits are not 32");
+        for (stage, world) in [(0, 2), (1, 3), (2, 4), (3, 2), (3, 8)] {
+            let mut spec = spec(stage, if name == "mixtral" && world % 2 == 0 { 2 } else { 1 });
+            spec.recompute = if stage == 2 { Recompute::Block } else { Recompute::None };
+            assert_eq!(run(&spec, world), expected, "{name}: world {world}, stage {stage}");
+        }
+    }
+}
+
 /// Goes on from the newest checkpoint under `root`.
 fn go_on(spec: &TrainSpec, comm: Arc<dyn Comm>, root: &Path) -> Running {
     let world = comm.world();

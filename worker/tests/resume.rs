@@ -65,6 +65,46 @@ fn every_number_of_workers_to_every_other() {
     }
 }
 
+/// A checkpoint holds the fp32 master weights: every precision goes on from every other's, and says so.
+#[test]
+fn bf16_goes_on_with_the_same_bits_and_from_fp32() {
+    let half = |stage| TrainSpec { precision: Precision::Bf16, ..spec(stage) };
+    let expected = fresh_run(&half(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+    let (from_half, from_full) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    train_and_save(&half(2), 3, from_half.path(), true);
+    for (stage, world) in [(0, 2), (1, 4), (3, 1)] {
+        let (got, events) = resume_and_train(&half(stage), world, from_half.path());
+        assert_eq!(got, expected, "3 workers at stage 2 to {world} at stage {stage}");
+        assert_eq!(events.len(), 1, "nothing but the resume to tell: {events:?}");
+    }
+    train_and_save(&spec(1), 2, from_full.path(), false);
+    let (one, events) = resume_and_train(&half(3), 3, from_full.path());
+    assert!(events.iter().any(|e| e.contains("precision is bf16 here and fp32")), "{events:?}");
+    let (other, _) = resume_and_train(&half(0), 1, from_full.path());
+    assert_eq!(one, other);
+    let (full, events) = resume_and_train(&spec(0), 1, from_half.path());
+    assert!(events.iter().any(|e| e.contains("precision is fp32 here and bf16")), "{events:?}");
+    assert!(full != expected && one != expected, "the precisions differ");
+}
+
+/// The loss scale and the count of skipped steps go on, too.
+#[test]
+fn fp16_goes_on_with_its_loss_scale() {
+    let mut half = spec(3);
+    half.precision = Precision::Fp16;
+    half.loss_scale.loss_scale_window = 2;
+    let expected = fresh_run(&half, 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(&half, 2, dir.path(), false);
+    let manifest = std::fs::read_to_string(dir.path().join("step-00000003/manifest.json")).unwrap();
+    let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
+    let state = &manifest["facts"]["cursor"]["loss_scale"];
+    let state = if state.is_null() { &manifest["cursor"]["loss_scale"] } else { state };
+    assert_eq!(state["scale"], 131_072.0, "2^16, doubled after two steps: {state}");
+    let (got, _) = resume_and_train(&half, 3, dir.path());
+    assert_eq!(got, expected);
+}
+
 #[test]
 fn a_damaged_checkpoint_is_passed_over_and_said_so() {
     let dir = tempfile::tempdir().unwrap();

@@ -18,6 +18,7 @@ use worker::{
     resume::{Origin, Place, resume},
     stages::{Cursor, Running, Spec},
     storage::Layout,
+    train::step::Word,
 };
 
 const CASES: [&str; 8] =
@@ -107,6 +108,84 @@ fn any_world_stage_and_recomputation() {
                 expected,
                 "{only}: world {world}, stage {stage}"
             );
+        }
+    }
+}
+
+/// Every gradient of the first step by name, as bits; on one rank.
+fn gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
+    let mut running = started(spec, Arc::new(comm::local::group(1).remove(0)));
+    running.trainer.accumulate(&MadeUp { vocab: 61 }, 0, Word::default()).unwrap();
+    let mut all = BTreeMap::new();
+    for u in 0..running.trainer.engine.shards.len() {
+        let sum = running.trainer.engine.finish(u).unwrap();
+        let mut rest = sum.host();
+        for p in running.trainer.engine.shards[u].unit.trained_params() {
+            let (own, after) = rest.split_at(p.len());
+            rest = after;
+            all.insert(p.name.clone(), own.iter().map(|x| x.to_bits()).collect());
+        }
+    }
+    all
+}
+
+/// GPT-2's layers are their own: what is trained of them has the gradients that it has in the whole model.
+#[test]
+fn parts_of_gpt2_have_the_gradients_of_the_whole() {
+    for name in ["gpt2", "gpt2_packed"] {
+        let from = golden_folder("families", name);
+        let model = ModelSpec { from: Some(from), vocab_size: 0, ..odd_model() };
+        let whole = train_spec(model, 3, 4, 1, 13);
+        let all = gradients(&whole);
+        for freeze in [
+            &["*.c_attn.weight", "*.0.mlp.c_fc.weight"][..],
+            &["*.c_proj.weight", "transformer.wpe.*"],
+            &["*.wte.*", "lm_head.*", "*.1.*"],
+            &["transformer.h.*.weight", "*.ln_f.*"],
+        ] {
+            // A tied head has no name of its own.
+            let freeze: Vec<String> = freeze
+                .iter()
+                .filter(|p| **p != "lm_head.*" || all.contains_key("lm_head.weight"))
+                .map(|p| (*p).into())
+                .collect();
+            let spec = TrainSpec { freeze: freeze.clone(), ..whole.clone() };
+            let part = gradients(&spec);
+            assert!(!part.is_empty() && part.len() < all.len());
+            part.iter().for_each(|(key, bits)| assert!(*bits == all[key], "{name}, {freeze:?}: {key}"));
+        }
+    }
+}
+
+/// Frozen parts and groups in 16 bits: any world and stage, and across a resume.
+#[test]
+fn sixteen_bits_with_frozen_parts() {
+    for precision in [Precision::Bf16, Precision::Fp16] {
+        let make = |stage| TrainSpec { precision, ..half(stage) };
+        let expected = fresh_run(&make(0), 1, 1, 4);
+        assert_ne!(expected, fresh_run(&half(0), 1, 1, 4), "16 bits are not 32");
+        for (stage, world) in [(0, 3), (1, 2), (2, 4), (3, 3), (3, 8)] {
+            let mut spec = make(stage);
+            spec.recompute = if world % 2 == 0 { Recompute::Block } else { Recompute::None };
+            assert_eq!(
+                fresh_run(&spec, world, 1, 4),
+                expected,
+                "{precision:?}: world {world}, stage {stage}"
+            );
+        }
+        let dir = tempfile::tempdir().unwrap();
+        on_ranks(3, |c| {
+            let mut running = build(&make(1), c, 1).fresh();
+            steps(&mut running, 2);
+            save(&running, &make(1), dir.path());
+        });
+        for (stage, world) in [(3, 2), (0, 1)] {
+            let after = on_ranks(world, |c| {
+                let (mut running, told) = go_on(&make(stage), c, dir.path());
+                assert_eq!(told.len(), 1, "nothing but the resume to tell: {told:?}");
+                steps(&mut running, 2)
+            });
+            assert!(after.iter().all(|a| *a == expected[2..]), "to {world} at stage {stage}");
         }
     }
 }

@@ -30,6 +30,16 @@ pub enum Event {
         /// Largest resident set of any rank so far, bytes.
         peak_rss: u64,
     },
+    /// fp16: a gradient overflowed, and the step was skipped on all ranks.
+    Overflow {
+        /// The step that was not taken; the next samples try it again.
+        step: u64,
+        loss: f64,
+        /// Of the next step.
+        loss_scale: f64,
+        /// Steps skipped since step 0.
+        skipped: u64,
+    },
     /// Held-out loss.
     Eval { step: u64, loss: f64, perplexity: f64, tokens: u64 },
     /// What the model makes of a prompt (`train.eval.sample`).

@@ -72,7 +72,10 @@ impl Journal {
         let mut line = serde_json::to_vec(&timed)?;
         line.push(b'\n');
         self.events.write_all(&line)?;
-        if matches!(event, Event::Step { .. } | Event::Eval { .. } | Event::Sample { .. }) {
+        if matches!(
+            event,
+            Event::Step { .. } | Event::Eval { .. } | Event::Sample { .. } | Event::Overflow { .. }
+        ) {
             self.metrics.write_all(&line)?;
         }
         if let Some(file) = &mut self.tensorboard {

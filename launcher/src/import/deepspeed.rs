@@ -160,11 +160,29 @@ fn precision(draft: &mut Draft, keys: &mut Keys<'_>) {
         if enabled {
             draft.wish(&part.path("enabled"), "train.precision", word);
         }
+        if enabled && name == "fp16" {
+            loss_scale(draft, &mut part);
+        }
         let (rest, problems) = part.rest();
         keys.problems.extend(problems);
         for (key, value) in rest.into_iter().filter(|_| enabled) {
             draft.not_carried(&key, format!("the built-in training has no such setting (it is {value})"), "");
         }
+    }
+}
+
+/// A loss scale that DeepSpeed keeps constant isn't carried.
+fn loss_scale(draft: &mut Draft, part: &mut Keys<'_>) {
+    if part.peek("loss_scale") == Some(0) {
+        part.take("loss_scale");
+    }
+    for (name, least) in [("initial_scale_power", 0), ("loss_scale_window", 1)] {
+        if let Some(n) = part.integer(name, least) {
+            draft.wish(&part.path(name), &format!("train.loss_scale.{name}"), n.to_string());
+        }
+    }
+    if let Some(n) = part.number("min_loss_scale").filter(|n| *n > 0.0) {
+        draft.wish(&part.path("min_loss_scale"), "train.loss_scale.min_loss_scale", format!("{n:?}"));
     }
 }
 

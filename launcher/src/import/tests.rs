@@ -86,6 +86,18 @@ fn precision_and_offload_are_had_or_named() {
 }
 
 #[test]
+fn the_loss_scale_of_fp16_is_carried() {
+    let config = r#"{"fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
+        "min_loss_scale": 4, "hysteresis": 2}}"#;
+    let document = Document::parse("ds.json", config, Syntax::Json).expect("JSON");
+    let imported = deepspeed(&document, None, &Beside::default()).expect("a job");
+    let scale = loaded(&imported.job).train.expect("a train section").loss_scale;
+    assert_eq!((scale.initial_scale_power, scale.loss_scale_window, scale.min_loss_scale), (12, 500, 4.0));
+    let left: Vec<_> = imported.notes.iter().filter(|n| n.contains("fp16.")).collect();
+    assert!(left.len() == 1 && left[0].starts_with("not carried: fp16.hysteresis: "), "{left:?}");
+}
+
+#[test]
 fn accelerates_configs() {
     for path in inputs("accelerate", "yaml") {
         let imported = accelerate(&document(&path, Syntax::Yaml), &Beside::default()).expect("a job");

@@ -24,6 +24,11 @@ pub(crate) fn sentence(event: &Event) -> String {
             let speed = short(*tokens_per_s);
             format!("step {step}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed} tokens/s")
         }
+        Event::Overflow { step, loss_scale, skipped, .. } => {
+            format!(
+                "step {step}: a gradient overflowed fp16, skipped ({skipped} so far); loss scale {loss_scale}"
+            )
+        }
         Event::Eval { step, loss, perplexity, .. } => {
             format!("step {step}: held-out loss {loss:.4}, perplexity {perplexity:.2}")
         }

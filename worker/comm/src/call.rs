@@ -64,12 +64,30 @@ impl Call {
         Call { kind, seq: 0, size: size as u64, digest: digest(agreed) }
     }
 
+    /// The same call for elements of so many bytes, which all ranks must agree about.
+    pub(crate) fn of_size(self, bytes: usize) -> Self {
+        Call { digest: digest([self.digest as usize, bytes]), ..self }
+    }
+
     /// The same call with its number.
     pub(crate) fn numbered(self, seq: u64) -> Self {
         Call { seq, ..self }
     }
 
-    pub(crate) fn all_gather(at: Place, recv: usize, send: usize, counts: &[usize]) -> Result<Self, String> {
+    /// Elements of any type, the same on both sides: (length, bytes of an element).
+    pub(crate) fn all_gather_of(
+        at: Place,
+        recv: (usize, usize),
+        send: (usize, usize),
+        counts: &[usize],
+    ) -> Result<Self, String> {
+        if recv.1 != send.1 {
+            return Err(format!("all_gather: send has elements of {} bytes, recv of {}", send.1, recv.1));
+        }
+        Ok(Call::all_gather(at, recv.0, send.0, counts)?.of_size(recv.1))
+    }
+
+    fn all_gather(at: Place, recv: usize, send: usize, counts: &[usize]) -> Result<Self, String> {
         let kind = Kind::AllGather;
         let total = total(kind, "counts", counts, at.world)?;
         same(kind, "send", send, "counts[rank]", counts[at.rank])?;
@@ -114,7 +132,21 @@ impl Call {
         Ok(Call::new(Kind::Broadcast, len, [root]))
     }
 
-    pub(crate) fn all_to_all(
+    /// Elements of any type, the same on both sides: (length, bytes of an element).
+    pub(crate) fn all_to_all_of(
+        at: Place,
+        recv: (usize, usize),
+        recv_counts: &[usize],
+        send: (usize, usize),
+        send_counts: &[usize],
+    ) -> Result<Self, String> {
+        if recv.1 != send.1 {
+            return Err(format!("all_to_all: send has elements of {} bytes, recv of {}", send.1, recv.1));
+        }
+        Ok(Call::all_to_all(at, recv.0, recv_counts, send.0, send_counts)?.of_size(recv.1))
+    }
+
+    fn all_to_all(
         at: Place,
         recv: usize,
         recv_counts: &[usize],

@@ -57,7 +57,8 @@ pub trait Comm: Send + Sync {
     /// Number of ranks.
     fn world(&self) -> usize;
 
-    /// `recv` becomes the ranks' `send` one after the other; `send.len() == counts[rank]`, `recv.len() == Σ counts`.
+    /// `recv` becomes the ranks' `send` one after the other; `send.len() == counts[rank]`, `recv.len() == Σ counts`;
+    /// elements of any type, the same on all ranks. Sums and broadcasts are of `f32`.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
     /// Every rank gives `partials` (any number, each `Σ counts` long); rank r's `sink` sees the r-th part of each partial
@@ -73,7 +74,8 @@ pub trait Comm: Send + Sync {
     /// `x` becomes root's `x`.
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()>;
 
-    /// Rank r gets `send_counts[r]` elements from here; `recv_counts[r]` come from rank r.
+    /// Rank r gets `send_counts[r]` elements from here; `recv_counts[r]` come from rank r. Elements of any type, the same on
+    /// all ranks.
     fn all_to_all(
         &self,
         recv: ViewMut,

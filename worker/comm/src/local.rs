@@ -101,6 +101,8 @@ struct Post {
 struct Part {
     ptr: *const u8,
     bytes: usize,
+    /// Bytes of an element.
+    size: usize,
 }
 
 // SAFETY: a Part is only read inside an exchange, whose end all readers' ends precede (see the module's comment).
@@ -110,15 +112,16 @@ unsafe impl Sync for Part {}
 
 impl Part {
     fn of(x: &[f32]) -> Self {
-        Part { ptr: x.as_ptr().cast(), bytes: size_of_val(x) }
+        Part { ptr: x.as_ptr().cast(), bytes: size_of_val(x), size: size_of::<f32>() }
     }
 
-    fn of_bytes(x: &[u8]) -> Self {
-        Part { ptr: x.as_ptr(), bytes: x.len() }
+    /// Elements of `size` bytes.
+    fn of_elements(x: &[u8], size: usize) -> Self {
+        Part { ptr: x.as_ptr(), bytes: x.len(), size }
     }
 
     fn len(&self) -> usize {
-        self.bytes / size_of::<f32>()
+        self.bytes / self.size
     }
 
     /// # Safety
@@ -342,18 +345,21 @@ impl Comm for LocalComm {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::all_gather(self.at, recv.len(), send.len(), counts))?;
-        let (recv, send) = (recv.host(), send.host());
+        let size = send.dtype().size();
+        let call =
+            Call::all_gather_of(self.at, (recv.len(), recv.dtype().size()), (send.len(), size), counts);
+        let (mut turn, call) = self.enter(call)?;
+        let (recv, send) = (recv.bytes(), send.bytes());
         if self.at.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let post = Post { call, parts: vec![Part::of(send)], expects: Vec::new() };
+        let post = Post { call, parts: vec![Part::of_elements(send, size)], expects: Vec::new() };
         self.exchange(&mut turn, post, |posts| {
             let mut rest = recv;
             for post in posts {
                 // SAFETY: inside the exchange.
-                let part = unsafe { post.parts[0].floats() };
+                let part = unsafe { post.parts[0].bytes() };
                 let (to, tail) = rest.split_at_mut(part.len());
                 to.copy_from_slice(part);
                 rest = tail;
@@ -442,21 +448,24 @@ impl Comm for LocalComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let call = Call::all_to_all(self.at, recv.len(), recv_counts, send.len(), send_counts);
+        let size = send.dtype().size();
+        let lens = ((recv.len(), recv.dtype().size()), (send.len(), size));
+        let call = Call::all_to_all_of(self.at, lens.0, recv_counts, lens.1, send_counts);
         let (mut turn, call) = self.enter(call)?;
-        let (recv, send) = (recv.host(), send.host());
+        let (recv, send) = (recv.bytes(), send.bytes());
         if self.at.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
         let starts = call::starts(send_counts);
-        let parts = starts.iter().zip(send_counts).map(|(&at, &n)| Part::of(&send[at..at + n])).collect();
+        let part = |(&at, &n)| Part::of_elements(&send[at * size..(at + n) * size], size);
+        let parts = starts.iter().zip(send_counts).map(part).collect();
         let post = Post { call, parts, expects: recv_counts.to_vec() };
         self.exchange(&mut turn, post, |posts| {
             let mut rest = recv;
             for post in posts {
                 // SAFETY: inside the exchange.
-                let part = unsafe { post.parts[self.at.rank].floats() };
+                let part = unsafe { post.parts[self.at.rank].bytes() };
                 let (to, tail) = rest.split_at_mut(part.len());
                 to.copy_from_slice(part);
                 rest = tail;
@@ -467,7 +476,7 @@ impl Comm for LocalComm {
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (mut turn, call) = self.enter(Call::all_gather_bytes(bytes.len()))?;
         let mut all = Vec::with_capacity(self.at.world);
-        let post = Post { call, parts: vec![Part::of_bytes(bytes)], expects: Vec::new() };
+        let post = Post { call, parts: vec![Part::of_elements(bytes, 1)], expects: Vec::new() };
         self.exchange(&mut turn, post, |posts| {
             // SAFETY: inside the exchange.
             all.extend(posts.iter().map(|p| unsafe { p.parts[0].bytes() }.to_vec()));

@@ -315,17 +315,19 @@ impl Comm for ShmComm {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::all_gather(self.at, recv.len(), send.len(), counts))?;
-        let (recv, send) = (recv.host(), send.host());
+        let size = send.dtype().size();
+        let call =
+            Call::all_gather_of(self.at, (recv.len(), recv.dtype().size()), (send.len(), size), counts);
+        let (mut turn, call) = self.enter(call)?;
+        let (recv, send) = (recv.bytes(), send.bytes());
         if self.at.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let lens: Vec<usize> = counts.iter().map(|n| n * size_of::<f32>()).collect();
+        let lens: Vec<usize> = counts.iter().map(|n| n * size).collect();
         let starts = call::starts(&lens);
-        let recv: &mut [u8] = bytemuck::cast_slice_mut(recv);
         let large = recv.len() >= stream::LARGE;
-        self.gather(&mut turn, &call, bytemuck::cast_slice(send), &lens, |from, at, chunk| {
+        self.gather(&mut turn, &call, send, &lens, |from, at, chunk| {
             let at = starts[from] + at.min(lens[from]);
             stream::copy(&mut recv[at..at + chunk.len()], chunk, large);
         })
@@ -396,34 +398,39 @@ impl Comm for ShmComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let call = Call::all_to_all(self.at, recv.len(), recv_counts, send.len(), send_counts);
+        let size = send.dtype().size();
+        let lens = ((recv.len(), recv.dtype().size()), (send.len(), size));
+        let call = Call::all_to_all_of(self.at, lens.0, recv_counts, lens.1, send_counts);
         let (mut turn, call) = self.enter(call)?;
-        let (recv, send) = (recv.host(), send.host());
+        let (recv, send) = (recv.bytes(), send.bytes());
         let Place { rank, world } = self.at;
         if world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let (to, from, each) = (call::starts(send_counts), call::starts(recv_counts), self.chunk_each());
-        let longest = self.agree_all_to_all(&mut turn, &call, recv_counts, send_counts)?;
-        recv[from[rank]..][..recv_counts[rank]].copy_from_slice(&send[to[rank]..][..send_counts[rank]]);
+        let longest = self.agree_all_to_all(&mut turn, &call, recv_counts, send_counts)?.saturating_mul(size);
+        let bytes = |counts: &[usize]| counts.iter().map(|n| n * size).collect::<Vec<_>>();
+        let (sent, received) = (bytes(send_counts), bytes(recv_counts));
+        let (to, from) = (call::starts(&sent), call::starts(&received));
+        let each = self.chunk_each() * size_of::<f32>();
+        recv[from[rank]..][..received[rank]].copy_from_slice(&send[to[rank]..][..sent[rank]]);
         let mut at = 0;
         while at < longest {
             let slot = turn.next_slot();
             for peer in self.peers() {
-                let part = piece(send_counts[peer], at, each);
+                let part = piece(sent[peer], at, each);
                 let start = self.dest_at(rank, peer, each);
                 // SAFETY: this rank's slot of the next round.
-                unsafe { self.seg.slot_f32_mut(rank, slot, start, part.len()) }
+                unsafe { self.seg.slot_mut(rank, slot, start, part.len()) }
                     .copy_from_slice(&send[to[peer]..][part]);
             }
             self.post(&mut turn, &call);
             self.meet(&turn, &call)?;
             for peer in self.peers() {
-                let part = piece(recv_counts[peer], at, each);
+                let part = piece(received[peer], at, each);
                 let start = self.dest_at(peer, rank, each);
                 // SAFETY: read within the round.
-                let chunk = unsafe { self.seg.slot_f32(peer, slot, start, part.len()) };
+                let chunk = unsafe { self.seg.slot(peer, slot, start, part.len()) };
                 recv[from[peer]..][part].copy_from_slice(chunk);
             }
             at = at.saturating_add(each);

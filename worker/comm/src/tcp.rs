@@ -456,10 +456,13 @@ impl Comm for TcpComm {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::all_gather(self.place(), recv.len(), send.len(), counts))?;
-        let parts = ranges(&counts.iter().map(|n| n * size_of::<f32>()).collect::<Vec<_>>());
-        let recv: &mut [u8] = bytemuck::cast_slice_mut(recv.host());
-        recv[parts[self.rank()].clone()].copy_from_slice(bytemuck::cast_slice(send.host()));
+        let size = send.dtype().size();
+        let call =
+            Call::all_gather_of(self.place(), (recv.len(), recv.dtype().size()), (send.len(), size), counts);
+        let (mut turn, call) = self.enter(call)?;
+        let parts = ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>());
+        let recv = recv.bytes();
+        recv[parts[self.rank()].clone()].copy_from_slice(send.bytes());
         self.spread(&mut turn.conns, &call, recv, &parts)
     }
 
@@ -527,12 +530,14 @@ impl Comm for TcpComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let call = Call::all_to_all(self.place(), recv.len(), recv_counts, send.len(), send_counts);
+        let size = send.dtype().size();
+        let lens = ((recv.len(), recv.dtype().size()), (send.len(), size));
+        let call = Call::all_to_all_of(self.place(), lens.0, recv_counts, lens.1, send_counts);
         let (mut turn, call) = self.enter(call)?;
-        let bytes = |counts: &[usize]| ranges(&counts.iter().map(|n| n * 4).collect::<Vec<_>>());
+        let bytes = |counts: &[usize]| ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>());
         let (room, from) = (bytes(recv_counts), bytes(send_counts));
-        let parts = [bytemuck::cast_slice(send.host())];
-        let recv: &mut [u8] = bytemuck::cast_slice_mut(recv.host());
+        let parts = [send.bytes()];
+        let recv = recv.bytes();
         recv[room[self.rank()].clone()].copy_from_slice(&parts[0][from[self.rank()].clone()]);
         let out: Vec<Outgoing> = from.iter().map(|r| Outgoing { parts: &parts, range: r.clone() }).collect();
         self.trade(&mut turn.conns, &call, &out, recv, &room)

@@ -174,11 +174,42 @@ pub trait Ops: Send + Sync {
         write: Write,
     );
 
+    /// `y[m,n] = x[m,k] · w[n,k]ᵀ + bias[n]`: as both ops one after the other, but rounded once.
+    fn matmul_bias_forward(
+        &self,
+        mut y: ViewMut,
+        x: View,
+        w: View,
+        bias: Option<View>,
+        m: usize,
+        n: usize,
+        k: usize,
+    ) {
+        self.matmul_forward(y.reborrow(), x, w, m, n, k, Write::Set);
+        if let Some(bias) = bias {
+            self.bias_forward(y, bias, m, n);
+        }
+    }
+
     // --- the same for a weight stored as `w[in, out]` (GPT-2's Conv1D) -----------------------------------------------
 
     /// `y[m,out] = x[m,inp] · w[inp,out]`
     fn conv1d_forward(&self, y: ViewMut, x: View, w: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_input(y, x, w, m, inp, out, Write::Set);
+    }
+    /// `y[m,out] = x[m,inp] · w[inp,out] + bias[out]`: as both ops one after the other, but rounded once.
+    fn conv1d_bias_forward(
+        &self,
+        mut y: ViewMut,
+        x: View,
+        w: View,
+        bias: View,
+        m: usize,
+        inp: usize,
+        out: usize,
+    ) {
+        self.conv1d_forward(y.reborrow(), x, w, m, inp, out);
+        self.bias_forward(y, bias, m, out);
     }
     /// `dx[m,inp] = dy[m,out] · w[inp,out]ᵀ`
     fn conv1d_backward_input(&self, dx: ViewMut, dy: View, w: View, m: usize, inp: usize, out: usize) {

@@ -301,6 +301,35 @@ fn matrices_stored_the_other_way_round() {
     });
 }
 
+/// With a bias the sum is rounded once; in f32 it is that of both ops one after the other.
+#[test]
+fn products_with_a_bias() {
+    for (m, n, k) in [(37, 91, 50), (300, 4200, 9), (1, 1, 700)] {
+        let mut r = Random::new(13);
+        let (x, w, bias) = (r.vec(m * k), r.vec(n * k), r.vec(n));
+        check(&format!("bias {m} {n} {k}"), |of| {
+            let (px, pw, pb) = (of.make(&x), of.make(&w), of.make(&bias));
+            let zeros = vec![0.0; m * n];
+            let mut y = [of.make(&zeros), of.make(&zeros), of.make(&zeros)];
+            let [a, b, c] = &mut y;
+            of.cpu.matmul_bias_forward(a.view_mut(), px.view(), pw.view(), Some(pb.view()), m, n, k);
+            of.cpu.matmul_bias_forward(b.view_mut(), px.view(), pw.view(), None, m, n, k);
+            of.cpu.conv1d_bias_forward(c.view_mut(), px.view(), pw.view(), pb.view(), m, k, n);
+            if of.wide {
+                let mut apart = [Buf::zeroed(m * n), Buf::zeroed(m * n)];
+                let [d, e] = &mut apart;
+                of.cpu.matmul_forward(d.view_mut(), px.view(), pw.view(), m, n, k, Write::Set);
+                assert!(d.host() == y[1].host());
+                of.cpu.bias_forward(d.view_mut(), pb.view(), m, n);
+                of.cpu.conv1d_forward(e.view_mut(), px.view(), pw.view(), m, k, n);
+                of.cpu.bias_forward(e.view_mut(), pb.view(), m, n);
+                assert!(d.host() == y[0].host() && e.host() == y[2].host());
+            }
+            (y.iter().map(|y| of.bits(y)).collect(), Vec::new())
+        });
+    }
+}
+
 #[test]
 fn rows_of_experts() {
     let (m, d, per_token) = (70, 45, 3);

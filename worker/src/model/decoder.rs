@@ -10,7 +10,7 @@ use super::config::Fields;
 use super::experts::{ExpertShape, Sparse, losses};
 use super::lora::{self, Adapters, Lora};
 use super::rotary::{Rope, Tables};
-use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Tie, each};
+use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
 use contract::job::{ExpertsSpec, ModelSpec};
 use device::{
@@ -20,7 +20,6 @@ use device::{
 pub(super) use experts::{ExpertNames, ExpertNumbers};
 use layout::{Spans, layer_unit};
 use serde_json::{Map, Value, json};
-use std::ops::Range;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const LM_HEAD: &str = "lm_head.weight";
@@ -315,15 +314,15 @@ impl Decoder {
         self.n.heads * self.n.head_dim
     }
 
-    /// A norm's factors: its weight, or 1 + its weight, which is written to `room`.
-    fn norm_factors<'a>(&self, p: View<'a>, at: &Range<usize>, room: &'a mut Buf) -> View<'a> {
-        let weight = p.slice(at.clone());
+    /// A norm's factors: its weight, or 1 + its weight, which is written to `room`, always in `f32`.
+    fn norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, room: &'a mut Buf) -> View<'a> {
         if !self.n.norms_from_one {
             return weight;
         }
-        let factors = &mut room.host_mut()[..at.len()];
-        factors.iter_mut().zip(weight.host()).for_each(|(f, w)| *f = 1.0 + w);
-        room.view().slice(0..at.len())
+        let n = weight.len();
+        ops.cast(room.view_mut().slice(0..n), weight);
+        room.host_mut()[..n].iter_mut().for_each(|w| *w += 1.0);
+        room.view().slice(0..n)
     }
 
     /// The head's matrix, wherever it lies, and the final norm's weight.
@@ -391,6 +390,10 @@ impl Model for Decoder {
         self.n.tied
     }
 
+    fn attention_width(&self) -> usize {
+        self.qkv_width()
+    }
+
     fn window(&self) -> Option<usize> {
         self.n.window.filter(|_| self.n.sliding.contains(&true))
     }
@@ -441,16 +444,18 @@ impl Model for Decoder {
     }
 
     /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · a norm's factors ·
-    /// the router's logits · what adapters need.
+    /// the router's logits · 1/rms of the head's rows · what adapters need.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let (m, d, f) = (b * t, self.n.hidden, self.n.dense_width());
         let factors = if self.n.norms_from_one { d.max(self.n.head_dim) } else { 0 };
-        let experts = self.n.experts.as_ref().map_or(0, |e| e.shape.experts);
-        // The head keeps a number per row where layers keep SwiGLU's output.
-        let act = m * f.max(1);
+        let logits = m * self.n.experts.as_ref().map_or(0, |e| e.shape.experts);
         let (o, qkv) = (m * self.o_width(), m * self.qkv_width());
-        let own = [m * d, m * d, act, m * 2 * f, o, qkv, factors, m * experts];
+        let own = [m * d, m * d, m * f, m * 2 * f, o, qkv, factors, logits, m];
         own.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
+    }
+
+    fn statistics(&self) -> Statistics {
+        Statistics { saved: &[0, 3, 5, 8, 10, 12], scratch: &[6, 7, 8, 9, 10, 11, 12, 13] }
     }
 
     fn sparse(&self) -> Option<&dyn Sparse> {
@@ -520,8 +525,8 @@ impl Model for Decoder {
     ) {
         let (d, v) = (self.n.hidden, self.n.vocab);
         let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, _, rstd, _, _, _, room] = each::<7>(scratch);
-        let (mut norm, w_norm) = (norm.view_mut().slice(0..d), self.norm_factors(w_norm, &(0..d), room));
+        let [norm, _, _, _, _, _, room, _, rstd, ..] = each::<14>(scratch);
+        let (mut norm, w_norm) = (norm.view_mut().slice(0..d), self.norm_factors(ops, w_norm, room));
         ops.rmsnorm_forward(norm.reborrow(), rstd.view_mut().slice(0..1), x, w_norm, 1, d, self.n.eps);
         ops.logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
         if let Some(cap) = self.n.logit_cap {
@@ -541,10 +546,9 @@ impl Model for Decoder {
     ) {
         let (m, d, v, eps) = (batch.rows(), self.n.hidden, self.n.vocab, self.n.eps);
         let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, dnorm, rstd, _, _, _, room] = each::<7>(scratch);
-        let (w_norm, cap) = (self.norm_factors(w_norm, &(0..d), room), self.n.logit_cap);
-        let mut rstd = rstd.view_mut().slice(0..m);
-        ops.rmsnorm_forward(norm.view_mut(), rstd.reborrow(), x, w_norm, m, d, eps);
+        let [norm, dnorm, _, _, _, _, room, _, rstd, ..] = each::<14>(scratch);
+        let (w_norm, cap) = (self.norm_factors(ops, w_norm, room), self.n.logit_cap);
+        ops.rmsnorm_forward(norm.view_mut(), rstd.view_mut(), x, w_norm, m, d, eps);
         let Some(g) = grads else {
             return ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, None);
         };
@@ -555,6 +559,6 @@ impl Model for Decoder {
         let dw = if self.head_wanted { dw } else { dw.slice(0..0) };
         let out = ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: Write::Set, scale: g.scale };
         ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, Some(out));
-        ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.as_view(), m, d, Write::Set);
+        ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.view(), m, d, Write::Set);
     }
 }

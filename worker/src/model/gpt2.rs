@@ -3,14 +3,14 @@ mod layer;
 
 use super::config::Fields;
 use super::lora::{self, Adapters, Lora};
-use super::{Activations, Batch, Family, HeadGrads, HeadParams, LayerInput, Model, Tie, each};
+use super::{Activations, Batch, Family, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
 use contract::job::ModelSpec;
 use device::{
     Ops, View, ViewMut,
     ops::{ClassifierGrads, LayerNorm, Write},
 };
-use layer::{Spans, layer_unit};
+use layer::{Spans, Wanted, layer_unit};
 use serde_json::{Map, Value, json};
 
 /// Before every stored name but the head's; files without a head leave it out.
@@ -27,7 +27,9 @@ pub(super) const FAMILY: Family = Family {
         f.finish()?;
         let (unit, spans) = layer_unit(&n, 0);
         let matrices = unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
-        Ok(Box::new(Gpt2 { n, config: config.clone(), spans, matrices, adapters: Vec::new() }))
+        let (wanted, adapters) = (vec![Wanted::ALL; n.layers], Vec::new());
+        let config = config.clone();
+        Ok(Box::new(Gpt2 { n, config, spans, matrices, wanted, head_wanted: true, adapters }))
     },
     describe,
 };
@@ -127,6 +129,9 @@ struct Gpt2 {
     spans: Spans,
     /// Elements of a layer's matrices.
     matrices: usize,
+    /// Of each layer, and of the head's matrix: is its gradient wanted?
+    wanted: Vec<Wanted>,
+    head_wanted: bool,
     /// Of each layer; empty without adapters.
     adapters: Vec<Adapters>,
 }
@@ -187,12 +192,26 @@ impl Model for Gpt2 {
         Ok(())
     }
 
+    fn train(&mut self, units: &[Unit]) {
+        let layers = 1..units.len() - 1;
+        self.wanted = units[layers].iter().map(|u| self.spans.wanted(u)).collect();
+        self.head_wanted = match (units.first(), units.last()) {
+            (Some(embedding), _) if self.tied() => embedding.trains(0..self.table()),
+            (_, Some(head)) => head.trains(2 * self.n.hidden..head.len()),
+            _ => true,
+        };
+    }
+
     fn hidden(&self) -> usize {
         self.n.hidden
     }
 
     fn vocab(&self) -> usize {
         self.n.vocab
+    }
+
+    fn attention_width(&self) -> usize {
+        3 * self.n.hidden
     }
 
     fn tied(&self) -> bool {
@@ -241,6 +260,10 @@ impl Model for Gpt2 {
         let (m, d, f) = (b * t, self.n.hidden, self.n.intermediate);
         let own = [m * d, m * d, m * f, m * f, m * d, m * 3 * d, 2 * m];
         own.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
+    }
+
+    fn statistics(&self) -> Statistics {
+        Statistics { saved: &[0, 3, 5], scratch: &[6, 7, 8, 9, 10, 11] }
     }
 
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, mut x: ViewMut) {
@@ -323,6 +346,8 @@ impl Model for Gpt2 {
             }
             None => rest,
         };
+        // empty: not wanted
+        let dw = if self.head_wanted { dw } else { dw.slice(0..0) };
         let out = ClassifierGrads { dx: drows.view_mut(), dw, dw_write: Write::Set, scale: g.scale };
         ops.classifier(loss, rows.view(), matrix, &batch.labels, m, d, v, Some(out));
         let (dw, db) = dnorm.split_at(d);

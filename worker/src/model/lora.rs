@@ -91,7 +91,7 @@ pub(super) struct Adapters {
 /// Number of buffers that adapters add to a model's scratch.
 pub(super) const SCRATCH: usize = 5;
 
-/// Memory that adapters of all layers share.
+/// Memory that adapters of all layers share: `f32` in every precision.
 pub(super) struct Scratch<'a> {
     /// An input with dropout; a gradient of one.
     input: &'a mut Buf,
@@ -178,7 +178,7 @@ impl Adapters {
         let (g, m) = (&self.groups[group], batch.rows());
         for ad in &g.adapters {
             self.lower(ops, g, ad, (p, batch), x, s);
-            self.widen(g, ad, p, s.wide);
+            self.widen(ops, g, ad, p, s.wide);
             let (low, wide) =
                 (s.low.view().slice(0..m * self.rank), s.wide.view().slice(0..g.width * self.rank));
             ops.matmul_forward(y.reborrow(), low, wide, m, g.width, self.rank, Write::Add);
@@ -203,7 +203,7 @@ impl Adapters {
             ops.matmul_backward_weight(d_wide.reborrow(), dy, low, m, g.width, r, Write::Set);
             let own = &d_wide.host()[ad.out.start * r..ad.out.end * r];
             grads[ad.b.clone()].iter_mut().zip(own).for_each(|(g, d)| *g = self.scale * d);
-            self.widen(g, ad, p, s.wide);
+            self.widen(ops, g, ad, p, s.wide);
             let mut d_low = s.d_low.view_mut().slice(i * m * r..(i + 1) * m * r);
             let wide = s.wide.view().slice(0..g.width * r);
             ops.matmul_backward_input(d_low.reborrow(), dy, wide, m, g.width, r, Write::Set);
@@ -250,9 +250,8 @@ impl Adapters {
         let x = match dropped {
             false => x,
             true => {
-                let into = &mut s.input.host_mut()[..m * g.inp];
-                into.copy_from_slice(&x.host()[..m * g.inp]);
-                self.mask(ad, g.inp, batch, into);
+                ops.cast(s.input.view_mut().slice(0..m * g.inp), x.slice(0..m * g.inp));
+                self.mask(ad, g.inp, batch, &mut s.input.host_mut()[..m * g.inp]);
                 s.input.view().slice(0..m * g.inp)
             }
         };
@@ -262,11 +261,11 @@ impl Adapters {
     }
 
     /// B times the factor, in the rows of `wide` that are its columns of the output; the others are zero.
-    fn widen(&self, g: &Group, ad: &Adapter, p: View, wide: &mut Buf) {
-        let wide = &mut wide.host_mut()[..g.width * self.rank];
-        wide.fill(0.0);
-        let own = &mut wide[ad.out.start * self.rank..ad.out.end * self.rank];
-        own.iter_mut().zip(p.slice(ad.b.clone()).host()).for_each(|(w, b)| *w = self.scale * b);
+    fn widen(&self, ops: &dyn Ops, g: &Group, ad: &Adapter, p: View, wide: &mut Buf) {
+        wide.host_mut()[..g.width * self.rank].fill(0.0);
+        let mut own = wide.view_mut().slice(ad.out.start * self.rank..ad.out.end * self.rank);
+        ops.cast(own.reborrow(), p.slice(ad.b.clone()));
+        ops.scale(own, self.scale);
     }
 
     /// Share that is dropped of this micro-batch: nothing outside of training.

@@ -21,7 +21,7 @@ use crate::{
     },
 };
 use contract::job::Recompute;
-use device::{Buf, View, ViewMut};
+use device::{Buf, Dtype, View, ViewMut};
 use std::{ops::Range, sync::Arc};
 
 /// What a trainer of a model with experts has beside the rest.
@@ -61,7 +61,6 @@ struct Saved {
 }
 
 /// Buffers that layers share; they grow to what the routing asks for.
-#[derive(Default)]
 struct Room {
     /// The experts' output; gradients of tokens.
     out: Buf,
@@ -70,6 +69,7 @@ struct Room {
     act: Buf,
     dact: Buf,
     dgate_up: Buf,
+    /// Weights, their gradients and `choices` are `f32` in every precision.
     weights: Buf,
     dweights: Buf,
     /// A weight per travelling row.
@@ -78,10 +78,28 @@ struct Room {
     choices: Buf,
 }
 
+impl Room {
+    /// Nothing yet. `dtype`: of rows.
+    fn of(dtype: Dtype) -> Self {
+        let rows = || Buf::zeroed_as(dtype, 0);
+        Room {
+            out: rows(),
+            drows: rows(),
+            act: rows(),
+            dact: rows(),
+            dgate_up: rows(),
+            weights: Buf::default(),
+            dweights: Buf::default(),
+            sent_weights: Vec::new(),
+            choices: Buf::default(),
+        }
+    }
+}
+
 /// At least `len` elements, whatever they hold.
 fn grow(buf: &mut Buf, len: usize) -> ViewMut<'_> {
     if buf.len() < len {
-        *buf = Buf::zeroed(len.next_multiple_of(1024));
+        *buf = Buf::zeroed_as(buf.dtype(), len.next_multiple_of(1024));
     }
     buf.view_mut().slice(0..len)
 }
@@ -96,7 +114,7 @@ impl Experts {
         recompute: Recompute,
     ) -> Option<Self> {
         let (sparse, placement) = (model.sparse()?, placement?);
-        let (shape, rank) = (sparse.shape(), engine.rank());
+        let (shape, rank, dtype) = (sparse.shape(), engine.rank(), engine.dtype());
         let layers = of_layers(sparse, placement, engine, rank % placement.parallel);
         let count = layers.iter().flatten().count();
         let sets = if recompute == Recompute::None { count } else { count.min(1) };
@@ -104,8 +122,8 @@ impl Experts {
             routing: Routing::new(shape, rows),
             sending: Sending::default(),
             receiving: Receiving::default(),
-            rows: Buf::zeroed(0),
-            gate_up: Buf::zeroed(0),
+            rows: Buf::zeroed_as(dtype, 0),
+            gate_up: Buf::zeroed_as(dtype, 0),
         };
         let group = placement.group(rank);
         let roads = Roads::new(engine, group, rows * shape.per_token);
@@ -114,7 +132,7 @@ impl Experts {
             tally: Tally::new(sparse, layers.len(), rows),
             layers,
             saved: (0..sets).map(|_| saved()).collect(),
-            room: Room::default(),
+            room: Room::of(dtype),
             roads,
         })
     }
@@ -170,17 +188,35 @@ struct Roads {
     group: Range<usize>,
     /// The most rows that one rank may send.
     limit: usize,
+    /// For rows of 16-bit elements.
+    halves: Lane,
+    /// For all else.
+    floats: Lane,
+}
+
+/// Buffers between which rows of one element type travel.
+struct Lane {
     /// Rows in the order of travel.
     packed: Buf,
     /// Rows in the order of arrival.
     arrived: Buf,
 }
 
+impl Lane {
+    fn of(dtype: Dtype) -> Self {
+        Lane { packed: Buf::zeroed_as(dtype, 0), arrived: Buf::zeroed_as(dtype, 0) }
+    }
+}
+
 impl Roads {
     fn new(engine: &Engine, group: Range<usize>, limit: usize) -> Self {
         let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
-        let (packed, arrived) = (Buf::zeroed(0), Buf::zeroed(0));
-        Roads { queue, world, rank, group, limit, packed, arrived }
+        let (halves, floats) = (Lane::of(engine.dtype()), Lane::of(Dtype::F32));
+        Roads { queue, world, rank, group, limit, halves, floats }
+    }
+
+    fn lane(&mut self, dtype: Dtype) -> &mut Lane {
+        if dtype == Dtype::F32 { &mut self.floats } else { &mut self.halves }
     }
 
     /// Is every expert here?
@@ -234,14 +270,17 @@ impl Roads {
             fill(grow(to, n * width));
             return Ok(());
         }
-        fill(grow(&mut self.packed, n * width));
         let (sent, received) = self.counts(layer, sending, receiving, width);
-        grow(&mut self.arrived, receiving.rows() * width);
-        self.trade(false, sent, received)?;
-        let (to, from) = (grow(to, receiving.rows() * width).host(), self.arrived.host());
+        let dtype = to.dtype();
+        let lane = self.lane(dtype);
+        fill(grow(&mut lane.packed, n * width));
+        grow(&mut lane.arrived, receiving.rows() * width);
+        self.trade(dtype, false, sent, received)?;
+        let (mut to, from) = (grow(to, receiving.rows() * width), self.lane(dtype).arrived.view());
         for (rows, at) in receiving.blocks() {
-            let block = &from[rows.start * width..rows.end * width];
-            to[at * width..][..block.len()].copy_from_slice(block);
+            let block = from.slice(rows.start * width..rows.end * width);
+            let to = to.reborrow().slice(at * width..at * width + block.len());
+            to.bytes().copy_from_slice(block.bytes());
         }
         Ok(())
     }
@@ -259,16 +298,17 @@ impl Roads {
         if self.local() {
             return Ok(from.view().slice(0..n * width));
         }
-        let arrived = grow(&mut self.arrived, receiving.rows() * width).host();
-        for (rows, at) in receiving.blocks() {
-            let block = &mut arrived[rows.start * width..rows.end * width];
-            let len = block.len();
-            block.copy_from_slice(&from.host()[at * width..][..len]);
-        }
         let (received, sent) = self.counts(layer, sending, receiving, width);
-        grow(&mut self.packed, n * width);
-        self.trade(true, sent, received)?;
-        Ok(self.packed.view().slice(0..n * width))
+        let lane = self.lane(from.dtype());
+        let mut arrived = grow(&mut lane.arrived, receiving.rows() * width);
+        for (rows, at) in receiving.blocks() {
+            let block = arrived.reborrow().slice(rows.start * width..rows.end * width);
+            let from = from.view().slice(at * width..at * width + block.len());
+            block.bytes().copy_from_slice(from.bytes());
+        }
+        grow(&mut lane.packed, n * width);
+        self.trade(from.dtype(), true, sent, received)?;
+        Ok(self.lane(from.dtype()).packed.view().slice(0..n * width))
     }
 
     /// Elements that go to and come from each rank.
@@ -283,17 +323,17 @@ impl Roads {
         (sent, self.in_world((0..self.group.len()).map(|i| r.from(i) * width)))
     }
 
-    /// From `packed` to `arrived`, or back.
-    fn trade(&mut self, back: bool, sent: Vec<usize>, received: Vec<usize>) -> Result<()> {
-        let take = |buf: &mut Buf| std::mem::replace(buf, Buf::zeroed(0));
-        let (mut packed, mut arrived) = (take(&mut self.packed), take(&mut self.arrived));
+    /// From `packed` to `arrived` of a lane, or back.
+    fn trade(&mut self, dtype: Dtype, back: bool, sent: Vec<usize>, received: Vec<usize>) -> Result<()> {
+        let Lane { mut packed, mut arrived } = std::mem::replace(self.lane(dtype), Lane::of(dtype));
         let traded = self.queue.run(move |comm| {
             let (from, to) = if back { (&arrived, &mut packed) } else { (&packed, &mut arrived) };
             let (out, room) = (sent.iter().sum(), received.iter().sum());
             comm.all_to_all(to.view_mut().slice(0..room), &received, from.view().slice(0..out), &sent)?;
             Ok((packed, arrived))
         });
-        (self.packed, self.arrived) = traded?;
+        let (packed, arrived) = traded?;
+        *self.lane(dtype) = Lane { packed, arrived };
         Ok(())
     }
 }
@@ -479,12 +519,12 @@ impl Trainer {
     /// Router and attention backward, from what came back.
     fn route_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) {
         let positions = self.global_batch() as f64 * self.batch.t as f64;
-        let scale = self.batch.targets() as f64 / positions;
+        let scale = f64::from(self.loss_scale.factor()) * self.batch.targets() as f64 / positions;
         let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return };
         let (_, saved, room, roads, tally) = x.layer(l);
         let (balance, z) = tally.gradient(scale);
         let n = saved.sending.tokens.len();
-        let rows = if roads.local() { &room.drows } else { &roads.packed };
+        let rows = if roads.local() { &room.drows } else { &roads.lane(room.drows.dtype()).packed };
         let back = Returned {
             rows: rows.view().slice(0..n * sparse.shape().hidden),
             places: &saved.sending.places,
@@ -504,14 +544,15 @@ impl Trainer {
     }
 }
 
-/// Elements of everything here when rows are spread evenly, for the estimate.
-pub fn elements(model: &dyn Model, units: &[Unit], rows: usize, recompute: Recompute) -> usize {
+/// Bytes of everything here when rows are spread evenly, for the estimate; `dtype` of rows.
+pub fn bytes(model: &dyn Model, units: &[Unit], rows: usize, recompute: Recompute, dtype: Dtype) -> usize {
     let Some(sparse) = model.sparse() else { return 0 };
     let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
     let s = sparse.shape();
     let count = (0..layers).filter(|&l| sparse.is_sparse(l)).count();
     let sets = if recompute == Recompute::None { count } else { count.min(1) };
     let travelling = rows * s.per_token;
-    let kept = Routing::elements(s, rows) + travelling * (3 + s.hidden + 2 * s.intermediate);
-    sets * kept + travelling * (2 * s.hidden + 4 * s.intermediate + 4)
+    let kept = 4 * (Routing::elements(s, rows) + travelling * 3)
+        + travelling * (s.hidden + 2 * s.intermediate) * dtype.size();
+    sets * kept + travelling * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 4)
 }

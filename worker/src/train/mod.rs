@@ -1,6 +1,7 @@
 //! A training step and what surrounds it.
 pub mod boundary;
 pub mod experts;
+pub mod loss_scale;
 pub mod run;
 pub mod sample;
 pub mod step;

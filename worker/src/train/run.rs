@@ -1,6 +1,7 @@
 //! The run: steps, and what happens between them.
 use super::{
     boundary::{RELOAD, SAVE, STOP, WRITING},
+    loss_scale::State,
     sample::Sampling,
     step::{Outcome, Source, Word},
 };
@@ -51,6 +52,8 @@ pub struct Run<'a> {
 pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<WorkerExit> {
     let mut values = Reload::of(run.job);
     let mut last_save = Instant::now();
+    // Asked for in a step that was skipped: the next one that counts is saved.
+    let mut owed = 0;
     run.session.phase(Phase::Training)?;
     if running.at.step >= running.train().steps && saver.last().is_none() {
         // Resumed at the end from another program's checkpoint: the run leaves one of its own all the same.
@@ -58,12 +61,19 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
     }
     while running.at.step < running.train().steps {
         let began = Instant::now();
-        let word = word(run, &values, saver, last_save);
+        let mut word = word(run, &values, saver, last_save);
+        word.flags |= owed;
         let (outcome, lr) = running.step(run.source, word)?;
+        if outcome.skipped {
+            owed = outcome.word.flags & SAVE;
+            skipped(running, run, &outcome)?;
+            continue;
+        }
+        owed = 0;
         if !is_finite(&outcome) {
             // What was saved before is complete before the run ends.
             finish(running, run, saver)?;
-            return Err(not_finite(&outcome, running.at.step + 1, saver));
+            return Err(not_finite(&outcome, running, saver));
         }
         run.session.at_step(running.at.step);
         if run.leader {
@@ -84,10 +94,12 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
             last_save = Instant::now();
         }
         if stop && !last {
+            all_skipped(running, run)?;
             return Ok(WorkerExit::Stopped);
         }
     }
     finish(running, run, saver)?;
+    all_skipped(running, run)?;
     Ok(WorkerExit::Done)
 }
 
@@ -126,8 +138,49 @@ fn is_finite(outcome: &Outcome) -> bool {
     outcome.loss.is_finite() && outcome.grad_norm.is_finite()
 }
 
+/// fp16: a gradient overflowed, and the loss is scaled less from now on.
+fn skipped(running: &Running, run: &Run, outcome: &Outcome) -> Result<()> {
+    match running.trainer.loss_scale.state() {
+        Some(state) if run.leader => run.session.event(Event::Overflow {
+            step: running.at.step + 1,
+            loss: outcome.loss,
+            loss_scale: state.scale,
+            skipped: state.skipped,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// The count, once more at the end of the run.
+fn all_skipped(running: &Running, run: &Run) -> Result<()> {
+    match running.trainer.loss_scale.state() {
+        Some(State { skipped, scale, .. }) if run.leader && skipped > 0 => {
+            let steps = if skipped == 1 { "step was" } else { "steps were" };
+            let message = format!(
+                "{skipped} {steps} skipped since step 0 because a gradient overflowed fp16; the loss scale is {scale}"
+            );
+            run.session.event(Event::Notice { rank: None, message })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What helps, as far as the precision has a part in it.
+fn advice(running: &Running) -> String {
+    match running.trainer.loss_scale.state() {
+        Some(state) => {
+            let scale = state.scale;
+            format!(
+                "fp16 ends at 65504 (loss scale {scale}): use precision: bf16, lower optimizer.lr, or look at the samples of that step"
+            )
+        }
+        None => "Lower optimizer.lr, set clip_norm, or look at the samples of that step".into(),
+    }
+}
+
 /// A loss that is not a number ends the run before it spoils a checkpoint.
-fn not_finite(outcome: &Outcome, step: u64, saver: &Saver) -> Error {
+fn not_finite(outcome: &Outcome, running: &Running, saver: &Saver) -> Error {
+    let (step, advice) = (running.at.step + 1, advice(running));
     let what = if outcome.loss.is_finite() { "gradient norm" } else { "loss" };
     let value = if outcome.loss.is_finite() { outcome.grad_norm } else { outcome.loss };
     let kept = match saver.last() {
@@ -135,8 +188,7 @@ fn not_finite(outcome: &Outcome, step: u64, saver: &Saver) -> Error {
         None => "no checkpoint was written yet".into(),
     };
     Error::failed(format!(
-        "the {what} became {value} at step {step}; nothing of that step was applied; {kept}. \
-         Lower optimizer.lr, set clip_norm, or look at the samples of that step"
+        "the {what} became {value} at step {step}; nothing of that step was applied; {kept}. {advice}"
     ))
 }
 

@@ -1,6 +1,6 @@
 //! One optimizer step, from tokens to updated parameters. Readable on one screen: fetch block, forward, release; …
 //! fetch, backward, reduce, release; update.
-use super::{experts::Experts, workspace::Workspace};
+use super::{experts::Experts, loss_scale::LossScale, workspace::Workspace};
 use crate::{
     error::{Error, Result},
     model::{Batch, HeadGrads, HeadParams, LayerInput, Model},
@@ -44,6 +44,8 @@ pub struct Trainer {
     pub recompute: Recompute,
     /// Limit of the gradient's norm.
     pub clip_norm: Option<f64>,
+    /// Factor of the loss.
+    pub loss_scale: LossScale,
 }
 
 /// What a rank tells all others once a step, beside its losses.
@@ -66,6 +68,8 @@ pub struct Outcome {
     pub targets: u64,
     /// What the ranks had to say.
     pub word: Word,
+    /// A gradient overflowed where the loss is scaled for that: nothing was changed.
+    pub skipped: bool,
 }
 
 /// What one slot gave.
@@ -290,7 +294,7 @@ impl Trainer {
         embedding: Option<&Held>,
         grads: Option<(&mut Buf, Option<&mut Buf>)>,
     ) {
-        let scale = 1.0 / (self.global_batch() as f32 * self.batch.t as f32);
+        let scale = self.loss_scale.factor() / (self.global_batch() as f32 * self.batch.t as f32);
         let (head_len, embedding_len) =
             (self.engine.shards[self.head_unit()].unit.len(), self.engine.shards[0].unit.len());
         let (w, m, ops, batch, engine) =
@@ -343,7 +347,7 @@ impl Trainer {
         let sums: Vec<f64> = all.iter().map(|l| l.sum).collect();
         let targets: u64 = all.iter().map(|l| l.targets).sum();
         let loss = if targets == 0 { 0.0 } else { fold_f64(&sums) / targets as f64 };
-        Ok(Outcome { loss, grad_norm: 0.0, targets, word: said })
+        Ok(Outcome { loss, targets, word: said, ..Outcome::default() })
     }
 
     /// Factor that turns the summed gradient into the gradient of the mean loss over `targets`.
@@ -360,9 +364,11 @@ impl Trainer {
         for u in 0..units {
             grads.push(self.engine.finish(u)?);
         }
-        let mean = self.mean_scale(outcome.targets);
+        let mean = self.mean_scale(outcome.targets) / f64::from(self.loss_scale.factor());
         let outcome = Outcome { grad_norm: self.norm(&grads)? * mean, ..outcome };
         let finite = outcome.loss.is_finite() && outcome.grad_norm.is_finite();
+        let skipped = !finite && outcome.loss.is_finite() && self.loss_scale.is_dynamic();
+        let outcome = Outcome { skipped, ..outcome };
         let clip = self.clip_norm.map_or(1.0, |limit| (limit / (outcome.grad_norm + 1e-6)).min(1.0));
         let facts = StepFacts { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
         for (u, own) in grads.into_iter().enumerate() {
@@ -397,8 +403,9 @@ impl Trainer {
         });
         self.optimizer.put_away(u);
         self.engine.recycle(u, grad);
-        if !replicated {
-            self.engine.publish(u);
+        match replicated {
+            true => self.engine.refresh(u),
+            false => self.engine.publish(u),
         }
         Ok(())
     }

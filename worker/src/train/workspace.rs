@@ -1,7 +1,7 @@
 //! Activations of one micro-batch: allocated once, used by every step.
 use crate::model::{Activations, Model};
 use contract::job::Recompute;
-use device::Buf;
+use device::{Buf, Dtype};
 
 /// Everything between the tokens and the loss.
 pub struct Workspace {
@@ -11,7 +11,7 @@ pub struct Workspace {
     pub saved: Vec<Activations>,
     /// Shared by all layers.
     pub scratch: Activations,
-    /// Gradient of the residual stream, `[rows, hidden]`.
+    /// Gradient of the residual stream, `[rows, hidden]`: `f32` in every precision, since every layer adds to it.
     pub dx: Buf,
     /// Loss of each row.
     pub loss: Buf,
@@ -37,7 +37,7 @@ pub fn lengths(
 }
 
 impl Workspace {
-    /// For micro-batches of `b` sequences of `t` tokens.
+    /// For micro-batches of `b` sequences of `t` tokens; `dtype` of all that isn't a statistic.
     pub fn new(
         model: &dyn Model,
         layers: usize,
@@ -45,12 +45,14 @@ impl Workspace {
         t: usize,
         recompute: Recompute,
         first: usize,
+        dtype: Dtype,
     ) -> Self {
         let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute, first);
+        let statistics = model.statistics();
         Workspace {
-            x: (0..=layers).map(|_| Buf::zeroed(x)).collect(),
-            saved: (0..sets).map(|_| Activations::new(&saved)).collect(),
-            scratch: Activations::new(&scratch),
+            x: (0..=layers).map(|_| Buf::zeroed_as(dtype, x)).collect(),
+            saved: (0..sets).map(|_| Activations::new(&saved, dtype, statistics.saved)).collect(),
+            scratch: Activations::new(&scratch, dtype, statistics.scratch),
             dx: Buf::zeroed(x),
             loss: Buf::zeroed(b * t),
             first,
@@ -70,10 +72,16 @@ impl Workspace {
         t: usize,
         recompute: Recompute,
         first: usize,
+        dtype: Dtype,
     ) -> u64 {
         let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute, first);
-        let floats =
-            x * (layers + 2) + sets * saved.iter().sum::<usize>() + scratch.iter().sum::<usize>() + b * t;
-        4 * floats as u64
+        let statistics = model.statistics();
+        let bytes = |lengths: &[usize], statistics: &[usize]| -> usize {
+            let size = |i: usize| if statistics.contains(&i) { 4 } else { dtype.size() };
+            lengths.iter().enumerate().map(|(i, n)| n * size(i)).sum()
+        };
+        let stream = x * ((layers + 1) * dtype.size() + 4);
+        let kept = sets * bytes(&saved, statistics.saved) + bytes(&scratch, statistics.scratch);
+        (stream + kept + 4 * b * t) as u64
     }
 }

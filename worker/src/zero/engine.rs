@@ -10,7 +10,7 @@ use super::{
 };
 use crate::params::{Owners, Unit};
 use comm::{Comm, Result};
-use device::{Buf, Ops, View, ViewMut};
+use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::{
     collections::VecDeque,
     ops::Range,
@@ -28,8 +28,10 @@ pub struct Shard {
     pub part: Partition,
     /// Elements per rank of vectors of the trained tensors alone: gradients, optimizer states.
     trained: Vec<usize>,
-    /// The owned part, or everything (policy).
+    /// [`Engine::resident`]: the parameters that the optimizer updates, in `f32`.
     params: RwLock<Buf>,
+    /// With a 16-bit precision: what ops compute with, the owned part or everything (policy), rounded from `params`.
+    rounded: Option<RwLock<Buf>>,
     /// Partial sums of gradients: of the owned part, or of everything (policy).
     grads: Mutex<FoldStack>,
 }
@@ -52,6 +54,7 @@ pub struct Engine {
     pub slots: Slots,
     rank: usize,
     world: usize,
+    dtype: Dtype,
     ops: Arc<dyn Ops>,
     queue: Arc<Queue>,
     prefetch: usize,
@@ -74,12 +77,13 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Engine {
-    /// Allocates this rank's part of every unit, zeroed.
+    /// Allocates this rank's part of every unit, zeroed. `dtype`: of the parameters that ops compute with.
     pub fn new(
         units: Vec<Unit>,
         policy: Policy,
         slots: usize,
         prefetch: usize,
+        dtype: Dtype,
         queue: Queue,
         ops: Arc<dyn Ops>,
     ) -> Self {
@@ -88,11 +92,14 @@ impl Engine {
             let part = Partition::new(&unit, world);
             let own = part.range(rank).len();
             let whole = |len: usize| if unit.owners.has(rank) { len } else { 0 };
-            let params = Buf::zeroed(if policy.shard_parameters { own } else { whole(unit.len()) });
+            let part_of = |sharded: bool| if sharded { own } else { whole(unit.len()) };
+            let rounded = (dtype != Dtype::F32)
+                .then(|| RwLock::new(Buf::zeroed_as(dtype, part_of(policy.shard_parameters))));
+            let params = RwLock::new(Buf::zeroed(part_of(policy.keeps_own(dtype))));
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
             let summed = if policy.shard_gradients { trained[rank] } else { whole(unit.trained_len()) };
-            let (params, grads) = (RwLock::new(params), Mutex::new(FoldStack::new(summed)));
-            Shard { unit, part, trained, params, grads }
+            let grads = Mutex::new(FoldStack::new(summed));
+            Shard { unit, part, trained, params, rounded, grads }
         });
         Engine {
             shards: Arc::new(shards.collect()),
@@ -100,11 +107,12 @@ impl Engine {
             slots: Slots { slots, world, interleaved: policy.shard_gradients },
             rank,
             world,
+            dtype,
             ops,
             queue: Arc::new(queue),
             prefetch,
-            gathered: Arc::default(),
-            whole_grads: Arc::default(),
+            gathered: Arc::new(Mutex::new(Pool::of(dtype))),
+            whole_grads: Arc::new(Mutex::new(Pool::of(Dtype::F32))),
             run_grads: Arc::default(),
             ahead: VecDeque::new(),
             gathering: VecDeque::new(),
@@ -138,8 +146,19 @@ impl Engine {
         self.shards[u].trained[self.rank]
     }
 
-    /// Flat range of unit `u` whose parameters lie here all the time.
+    /// Element type of the parameters that ops compute with.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Flat range of unit `u` whose `f32` parameters lie here all the time. With a 16-bit precision these are the ones that
+    /// this rank updates.
     pub fn resident(&self, u: usize) -> Range<usize> {
+        self.own_or_whole(u, self.policy.keeps_own(self.dtype))
+    }
+
+    /// Flat range of unit `u` whose parameters lie here all the time as ops compute with them.
+    pub fn computed(&self, u: usize) -> Range<usize> {
         self.own_or_whole(u, self.policy.shard_parameters)
     }
 
@@ -151,6 +170,19 @@ impl Engine {
     fn own_or_whole(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.has(self.rank) { self.own(u) } else { 0..unit.len() }
+    }
+
+    /// With a 16-bit precision: rounds `values` into what ops compute with, from element `at` of [`Engine::computed`] on.
+    pub fn round_from(&self, u: usize, at: usize, values: View) {
+        if let Some(rounded) = &self.shards[u].rounded {
+            self.ops.cast(write(rounded).view_mut().slice(at..at + values.len()), values);
+        }
+    }
+
+    /// After the resident parameters of unit `u` changed in the same way on every rank that keeps them whole: rounds what
+    /// lies here of them. Nothing in `f32`.
+    pub fn refresh(&self, u: usize) {
+        self.shards[u].round(self.ops.as_ref(), self.resident(u), self.computed(u));
     }
 
     /// Changes the resident parameters of unit `u` in place.
@@ -165,7 +197,7 @@ impl Engine {
 
     /// Writes the resident parameters of unit `u`.
     pub fn params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
-        self.shards[u].params.write().unwrap_or_else(PoisonError::into_inner)
+        write(&self.shards[u].params)
     }
 
     // --- parameters ----------------------------------------------------------------------------------------------
@@ -201,7 +233,7 @@ impl Engine {
         let mut whole = lock(&self.gathered).take(len);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let own = read(&s.params);
+            let own = read(s.values());
             gather(comm, s.unit.owners, s.part.counts(), whole.view_mut().slice(0..len), own.view())?;
             Ok(whole)
         })
@@ -210,7 +242,7 @@ impl Engine {
     /// Runs `f` on held parameters.
     pub fn with_params<T>(&self, held: &Held, f: impl FnOnce(View) -> T) -> T {
         match held {
-            Held::Resident(u) => f(read(&self.shards[*u].params).view()),
+            Held::Resident(u) => f(read(self.shards[*u].values()).view()),
             Held::Gathered(u, buf) => f(buf.view().slice(0..self.shards[*u].unit.len())),
         }
     }
@@ -400,15 +432,20 @@ impl Engine {
     /// [`Engine::settle`] waits for it.
     pub fn publish(&mut self, u: usize) {
         if self.policy.shard_parameters || self.world == 1 {
-            return;
+            return self.refresh(u);
         }
-        let (own, resident) = (self.own(u), self.resident(u).start);
-        let (shards, own) = (self.shards.clone(), own.start - resident..own.end - resident);
+        let (shards, ops, own) = (self.shards.clone(), self.ops.clone(), self.own(u));
+        let (resident, computed) = (self.resident(u), self.computed(u));
+        let keeps_own = self.policy.keeps_own(self.dtype);
         self.publishing.push(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let mut params = s.params.write().unwrap_or_else(PoisonError::into_inner);
-            let mine = Buf::from_slice(&params.host()[own]);
-            gather(comm, s.unit.owners, s.part.counts(), params.view_mut(), mine.view())
+            if keeps_own {
+                s.round(ops.as_ref(), resident, computed.clone());
+                return s.gather_in_place(comm, s.values(), own, computed);
+            }
+            s.gather_in_place(comm, &s.params, own, resident.clone())?;
+            s.round(ops.as_ref(), resident, computed);
+            Ok(())
         }));
     }
 
@@ -416,6 +453,39 @@ impl Engine {
     pub fn settle(&mut self) -> Result<()> {
         self.publishing.drain(..).try_for_each(Ticket::wait)
     }
+}
+
+impl Shard {
+    /// The parameters that ops compute with.
+    fn values(&self) -> &RwLock<Buf> {
+        self.rounded.as_ref().unwrap_or(&self.params)
+    }
+
+    /// Rounds the resident parameters to where they lie among the computed ones. Nothing in `f32`.
+    fn round(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
+        let Some(rounded) = &self.rounded else { return };
+        let (mut to, from) = (write(rounded), read(&self.params));
+        let both = resident.start.max(computed.start)..resident.end.min(computed.end);
+        let within = |r: &Range<usize>| both.start - r.start..both.end - r.start;
+        ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
+    }
+
+    /// The owners' parts of a vector that each owner keeps whole: `here` is the range that lies in `values`, `own` this rank's.
+    fn gather_in_place(
+        &self,
+        comm: &dyn Comm,
+        values: &RwLock<Buf>,
+        own: Range<usize>,
+        here: Range<usize>,
+    ) -> Result<()> {
+        let mut whole = write(values);
+        let mine = Buf::from_view(whole.view().slice(own.start - here.start..own.end - here.start));
+        gather(comm, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
+    }
+}
+
+fn write(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
+    params.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
@@ -434,8 +504,12 @@ fn gather(comm: &dyn Comm, owners: Owners, parts: &[usize], whole: ViewMut, own:
         (0..world).map(|r| if mine && owners.has(r) { counts(r) } else { 0 }).collect()
     };
     let (sent, received) = (only(&|_| own.len()), only(&|r| parts[r]));
-    let send: Vec<f32> = own.host().repeat(sent.iter().filter(|n| **n > 0).count());
-    comm.all_to_all(whole, &received, (&send[..]).into(), &sent)
+    let mut send = Buf::zeroed_as(own.dtype(), sent.iter().sum());
+    send.view_mut()
+        .bytes()
+        .chunks_exact_mut(own.bytes().len().max(1))
+        .for_each(|to| to.copy_from_slice(own.bytes()));
+    comm.all_to_all(whole, &received, send.view(), &sent)
 }
 
 /// The runs of slots that the group of `rank` has in `round`, folded as far as they go.

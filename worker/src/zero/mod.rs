@@ -7,6 +7,8 @@ pub mod partition;
 pub mod pool;
 pub mod queue;
 
+use device::Dtype;
+
 /// What a ZeRO stage means, as three independent choices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -35,6 +37,14 @@ impl Policy {
     /// its whole group in each round, so gradients are reduced at once in every stage.
     pub fn with_experts(self, parallel: usize) -> Self {
         Policy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
+    }
+
+    /// Does a rank keep `f32` parameters of its own part alone? With a 16-bit precision they belong to the optimizer's states.
+    pub fn keeps_own(&self, computed_with: Dtype) -> bool {
+        match computed_with {
+            Dtype::F32 => self.shard_parameters,
+            Dtype::Bf16 | Dtype::F16 => self.shard_optimizer,
+        }
     }
 }
 

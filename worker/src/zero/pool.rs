@@ -1,18 +1,23 @@
 //! Buffers that are used again: gathered parameters and whole gradients of one unit at a time.
-use device::Buf;
+use device::{Buf, Dtype};
 
-/// A pool of buffers of any length. The best fit is handed out; a new one is allocated when none fits.
-#[derive(Default)]
+/// A pool of buffers of one element type and any length. The best fit is handed out; a new one is allocated when none fits.
 pub struct Pool {
+    dtype: Dtype,
     free: Vec<Buf>,
 }
 
 impl Pool {
+    /// An empty pool for elements of this type.
+    pub fn of(dtype: Dtype) -> Self {
+        Pool { dtype, free: Vec::new() }
+    }
+
     /// A buffer of at least `len` elements with unspecified content.
     pub fn take(&mut self, len: usize) -> Buf {
         match best_fit(self.free.iter().map(Buf::len), len) {
             Some(i) => self.free.swap_remove(i),
-            None => Buf::zeroed(len),
+            None => Buf::zeroed_as(self.dtype, len),
         }
     }
 

@@ -170,33 +170,36 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
     });
 }
 
-/// Logits of the batch that was just computed, from the head's input.
-fn logits(running: &Running, case: &Case) -> Vec<f32> {
+/// Logits of the batch that was just computed, from the head's input, with weights as ops compute with them.
+pub(crate) fn logits(running: &Running, case: &Case) -> Vec<f32> {
     let t = &running.trainer;
-    let (m, d, v) = (t.batch.rows(), t.model.hidden(), t.model.vocab());
-    let weights: BTreeMap<String, Vec<f32>> = {
-        let mut w = BTreeMap::new();
-        params(running, |name, values| drop(w.insert(name.to_string(), values.to_vec())));
-        w
-    };
-    let (mut normed, mut stats, mut out) = (Buf::zeroed(m * d), Buf::zeroed(2 * m), Buf::zeroed(m * v));
+    let (m, d, v, dtype) = (t.batch.rows(), t.model.hidden(), t.model.vocab(), t.engine.dtype());
+    let mut weights: BTreeMap<String, Buf> = BTreeMap::new();
+    params(running, |name, values| {
+        let mut rounded = Buf::zeroed_as(dtype, values.len());
+        t.ops.cast(rounded.view_mut(), values.into());
+        weights.insert(name.to_string(), rounded);
+    });
+    let (mut normed, mut stats, mut out) =
+        (Buf::zeroed_as(dtype, m * d), Buf::zeroed(2 * m), Buf::zeroed(m * v));
     let number = |key: &str| t.model.hf_config().get(key).and_then(Value::as_f64).map(|x| x as f32);
     let (x, y) = (t.work.x.last().unwrap().view(), normed.view_mut());
     if let Some(w) = weights.get("transformer.ln_f.weight") {
-        let b = weights["transformer.ln_f.bias"].as_slice().into();
-        let norm = LayerNorm { w: w.as_slice().into(), b, eps: number("layer_norm_epsilon").unwrap() };
+        let b = weights["transformer.ln_f.bias"].view();
+        let norm = LayerNorm { w: w.view(), b, eps: number("layer_norm_epsilon").unwrap() };
         t.ops.layernorm_forward(y, stats.view_mut(), x, norm, m);
     } else {
-        let mut w = weights["model.norm.weight"].clone();
+        let mut w = Buf::zeroed(d);
+        t.ops.cast(w.view_mut(), weights["model.norm.weight"].view());
         if number("query_pre_attn_scalar").is_some() {
-            w.iter_mut().for_each(|w| *w += 1.0);
+            w.host_mut().iter_mut().for_each(|w| *w += 1.0);
         }
         let eps = case.spec.model.rms_norm_eps as f32;
-        t.ops.rmsnorm_forward(y, stats.view_mut().slice(0..m), x, w.as_slice().into(), m, d, eps);
+        t.ops.rmsnorm_forward(y, stats.view_mut().slice(0..m), x, w.view(), m, d, eps);
     }
     let heads = ["lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"];
-    let head = heads.iter().find_map(|name| weights.get(*name)).unwrap().as_slice();
-    t.ops.matmul_forward(out.view_mut(), normed.view(), head.into(), m, v, d, Write::Set);
+    let head = heads.iter().find_map(|name| weights.get(*name)).unwrap().view().slice(0..v * d);
+    t.ops.matmul_forward(out.view_mut(), normed.view(), head, m, v, d, Write::Set);
     let cap = number("final_logit_softcapping");
     out.host().iter().map(|l| cap.map_or(*l, |cap| cap * (l / cap).tanh())).collect()
 }

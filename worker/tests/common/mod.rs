@@ -1,6 +1,8 @@
 //! A whole training engine in one process: ranks are threads, samples are made up.
 #![allow(dead_code)] // each test file uses a part of it
+pub(crate) mod families;
 pub(crate) mod golden;
+pub(crate) mod llama;
 
 use comm::{
     Comm, local,
@@ -71,6 +73,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         },
         zero: ZeroSpec { stage, prefetch: 1, offload: None },
         precision: Precision::Fp32,
+        loss_scale: LossScaleSpec::default(),
         batch: BatchSpec { global, micro },
         optimizer: OptimizerSpec {
             name: OptimizerName::Adamw,

@@ -2,7 +2,7 @@
 use super::train::GPT2;
 use super::{
     Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec,
-    ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder,
+    Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder,
     keys::names_in,
 };
 use crate::env::looks_secret;
@@ -20,6 +20,7 @@ pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
     secrets(d, job);
     if let Some(train) = &job.train {
         batch(d, train);
+        loss_scale(d, train);
         model(d, &train.model);
         experts(d, &train.experts);
         data(d, train);
@@ -116,6 +117,29 @@ fn batch(d: &mut Decoder, train: &TrainSpec) {
             if d.map.is_given("train.batch.global") { "train.batch.global" } else { "train.batch.micro" },
             format!("`train.batch.global` ({global}) is not a multiple of `train.batch.micro` ({micro})"),
             &format!("the nearest multiples are {nearest}"),
+        );
+    }
+}
+
+fn loss_scale(d: &mut Decoder, train: &TrainSpec) {
+    const POWER: &str = "train.loss_scale.initial_scale_power";
+    const MIN: &str = "train.loss_scale.min_loss_scale";
+    if !d.clean(&["train.precision"]) {
+        return;
+    }
+    for (_, key) in names_in("train.loss_scale").filter(|_| train.precision != Precision::Fp16) {
+        if d.map.is_given(key.path) {
+            let message = format!("`{}` has an effect with `train.precision: fp16` only", key.path);
+            d.refuse(key.path, message, "remove it");
+        }
+    }
+    let scale = &train.loss_scale;
+    let first = f64::from(scale.initial_scale_power).exp2();
+    if d.clean(&[POWER, MIN]) && scale.min_loss_scale > first {
+        d.refuse(
+            if d.map.is_given(MIN) { MIN } else { POWER },
+            format!("`{MIN}` ({}) is more than the first scale ({first})", scale.min_loss_scale),
+            "the scale falls from the first one to the smallest",
         );
     }
 }

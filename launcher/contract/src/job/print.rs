@@ -234,12 +234,14 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
             t.zero.offload.as_ref().map(|p| format!("{{optimizer: {}}}", text(&p.to_string_lossy())));
         y.key("offload", offload.unwrap_or_else(|| "none".to_owned()));
     });
-    y.key(
-        "precision",
-        match t.precision {
-            Precision::Fp32 => "fp32",
-        },
-    );
+    y.key("precision", t.precision.name());
+    if t.precision == Precision::Fp16 {
+        y.section("loss_scale", |y| {
+            y.key("initial_scale_power", t.loss_scale.initial_scale_power);
+            y.key("loss_scale_window", t.loss_scale.loss_scale_window);
+            y.key("min_loss_scale", number(t.loss_scale.min_loss_scale));
+        });
+    }
     y.section("batch", |y| {
         y.key("global", t.batch.global);
         y.key("micro", t.batch.micro);

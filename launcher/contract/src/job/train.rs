@@ -21,6 +21,9 @@ pub struct TrainSpec {
     pub data: DataSpec,
     pub zero: ZeroSpec,
     pub precision: Precision,
+    /// `Fp16` only.
+    #[serde(default)]
+    pub loss_scale: LossScaleSpec,
     pub batch: BatchSpec,
     pub optimizer: OptimizerSpec,
     pub schedule: ScheduleSpec,
@@ -131,6 +134,38 @@ pub struct ZeroSpec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Precision {
     Fp32,
+    /// bfloat16 weights and activations; fp32 master weights, optimizer states, gradients' sums and statistics.
+    Bf16,
+    /// As `Bf16` with IEEE halves, and the loss scaled ([`LossScaleSpec`]).
+    Fp16,
+}
+
+impl Precision {
+    /// As job.yaml says it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Precision::Fp32 => "fp32",
+            Precision::Bf16 => "bf16",
+            Precision::Fp16 => "fp16",
+        }
+    }
+}
+
+/// `loss_scale:` — with `precision: fp16`, by DeepSpeed's names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LossScaleSpec {
+    /// The first scale is 2 to this.
+    pub initial_scale_power: u32,
+    /// Steps without overflow after which it doubles.
+    pub loss_scale_window: u64,
+    /// It doesn't fall below this.
+    pub min_loss_scale: f64,
+}
+
+impl Default for LossScaleSpec {
+    fn default() -> Self {
+        LossScaleSpec { initial_scale_power: 16, loss_scale_window: 2000, min_loss_scale: 1.0 }
+    }
 }
 
 /// `batch:` — samples per optimizer step and per forward.
@@ -220,6 +255,10 @@ pub struct SampleSpec {
     pub temperature: f64,
 }
 
+/// Names of `precision`.
+const PRECISIONS: &[(&str, Precision)] =
+    &[("fp32", Precision::Fp32), ("bf16", Precision::Bf16), ("fp16", Precision::Fp16)];
+
 /// Decodes `train:`.
 pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
     let model = model(d, t);
@@ -232,7 +271,8 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
         model,
         experts: experts::decode(d, t),
         zero: zero(d, t),
-        precision: d.get(t, "train.precision", choice(&[("fp32", Precision::Fp32)], &["bf16"])),
+        precision: d.get(t, "train.precision", choice(PRECISIONS, &[])),
+        loss_scale: loss_scale(d, t),
         batch: batch(d, t),
         schedule: schedule(d, t, optimizer.lr, steps),
         optimizer,
@@ -344,6 +384,15 @@ fn offload(node: &Node) -> Read<PathBuf> {
             _ => Err(expected(WHAT, node)),
         },
         _ => Err(expected(WHAT, node)),
+    }
+}
+
+fn loss_scale(d: &mut Decoder, train: &Table<'_>) -> LossScaleSpec {
+    let t = d.section(train, "train.loss_scale");
+    LossScaleSpec {
+        initial_scale_power: d.get(&t, "train.loss_scale.initial_scale_power", int32(0..=32)),
+        loss_scale_window: d.get(&t, "train.loss_scale.loss_scale_window", int(1..=u64::MAX)),
+        min_loss_scale: d.get(&t, "train.loss_scale.min_loss_scale", positive),
     }
 }
 

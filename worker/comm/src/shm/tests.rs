@@ -158,7 +158,7 @@ fn lengths_that_a_peer_makes_up_are_refused() {
         let call = Call::reduce_scatter_fold(at, [].into_iter(), &[1, 1]).unwrap();
         let e = lied_to(lie, call, |c| c.reduce_scatter_fold(&[], &[1, 1], &mut |_, _, _| ()));
         assert!(e.to_string().contains("partials"), "{e}");
-        let call = Call::all_to_all(at, 0, &[0, 0], 0, &[0, 0]).unwrap();
+        let call = Call::all_to_all_of(at, (0, 4), &[0, 0], (0, 4), &[0, 0]).unwrap();
         let e = lied_to(lie, call, |c| {
             let (mut recv, send) = (Buf::zeroed(2), Buf::zeroed(2));
             c.all_to_all(recv.view_mut(), &[1, 1], send.view(), &[1, 1])

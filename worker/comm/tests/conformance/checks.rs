@@ -1,6 +1,6 @@
 //! Checks that any group must pass: every collective against a brute-force twin that knows all ranks' values.
 use comm::Comm;
-use device::Buf;
+use device::{Buf, Dtype};
 
 /// A small generator (splitmix64): the ranks of a group draw the same plan from the same seed.
 #[derive(Clone)]
@@ -121,7 +121,28 @@ pub(crate) fn all_gather(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(
     comm.all_gather(recv.view_mut(), send.view(), counts).map_err(failed("all_gather"))?;
     let want: Vec<f32> =
         counts.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| value(id, r, i))).collect();
-    same("all_gather", recv.host(), want.into_iter())
+    same("all_gather", recv.host(), want.into_iter())?;
+    all_gather_halves(comm, id, counts)
+}
+
+/// The same with elements of two bytes.
+fn all_gather_halves(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), String> {
+    let bits = |r: usize| (0..counts[r]).map(move |i| value(id, r, i).to_bits() as u16);
+    let send = halves(&bits(comm.rank()).collect::<Vec<_>>());
+    let mut recv = Buf::zeroed_as(Dtype::Bf16, counts.iter().sum());
+    comm.all_gather(recv.view_mut(), send.view(), counts).map_err(failed("all_gather of halves"))?;
+    same_halves("all_gather", &recv, (0..comm.world()).flat_map(bits))
+}
+
+fn halves(bits: &[u16]) -> Buf {
+    let mut buf = Buf::zeroed_as(Dtype::Bf16, bits.len());
+    buf.view_mut().halves().copy_from_slice(bits);
+    buf
+}
+
+fn same_halves(what: &str, got: &Buf, want: impl Iterator<Item = u16>) -> Result<(), String> {
+    let same = got.view().halves().iter().copied().eq(want);
+    if same { Ok(()) } else { Err(format!("{what} of halves: other bits")) }
 }
 
 pub(crate) fn reduce_scatter_fold(
@@ -188,7 +209,13 @@ pub(crate) fn all_to_all(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) -> Res
         (start..start + matrix[r][me]).map(move |i| value(id, r, i))
     };
     let want: Vec<f32> = (0..comm.world()).flat_map(from).collect();
-    same("all_to_all", recv.host(), want.into_iter())
+    same("all_to_all", recv.host(), want.iter().copied())?;
+    let bits = |x: &f32| x.to_bits() as u16;
+    let given: Vec<u16> = send.host().iter().map(bits).collect();
+    let (send, mut recv) = (halves(&given), Buf::zeroed_as(Dtype::Bf16, recv.len()));
+    let traded = comm.all_to_all(recv.view_mut(), &recv_counts, send.view(), &matrix[me]);
+    traded.map_err(failed("all_to_all of halves"))?;
+    same_halves("all_to_all", &recv, want.iter().map(bits))
 }
 
 pub(crate) fn all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -> Result<(), String> {

@@ -16,6 +16,17 @@ pub(crate) fn forward(cpu: &Cpu, y: Out, bias: In, m: usize, n: usize) {
     });
 }
 
+/// `y += bias` in every row of `y`, by all threads.
+pub(crate) fn add_to_rows(cpu: &Cpu, y: &mut [f32], bias: &[f32]) {
+    let n = bias.len();
+    let rows = y.len().checked_div(n).unwrap_or(0);
+    let y = Parts::new(y);
+    cpu.by_rows(rows, n, |rows| {
+        // SAFETY: tasks have rows of their own.
+        add(cpu.level, unsafe { y.part(rows.start * n..rows.end * n) }, bias);
+    });
+}
+
 pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: In, m: usize, n: usize) {
     expect_len("bias_backward", "dbias", dbias.len(), n);
     expect_len("bias_backward", "dy", dy.len(), m * n);

@@ -4,7 +4,8 @@
 //! order. Everything else about the cutting is free (see [`super::kernel`]) and follows caches and threads: of each
 //! block of the depth the smaller operand is packed once for all tasks, the larger by the task that uses it, just before.
 use super::Cpu;
-use super::half::{Old, Out};
+use super::bias::add_to_rows;
+use super::half::{In, Old, Out};
 use super::kernel::Tile;
 use super::pack::{Block, Operand, pack};
 use super::pool::Parts;
@@ -92,11 +93,35 @@ pub(crate) fn product_to(cpu: &Cpu, c: Out, a: Operand, b: Operand, shape: Produ
     unsafe { product_part(cpu, &c, 0, a, b, shape) }
 }
 
+/// As [`product_to`], with a bias added to every row before it is rounded.
+pub(crate) fn product_bias(cpu: &Cpu, c: Out, a: Operand, b: Operand, bias: Option<In>, shape: Product) {
+    let bias = bias.map(|b| b.all(cpu));
+    // SAFETY: the result is this call's own.
+    unsafe { rows_of_product(cpu, &c, 0, a, b, bias.as_deref(), shape) }
+}
+
 /// As [`product_to`] for a result that begins at element `first` of `c`.
 ///
 /// # Safety
 /// Nobody else writes or reads the result's elements meanwhile.
 pub(crate) unsafe fn product_part(cpu: &Cpu, c: &Out, first: usize, a: Operand, b: Operand, shape: Product) {
+    // SAFETY: as the caller promises.
+    unsafe { rows_of_product(cpu, c, first, a, b, None, shape) }
+}
+
+/// Block after block of rows, each rounded when it is done.
+///
+/// # Safety
+/// As [`product_part`].
+unsafe fn rows_of_product(
+    cpu: &Cpu,
+    c: &Out,
+    first: usize,
+    a: Operand,
+    b: Operand,
+    bias: Option<&[f32]>,
+    shape: Product,
+) {
     let Product { m, n, ldc, write, .. } = shape;
     assert!(ldc == n, "the result stands alone");
     let rows = if c.is_f32() { m } else { (WIDE / n.max(1)).max(FEWEST_ROWS).min(m) };
@@ -104,7 +129,12 @@ pub(crate) unsafe fn product_part(cpu: &Cpu, c: &Out, first: usize, a: Operand, 
     for i in (0..m).step_by(rows.max(1)) {
         let m = rows.min(m - i);
         let elements = first + i * n..first + (i + m) * n;
-        let block = |c: &mut [f32]| product(cpu, c, a.from(i), b, Product { m, ..shape });
+        let block = |c: &mut [f32]| {
+            product(cpu, c, a.from(i), b, Product { m, ..shape });
+            if let Some(bias) = bias {
+                add_to_rows(cpu, c, bias);
+            }
+        };
         // SAFETY: as the caller promises.
         unsafe { c.through(elements, old, block) };
     }

@@ -33,7 +33,7 @@ use crate::ops::{
     RouterShape, Sgd, Write,
 };
 use half::Out;
-use matmul::{Product, product_to};
+use matmul::{Product, product_bias, product_to};
 use pack::Operand;
 use pool::{Parts, Pool, Scratch};
 use simd::Level;
@@ -86,6 +86,24 @@ impl Cpu {
         self.pool.run(rows.div_ceil(per_task), &|task| {
             work(task * per_task..((task + 1) * per_task).min(rows));
         });
+    }
+
+    /// `y[m,n] = a·b + bias`
+    fn with_bias(
+        &self,
+        op: &str,
+        y: ViewMut,
+        a: Operand,
+        b: Operand,
+        bias: Option<View>,
+        (m, n, k): (usize, usize, usize),
+    ) {
+        expect_len(op, "y", y.len(), m * n);
+        expect_len(op, "x", a.data.len(), m * k);
+        expect_len(op, "w", b.data.len(), n * k);
+        expect_len(op, "bias", bias.map_or(n, |b| b.len()), n);
+        let shape = Product { m, n, k, ldc: n, write: Write::Set };
+        product_bias(self, self.out(y), a, b, bias.map(Into::into), shape);
     }
 
     /// Elements that an op writes, of whatever type.
@@ -153,6 +171,36 @@ impl Ops for Cpu {
         let a = Operand { data: dy.into(), row: 1, depth: n };
         let b = Operand { data: x.into(), row: 1, depth: k };
         product_to(self, self.out(dw), a, b, Product { m: n, n: k, k: m, ldc: k, write });
+    }
+
+    fn matmul_bias_forward(
+        &self,
+        y: ViewMut,
+        x: View,
+        w: View,
+        bias: Option<View>,
+        m: usize,
+        n: usize,
+        k: usize,
+    ) {
+        let a = Operand { data: x.into(), row: k, depth: 1 };
+        let b = Operand { data: w.into(), row: k, depth: 1 };
+        self.with_bias("matmul_bias_forward", y, a, b, bias, (m, n, k));
+    }
+
+    fn conv1d_bias_forward(
+        &self,
+        y: ViewMut,
+        x: View,
+        w: View,
+        bias: View,
+        m: usize,
+        inp: usize,
+        out: usize,
+    ) {
+        let a = Operand { data: x.into(), row: inp, depth: 1 };
+        let b = Operand { data: w.into(), row: 1, depth: out };
+        self.with_bias("conv1d_bias_forward", y, a, b, Some(bias), (m, out, inp));
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {

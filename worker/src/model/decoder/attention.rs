@@ -52,14 +52,12 @@ impl Decoder {
         let (p, batch, s) = (input.params, input.batch, &self.spans);
         let (m, d, width, eps) = (batch.rows(), self.n.hidden, self.qkv_width(), self.n.eps);
         let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd, branch, branch_rstd] = each::<11>(saved);
-        let [norm, _, _, _, _, _, room, _, low @ ..] = each::<13>(scratch);
+        let [norm, _, _, _, _, _, room, _, _, low @ ..] = each::<14>(scratch);
         let mut low = Scratch::new(low);
-        let w_in = self.norm_factors(p, &s.input_norm, room);
+        let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), input.x, w_in, m, d, eps);
-        ops.matmul_forward(qkv.view_mut(), norm.view(), p.slice(s.qkv.clone()), m, width, d, Write::Set);
-        if let Some(bias) = &s.qkv_bias {
-            ops.bias_forward(qkv.view_mut(), p.slice(bias.clone()), m, width);
-        }
+        let (w_qkv, bias) = (p.slice(s.qkv.clone()), s.qkv_bias.clone().map(|b| p.slice(b)));
+        ops.matmul_bias_forward(qkv.view_mut(), norm.view(), w_qkv, bias, m, width, d);
         self.adapters_forward(ops, input, QKV, norm.view(), qkv.view_mut(), &mut low);
         self.qk_norm_forward(ops, p, qkv, raw, head_rstd, room, m);
         let (cos, sin) = self.angles(input);
@@ -74,13 +72,11 @@ impl Decoder {
         );
         let w_o = p.slice(s.o.clone());
         let mut out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
-        ops.matmul_forward(out.reborrow(), o.view(), w_o, m, d, self.o_width(), Write::Set);
-        if let Some(bias) = &s.o_bias {
-            ops.bias_forward(out.reborrow(), p.slice(bias.clone()), m, d);
-        }
+        let bias = s.o_bias.clone().map(|b| p.slice(b));
+        ops.matmul_bias_forward(out.reborrow(), o.view(), w_o, bias, m, d, self.o_width());
         self.adapters_forward(ops, input, O, o.view(), out, &mut low);
         if let Some(at) = &s.attention_out_norm {
-            let w = self.norm_factors(p, at, room);
+            let w = self.norm_factors(ops, p.slice(at.clone()), room);
             ops.rmsnorm_forward(mid.view_mut(), branch_rstd.view_mut(), branch.view(), w, m, d, eps);
         }
     }
@@ -98,12 +94,12 @@ impl Decoder {
         let (p, batch, x, s) = (input.params, input.batch, input.x, &self.spans);
         let (m, d, width) = (batch.rows(), self.n.hidden, self.qkv_width());
         let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd, branch, branch_rstd] = each::<11>(saved);
-        let [norm, dnorm, _, _, d_o, dqkv, room, _, low @ ..] = each::<13>(scratch);
+        let [norm, dnorm, _, _, d_o, dqkv, room, _, _, low @ ..] = each::<14>(scratch);
         let mut low = Scratch::new(low);
         let dout = match &s.attention_out_norm {
             None => dx.as_view(),
             Some(at) => {
-                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view());
+                let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view());
                 let (dbranch, dw) = (norm.view_mut(), (&mut g[at.clone()]).into());
                 ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
                 norm.view()
@@ -121,7 +117,7 @@ impl Decoder {
         if let Some(bias) = &s.qkv_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dqkv.view(), m, width);
         }
-        let w_in = self.norm_factors(p, &s.input_norm, room);
+        let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.n.eps);
         let wanted = self.wanted[input.layer];
         if wanted.qkv {
@@ -173,7 +169,7 @@ impl Decoder {
         let (rstd_q, rstd_k) = rstd.view_mut().split_at(m * self.n.heads);
         let kept = [(raw_q, rstd_q), (raw_k, rstd_k)];
         for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
-            let w = self.norm_factors(p, w, room);
+            let w = self.norm_factors(ops, p.slice(w.clone()), room);
             ops.rmsnorm_heads_forward(qkv.view_mut(), raw, rstd, w, shape, self.n.eps);
         }
     }
@@ -195,7 +191,7 @@ impl Decoder {
             [(raw.slice(0..q), rstd.slice(0..h)), (raw.slice(q..raw.len()), rstd.slice(h..rstd.len()))];
         for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
             let dw = (&mut g[w.clone()]).into();
-            let w = self.norm_factors(p, w, room);
+            let w = self.norm_factors(ops, p.slice(w.clone()), room);
             ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, w, shape);
         }
     }

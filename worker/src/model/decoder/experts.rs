@@ -86,7 +86,7 @@ impl Sparse for Decoder {
         let (p, m, d, shape) = (input.params, input.batch.rows(), self.n.hidden, self.shape());
         let [_, _, _, _, mid, rstd2, ..] = each::<9>(saved);
         let [norm, _, _, _, _, _, room, logits] = each::<8>(scratch);
-        let w_post = self.norm_factors(p, &self.spans.post_norm, room);
+        let w_post = self.norm_factors(ops, p.slice(self.spans.post_norm.clone()), room);
         let (normed, rstd2, eps) = (norm.view_mut(), rstd2.view_mut(), self.n.eps);
         ops.add_rmsnorm_forward(normed, rstd2, mid.view_mut(), input.x, w_post, m, d, eps);
         let w = p.slice(self.router());
@@ -134,7 +134,7 @@ impl Sparse for Decoder {
         let [norm, dnorm, _, _, _, _, room, dlogits] = each::<8>(scratch);
         ops.combine_rows(dnorm.view_mut(), back.rows, None, back.places, m, d, Write::Set);
         routing.backward(ops, dlogits.view_mut(), back, shape);
-        let w_post = self.norm_factors(p, &self.spans.post_norm, room);
+        let w_post = self.norm_factors(ops, p.slice(self.spans.post_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
         if self.wanted[input.layer].router {
             let dw = (&mut g[router.clone()]).into();

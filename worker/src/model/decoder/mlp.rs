@@ -19,26 +19,22 @@ impl Decoder {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
         let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
-        let [norm, _, act, _, _, _, room, _, low @ ..] = each::<13>(scratch);
+        let [norm, _, act, _, _, _, room, _, _, low @ ..] = each::<14>(scratch);
         let mut low = Scratch::new(low);
-        let (w_post, eps) = (self.norm_factors(p, &s.post_norm, room), self.n.eps);
+        let (w_post, eps) = (self.norm_factors(ops, p.slice(s.post_norm.clone()), room), self.n.eps);
         let x = input.x;
         ops.add_rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view_mut(), x, w_post, m, d, eps);
         let w_gate_up = p.slice(s.gate_up.clone());
-        ops.matmul_forward(gate_up.view_mut(), norm.view(), w_gate_up, m, 2 * f, d, Write::Set);
-        if let Some(bias) = &s.gate_up_bias {
-            ops.bias_forward(gate_up.view_mut(), p.slice(bias.clone()), m, 2 * f);
-        }
+        let bias = s.gate_up_bias.clone().map(|b| p.slice(b));
+        ops.matmul_bias_forward(gate_up.view_mut(), norm.view(), w_gate_up, bias, m, 2 * f, d);
         self.adapters_forward(ops, input, GATE_UP, norm.view(), gate_up.view_mut(), &mut low);
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
         }
         self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
         let mut down = |mut out: ViewMut| {
-            ops.matmul_forward(out.reborrow(), act.view(), p.slice(s.down.clone()), m, d, f, Write::Set);
-            if let Some(bias) = &s.down_bias {
-                ops.bias_forward(out.reborrow(), p.slice(bias.clone()), m, d);
-            }
+            let (w_down, bias) = (p.slice(s.down.clone()), s.down_bias.clone().map(|b| p.slice(b)));
+            ops.matmul_bias_forward(out.reborrow(), act.view(), w_down, bias, m, d, f);
             self.adapters_forward(ops, input, DOWN, act.view(), out, &mut low);
         };
         if s.mlp_out_norm.is_some() {
@@ -47,7 +43,7 @@ impl Decoder {
         let Some(mut y) = y else {
             // The backward needs the output's 1/rms; its normed rows go where they are in nobody's way.
             if let Some(at) = &s.mlp_out_norm {
-                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view_mut());
+                let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view_mut());
                 ops.rmsnorm_forward(norm.view_mut(), rstd, branch.view(), w, m, d, eps);
             }
             return;
@@ -55,7 +51,7 @@ impl Decoder {
         match &s.mlp_out_norm {
             None => down(y.reborrow()),
             Some(at) => {
-                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view_mut());
+                let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view_mut());
                 ops.rmsnorm_forward(y.reborrow(), rstd, branch.view(), w, m, d, eps);
             }
         }
@@ -89,13 +85,13 @@ impl Decoder {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
         let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
-        let [norm, dnorm, act, dgate_up, _, _, room, _, low @ ..] = each::<13>(scratch);
+        let [norm, dnorm, act, dgate_up, _, _, room, _, _, low @ ..] = each::<14>(scratch);
         let mut low = Scratch::new(low);
         self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
         let dout = match &s.mlp_out_norm {
             None => dx.as_view(),
             Some(at) => {
-                let (w, rstd) = (self.norm_factors(p, at, room), branch_rstd.view());
+                let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view());
                 let (dbranch, dw) = (norm.view_mut(), (&mut g[at.clone()]).into());
                 ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
                 norm.view()
@@ -117,7 +113,7 @@ impl Decoder {
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_backward((&mut g[bias.clone()]).into(), dgate_up.view(), m, 2 * f);
         }
-        let w_post = self.norm_factors(p, &s.post_norm, room);
+        let w_post = self.norm_factors(ops, p.slice(s.post_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
         if wanted.gate_up {
             let dw_gate_up = (&mut g[s.gate_up.clone()]).into();

@@ -36,6 +36,30 @@ impl Spans {
         let weights = norms.into_iter().map(|p| p.w.clone());
         weights.chain(all.into_iter().map(|p| p.b.clone())).collect::<Vec<_>>().into_iter()
     }
+
+    /// What of this layer is trained.
+    pub(super) fn wanted(&self, unit: &Unit) -> Wanted {
+        let trained = |p: &Pair| unit.trains(p.w.clone());
+        Wanted {
+            c_attn: trained(&self.c_attn),
+            attn_proj: trained(&self.attn_proj),
+            c_fc: trained(&self.c_fc),
+            mlp_proj: trained(&self.mlp_proj),
+        }
+    }
+}
+
+/// Which matrices of a layer have a trained part; the gradients of the others are not computed.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted {
+    c_attn: bool,
+    attn_proj: bool,
+    c_fc: bool,
+    mlp_proj: bool,
+}
+
+impl Wanted {
+    pub(super) const ALL: Self = Wanted { c_attn: true, attn_proj: true, c_fc: true, mlp_proj: true };
 }
 
 /// A layer's tensors, and where they lie.
@@ -96,12 +120,11 @@ pub(super) fn adapters(n: &Numbers, lora: &Lora) -> Result<Vec<Adapters>, String
 type Shape = (usize, usize, usize);
 
 /// `y = x·w + b`
-fn project(ops: &dyn Ops, p: View, at: &Pair, mut y: ViewMut, x: View, (m, inp, out): Shape) {
-    ops.conv1d_forward(y.reborrow(), x, p.slice(at.w.clone()), m, inp, out);
-    ops.bias_forward(y, p.slice(at.b.clone()), m, out);
+fn project(ops: &dyn Ops, p: View, at: &Pair, y: ViewMut, x: View, (m, inp, out): Shape) {
+    ops.conv1d_bias_forward(y, x, p.slice(at.w.clone()), p.slice(at.b.clone()), m, inp, out);
 }
 
-/// Gradients of weight, bias (which is added to) and input.
+/// Gradients of weight (where it is wanted), bias (which is added to) and input.
 fn project_backward(
     ops: &dyn Ops,
     p: View,
@@ -111,9 +134,12 @@ fn project_backward(
     dy: View,
     x: View,
     (m, inp, out): Shape,
+    wanted: bool,
 ) {
     ops.bias_backward((&mut g[at.b.clone()]).into(), dy, m, out);
-    ops.conv1d_backward_weight((&mut g[at.w.clone()]).into(), dy, x, m, inp, out);
+    if wanted {
+        ops.conv1d_backward_weight((&mut g[at.w.clone()]).into(), dy, x, m, inp, out);
+    }
     ops.conv1d_backward_input(dx, dy, p.slice(at.w.clone()), m, inp, out);
 }
 
@@ -203,16 +229,37 @@ impl Gpt2 {
         scratch: &mut Activations,
     ) {
         let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.n.hidden);
+        let wanted = self.wanted[input.layer];
         let [stats, qkv, o, lse, ..] = each::<7>(saved);
         let [rows, drows, _, _, d_o, dqkv, _, low @ ..] = each::<12>(scratch);
         let mut low = Scratch::new(low);
-        project_backward(ops, p, &s.attn_proj, g, d_o.view_mut(), dx.as_view(), o.view(), (m, d, d));
+        project_backward(
+            ops,
+            p,
+            &s.attn_proj,
+            g,
+            d_o.view_mut(),
+            dx.as_view(),
+            o.view(),
+            (m, d, d),
+            wanted.attn_proj,
+        );
         self.adapters_backward(ops, input, ATTN_PROJ, g, (o.view(), dx.as_view()), d_o.view_mut(), &mut low);
         let (starts, shape) = (&input.batch.starts, self.shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
         let shape = (m, d, 3 * d);
-        project_backward(ops, p, &s.c_attn, g, drows.view_mut(), dqkv.view(), rows.view(), shape);
+        project_backward(
+            ops,
+            p,
+            &s.c_attn,
+            g,
+            drows.view_mut(),
+            dqkv.view(),
+            rows.view(),
+            shape,
+            wanted.c_attn,
+        );
         let xy = (rows.view(), dqkv.view());
         self.adapters_backward(ops, input, C_ATTN, g, xy, drows.view_mut(), &mut low);
         let (dw, db) = adjacent(g, &s.ln_1);
@@ -259,13 +306,33 @@ impl Gpt2 {
         let (d, f) = (self.n.hidden, self.n.intermediate);
         let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
         let [rows, drows, act, dfc, _, _, _, low @ ..] = each::<12>(scratch);
-        let mut low = Scratch::new(low);
+        let (wanted, mut low) = (self.wanted[input.layer], Scratch::new(low));
         ops.gelu_forward(act.view_mut(), fc.view());
-        project_backward(ops, p, &s.mlp_proj, g, dfc.view_mut(), dx.as_view(), act.view(), (m, f, d));
+        project_backward(
+            ops,
+            p,
+            &s.mlp_proj,
+            g,
+            dfc.view_mut(),
+            dx.as_view(),
+            act.view(),
+            (m, f, d),
+            wanted.mlp_proj,
+        );
         self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dx.as_view()), dfc.view_mut(), &mut low);
         ops.gelu_backward(act.view_mut(), dfc.view(), fc.view());
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view(), self.norm(p, &s.ln_2), m);
-        project_backward(ops, p, &s.c_fc, g, drows.view_mut(), act.view(), rows.view(), (m, d, f));
+        project_backward(
+            ops,
+            p,
+            &s.c_fc,
+            g,
+            drows.view_mut(),
+            act.view(),
+            rows.view(),
+            (m, d, f),
+            wanted.c_fc,
+        );
         self.adapters_backward(ops, input, C_FC, g, (rows.view(), act.view()), drows.view_mut(), &mut low);
         let (dw, db) = adjacent(g, &s.ln_2);
         let w = p.slice(s.ln_2.w.clone());

@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Writes tests/golden/precision/errors.json: how far real torch in bf16 and fp16 is from real torch in fp32.
+
+    python scripts/golden/precision.py [OUT]        # OUT: tests/golden/precision
+
+The cases are those of scripts/golden/llama.py and scripts/golden/families.py, whose fp32 answers are golden files already; the experts of
+a layer count as one tensor for each of their matrices. Here the same model is turned into 16 bits as a whole (`model.to(torch.bfloat16)`): weights, activations and gradients are 16 bits, the logits
+become fp32 before the loss, the optimizer works on fp32 master weights. fp16 scales the loss by 2^10, a power of two at which no case
+overflows. Two numbers a tensor: `rms` is |a - b| / |b| over the whole tensor, `max` the largest difference by the largest value. One thread. tests/golden/precision/README.md says how the file is used.
+"""
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import families  # noqa: E402
+import llama  # noqa: E402
+
+DTYPES = {"bf16": (torch.bfloat16, 1.0), "fp16": (torch.float16, 1024.0)}
+
+
+def errors(a, b):
+    a, b = a.double(), b.double()
+    return dict(rms=((a - b).norm() / b.norm().clamp_min(1e-300)).item(),
+                max=((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item())
+
+
+def gradients(case, model, batch, dtype, scale):
+    """Logits, loss and gradients of one batch; logits and loss in fp32, gradients without the scale."""
+    tokens, labels, starts = batch
+    logits = llama.forward(model, tokens, starts, dtype).float()
+    per_token, mean = llama.loss_of(logits, labels)
+    (mean * scale).backward()
+    grads = {n: p.grad.float() / scale for n, p in model.named_parameters()}
+    model.zero_grad()
+    return logits.detach(), per_token.detach(), mean.detach(), grads
+
+
+def run(case, dtype, scale):
+    model = llama.make_model(case)
+    master = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    model = model.to(dtype)
+    batches = llama.make_batches(case)
+    logits, per_token, loss, grads = gradients(case, model, batches[0], dtype, scale)
+    out = {"logits": logits, "loss_per_token": per_token, "loss": loss.reshape(1)}
+    out |= {f"grad/{n}": g for n, g in grads.items()}
+    decayed = [p for n, p in master.items() if llama.NO_DECAY not in n]
+    plain = [p for n, p in master.items() if llama.NO_DECAY in n]
+    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=llama.WEIGHT_DECAY),
+                                   dict(params=plain, weight_decay=0.0)], foreach=False, fused=False, **llama.ADAMW)
+    losses, norms = [], []
+    for batch in batches:
+        _, _, loss, grads = gradients(case, model, batch, dtype, scale)
+        for n, g in grads.items():
+            master[n].grad = g
+        norms.append(torch.nn.utils.clip_grad_norm_(master.values(), case["clip_norm"] or float("inf"), foreach=False))
+        optimizer.step()
+        losses.append(loss)
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                p.copy_(master[n])
+    out |= {"losses": torch.stack(losses), "grad_norms": torch.stack(norms)}
+    return out
+
+
+def together(answers, model):
+    """Experts as they are stored, and those of a layer as one tensor for each matrix."""
+    out = {}
+    for key, value in families.as_stored(answers, model).items():
+        before, _, rest = key.partition(".experts.")
+        name = f"{before}.experts.{rest.split('.', 1)[1]}" if rest else key
+        out.setdefault(name, []).append(value.flatten())
+    return {name: torch.cat(values) for name, values in out.items()}
+
+
+def cases():
+    """Each case with the functions of llama.py made to fit it."""
+    for name, case in llama.CASES.items():
+        yield name, case
+    llama.make_model, llama.forward, llama.loss_of = families.make_model, families.forward, families.loss_of
+    for name, case in families.CASES.items():
+        case = {"batch": 2, "seq": 20, **case}
+        case["config"] = {"vocab_size": families.SIZES["vocab_size"], **case["config"]}
+        llama.ADAMW["eps"] = case.get("eps", 1e-8)
+        yield name, case
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else "tests/golden/precision")
+    out.mkdir(parents=True, exist_ok=True)
+    answers = dict(torch=torch.__version__)
+    for name, case in cases():
+        model = llama.make_model(case)
+        exact = together(llama.run(case, torch.float32), model)
+        answers[name] = {}
+        for precision, (dtype, scale) in DTYPES.items():
+            got = together(run(case, dtype, scale), model)
+            answers[name][precision] = {k: errors(v, exact[k]) for k, v in got.items()}
+            worst = max(e["rms"] for e in answers[name][precision].values())
+            assert worst < 10, f"{name} {precision}: {worst}"
+            print(f"{name} {precision}: largest relative error {worst:.3f}", flush=True)
+    lines = [f' "{name}": {{\n' + ",\n".join(f'  "{p}": ' + json.dumps({k: {n: float(f"{x:.3e}") for n, x in e.items()}
+             for k, e in errs.items()}) for p, errs in per.items()) + "\n }" for name, per in answers.items() if name != "torch"]
+    text = "{\n" + f' "torch": "{answers["torch"]}",\n' + ",\n".join(lines) + "\n}\n"
+    json.loads(text)
+    (out / "errors.json").write_text(text)
+    print(f"{out / 'errors.json'}: {len(text)} bytes")
+
+
+main()

@@ -1,0 +1,71 @@
+//! 16 bits end to end, with real processes: the same losses however a run is cut up, stopped and resumed; overflows are told.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+mod support;
+use serde_json::Value;
+use std::fs;
+use support::{Place, Ran};
+
+const NEVER: [&str; 2] = ["resume.from=never", "checkpoint.every=never"];
+const FROM_10: [&str; 2] = ["resume.from=runs/tiny/checkpoints/step-00000010", "checkpoint.dir=elsewhere"];
+
+fn run(place: &Place, set: &[&[&str]]) -> Ran {
+    place.run(&set.concat()).succeeded()
+}
+
+#[test]
+fn bf16_is_bit_equal_and_goes_on_from_every_precision() {
+    let place = Place::new();
+    let bf16 = ["train.precision=bf16"];
+    let whole = run(&place, &[&bf16, &NEVER]).losses();
+    assert_ne!(whole, run(&place, &[&NEVER]).losses(), "16 bits are not 32");
+    for set in [
+        ["cluster.workers_per_host=1", "train.zero.stage=0", "train.recompute=none"],
+        ["cluster.workers_per_host=3", "train.zero.stage=1", "train.recompute=block"],
+        ["cluster.workers_per_host=4", "train.zero.stage=2", "train.recompute=none"],
+    ] {
+        assert_eq!(run(&place, &[&bf16, &NEVER, &set]).losses(), whole, "{set:?}");
+    }
+    run(&place, &[&bf16, &["resume.from=never", "checkpoint.keep=0"]]);
+    let other = ["cluster.workers_per_host=3", "train.zero.stage=1"];
+    assert_eq!(run(&place, &[&bf16, &FROM_10, &other]).losses(), whole[10..]);
+    // The weights that come out are those of the master, rounded once.
+    let config = fs::read_to_string(place.path("elsewhere/weights/config.json")).unwrap();
+    assert!(config.contains("\"bfloat16\""), "{config}");
+
+    let fp32 = run(&place, &[&FROM_10]);
+    let told =
+        fp32.kind("notice").iter().any(|n| n["message"].to_string().contains("precision is fp32 here"));
+    assert!(told && fp32.losses() != whole[10..], "{:?}", fp32.events);
+}
+
+#[test]
+fn fp16_skips_steps_that_overflow_tells_each_and_counts_them() {
+    let place = Place::new();
+    let fp16 = ["train.precision=fp16", "train.loss_scale.initial_scale_power=32"];
+    let ran = run(&place, &[&fp16, &["resume.from=never", "checkpoint.keep=0"]]);
+    let whole = ran.losses();
+    assert_eq!(whole.len(), 20, "steps that are skipped don't count");
+    let overflows: Vec<u64> = ran.kind("overflow").iter().map(|e| e["skipped"].as_u64().unwrap()).collect();
+    assert!(overflows.len() > 2 && overflows.iter().copied().eq(1..=overflows.len() as u64), "{overflows:?}");
+    let scales: Vec<f64> = ran.kind("overflow").iter().map(|e| e["loss_scale"].as_f64().unwrap()).collect();
+    assert!(scales.windows(2).all(|s| s[1] == s[0] / 2.0), "{scales:?}");
+    let count = format!("{} steps were skipped since step 0", overflows.len());
+    let told = ran.kind("notice").iter().any(|n| n["message"].to_string().contains(&count));
+    assert!(told, "{:?}", ran.kind("notice"));
+    let files = support::files_below(&place.path("runs"));
+    let metrics = files.iter().find(|f| f.ends_with("metrics.jsonl")).expect("a run directory");
+    let metrics = fs::read_to_string(place.path("runs").join(metrics)).unwrap();
+    let metrics = metrics.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
+    assert_eq!(metrics.filter(|e| e["event"] == "overflow").count(), overflows.len());
+
+    let three = ["cluster.workers_per_host=3", "train.zero.stage=1"];
+    let again = run(&place, &[&fp16, &FROM_10, &three]);
+    assert_eq!(again.losses(), whole[10..], "the scale goes on");
+    let after: Vec<u64> = again.kind("overflow").iter().map(|e| e["skipped"].as_u64().unwrap()).collect();
+    assert!(overflows.ends_with(&after), "{after:?} of {overflows:?}");
+
+    let least = "train.loss_scale.min_loss_scale=2147483648";
+    let failed = place.run(&[fp16[0], fp16[1], least, NEVER[0], NEVER[1]]);
+    assert_ne!(failed.code, 0);
+    assert!(failed.cause().contains("use precision: bf16"), "{}", failed.cause());
+}
