@@ -42,6 +42,8 @@ const JOBS: &[&str] = &[
     "train: {model: {from: m}, data: {files: [a]}, lora: {rank: 4, alpha: 2.5, dropout: 0.1, rslora: true, targets: [q_proj, 'a b']}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
+    "train: {data: {files: [a]}, precision: bf16}",
+    "train: {data: {files: [a]}, precision: fp16, loss_scale: {initial_scale_power: 12, loss_scale_window: 7, min_loss_scale: 0.5}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
 
