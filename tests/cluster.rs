@@ -176,6 +176,50 @@ fn a_job_that_loses_a_worker_and_a_host_has_the_losses_of_an_undisturbed_one() {
     nothing_stays(&hosts, &["h0", "h1", "h3"]);
 }
 
+#[test]
+fn hosts_come_and_go_with_the_hostfile_of_a_job_that_runs() {
+    let Some((place, hosts)) = up("cluster::hosts_come_and_go_with_the_hostfile_of_a_job_that_runs") else {
+        return;
+    };
+    let list = |text: &str| fs::write(place.path("hosts.txt"), text).unwrap();
+    list("h0\nh1\nh2\n");
+    let args = on(&place, &hosts, "listed", TINY, "{file: hosts.txt}");
+    let mut job = start(&place, &args, &["train.steps=1000000", "run.min_hosts=2"]);
+    let notice = |job: &mut Running, part: &str| {
+        while !job.until("notice", 0)["message"].as_str().unwrap().contains(part) {}
+    };
+    job.until("step", 3);
+    // Half written, and broken for good: told, and nothing else.
+    list("h0\nh2 slots=");
+    notice(&mut job, "is wrong, so the run goes on as it is");
+    // One goes and another comes.
+    list("h0\nh2\nh3\n");
+    notice(&mut job, "new: h3; no longer listed: h1");
+    let placed = job.until("placed", 0);
+    assert_eq!((&placed["epoch"], &placed["world"]), (&1.into(), &6.into()), "{placed}");
+    assert_eq!(placed["hosts"], serde_json::json!(["h0", "h2", "h3"]));
+    let resumed = job.until("resume", 0)["step"].as_u64().unwrap();
+    job.until("step", resumed + 3);
+    nothing_stays(&hosts, &["h1"]);
+    // The fewest that the job may have: it keeps one that isn't listed.
+    list("h0\n");
+    notice(&mut job, "is used all the same");
+    let placed = job.until("placed", 0);
+    assert_eq!(placed["hosts"], serde_json::json!(["h0", "h2"]));
+    let resumed = job.until("resume", 0)["step"].as_u64().unwrap();
+    job.until("step", resumed + 3);
+    kill(Pid::from_raw(job.child.id() as i32), Signal::SIGINT).unwrap();
+    let ran = job.end();
+    assert_eq!(ran.code, 130, "{}", ran.stderr);
+    assert!(ran.kind("restart").is_empty() && ran.kind("failure").is_empty(), "{}", ran.stderr);
+    nothing_stays(&hosts, &["h0", "h2", "h3"]);
+    let steps = ran.losses();
+    let undisturbed = format!("train.steps={}", steps.last().unwrap().0);
+    let whole =
+        place.run(&[&undisturbed, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
+    assert_eq!(steps, whole, "every step once, with the bits of one machine");
+}
+
 /// Both hosts live and the controller hears both: only their ranks miss each other.
 #[test]
 fn hosts_that_no_longer_reach_each_other_end_the_job_and_are_named() {
@@ -199,6 +243,36 @@ fn hosts_that_no_longer_reach_each_other_end_the_job_and_are_named() {
     };
     assert!(ends([2, 3], [4, 5]) || ends([4, 5], [2, 3]), "{cause}");
     nothing_stays(&hosts, &HOSTS);
+}
+
+#[test]
+fn a_run_is_seen_from_another_host_which_says_where_it_can_be_stopped() {
+    let test = "cluster::a_run_is_seen_from_another_host_which_says_where_it_can_be_stopped";
+    let Some((place, hosts)) = up(test) else { return };
+    let job = "name: tiny\ncluster: {workers_per_host: 1}\nrun: {command: [sleep, '1000'], grace: 1s}\n";
+    let mut run =
+        start(&place, &on(&place, &hosts, "seen", job, "[h0, h1]"), &["run.logs.dir=runs/{name}/{run}"]);
+    run.until("placed", 0);
+    // The very executable that runs there, asked on the host of its last rank.
+    let root = place.path("").display().to_string();
+    let asked = |args: &str| {
+        let own = "exe=$(ls -d /root/.cache/launch/bin/* | head -n 1)";
+        hosts.shell("h1", &format!("cd {root}; {own}; \"$exe\" {args} 2>&1; echo $?"))
+    };
+    let seen = asked("ps");
+    assert!(seen.contains("elsewhere"), "{seen}");
+    let here = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    for (args, command) in [("stop", "launch stop "), ("stop --now", "launch stop --now ")] {
+        let refused = asked(args);
+        assert!(refused.ends_with("3\n"), "{refused}");
+        let help = format!("ssh {} {command}", here.trim());
+        assert!(refused.contains("can be stopped there") && refused.contains(&help), "{refused}");
+    }
+    // And here it is.
+    let stopped = place.launch(&["stop"]);
+    assert!(stopped.status.success(), "{}", String::from_utf8_lossy(&stopped.stderr));
+    assert_eq!(run.end().code, 143);
+    nothing_stays(&hosts, &["h0", "h1"]);
 }
 
 #[test]

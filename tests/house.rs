@@ -212,7 +212,11 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("worker/src/network.rs", "println!", "a worker's stdout is its log file"),
     ("worker/src/life.rs", "eprintln!", "a worker's stderr is its log file"),
     ("worker/src/gpu_check.rs", "println!", "`launch gpu-check` is a program of its own, run before any job"),
-    ("worker/device/src/cuda/compile.rs", "rename(", "the kernel cache isn't a checkpoint: it can be made again"),
+    (
+        "worker/device/src/cuda/compile.rs",
+        "rename(",
+        "the kernel cache isn't a checkpoint: it can be made again",
+    ),
     ("worker/src/data/build.rs", "rename(", "the token cache isn't a checkpoint: it can be made again"),
     ("worker/src/data/contents.rs", "rename(", "the token cache isn't a checkpoint: it can be made again"),
 ];

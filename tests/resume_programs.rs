@@ -10,7 +10,7 @@ use support::{
 };
 
 /// Programs, what their folders are called, and how many ranks wrote them.
-const PROGRAMS: [(&str, &str, u32); 14] = [
+const PROGRAMS: [(&str, &str, u32); 15] = [
     ("trainer_1", "HF Trainer", 1),
     ("trainer_2", "HF Trainer", 2),
     ("trainer_z3", "HF Trainer with DeepSpeed", 2),
@@ -25,9 +25,12 @@ const PROGRAMS: [(&str, &str, u32); 14] = [
     ("trainer_sgd", "HF Trainer", 1),
     ("z2_sgd", "DeepSpeed", 2),
     ("z3_sgd", "DeepSpeed", 2),
+    ("z2_lion", "DeepSpeed", 2),
 ];
 /// SGD as those programs had it.
 const SGD: &str = "train.optimizer={name: sgd, lr: 5e-2, momentum: 0.9, weight_decay: 0.1}";
+/// And Lion, which keeps one moment.
+const LION: &str = "train.optimizer={name: lion, lr: 1e-4, betas: [0.9, 0.99], weight_decay: 0.1}";
 
 /// Where a program stopped the built-in runtime goes on: on any number of workers, at any stage, with the same bits.
 #[test]
@@ -40,7 +43,11 @@ fn the_losses_are_those_with_which_trainer_accelerate_and_torch_went_on() {
         assert_eq!((&inspected["kind"], &told["world"]), (&kind.into(), &world.into()), "{name}");
         let before = contents(&continued.from);
         let mut bits = Vec::new();
-        let (own, rate) = if name.ends_with("sgd") { (&[SGD][..], 5e-2) } else { (&[][..], 2e-3) };
+        let (own, rate) = match name.rsplit_once('_') {
+            Some((_, "sgd")) => (&[SGD][..], 5e-2),
+            Some((_, "lion")) => (&[LION][..], 1e-4),
+            _ => (&[][..], 2e-3),
+        };
         for (workers, stage) in [(1, 0), (2, 2), (3, 3)] {
             let set = [format!("cluster.workers_per_host={workers}"), format!("train.zero.stage={stage}")];
             let set: Vec<&str> = set.iter().map(String::as_str).chain(["checkpoint.every=never"]).collect();
@@ -118,6 +125,9 @@ fn what_is_not_whole_or_not_the_job_s_is_refused() {
     );
     let frozen = "the optimizer's state in optimizer.pt isn't read: it has states of 12 weights, the model has 21 (some may be frozen)";
     refused("trainer_frozen", &[], &[], &[lost, frozen]);
+    // nor can they be those of other weights than the ones that were trained
+    let other = "nor is it of the weights trained here: it has states of 12 weights, the model has 3";
+    refused("trainer_frozen", &[], &["train.freeze=[model.layers.*]"], &[lost, frozen, other]);
     refused("z2_lion", &[], &[], &["lacks the optimizer's exp_avg_sq of model.embed_tokens.weight"]);
     refused("trainer_sgd", &[], &[], &["lacks the optimizer's exp_avg of model.embed_tokens.weight"]);
     refused(
@@ -142,7 +152,35 @@ fn what_is_not_whole_or_not_the_job_s_is_refused() {
     refused("trainer_z3", &["global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"], &[], &["rank 0 of 2"]);
 }
 
-/// Weights without a training state begin one: a new optimizer, step 0, the first sample.
+/// Programs that froze a layer go on with it frozen. Where the optimizer's states have numbers alone they are those of what
+/// the job trains; where they have names, a job that trains everything begins the others anew, and says so.
+#[test]
+fn what_was_frozen_stays_frozen() {
+    let freeze = "train.freeze=[model.layers.0.*]";
+    for name in ["trainer_frozen", "accelerate_frozen", "z2_frozen", "z3_frozen"] {
+        let (continued, _) = Continued::program(name);
+        let mut bits = Vec::new();
+        for (workers, stage) in [(1, 0), (3, 3)] {
+            let set = [format!("cluster.workers_per_host={workers}"), format!("train.zero.stage={stage}")];
+            let set: Vec<&str> =
+                set.iter().map(String::as_str).chain([freeze, "checkpoint.every=never"]).collect();
+            let ran = continued.run(&set).succeeded();
+            continued.follows(&ran);
+            let said = notices(&ran);
+            let guessed = said.iter().any(|m| m.contains("numbers the states of 12 of 21 weights"));
+            assert_eq!(guessed, name == "trainer_frozen", "{name}: {said:?}");
+            assert!(!said.iter().any(|m| m.contains("begin anew")), "{name}: {said:?}");
+            bits.push(ran.losses());
+        }
+        assert_eq!(bits[0], bits[1], "{name}: the number of workers changes the losses");
+    }
+    let (continued, _) = Continued::program("z3_frozen");
+    let said = notices(&continued.run(&["train.steps=4", "checkpoint.every=never"]).succeeded());
+    assert!(said.iter().any(|m| m.contains("9 parameters have no optimizer state")), "{said:?}");
+}
+
+/// Weights without a training state begin one: a new optimizer, step 0, the first sample. So does a checkpoint of ours that
+/// was made of them.
 #[test]
 fn weights_alone_begin_at_step_0_and_say_so() {
     let (mut continued, told) = Continued::program("trainer_1");
@@ -156,4 +194,13 @@ fn weights_alone_begin_at_step_0_and_say_so() {
     // the same samples with weights that have learnt from them
     let first = ran.kind("step")[0]["loss"].as_f64().unwrap();
     assert!(first < numbers(&told["losses"])[0], "{first}");
+    let native = continued.place.path("native");
+    let (from, to) = (continued.from.to_str().unwrap(), native.to_str().unwrap());
+    let made = continued.place.launch(&["ckpt", "convert", from, to, "--to", "native", "--world", "3"]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    continued.from = native;
+    let again = continued.run(&["train.steps=3", "checkpoint.every=never"]).succeeded();
+    assert_eq!(again.losses(), ran.losses());
+    let said = notices(&again);
+    assert!(said.len() == 1 && said[0].contains(alone), "{said:?}");
 }

@@ -267,6 +267,16 @@ fn what_can_not_run_in_an_allocation_is_refused_with_what_to_do() {
         return;
     };
     c.program("{}", "env: {}", "echo ran on $(hostname)");
+    // All nodes are checked, by a step that is gone afterwards.
+    let checked = c.ok("h0", "salloc -Q -N2 ./launch check job.yaml --json");
+    let checked: Value = serde_json::from_str(&checked).unwrap();
+    let names: Vec<&str> = checked["hosts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|h| h["node"]["hostname"].as_str().unwrap())
+        .collect();
+    assert_eq!((names, &checked["ok"]), (vec!["h1", "h2"], &true.into()), "{checked:#}");
     let step = c.on("h0", "srun -N2 -n2 ./launch job.yaml");
     assert!(!step.status.success() && text(&step).contains("without srun"), "{}", text(&step));
     let outside = c.on("h0", "./launch job.yaml --set cluster.hosts=slurm");
@@ -373,7 +383,10 @@ fn a_lost_node_is_answered_by_a_requeue_and_a_resume() {
 
     // The batch script's own node is lost: Slurm notices, and queues the job again.
     let want = c.training(2, 400);
-    let job = c.ok("h0", "./launch sbatch job.yaml -- --exclude=h3");
+    let net = fs::read_to_string(c.dir.join("net")).unwrap();
+    let interface = format!("{}.0/24", net.trim());
+    let set = format!("--set cluster.interface={interface}");
+    let job = c.ok("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
     let begun = || (c.last_step("tiny") >= 30).then_some(());
     await_that("the first checkpoint", || c.told(&job), begun);
     let node = c.field(&job, "BatchHost");
@@ -381,4 +394,8 @@ fn a_lost_node_is_answered_by_a_requeue_and_a_resume() {
     c.ended(&job, "COMPLETED");
     assert_ne!(c.field(&job, "Restarts"), "0", "{}", c.told(&job));
     assert!(c.losses("tiny") == want, "the losses differ from an undisturbed run's");
+    // Where ranks listen for those of other nodes is what was asked for.
+    let log = c.ok("h0", "cat runs/tiny/2*/logs/rank-0.log");
+    let chosen = |line: &str| line.contains(&format!("{}.", net.trim())) && line.contains(&interface);
+    assert!(log.lines().any(chosen), "{log}");
 }

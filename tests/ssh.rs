@@ -79,6 +79,31 @@ fn expect(found: &Value, host: &str, check: &str, parts: &[&str]) {
     assert!(name == check && parts.iter().all(|p| text.contains(p)), "{host}: {name}: {text}");
 }
 
+/// What is looked at on every host; of GPUs there is more where there are any.
+const CHECKS: [&str; 21] = [
+    "dns",
+    "tcp",
+    "host key",
+    "authentication",
+    "exec",
+    "agent",
+    "home",
+    "cache",
+    "architecture",
+    "version",
+    "workdir",
+    "logs",
+    "gpus",
+    "nccl",
+    "open files",
+    "processes",
+    "locked memory",
+    "/dev/shm",
+    "clock",
+    "ports",
+    "config",
+];
+
 #[test]
 fn hosts_that_can_be_had_are_checked() {
     let Some(hosts) = Hosts::up("ssh::hosts_that_can_be_had_are_checked", 4) else { return };
@@ -90,6 +115,16 @@ fn hosts_that_can_be_had_are_checked() {
         let checks = host["checks"].as_array().expect("checks");
         let ports = checks.iter().find(|c| c["check"] == "ports").expect("ports");
         assert!(ports["found"].as_str().expect("text").starts_with("3 peers"), "{ports}");
+        let made: Vec<&str> = checks.iter().filter_map(|c| c["check"].as_str()).collect();
+        let missing: Vec<&&str> = CHECKS.iter().filter(|what| !made.contains(what)).collect();
+        assert!(missing.is_empty(), "not looked at: {missing:?}");
+    }
+    // The table for a person has all of them too.
+    let shown = job.launch(&["check", "job.yaml"]);
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    for what in CHECKS {
+        let rows: Vec<&str> = shown.lines().filter(|l| l.starts_with(&format!("{what} "))).collect();
+        assert!(rows.len() == 1 && rows[0].contains(" 4 "), "{what}: {shown}");
     }
     // the executable is there under its hash, for the user alone; nothing else is
     let listing = hosts.shell("h2", "cd /root/.cache/launch/bin && stat -c '%a %n' . *; ls -A | wc -l; ls -A / | grep -c launch-check || true");

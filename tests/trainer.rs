@@ -59,6 +59,13 @@ fn goes_on(python: &Path, stage: u8, bf16: bool) {
         assert!(same("trainer_state.json") && same("config.json") && !same("latest"), "{workers} ranks");
     }
     assert!(before == contents(&saved), "the original was changed");
+    if stage == 3 {
+        // four ranks saved this one
+        let (ran, rest) = trained.run(2, "fewer", "resume: {from: out-w4/checkpoint-6}", resume_argument);
+        assert!(told(&ran.succeeded()).contains("saved by 4 ranks and goes on with 2"));
+        follows(&rest, &whole, close);
+        begins_right(&trained, "fewer", 2, 6);
+    }
     if bf16 {
         // what one rank saved goes on with two again
         let (ran, rest) = trained.run(2, "back", "resume: {from: out-w1/checkpoint-6}", resume_argument);
@@ -134,21 +141,66 @@ fn a_loop_with_accelerate_goes_on_with_another_number_of_ranks() {
     }
 }
 
-#[test]
-fn a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks() {
-    let test = "a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks";
-    let Some(python) = support::deepspeed(test) else { return };
-    let script = Script::new(&python, "accelerate_loop.py", 9).with_deepspeed(3, false);
+/// What two ranks saved one goes on from, and four: in one run for each.
+fn loop_goes_on(script: &Script, close: f64, others: &[u32], cut: &str) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.succeeded();
     assert_eq!(whole.len(), 9, "nine steps");
     let saved = script.place.path("out-whole/step_3");
     let before = contents(&saved);
-    let (ran, rest) = script.run(1, "w1", "resume: {from: out-whole/step_3}", &[]);
+    for &workers in others {
+        let report = format!("w{workers}");
+        let (ran, rest) = script.run(workers, &report, "resume: {from: out-whole/step_3}", &[]);
+        let said = told(&ran.succeeded());
+        let counted = format!("stands at {} instead of 6 (3 steps)", 3 * workers);
+        for part in [cut, &counted, &format!("saved by 2 ranks and goes on with {workers}")] {
+            assert!(said.contains(part), "{said}");
+        }
+        follows(&rest, &whole, close);
+        begins_right(script, &report, workers, 3);
+    }
+    assert!(before == contents(&saved), "the original was changed");
+}
+
+#[test]
+fn a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks() {
+    let test = "a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks";
+    let Some(python) = support::deepspeed(test) else { return };
+    let script = Script::new(&python, "accelerate_loop.py", 9).with_deepspeed(3, false);
+    loop_goes_on(&script, CLOSE, &[1], "its DeepSpeed state (ZeRO-3) is cut anew for 1");
+}
+
+#[test]
+fn a_loop_with_accelerate_and_deepspeed_in_bf16_goes_on_with_another_number_of_ranks() {
+    let test = "a_loop_with_accelerate_and_deepspeed_in_bf16_goes_on_with_another_number_of_ranks";
+    let Some(python) = support::deepspeed(test) else { return };
+    let script = Script::new(&python, "accelerate_loop.py", 9).with_deepspeed(2, true);
+    loop_goes_on(&script, CLOSE_BF16, &[4], "its DeepSpeed state (ZeRO-2) is cut anew for 4");
+}
+
+/// FSDP's own states fit any number of ranks; what lies beside them doesn't.
+#[test]
+fn a_loop_with_accelerate_and_fsdp_goes_on_with_another_number_of_ranks() {
+    let test = "a_loop_with_accelerate_and_fsdp_goes_on_with_another_number_of_ranks";
+    let Some(python) = support::deepspeed(test) else { return };
+    for kind in ["full", "sharded"] {
+        let script = Script::new(&python, "accelerate_loop.py", 9).with_fsdp(kind);
+        let others: &[u32] = if kind == "full" { &[1] } else { &[4] };
+        loop_goes_on(&script, CLOSE, others, "random states of 2 ranks");
+    }
+}
+
+#[test]
+fn a_trainer_script_with_fsdp_goes_on_with_another_number_of_ranks() {
+    let test = "a_trainer_script_with_fsdp_goes_on_with_another_number_of_ranks";
+    let Some(python) = support::deepspeed(test) else { return };
+    let script = Script::new(&python, "trainer.py", 9).with_fsdp("sharded");
+    let (ran, whole) = script.run(2, "whole", "", &[]);
+    ran.succeeded();
+    let (ran, rest) = script.run(1, "w1", RESUME, &["--resume_from_checkpoint", "{resume}"]);
     let said = told(&ran.succeeded());
-    assert!(said.contains("its DeepSpeed state (ZeRO-3) is cut anew for 1"), "{said}");
-    assert!(said.contains("stands at 3 instead of 6 (3 steps)"), "{said}");
+    assert!(said.contains("saved by 2 ranks and goes on with 1"), "{said}");
+    assert_eq!(rest.len(), 9, "three steps of before, six more: {rest:?}");
     follows(&rest, &whole, CLOSE);
     begins_right(&script, "w1", 1, 3);
-    assert!(before == contents(&saved), "the original was changed");
 }

@@ -73,6 +73,12 @@ def adamw(model, count=2):
     return torch.optim.AdamW(groups(model, count), lr=LR, betas=BETAS, eps=EPS)
 
 
+def trained(optimizer):
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    return optimizer
+
+
 def sgd(model):
     return torch.optim.SGD(groups(model), lr=SGD_LR, momentum=0.9)
 
@@ -146,11 +152,15 @@ def in_fp32(family, engine):
     return losses
 
 
+def frozen(model, freeze):
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (freeze and freeze in name))
+
+
 def trainer(family, ds=None, bf16=False, fsdp=None, own=None, freeze=None):
     """HF Trainer: plain, with DeepSpeed inside, or with FSDP inside; with an optimizer of one's own, with frozen weights."""
     told, model = {}, build(family)
-    for name, p in model.named_parameters():
-        p.requires_grad_(not (freeze and freeze in name))
+    frozen(model, freeze)
     optimizer = own and own(model)
 
     class Steps(transformers.TrainerCallback):
@@ -197,7 +207,7 @@ def with_fsdp(accelerator, kind):
     accelerator.state.fsdp_plugin = plugin
 
 
-def accelerate(family, ds=None, fsdp=None, count=2):
+def accelerate(family, ds=None, fsdp=None, count=2, freeze=None):
     """A loop of one's own with Accelerate's `save_state`. Its scheduler is made for steps × processes, as its examples do."""
     from accelerate import Accelerator, PartialState
 
@@ -215,6 +225,7 @@ def accelerate(family, ds=None, fsdp=None, count=2):
     if fsdp:
         with_fsdp(accelerator, fsdp)
     model = build(family)
+    frozen(model, freeze)
     optimizer = adamw(model, count)
     schedule = linear(optimizer, world)
     loader = torch.utils.data.DataLoader(Samples(), batch_size=BATCH // world)
@@ -260,13 +271,14 @@ def dcp(family):
     return "state", losses, {}
 
 
-def engine(family, stage, own):
-    """DeepSpeed alone, with an optimizer of one's own."""
+def engine(family, stage, own, freeze=None):
+    """DeepSpeed alone, with an optimizer of one's own, and with frozen weights."""
     import deepspeed
 
     own_reducing()
     deepspeed.init_distributed(dist_backend="gloo")
     model, losses = build(family), []
+    frozen(model, freeze)
     optimizer = own(model)
     config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_clipping=CLIP, zero_optimization=zero(stage), steps_per_print=10**9,
                   zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
@@ -297,8 +309,12 @@ CASES = dict(
     trainer_sgd=(1, "llama", trainer, dict(own=sgd)),
     z2_sgd=(2, "llama", engine, dict(stage=2, own=sgd)),
     z3_sgd=(2, "llama", engine, dict(stage=3, own=sgd)),
-    # what can't be gone on from
+    # frozen weights: without a state, or not even in the optimizer
+    accelerate_frozen=(2, "llama", accelerate, dict(freeze="layers.0.")),
+    z2_frozen=(2, "llama", engine, dict(stage=2, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
+    z3_frozen=(2, "llama", engine, dict(stage=3, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
     trainer_frozen=(1, "llama", trainer, dict(freeze="layers.0.")),
+    # what can't be gone on from
     z2_lion=(2, "llama", engine, dict(stage=2, own=lambda model: Lion(groups(model)))),
 )
 # what programs put beside it and no reader needs

@@ -1,6 +1,6 @@
 """A training loop with Accelerate as people write them; it knows nothing of launch but one environment variable.
 
-    accelerate_loop.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json]
+    accelerate_loop.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json] [--fsdp full|sharded]
 
 Eight samples a step however many ranks there are, no dropout, so that losses don't depend on their number; the state is
 saved every third step. Each rank writes what it saw at its first step into REPORT_DIR/rank-R.json; rank 0 writes what each
@@ -22,7 +22,7 @@ from accelerate.utils import DeepSpeedPlugin, set_seed
 arguments = argparse.ArgumentParser()
 arguments.add_argument("output_dir"), arguments.add_argument("report_dir"), arguments.add_argument("steps", type=int)
 arguments.add_argument("--resume_from_checkpoint", default=None)
-arguments.add_argument("--deepspeed", default=None)
+arguments.add_argument("--deepspeed", default=None), arguments.add_argument("--fsdp", default=None)
 arguments = arguments.parse_args()
 resume = arguments.resume_from_checkpoint or os.environ.get("LAUNCH_RESUME_FROM") or None
 torch.set_num_threads(1)
@@ -37,7 +37,13 @@ if arguments.deepspeed:
     config = json.load(open(arguments.deepspeed))
     config["train_micro_batch_size_per_gpu"] = 8 // int(os.environ["WORLD_SIZE"])
     given = dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+if arguments.fsdp:
+    PartialState(cpu=True, backend="gloo")  # with one process, too
 accelerator = Accelerator(**given)
+if arguments.fsdp:
+    import fsdp_by_hand
+
+    fsdp_by_hand.put_into(accelerator, arguments.fsdp)
 rank, world = accelerator.process_index, accelerator.num_processes
 assert world == int(os.environ.get("WORLD_SIZE", 1))
 os.makedirs(arguments.report_dir, exist_ok=True)

@@ -1,6 +1,7 @@
 """A script with HF Trainer as people write them; it knows nothing of launch but one environment variable.
 
     trainer.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json] [--bf16]
+               [--fsdp full|sharded]
 
 Eight samples a step however many ranks there are, no dropout, so that losses don't depend on their number. Each rank writes
 what it saw at its first step into REPORT_DIR/rank-R.json; rank 0 writes the history into REPORT_DIR/history.json.
@@ -20,6 +21,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("output_dir"), arguments.add_argument("report_dir"), arguments.add_argument("steps", type=int)
 arguments.add_argument("--resume_from_checkpoint", default=None)
 arguments.add_argument("--deepspeed", default=None), arguments.add_argument("--bf16", action="store_true")
+arguments.add_argument("--fsdp", default=None)
 arguments = arguments.parse_args()
 resume = arguments.resume_from_checkpoint or os.environ.get("LAUNCH_RESUME_FROM") or None
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -60,16 +62,26 @@ class FirstStep(transformers.TrainerCallback):
         torch.rand(1 + rank)
 
 
+class Trainer(transformers.Trainer):
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if arguments.fsdp:
+            import fsdp_by_hand
+
+            fsdp_by_hand.put_into(self.accelerator, arguments.fsdp)
+            self.is_fsdp_enabled = True
+
+
 torch.manual_seed(1)
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
     vocab_size=128, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=32, attn_implementation="eager"))
-trainer = transformers.Trainer(
+trainer = Trainer(
     model=model, train_dataset=Samples(), callbacks=[FirstStep()],
     args=transformers.TrainingArguments(
         output_dir=arguments.output_dir, per_device_train_batch_size=8 // world, max_steps=arguments.steps, save_steps=3, logging_steps=1,
         learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", use_cpu=True, report_to=[], seed=3,
-        deepspeed=arguments.deepspeed, bf16=arguments.bf16, ddp_backend="gloo" if world > 1 or arguments.deepspeed else None, disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch"))
+        deepspeed=arguments.deepspeed, bf16=arguments.bf16, ddp_backend="gloo" if world > 1 or arguments.deepspeed or arguments.fsdp else None, disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch"))
 trainer.train(resume_from_checkpoint=resume)
 if rank == 0:
     with open(f"{arguments.report_dir}/history.json", "w") as f:

@@ -43,6 +43,15 @@ impl Script {
         Script { arguments, ..self }
     }
 
+    /// The same with FSDP inside, which saves a `full` or a `sharded` state.
+    pub(crate) fn with_fsdp(self, kind: &str) -> Script {
+        let arguments: &[&str] = match kind {
+            "full" => &["--fsdp", "full"],
+            _ => &["--fsdp", "sharded"],
+        };
+        Script { arguments, ..self }
+    }
+
     /// Runs it as `workers`, with the job's `resume:`; what launch said, and the script's history of losses.
     pub(crate) fn run(&self, workers: u32, report: &str, resume: &str, more: &[&str]) -> (Ran, Vec<Value>) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle").join(self.script);

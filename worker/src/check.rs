@@ -150,12 +150,16 @@ impl Memory<'_> {
         let updated = if policy.shard_optimizer { own_trained } else { all_trained };
         let (gathered, gradients) = self.moving(policy, rank as usize);
         let saved = 4 * (own + own_trained * states);
-        let copies = if self.job.checkpoint.r#async { saved } else { 0 };
+        let offload = self.train.zero.offload.is_some();
+        let copies = if self.job.checkpoint.r#async && !offload { saved } else { 0 };
         let first = first_backward(self.units);
         let mut parts = vec![
             ("parameters".to_string(), dtype.size() as u64 * computed),
             ("master weights".into(), if half { 4 * master } else { 0 }),
-            ("optimizer states".into(), 4 * updated * states),
+            (
+                "optimizer states".into(),
+                4 * states * if offload { self.at_hand(policy, rank as usize) } else { updated },
+            ),
             ("gathered parameters".into(), dtype.size() as u64 * gathered),
             ("gradients".into(), 4 * gradients),
             ("whole matrices".into(), 4 * self.whole_matrices()),
@@ -225,6 +229,14 @@ impl Memory<'_> {
         }
         let gradients = pool.allocated + own * buffers(slots, false);
         (self.gathered(policy, rank), gradients as u64)
+    }
+
+    /// Elements of one state vector that are in memory at once when states lie in files: those of one unit and the next.
+    fn at_hand(&self, policy: Policy, rank: usize) -> u64 {
+        let sharded = self.own_trained(rank);
+        let whole: Vec<usize> = self.mine(rank).map(Unit::trained_len).collect();
+        let lengths = if policy.shard_optimizer { sharded } else { whole };
+        lengths.windows(2).map(|w| w[0] + w[1]).max().or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
     /// What Muon needs to move the matrices of a unit: their directions, and of the largest one the iteration.

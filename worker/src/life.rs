@@ -27,7 +27,7 @@ use contract::{
     env,
     event::{Event, Phase},
     exit::WorkerExit,
-    job::{SampleSpec, TrainSpec},
+    job::{SampleSpec, TrainSpec, ZeroSpec},
 };
 use device::{Ops, cpu::Cpu};
 use std::{
@@ -118,6 +118,10 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
     let train = &TrainSpec {
         model: asked.model.at(&welcome.workdir),
         lora: asked.lora.as_ref().map(|l| l.at(&welcome.workdir)),
+        zero: ZeroSpec {
+            offload: asked.zero.offload.as_ref().map(|d| welcome.workdir.join(d)),
+            ..asked.zero.clone()
+        },
         ..asked.clone()
     };
     let leader = welcome.rank == 0;

@@ -159,7 +159,9 @@ fn named(bound: &ScheduleBound, place: &Place, path: &Path) -> Result<Named> {
     if let Some(newest) = list(bound, place, path)?.into_iter().next() {
         return Ok(Named::Native(newest));
     }
-    let opened = ckpt::find(path).map_err(|e| Error::checkpoint(format!("resume.from: {e}")));
+    let trained = fit::trained_names(bound);
+    let opened =
+        ckpt::find_trained(path, Some(&trained)).map_err(|e| Error::checkpoint(format!("resume.from: {e}")));
     if let Some(e) = agree_on_damage(bound, opened.as_ref().err().cloned())? {
         return Err(e);
     }
@@ -190,14 +192,21 @@ fn load(
     };
     let shown = path.display().to_string();
     let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let alone = checkpoint.is_weights_alone();
     check_fits(checkpoint, &units, bound.trainer.optimizer.spec())?;
-    let (cursor, guessed) = cursor(bound, checkpoint.facts(), &shown)?;
-    let anew = without_states(&source.tensors(), &units, bound.trainer.optimizer.spec());
+    let (cursor, guessed) = match alone {
+        true => (Cursor::default(), Some(foreign::weights_alone(path))),
+        false => cursor(bound, checkpoint.facts(), &shown)?,
+    };
+    let anew = match alone {
+        true => HashSet::new(),
+        false => without_states(&source.tensors(), &units, bound.trainer.optimizer.spec()),
+    };
     let mut late = late(checkpoint.facts(), &shown)?;
     late.extend(anew.iter().map(|name| (name.clone(), cursor.step)));
     bound.trainer.optimizer.set_late(&units, &late);
     restore_loss_scale(bound, checkpoint.facts(), &shown)?;
-    let reading = Reading { source, renamed: &HashMap::new(), states: true, anew: &anew, meant: |_| true };
+    let reading = Reading { source, renamed: &HashMap::new(), states: !alone, anew: &anew, meant: |_| true };
     let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
     if let Some(e) = agree_on_damage(bound, read)? {
         return Err(Refusal::Damaged(e));
@@ -210,8 +219,12 @@ fn load(
         world: Some(facts.world),
         stage: Some(facts.stage),
     })?;
-    let frozen = frozen_otherwise(&units, &source.tensors(), &anew);
-    for message in guessed.into_iter().chain(frozen).chain(differences(bound, facts, data)) {
+    let mut told: Vec<String> = guessed.into_iter().collect();
+    if !alone {
+        told.extend(frozen_otherwise(&units, &source.tensors(), &anew));
+        told.extend(differences(bound, facts, data));
+    }
+    for message in told {
         tell(Event::Notice { rank: None, message })?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);

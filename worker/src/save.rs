@@ -128,7 +128,8 @@ impl Saver {
         let rank = engine.rank() as u32;
         let world = engine.world() as u32;
         let directory = path.clone();
-        let writer = if self.spec.r#async {
+        // a copy in memory of what has no place in memory would be no help
+        let writer = if self.spec.r#async && running.train().zero.offload.is_none() {
             let copied: Vec<Copied> = mine.iter().map(Copied::of).collect();
             let write = move || {
                 let pieces: Vec<Piece> = copied.iter().map(Copied::piece).collect();
@@ -137,7 +138,9 @@ impl Saver {
             let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(write);
             Writer::Background(thread.map_err(|e| Error::cluster(format!("checkpoint writer: {e}")))?)
         } else {
-            Writer::Done(ckpt::write_shard(&path, rank, world, &mine))
+            let written = ckpt::write_shard(&path, rank, world, &mine);
+            (0..engine.shards.len()).for_each(|u| optimizer.put_away(u));
+            Writer::Done(written)
         };
         let staging = staging?;
         self.under_way = Some(UnderWay { facts, staging, directory, writer, began });

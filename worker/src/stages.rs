@@ -222,7 +222,8 @@ impl Sharded {
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
         let ranges = (0..units.len()).map(|u| engine.updated(u));
         let optimizer =
-            Optimizer::bind(&train.optimizer, &units, &model.ties(), ranges).map_err(|f| of_job(&f))?;
+            Optimizer::bind(&train.optimizer, &units, &model.ties(), ranges, train.zero.offload.as_deref())
+                .map_err(|f| of_job(&f))?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
         let first = first_backward(&units);

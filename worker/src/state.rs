@@ -142,6 +142,9 @@ pub fn pieces<'a>(
 pub fn check_fits(ckpt: &Checkpoint, units: &[Unit], optimizer: &OptimizerSpec) -> Result<()> {
     ckpt.require_model(&weight_shapes(units)).map_err(|e| Error::checkpoint(e.to_string()))?;
     let roles = state_roles(optimizer);
+    if ckpt.is_weights_alone() {
+        return Ok(());
+    }
     for role in &roles {
         if !ckpt.tensors().any(|t| t.role == *role) {
             return Err(Error::checkpoint(format!(
@@ -170,6 +173,7 @@ pub fn spread(bound: &mut ScheduleBound) -> Result<()> {
         if !engine.policy.shard_optimizer {
             spread_states(engine, optimizer, u)?;
         }
+        optimizer.put_away(u);
     }
     Ok(engine.settle()?)
 }
@@ -239,8 +243,8 @@ fn spread_states(engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result
     let mine = own.start - st.trained.start..own.end - st.trained.start;
     for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
         let mine = Buf::from_slice(&buf.host()[mine.clone()]);
-        let whole = std::mem::replace(buf, Buf::zeroed(0));
-        *buf = engine.gather_whole(u, mine, whole)?;
+        let whole = engine.gather_whole(u, mine, Buf::zeroed(buf.len()))?;
+        buf.host_mut().copy_from_slice(whole.host());
     }
     Ok(())
 }

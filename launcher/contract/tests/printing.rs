@@ -41,6 +41,7 @@ const JOBS: &[&str] = &[
      optimizer: {groups: [{match: ['*norm*', x], lr: 1e-5, betas: [0.5, 0.25]}, {match: [y], lr_scale: 0, weight_decay: 1, eps: 1e-3}]}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {rank: 4, alpha: 2.5, dropout: 0.1, rslora: true, targets: [q_proj, 'a b']}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {}}",
+    "train: {data: {files: [a]}, zero: {offload: {optimizer: './a b'}}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
     "train: {data: {files: [a]}, precision: bf16}",
     "train: {data: {files: [a]}, precision: fp16, loss_scale: {initial_scale_power: 12, loss_scale_window: 7, min_loss_scale: 0.5}}",

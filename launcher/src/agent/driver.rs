@@ -65,8 +65,8 @@ pub fn main(started: Started) -> u8 {
     if started.remove_own_file {
         join::remove_own_file();
     }
-    // A login shell's agent (it has a marker) and a batch system's: nothing of launch is above it on this host.
-    if started.marker.is_some() || started.join {
+    // By its marker a login shell's agent is known: nothing of launch is above it on this host.
+    if started.marker.is_some() {
         match super::guard::stand() {
             Ok(None) => {}
             Ok(Some(code)) => return code,

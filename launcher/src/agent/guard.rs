@@ -1,7 +1,7 @@
 //! The agent's guard on another host. Should the agent be killed, nobody there would end the descendants of its workers that
 //! went into sessions of their own: its workers die with it, but their children don't. So the process that sshd started is a
-//! guard that does nothing but wait for the agent, its child, and then ends whatever was left to it. It is the same below a
-//! batch system, which need not find them either. On the controller's own machine the controller does that.
+//! guard that does nothing but wait for the agent, its child, and then ends whatever was left to it. On the controller's own
+//! machine the controller does that.
 use super::{
     descendants::kill_descendants,
     process::{become_subreaper, reap, split},

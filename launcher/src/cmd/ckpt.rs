@@ -123,13 +123,15 @@ enum Failure {
     Ckpt(CkptError),
     /// The reader of stdout is gone or full.
     Output(io::Error),
+    /// Arguments that contradict each other.
+    Usage(String),
 }
 
 impl Failure {
     fn code(&self) -> u8 {
         match self {
             Failure::Ckpt(e) if e.is_checkpoint_at_fault() => exit::CHECKPOINT,
-            Failure::Ckpt(CkptError::Refused { .. }) => exit::USAGE,
+            Failure::Ckpt(CkptError::Refused { .. }) | Failure::Usage(_) => exit::USAGE,
             Failure::Ckpt(_) | Failure::Output(_) => exit::FAILED,
         }
     }
@@ -140,6 +142,7 @@ impl fmt::Display for Failure {
         match self {
             Failure::Ckpt(e) => e.fmt(f),
             Failure::Output(e) => write!(f, "can't write to stdout: {e}"),
+            Failure::Usage(why) => f.write_str(why),
         }
     }
 }
@@ -419,6 +422,58 @@ mod tests {
         std::fs::write(lone, "nothing").expect("written");
         assert_eq!(run(Command::Inspect { dir: dir.path().to_owned() }), exit::CHECKPOINT);
         assert_eq!(run(verify(dir.path().to_owned())), exit::CHECKPOINT);
+    }
+
+    /// The exit code for words as a person types them after `launch ckpt`.
+    fn typed(words: &[&str]) -> u8 {
+        use clap::Parser;
+        #[derive(Parser)]
+        struct Typed {
+            #[command(flatten)]
+            args: CkptArgs,
+        }
+        match Typed::try_parse_from(std::iter::once(&"ckpt").chain(words)) {
+            Ok(typed) => run(typed.args, false),
+            Err(_) => exit::USAGE,
+        }
+    }
+
+    /// What has no meaning together, or no limit that can be kept, is refused before anything is read or written.
+    #[test]
+    fn options_that_can_not_be_had_are_refused() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let root = dir.path().join("checkpoints");
+        saved(&root);
+        let (root, out) = (root.display().to_string(), dir.path().join("out"));
+        let shown = out.display().to_string();
+        let convert =
+            |options: &[&str]| typed(&[&["convert", root.as_str(), shown.as_str()], options].concat());
+        for options in [
+            &["--to", "safetensors", "--stage", "3"][..],
+            &["--to", "safetensors", "--world", "2"],
+            &["--to", "safetensors", "--memory", "100MB"],
+            &["--to", "native", "--sub-group-size", "1000"],
+            &["--to", "native", "--world", "0"],
+            &["--to", "native", "--world", "65537"],
+            &["--to", "native", "--memory", "1MB"],
+            &["--to", "deepspeed", "--stage", "4"],
+            &["--to", "deepspeed", "--sub-group-size", "0"],
+            &["--to", "somewhere"],
+        ] {
+            assert_eq!(convert(options), exit::USAGE, "{options:?}");
+            assert!(!out.exists(), "{options:?}");
+        }
+        assert_eq!(convert(&["--to", "native", "--world", "2"]), exit::DONE);
+        let file = dir.path().join("file.pt");
+        std::fs::write(&file, "no torch file").expect("written");
+        let file = file.display().to_string();
+        assert_eq!(typed(&["watch", &file]), exit::USAGE);
+        assert_eq!(typed(&["watch", &root, "--gather", &root]), exit::USAGE);
+        assert_eq!(typed(&["watch", &root, "--settle", "0"]), exit::USAGE);
+        assert_eq!(typed(&["verify", &file]), exit::CHECKPOINT);
+        assert_eq!(typed(&["rng", &root, "--world-size", "0"]), exit::USAGE);
+        assert_eq!(typed(&["repair", &root, "--in-place", "--out", "x"]), exit::USAGE);
+        assert_eq!(typed(&["diff", &root, &file]), exit::CHECKPOINT);
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub(crate) fn choose<'r>(
             ([one], ..) => Ok(one),
             ([], Some(newest), Wanted::Any) => Ok(newest),
             ([], None, Wanted::Any) => Err(("there are no runs".to_owned(), Vec::new())),
-            ([], _, Wanted::Running) => Err(("nothing is running".to_owned(), Vec::new())),
+            ([], _, Wanted::Running) => far(runs),
             _ => Err((format!("{} runs go on: which one?", going.len()), going)),
         };
     };
@@ -44,6 +44,19 @@ pub(crate) fn choose<'r>(
         [one] => Ok(one),
         [] => Err((format!("no run is named `{asked}`, and no job"), Vec::new())),
         _ => Err((format!("`{asked}` begins the names of {} runs: which one?", begun.len()), begun)),
+    }
+}
+
+/// Nothing runs here. A run that began on another machine is meant where there is one: what is asked of it can be asked there.
+fn far(runs: &[Run]) -> Result<&Run, (String, Vec<&Run>)> {
+    let far: Vec<&Run> = runs.iter().filter(|run| run.state == State::Elsewhere).collect();
+    match far.as_slice() {
+        [] => Err(("nothing is running".to_owned(), Vec::new())),
+        [one] => Ok(one),
+        _ => Err((
+            format!("nothing is running here; {} runs began on other machines: which one?", far.len()),
+            far,
+        )),
     }
 }
 
@@ -74,10 +87,22 @@ mod tests {
         let past = [run("2026-3", "b", off), run("2026-2", "a", State::Lost), run("2025-1", "a", off)];
         let one = [run("2026-3", "b", off), run("2026-2", "a", on), run("2025-1", "a", off)];
         let two = [run("2026-3", "a", on), run("2026-2", "a", on), run("2025-1", "c", off)];
+        let away = [
+            run("2026-4", "a", State::Elsewhere),
+            run("2026-3", "b", off),
+            run("2026-2", "c", State::Elsewhere),
+        ];
         for (runs, asked, wanted, want) in [
             (&none[..], None, Wanted::Any, Err("there are no runs")),
             (&past, None, Wanted::Any, Ok("2026-3")),
             (&past, None, Wanted::Running, Err("nothing is running")),
+            (&away[..2], None, Wanted::Running, Ok("2026-4")),
+            (
+                &away,
+                None,
+                Wanted::Running,
+                Err("nothing is running here; 2 runs began on other machines: which one?"),
+            ),
             (&one, None, Wanted::Any, Ok("2026-2")),
             (&two, None, Wanted::Running, Err("2 runs go on: which one?")),
             (&past, Some("a"), Wanted::Any, Ok("2026-2")),

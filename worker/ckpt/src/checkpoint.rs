@@ -376,6 +376,13 @@ impl Source for Checkpoint {
         Some(self.facts().step)
     }
 
+    /// A run always lists its groups, also where its optimizer keeps no states.
+    fn is_weights_alone(&self) -> bool {
+        let facts = self.facts();
+        let states = || Checkpoint::tensors(self).any(|t| t.role.is_optimizer_state());
+        facts.step == 0 && facts.groups.as_array().is_none_or(Vec::is_empty) && !states()
+    }
+
     fn state(&self) -> TrainingState {
         let facts = self.facts();
         let trained = facts.model.weights.iter().filter(|w| !facts.model.frozen.contains(&w.name));

@@ -1,4 +1,5 @@
-//! What a checkpoint says beside its tensors, as far as it must go along when the checkpoint is written anew.
+//! What a checkpoint says beside its tensors, as far as it must go along when the checkpoint is written anew: exact objects,
+//! as its files hold them. What is shown and compared is [`crate::TrainingState`], the same as JSON.
 use crate::catalog::{Facts, Tie};
 use crate::dtype::Dtype;
 use crate::pickle::Object;

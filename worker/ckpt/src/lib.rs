@@ -60,7 +60,7 @@ pub use hash::Hash;
 pub use parity::{ParityReport, write_parity};
 pub use pickle::Object;
 pub use repair::{RepairOptions, RepairReport, repair};
-pub use root::{Found, Newest, find, latest, list, newest, step_name};
+pub use root::{Found, Newest, find, find_trained, latest, list, newest, step_name};
 pub use save::{Piece, PieceReport, ShardReport, Staging, write_shard};
 pub use source::Source;
 pub use state::{Group, TrainingState};

@@ -6,6 +6,7 @@ use crate::foreign::{self, Foreign};
 use crate::hash::Hash;
 use crate::manifest::MANIFEST;
 use crate::source::Source;
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 /// Name of the file that says which checkpoint was completed last.
@@ -148,8 +149,14 @@ impl Found {
 /// Opens the checkpoint at `path`, whatever program wrote it; of a directory of ours the newest that opens, of
 /// DeepSpeed's the one that `latest` names.
 pub fn find(path: &Path) -> Result<Found> {
+    find_trained(path, None)
+}
+
+/// The same for a reader that trains weights of these names. Optimizers of HF Trainer and Accelerate number their states;
+/// where some weights were frozen, only a reader that knows which can tell them apart.
+pub fn find_trained(path: &Path, trained: Option<&HashSet<String>>) -> Result<Found> {
     let native = exists(&path.join(MANIFEST)) || !exists(path) || (path.is_dir() && !list(path)?.is_empty());
-    if !native && let Some(foreign) = foreign::open(path)? {
+    if !native && let Some(foreign) = foreign::open_trained(path, trained)? {
         return Ok(Found::Foreign(Box::new(foreign)));
     }
     newest(path).map(|n| Found::Native(Box::new(n)))

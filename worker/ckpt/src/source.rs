@@ -48,6 +48,16 @@ pub trait Source: Sync {
     /// What it says of itself beside its tensors.
     fn state(&self) -> TrainingState;
 
+    /// True when it holds weights and nothing of a training state, neither whole nor in part.
+    fn is_weights_alone(&self) -> bool {
+        false
+    }
+
+    /// Why states of an optimizer that are there aren't among the tensors.
+    fn unread(&self) -> Option<&str> {
+        None
+    }
+
     /// Tokens trained on, where it says so.
     fn tokens(&self) -> Option<u64>;
 

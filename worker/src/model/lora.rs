@@ -281,15 +281,14 @@ impl Adapters {
         let keep = (1.0 / (1.0 - self.dropout)) as f32;
         x.par_chunks_mut(inp).enumerate().for_each(|(row, values)| {
             let (sample, position) = (first + (row / t) as u64, row % t);
-            let mut element = (position * inp) as u64;
-            let mut words = ad.dropped.words(element / 4, sample, 0);
-            for value in values {
+            let first = (position * inp) as u64;
+            let mut words = ad.dropped.words(first / 4, sample, 0);
+            for (element, value) in (first..).zip(values) {
                 if element.is_multiple_of(4) {
                     words = ad.dropped.words(element / 4, sample, 0);
                 }
                 let dropped = u64::from(words[(element % 4) as usize]) < threshold;
                 *value = if dropped { 0.0 } else { *value * keep };
-                element += 1;
             }
         });
     }

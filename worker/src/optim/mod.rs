@@ -1,6 +1,9 @@
 //! Optimizer states of this rank's part and their update.
 mod muon;
+mod place;
 pub mod schedule;
+
+pub use place::States;
 
 use crate::{
     error::Fault,
@@ -10,10 +13,10 @@ use crate::{
 };
 use contract::job::{OptimizerName, OptimizerSpec};
 use device::{
-    Buf, Ops, View,
+    Ops, View,
     ops::{AdamW, Lion, Sgd},
 };
-use std::{collections::HashMap, ops::Range};
+use std::{collections::HashMap, io, ops::Range, path::Path};
 
 /// Parameters that share hyper-parameters, as checkpoints list them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -66,9 +69,9 @@ pub struct UnitStates {
     /// The same in the unit's trained vector.
     pub trained: Range<usize>,
     /// AdamW's first moment, Lion's, or the momentum of SGD (empty without momentum) and Muon.
-    pub first: Buf,
+    pub first: States,
     /// AdamW's second moment; empty for others. With Muon matrices leave theirs at zero.
-    pub second: Buf,
+    pub second: States,
 }
 
 impl Optimizer {
@@ -78,28 +81,19 @@ impl Optimizer {
         units: &[Unit],
         ties: &[Tie],
         ranges: impl Iterator<Item = Range<usize>>,
+        offload: Option<&Path>,
     ) -> Result<Self, Vec<Fault>> {
         let Groups { numbers, of } = trained::groups(spec, units, ties)?;
         let (first, second) = state_vectors(spec);
-        let states = ranges.zip(units).map(|(range, unit)| {
+        let states = ranges.zip(units).map(|(range, unit)| -> io::Result<UnitStates> {
             let trained = unit.trained_range(range.clone());
-            UnitStates {
-                first: Buf::zeroed(if first { trained.len() } else { 0 }),
-                second: Buf::zeroed(if second { trained.len() } else { 0 }),
-                range,
-                trained,
-            }
+            let vector = |kept: bool| States::zeroed(if kept { trained.len() } else { 0 }, offload);
+            Ok(UnitStates { first: vector(first)?, second: vector(second)?, range, trained })
         });
+        let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![no_place(offload, &e)])?;
         let whole = whole_matrices(spec, units);
         let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
-        Ok(Optimizer {
-            spec: spec.clone(),
-            groups: numbers,
-            group_of: of,
-            whole,
-            late,
-            units: states.collect(),
-        })
+        Ok(Optimizer { spec: spec.clone(), groups: numbers, group_of: of, whole, late, units: states })
     }
 
     /// Says by how many updates parameters are behind the run; those not named are not. (A group that another program
@@ -120,6 +114,16 @@ impl Optimizer {
     /// States of unit `u`.
     pub fn states(&self, u: usize) -> &UnitStates {
         &self.units[u]
+    }
+
+    /// The states of unit `u` are used soon.
+    pub fn expect(&self, u: usize) {
+        self.units.get(u).into_iter().flat_map(|st| [&st.first, &st.second]).for_each(States::expect);
+    }
+
+    /// The states of unit `u` aren't used for a while.
+    pub fn put_away(&self, u: usize) {
+        self.units.get(u).into_iter().flat_map(|st| [&st.first, &st.second]).for_each(States::put_away);
     }
 
     /// States of unit `u`, to spread them.
@@ -229,6 +233,14 @@ impl Optimizer {
             update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), st, r, step);
         }
     }
+}
+
+/// There is no place for the states.
+fn no_place(directory: Option<&Path>, e: &io::Error) -> Fault {
+    let directory = directory.map(|d| d.display().to_string()).unwrap_or_default();
+    let message =
+        format!("no file for the optimizer's states can be made in {directory}: {e}; name another directory");
+    Fault { key: "train.zero.offload", message }
 }
 
 /// Per unit, per parameter: Muon moves the matrices of layers and experts; embedding and head are AdamW's, and so is

@@ -3,9 +3,10 @@ use crate::{
     error::{Error, Result},
     model::{Model, Tie},
     params::Unit,
+    stages::ScheduleBound,
     state::state_roles,
 };
-use ckpt::{Foreign, ForeignFacts, Request, Role, Source, TensorInfo};
+use ckpt::{Foreign, Request, Role, Source, TensorInfo};
 use contract::job::OptimizerSpec;
 use serde_json::{Map, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -50,6 +51,18 @@ pub(super) fn some<S: AsRef<str>>(names: &[S]) -> String {
         0 => shown.join(", "),
         more => format!("{} and {more} more", shown.join(", ")),
     }
+}
+
+/// Every name under which a checkpoint may store a weight that this job trains.
+pub(super) fn trained_names(bound: &ScheduleBound) -> HashSet<String> {
+    let (ties, model) = (bound.trainer.model.ties(), &bound.trainer.model);
+    let mut names = HashSet::new();
+    for param in bound.trainer.engine.shards.iter().flat_map(|s| s.unit.trained_params()) {
+        let alias = ties.iter().find(|t| t.target == param.name).map(|t| t.alias.clone());
+        let bare = model.prefix().and_then(|prefix| param.name.strip_prefix(prefix)).map(str::to_owned);
+        names.extend([Some(param.name.clone()), alias, bare].into_iter().flatten());
+    }
+    names
 }
 
 /// Fits the checkpoint to the model by names; one error with the first few of everything that doesn't.
@@ -163,7 +176,7 @@ fn moments(
     let Some(optimizer) = wanted.optimizer else { return Ok((false, none)) };
     let (facts, roles) = (source.facts(), state_roles(optimizer));
     let any = stored.keys().any(|(role, _)| role.is_optimizer_state());
-    if roles.is_empty() || (!any && !is_training_state(facts)) {
+    if roles.is_empty() || (!any && !facts.is_training_state()) {
         return Ok((any || (roles.is_empty() && facts.step.is_some()), none));
     }
     let (mut lost, mut frozen) = (Vec::new(), HashSet::new());
@@ -199,14 +212,6 @@ fn moments(
         ));
     }
     Ok((true, frozen))
-}
-
-/// True when it was saved to go on from, whether or not everything for that is there.
-fn is_training_state(facts: &ForeignFacts) -> bool {
-    facts.step.unwrap_or(0) > 0
-        || facts.unread().is_some()
-        || !facts.scheduler.is_null()
-        || !facts.rng_files.is_empty()
 }
 
 /// A second name that is stored as a matrix of its own must hold the same values: the job ties them.

@@ -38,7 +38,7 @@ pub(super) fn load(
     check_rng(source, job, bound)?;
     let (cursor, mut notices) = match fit.moments {
         true => cursor(bound, source, &fit, &units)?,
-        false => (Cursor::default(), vec![weights_alone(source)]),
+        false => (Cursor::default(), vec![weights_alone(source.path())]),
     };
     let reading =
         Reading { source, renamed: &fit.renamed, states: fit.moments, anew: &fit.anew, meant: |_| true };
@@ -92,10 +92,10 @@ fn family_of(bound: &ScheduleBound) -> String {
     model_type(bound.trainer.model.hf_config()).unwrap_or_default().to_owned()
 }
 
-fn weights_alone(source: &Foreign) -> String {
+pub(super) fn weights_alone(path: &Path) -> String {
     format!(
         "{} holds weights alone: the optimizer, the learning rate and the data begin at step 0",
-        source.path().display()
+        path.display()
     )
 }
 

@@ -387,6 +387,7 @@ impl Trainer {
             return Ok(());
         }
         let replicated = !self.engine.policy.shard_optimizer;
+        self.optimizer.expect(u + 1);
         let mut grad = if replicated { self.engine.gather_gradient(u, own)? } else { own };
         let whole = match self.optimizer.moves_whole(u) {
             true => Some(self.directions(u, &mut grad, facts)?),
@@ -400,6 +401,7 @@ impl Trainer {
             let p = &mut params.host_mut()[range.start - base..range.end - base];
             optimizer.update(ops, u, unit, p, grad.view(), directions, facts);
         });
+        self.optimizer.put_away(u);
         self.engine.recycle(u, grad);
         match replicated {
             true => self.engine.refresh(u),

@@ -48,10 +48,6 @@ const fn computed(path: &'static str, takes: &'static str, default: &'static str
     Key { path, takes, default: Default::Computed(default), support: Support::Yes, aliases: &[] }
 }
 
-const fn later(path: &'static str, takes: &'static str, default: &'static str) -> Key {
-    Key { path, takes, default: Default::Yaml(default), support: Support::Later, aliases: &[] }
-}
-
 impl Key {
     const fn or(mut self, aliases: &'static [&'static str]) -> Self {
         self.aliases = aliases;
@@ -174,7 +170,7 @@ pub static KEYS: &[Key] = &[
     section("train.zero"),
     key("train.zero.stage", "integer from 0 to 3", "3"),
     key("train.zero.prefetch", "integer from 0 to 64", "1"),
-    later("train.zero.offload", "`none`", "none"),
+    key("train.zero.offload", "`none` or `{optimizer: path}`", "none"),
     key("train.precision", "`fp32`, `bf16` or `fp16`", "fp32"),
     section("train.loss_scale"),
     key("train.loss_scale.initial_scale_power", "integer from 0 to 32", "16"),

@@ -230,6 +230,9 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
     y.section("zero", |y| {
         y.key("stage", t.zero.stage);
         y.key("prefetch", t.zero.prefetch);
+        let offload =
+            t.zero.offload.as_ref().map(|p| format!("{{optimizer: {}}}", text(&p.to_string_lossy())));
+        y.key("offload", offload.unwrap_or_else(|| "none".to_owned()));
     });
     y.key("precision", t.precision.name());
     if t.precision == Precision::Fp16 {

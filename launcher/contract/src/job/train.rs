@@ -4,9 +4,9 @@ use super::{
     decode::{Decoder, Table},
     experts::{self, ExpertsSpec},
     lora::{self, LoraSpec},
-    read::{Read, boolean, choice, int, int32, list, number, text, word, word_or},
+    read::{Read, boolean, choice, expected, int, int32, list, number, text, word, word_or},
     sections::path,
-    tree::Node,
+    tree::{Node, Value},
     tune::{self, GroupSpec, betas, share},
 };
 use serde::{Deserialize, Serialize};
@@ -125,6 +125,9 @@ pub struct ZeroSpec {
     pub stage: u8,
     /// Blocks gathered ahead of use in stage 3 (0: none).
     pub prefetch: u32,
+    /// A directory for the optimizer's states, which then aren't kept in memory; relative to the workdir.
+    #[serde(default)]
+    pub offload: Option<PathBuf>,
 }
 
 /// `precision:`.
@@ -368,6 +371,19 @@ fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
     ZeroSpec {
         stage: d.get(&t, "train.zero.stage", int32(0..=3)) as u8,
         prefetch: d.get(&t, "train.zero.prefetch", int32(0..=64)),
+        offload: d.get(&t, "train.zero.offload", word_or("none", None, |n| offload(n).map(Some))),
+    }
+}
+
+/// `{optimizer: path}`
+fn offload(node: &Node) -> Read<PathBuf> {
+    const WHAT: &str = "`{optimizer: path}`";
+    match &node.value {
+        Value::Map(entries) => match entries.as_slice() {
+            [only] if only.key == "optimizer" => path(&only.value),
+            _ => Err(expected(WHAT, node)),
+        },
+        _ => Err(expected(WHAT, node)),
     }
 }
 

@@ -21,16 +21,16 @@ pub(super) struct ConvertArgs {
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=3))]
     stage: Option<u8>,
     /// Number of ranks to write for; that of the source when not given
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     world: Option<u32>,
-    /// `sub_group_size` of the config that will load a ZeRO-3 checkpoint
-    #[arg(long, default_value_t = 1_000_000_000)]
-    sub_group_size: u64,
+    /// `sub_group_size` of the config that will load a ZeRO-3 checkpoint; 1,000,000,000 when not given
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    sub_group_size: Option<u64>,
     /// Type of the model's own copies of its weights; that of the source when not given
     #[arg(long, value_enum)]
     dtype: Option<Precision>,
-    /// Memory to use at most
-    #[arg(long, default_value = "512MB", value_parser = size)]
+    /// Memory to use at most, 64 MiB or more
+    #[arg(long, default_value = "512MB", value_parser = memory)]
     memory: u64,
     /// Replace a folder that was made by converting
     #[arg(long)]
@@ -49,8 +49,42 @@ enum Format {
     Deepspeed,
 }
 
+/// Least memory that converting works with, bytes.
+const MEMORY_MIN: u64 = 64 << 20;
+/// What gathering may need, bytes.
+const GATHERING: u64 = 256_000_000;
+
+/// A size that is memory enough.
+fn memory(text: &str) -> Result<u64, String> {
+    match size(text)? {
+        bytes if bytes < MEMORY_MIN => Err("converting needs 64MiB of memory or more".into()),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Refuses what has no meaning for the format that is asked for.
+fn check(args: &ConvertArgs) -> Result<(), Failure> {
+    let weights = args.to == Format::Safetensors;
+    let refused = |why: String| Err(Failure::Usage(format!("{why} (see launch ckpt convert --help)")));
+    for (option, given) in [("--stage", args.stage.is_some()), ("--world", args.world.is_some())] {
+        if weights && given {
+            return refused(format!(
+                "{option} has no meaning for --to safetensors: weights alone aren't cut"
+            ));
+        }
+    }
+    if args.sub_group_size.is_some() && args.to != Format::Deepspeed {
+        return refused("--sub-group-size has a meaning for --to deepspeed alone".into());
+    }
+    if weights && args.memory < GATHERING {
+        return refused("--to safetensors may need 256MB of memory: --memory can't be less".into());
+    }
+    Ok(())
+}
+
 /// Runs it; returns the exit code.
 pub(super) fn run(args: &ConvertArgs, json: bool) -> Result<u8, Failure> {
+    check(args)?;
     let dtype = args.dtype.map(|d| match d {
         Precision::Bf16 => Dtype::BF16,
         Precision::Fp16 => Dtype::F16,
@@ -66,11 +100,12 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> Result<u8, Failure> {
             return gather(&args.dir, &args.out, &options, json);
         }
     };
+    let defaults = ConvertOptions::to(to);
     let options = ConvertOptions {
         to,
         stage: args.stage,
         world: args.world,
-        sub_group_size: args.sub_group_size,
+        sub_group_size: args.sub_group_size.unwrap_or(defaults.sub_group_size),
         dtype,
         memory: args.memory,
         force: args.force,

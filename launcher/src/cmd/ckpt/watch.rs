@@ -33,12 +33,30 @@ pub(super) struct WatchArgs {
 /// Watches until a signal: 130 after SIGINT, 0 after SIGTERM. What is under way is finished first; a second signal ends
 /// it at once.
 pub(super) fn run(args: WatchArgs, json: bool) -> Result<u8, Failure> {
+    check(&args)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Failure::Output)?;
     let code = runtime.block_on(watch(args, json));
     // a second signal doesn't wait for what is under way
     runtime.shutdown_background();
     code
+}
+
+/// Refuses what would wait for ever, or take its own results for checkpoints.
+fn check(args: &WatchArgs) -> Result<(), Failure> {
+    if args.dir.is_file() {
+        let why = format!("{} is a file; give the directory in which checkpoints land", args.dir.display());
+        return Err(Failure::Usage(why));
+    }
+    let same = |out: &PathBuf| match (out.canonicalize(), args.dir.canonicalize()) {
+        (Ok(out), Ok(dir)) => out == dir,
+        _ => *out == args.dir,
+    };
+    if args.gather.as_ref().is_some_and(same) {
+        let why = "--gather can't be the directory that is watched: weights have the checkpoints' names";
+        return Err(Failure::Usage(why.into()));
+    }
+    Ok(())
 }
 
 async fn watch(args: WatchArgs, json: bool) -> Result<u8, Failure> {

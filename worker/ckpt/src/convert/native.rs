@@ -65,12 +65,16 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
     }
     let samples = state.extras.model.iter().find(|(k, _)| k == "global_samples").map(|(_, v)| v.json());
     let samples = samples.as_ref().and_then(Value::as_u64);
-    state.notices.push(match samples {
+    let told = match samples {
         Some(n) => format!(
             "the source says neither the order of its data nor its seed: a run goes on with sample {n} of its own data, seed 0"
         ),
         None => "the source says neither where its data stood nor its seed: a run goes on at step × its own batch, seed 0".into(),
-    });
+    };
+    // weights alone begin at the first sample
+    if !(state.groups.is_empty() && state.step == 0) {
+        state.notices.push(told);
+    }
     let listed = |tensors: Vec<usize>| -> Vec<WeightShape> {
         let shape =
             |i: usize| WeightShape { name: state.name(i).into(), shape: state.tensors[i].shape.clone() };

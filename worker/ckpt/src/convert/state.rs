@@ -14,6 +14,9 @@ use std::path::PathBuf;
 /// What a format that doesn't say it is taken to be written by.
 const DEEPSPEED: &str = "0.19.8";
 
+/// Said where no training state is.
+const ALONE: &str = "it holds weights alone: a run that goes on from it begins its optimizer, learning rate and data at step 0";
+
 /// All of it.
 pub(super) struct State {
     pub(super) path: PathBuf,
@@ -60,7 +63,17 @@ impl State {
         let has = |name: &str, role: Role| index.contains_key(&(role, name.to_owned()));
         let states = Role::ALL.into_iter().filter(|r| r.is_optimizer_state());
         let roles: Vec<Role> = states.filter(|&r| tensors.iter().any(|t| t.role == r)).collect();
-        let step = training_step(step, !roles.is_empty(), options.to).map_err(refused)?;
+        if let Some(why) = source.unread().filter(|_| roles.is_empty()) {
+            return Err(refused(format!("{why}; --to safetensors writes its weights")));
+        }
+        let alone = source.is_weights_alone();
+        let step = match alone && options.to == Target::Native {
+            true => {
+                extras.notices.push(ALONE.into());
+                0
+            }
+            false => training_step(step, !roles.is_empty(), alone, options.to).map_err(refused)?,
+        };
         let trained = |t: &&TensorInfo| t.role == Role::Weight && roles.iter().any(|&r| has(&t.name, r));
         let names: Vec<String> = tensors.iter().filter(trained).map(|t| t.name.clone()).collect();
         let given = named_groups(std::mem::take(&mut extras.groups), &names).map_err(refused)?;
@@ -72,7 +85,8 @@ impl State {
         let all = tensors.as_slice();
         let of_role = |role: Role| (0..all.len()).filter(move |&i| all[i].role == role);
         let grouped: HashSet<usize> = groups.iter().flat_map(|g| g.weights.iter().copied()).collect();
-        let frozen = of_role(Role::Weight).filter(|i| !grouped.contains(i)).collect();
+        // weights alone are neither trained nor frozen
+        let frozen = of_role(Role::Weight).filter(|i| !alone && !grouped.contains(i)).collect();
         let said: HashSet<&str> = extras.frozen.iter().map(String::as_str).collect();
         let said_frozen = of_role(Role::Weight)
             .filter(|i| !grouped.contains(i) || said.contains(all[*i].name.as_str()))
@@ -143,9 +157,15 @@ impl State {
 }
 
 /// The step of what can be a training state in the target's format. SGD without momentum keeps no states.
-fn training_step(step: Option<u64>, has_states: bool, to: Target) -> std::result::Result<u64, String> {
+fn training_step(
+    step: Option<u64>,
+    has_states: bool,
+    alone: bool,
+    to: Target,
+) -> std::result::Result<u64, String> {
     match (step, has_states) {
-        (None, false) => Err("it holds weights alone, which are no training state: --to safetensors writes them, and resume.from begins a run with them as they are".into()),
+        (_, false) if alone => Err("it holds weights alone, which are no training state: --to native and --to safetensors write them, and resume.from begins a run with them as they are".into()),
+        (None, false) => Err("it is a training state that doesn't say its step and lacks its optimizer's states; --to safetensors writes its weights".into()),
         (None, true) => Err("it doesn't say its step".into()),
         (Some(_), false) if to != Target::Native => {
             Err("it has no optimizer state, which this target needs; use --to safetensors or --to native".into())

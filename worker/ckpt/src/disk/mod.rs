@@ -1,9 +1,11 @@
 //! Files and folders: large aligned writes and reads past the page cache, and every step of a save between fault points.
+mod at;
 mod buffer;
 mod folder;
 mod read;
 mod write;
 
+pub(crate) use at::{ReadAt, Scratch};
 pub(crate) use buffer::Buffers;
 pub(crate) use folder::{
     DirLock, Folder, exists, free_bytes, lock_dir, make_dir, make_dirs, parent_of, remove_tree, sync_all_of,

@@ -2,16 +2,13 @@
 //! are cores, so that one large file is checked as fast as many small ones.
 use super::store::{Part, Store, StoredFile, Stretch};
 use super::sums::joined;
+use crate::disk::ReadAt;
 use crate::error::{CkptError, Damage, Result};
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use std::fs::File;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Bytes that a thread takes at a time.
 const PIECE: u64 = 8 << 20;
-/// Bytes per call: they are still in the core's cache when their CRC is taken.
-const READ: usize = 256 << 10;
 /// Most threads: more only wait for the disk.
 const THREADS_MAX: usize = 16;
 /// Below this many bytes for each, further threads cost more than they bring.
@@ -115,12 +112,12 @@ impl Store {
 
     /// Takes pieces until none is left, or one can't be read.
     fn crcs_in_turn(&self, pieces: &[Piece], next: &AtomicUsize) -> Vec<(usize, Result<u32>)> {
-        let (mut done, mut buffer) = (Vec::new(), vec![0u8; READ]);
-        let mut open: Option<(usize, File)> = None;
+        let mut done = Vec::new();
+        let mut open: Option<(usize, ReadAt<'_>)> = None;
         loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(i) else { return done };
-            let crc = self.crc_of(piece, &mut open, &mut buffer);
+            let crc = self.crc_of(piece, &mut open);
             if crc.is_err() {
                 // the others have what is before it, and need nothing after it
                 next.store(pieces.len(), Ordering::Relaxed);
@@ -129,24 +126,14 @@ impl Store {
         }
     }
 
-    fn crc_of(&self, piece: &Piece, open: &mut Option<(usize, File)>, buffer: &mut [u8]) -> Result<u32> {
+    fn crc_of<'a>(&'a self, piece: &Piece, open: &mut Option<(usize, ReadAt<'a>)>) -> Result<u32> {
         let file = &self.files[piece.file];
         let opened = match open.take().filter(|(of, _)| *of == piece.file) {
             Some(opened) => opened,
-            None => (piece.file, file.open()?),
+            None => (piece.file, file.open(&self.scratch)?),
         };
         let (_, handle) = open.insert(opened);
-        let length = piece.bytes.end - piece.bytes.start;
-        if length > buffer.len() as u64 {
-            // from a disk the whole piece comes at once; where it can't be asked for, it comes bit by bit
-            let _ = posix_fadvise(
-                &*handle,
-                piece.bytes.start as i64,
-                length as i64,
-                PosixFadviseAdvice::POSIX_FADV_WILLNEED,
-            );
-        }
-        file.crc(handle, piece.bytes.clone(), buffer)
+        file.crc(handle, piece.bytes.clone())
     }
 }
 
@@ -173,7 +160,7 @@ mod tests {
             Member { name: format!("{r:?}"), data: r.clone(), crc: Some(crc) }
         };
         file.add(stretches.iter().map(member).collect());
-        Store { files: vec![file] }
+        Store { files: vec![file], ..Store::default() }
     }
 
     /// Every thread takes pieces of one file; damage on either side of where pieces meet is found in its stretch.

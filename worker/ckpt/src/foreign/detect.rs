@@ -1,5 +1,5 @@
 //! Finds out what a folder is.
-use super::draft::Draft;
+use super::draft::{Draft, Trained};
 use super::{Foreign, beside};
 use crate::disk::{Folder, exists};
 use crate::error::{CkptError, Result};
@@ -17,6 +17,12 @@ const TRIES: usize = 16;
 /// Opens the checkpoint of another program at `path`: its own folder, or the newest in a directory of them. `None` when
 /// nothing of the kind is there.
 pub(crate) fn open(path: &Path) -> Result<Option<Foreign>> {
+    open_trained(path, None)
+}
+
+/// The same for a reader that trains these weights: where states of the optimizer have numbers and some weights were
+/// frozen, they are taken for those, if that fits.
+pub(crate) fn open_trained(path: &Path, trained: Option<&Trained>) -> Result<Option<Foreign>> {
     if path.is_file() {
         return single(path).map(Some);
     }
@@ -24,9 +30,9 @@ pub(crate) fn open(path: &Path) -> Result<Option<Foreign>> {
     let inside = numbered(&folder)?;
     let only_weights = !has_state(path, &folder)?;
     if only_weights && !inside.is_empty() {
-        return newest(path, &inside).map(Some);
+        return newest(path, &inside, trained).map(Some);
     }
-    if let Some(found) = one(path)? {
+    if let Some(found) = one(path, trained)? {
         return Ok(Some(found));
     }
     // Accelerate's own naming puts them into a folder `checkpoints`
@@ -34,7 +40,7 @@ pub(crate) fn open(path: &Path) -> Result<Option<Foreign>> {
         true => {
             let path = path.join("checkpoints");
             let inside = numbered(&Folder::open(&path)?)?;
-            if inside.is_empty() { Ok(None) } else { newest(&path, &inside).map(Some) }
+            if inside.is_empty() { Ok(None) } else { newest(&path, &inside, trained).map(Some) }
         }
         false => Ok(None),
     }
@@ -53,11 +59,12 @@ fn has_state(path: &Path, folder: &Folder) -> Result<bool> {
 }
 
 /// The folder's own checkpoint.
-fn one(path: &Path) -> Result<Option<Foreign>> {
+fn one(path: &Path, trained: Option<&Trained>) -> Result<Option<Foreign>> {
     if let Some(found) = deepspeed::open(path)? {
         return Ok(Some(found));
     }
     let mut draft = Draft::new(path)?;
+    draft.trained = trained.cloned();
     match torch(&mut draft)? {
         true => draft.finish().map(Some),
         false => Ok(None),
@@ -77,7 +84,7 @@ fn single(path: &Path) -> Result<Foreign> {
     draft.facts.kind = "weights";
     draft.facts.tag = name.into_owned();
     draft.facts.writer = "unknown".into();
-    draft.finish()
+    draft.finish().map(Foreign::single)
 }
 
 /// What torch alone wrote: weights, optimizer, distributed checkpoints. False when nothing of it is there.
@@ -212,12 +219,12 @@ fn step_of(name: &str) -> Option<u64> {
 }
 
 /// The newest that opens.
-fn newest(path: &Path, names: &[String]) -> Result<Foreign> {
+fn newest(path: &Path, names: &[String], trained: Option<&Trained>) -> Result<Foreign> {
     let mut passed: Vec<String> = Vec::new();
     let mut first = None;
     for name in names.iter().rev().take(TRIES) {
         let inner: PathBuf = path.join(name);
-        let found = one(&inner).and_then(|f| {
+        let found = one(&inner, trained).and_then(|f| {
             f.ok_or_else(|| CkptError::NotACheckpoint {
                 path: inner.clone(),
                 why: crate::root::seems(&inner),

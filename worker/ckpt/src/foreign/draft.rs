@@ -5,7 +5,7 @@ use crate::catalog::{Role, TensorInfo};
 use crate::disk::Folder;
 use crate::error::{CkptError, Result};
 use crate::formats::torch_file::{PLAIN, TENSORS, TensorView, TorchFile};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -32,9 +32,14 @@ impl Entry {
     }
 }
 
+/// Names of the weights that a reader trains: what it knows where a file only has numbers.
+pub(crate) type Trained = HashSet<String>;
+
 /// Files, tensors and facts found so far in one folder.
 pub(crate) struct Draft {
     pub(crate) folder: Arc<Folder>,
+    /// What the reader trains, where it said so.
+    pub(crate) trained: Option<Trained>,
     pub(crate) facts: ForeignFacts,
     pub(crate) store: Store,
     pub(crate) entries: Vec<Entry>,
@@ -43,7 +48,8 @@ pub(crate) struct Draft {
 impl Draft {
     pub(crate) fn new(path: &Path) -> Result<Draft> {
         let folder = Arc::new(Folder::open(path)?);
-        Ok(Draft { folder, facts: ForeignFacts::default(), store: Store::default(), entries: Vec::new() })
+        let facts = ForeignFacts::default();
+        Ok(Draft { folder, trained: None, facts, store: Store::default(), entries: Vec::new() })
     }
 
     /// Reads a torch file in the folder and adds it to the store: its index there, and its values.

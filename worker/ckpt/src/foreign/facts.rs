@@ -57,6 +57,14 @@ impl ForeignFacts {
         self.notices.iter().find(says).map(String::as_str)
     }
 
+    /// True when it was saved to go on from, whether or not everything for that is there.
+    pub fn is_training_state(&self) -> bool {
+        self.step.unwrap_or(0) > 0
+            || self.unread().is_some()
+            || !self.scheduler.is_null()
+            || !self.rng_files.is_empty()
+    }
+
     /// The same in the words that all checkpoints share.
     pub(crate) fn state(&self) -> TrainingState {
         TrainingState {

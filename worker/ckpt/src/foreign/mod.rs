@@ -4,13 +4,14 @@ mod check;
 mod detect;
 pub(crate) mod draft;
 mod facts;
+mod part;
 pub(crate) mod store;
 mod sums;
 pub(crate) mod sweep;
 pub(crate) mod values;
 
 pub(crate) use self::beside::add as add_beside;
-pub(crate) use self::detect::open;
+pub(crate) use self::detect::{open, open_trained};
 pub use self::facts::ForeignFacts;
 
 use self::store::{Part, Store, Wanted};
@@ -64,6 +65,8 @@ pub struct Foreign {
     texts: Vec<TextFile>,
     /// What goes along when it is written anew, where the format's reader gave it.
     extras: Option<Extras>,
+    /// It is a single file: others beside it aren't part of it.
+    alone: bool,
 }
 
 impl fmt::Debug for Foreign {
@@ -108,7 +111,17 @@ impl Foreign {
         if !texts.iter().any(|t| t.name != TEXTS[0]) {
             facts.missing.push("tokenizer".into());
         }
-        Ok(Foreign { path: path.to_owned(), facts, store, entries, index, config, texts, extras: None })
+        Ok(Foreign {
+            path: path.to_owned(),
+            facts,
+            store,
+            entries,
+            index,
+            config,
+            texts,
+            extras: None,
+            alone: false,
+        })
     }
 
     /// The same with what goes along when it is written anew.
@@ -120,6 +133,12 @@ impl Foreign {
     /// What is known about it.
     pub fn facts(&self) -> &ForeignFacts {
         &self.facts
+    }
+
+    /// The same, being one file and nothing that lies beside it.
+    pub(crate) fn single(mut self) -> Foreign {
+        self.alone = true;
+        self
     }
 
     /// Adds warnings.
@@ -176,6 +195,9 @@ impl Foreign {
 
     /// The files that hold nothing that was read: random states, schedulers, what programs added.
     fn others(&self) -> Result<Vec<sweep::Swept>> {
+        if self.alone {
+            return Ok(Vec::new());
+        }
         let tag = self.store.files.first().map(|f| f.folder().path().to_owned());
         let mut paths = vec![(self.facts.root.clone(), 0)];
         if let Some(tag) = tag.filter(|tag| *tag != self.facts.root) {
@@ -299,6 +321,15 @@ impl Source for Foreign {
 
     fn state(&self) -> TrainingState {
         self.facts.state()
+    }
+
+    fn is_weights_alone(&self) -> bool {
+        let states = self.entries.iter().any(|e| e.info.role.is_optimizer_state());
+        !states && !self.facts.is_training_state()
+    }
+
+    fn unread(&self) -> Option<&str> {
+        self.facts.unread()
     }
 
     fn tokens(&self) -> Option<u64> {

@@ -1,16 +1,15 @@
 //! Tensors as pieces of files that others wrote: read where they lie, each stretch of a file checked before its first use.
+pub(crate) use super::part::Part;
 use super::sums::Sums;
-use crate::disk::Folder;
+use crate::disk::{Folder, ReadAt, Scratch};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Damage, Result};
 use crate::formats::torch_file::{TensorView, TorchFile, crc_flaw};
 use crate::formats::zip::Member;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -21,6 +20,7 @@ const CHUNK: usize = 1 << 20;
 #[derive(Default)]
 pub(crate) struct Store {
     pub(crate) files: Vec<StoredFile>,
+    pub(super) scratch: Scratch,
 }
 
 /// One file and the stretches of it that hold tensors.
@@ -50,84 +50,6 @@ impl Stretch {
 
     pub(super) fn set_sound(&self) {
         self.sound.store(true, Ordering::Release);
-    }
-}
-
-/// Consecutive elements of a tensor, in one file.
-#[derive(Clone, Debug)]
-pub(crate) struct Part {
-    /// First element, in the tensor.
-    pub(crate) start: u64,
-    pub(crate) count: u64,
-    file: usize,
-    stretch: usize,
-    /// Element of the stretch at which the view begins.
-    offset: u64,
-    /// How a view that isn't contiguous is laid out, and how many of its elements come before this part.
-    strided: Option<Box<Strided>>,
-}
-
-#[derive(Clone, Debug)]
-struct Strided {
-    shape: Vec<u64>,
-    strides: Vec<u64>,
-    skip: u64,
-}
-
-impl Part {
-    /// Elements `taken` of a view in a file, as elements `start..` of a tensor.
-    pub(crate) fn of(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> Part {
-        let contiguous = view.is_contiguous();
-        let strided = || {
-            Box::new(Strided { shape: view.shape.clone(), strides: view.strides.clone(), skip: taken.start })
-        };
-        Part {
-            start,
-            count: taken.end - taken.start,
-            file,
-            stretch: view.member,
-            offset: view.offset + if contiguous { taken.start } else { 0 },
-            strided: (!contiguous).then(strided),
-        }
-    }
-
-    /// Elements of the tensor.
-    pub(crate) fn elements(&self) -> Range<u64> {
-        self.start..self.start.saturating_add(self.count)
-    }
-
-    /// True when its bytes are in this stretch of this file.
-    pub(super) fn is_in(&self, file: usize, stretch: usize) -> bool {
-        (self.file, self.stretch) == (file, stretch)
-    }
-
-    /// Calls `run(element in the stretch, elements)` for each run of neighbours in elements `range` of the tensor.
-    fn runs(&self, range: Range<u64>, mut run: impl FnMut(u64, u64) -> Result<()>) -> Result<()> {
-        let (first, count) = (range.start - self.start, range.end - range.start);
-        let Some(strided) = &self.strided else { return run(self.offset + first, count) };
-        let inner = match (strided.shape.last(), strided.strides.last()) {
-            (Some(&size), Some(1)) => size,
-            _ => 1,
-        };
-        let (mut at, end) = (strided.skip + first, strided.skip + first + count);
-        while at < end {
-            let len = (inner - at % inner).min(end - at);
-            run(self.offset + strided.position(at), len)?;
-            at += len;
-        }
-        Ok(())
-    }
-}
-
-impl Strided {
-    /// Where element `index` of the view is, from its beginning.
-    fn position(&self, mut index: u64) -> u64 {
-        let mut position = 0;
-        for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {
-            position += index % size * stride;
-            index /= size;
-        }
-        position
     }
 }
 
@@ -170,8 +92,8 @@ impl StoredFile {
         &self.folder
     }
 
-    pub(super) fn open(&self) -> Result<File> {
-        let (file, size) = self.folder.open_file(&self.name, nix::fcntl::OFlag::empty())?;
+    pub(super) fn open<'a>(&'a self, scratch: &'a Scratch) -> Result<ReadAt<'a>> {
+        let (file, size) = ReadAt::open(&self.folder, &self.name, scratch)?;
         match size == self.size {
             true => Ok(file),
             false => Err(self.damaged(format!("it has {size} bytes now, it had {} before", self.size))),
@@ -188,32 +110,33 @@ impl StoredFile {
     }
 
     /// The CRC of a range of bytes.
-    pub(super) fn crc(&self, open: &File, bytes: Range<u64>, buffer: &mut [u8]) -> Result<u32> {
+    pub(super) fn crc(&self, open: &mut ReadAt<'_>, bytes: Range<u64>) -> Result<u32> {
         let mut hasher = crc32fast::Hasher::new();
-        let mut at = bytes.start;
-        while at < bytes.end {
-            let len = (bytes.end - at).min(buffer.len() as u64) as usize;
-            self.read(open, at, &mut buffer[..len])?;
-            hasher.update(&buffer[..len]);
-            at += len as u64;
-        }
+        open.each(bytes, |piece| hasher.update(piece)).map_err(|e| self.unread(e))?;
         Ok(hasher.finalize())
     }
 
     /// Reads bytes of a stretch; their CRC is kept until the stretch is known to be sound.
-    fn read_summed(&self, open: &File, stretch: &Stretch, at: u64, out: &mut [u8]) -> Result<()> {
-        self.read(open, at, out)?;
-        if !stretch.is_sound() {
-            stretch.sums.add(at..at + out.len() as u64, crc32fast::hash(out));
+    fn read_summed(&self, open: &mut ReadAt<'_>, stretch: &Stretch, at: u64, out: &mut [u8]) -> Result<()> {
+        if stretch.is_sound() {
+            return self.read(open, at, out);
         }
+        // piece by piece, so that each is summed while it is in the core's cache
+        let mut hasher = crc32fast::Hasher::new();
+        open.fill(at, out, |piece| hasher.update(piece)).map_err(|e| self.unread(e))?;
+        stretch.sums.add(at..at + out.len() as u64, hasher.finalize());
         Ok(())
     }
 
-    fn read(&self, open: &File, at: u64, out: &mut [u8]) -> Result<()> {
-        open.read_exact_at(out, at).map_err(|e| match e.kind() {
+    fn read(&self, open: &mut ReadAt<'_>, at: u64, out: &mut [u8]) -> Result<()> {
+        open.fill(at, out, |_| {}).map_err(|e| self.unread(e))
+    }
+
+    fn unread(&self, e: io::Error) -> CkptError {
+        match e.kind() {
             io::ErrorKind::UnexpectedEof => self.damaged("it is cut short".into()),
             _ => CkptError::io("read", &self.folder.path().join(&self.name))(e),
-        })
+        }
     }
 }
 
@@ -243,31 +166,31 @@ impl Store {
         holders: impl Fn(&dyn Fn(&Part) -> bool) -> Vec<String>,
     ) -> Result<()> {
         wanted.sort_by_key(|w| (w.part.file, w.part.stretch, w.part.offset, w.range.start));
-        let mut buffer = vec![0u8; CHUNK];
+        let mut buffer = Vec::new();
         for of_file in wanted.chunk_by_mut(|a, b| a.part.file == b.part.file) {
             let index = of_file[0].part.file;
             let file = &self.files[index];
-            let open = file.open()?;
+            let mut open = file.open(&self.scratch)?;
             for w in of_file {
                 let stretch = &file.stretches[w.part.stretch];
                 // elements here and there make no pieces of a sum
                 let first = checked || w.part.strided.is_some();
                 if first && !stretch.is_sound() {
-                    if !self.is_sound(index, stretch, &open, &mut buffer)? {
+                    if !self.is_sound(index, stretch, &mut open)? {
                         let tensors = holders(&|p: &Part| p.is_in(index, w.part.stretch));
                         let damage = file.flaw(stretch, tensors);
                         return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
                     }
                     stretch.set_sound();
                 }
-                read_part(file, &open, stretch, w, &mut buffer)?;
+                read_part(file, &mut open, stretch, w, &mut buffer)?;
             }
         }
         Ok(())
     }
 
-    fn is_sound(&self, index: usize, stretch: &Stretch, open: &File, buffer: &mut [u8]) -> Result<bool> {
-        let crc = self.files[index].crc(open, stretch.bytes.clone(), buffer)?;
+    fn is_sound(&self, index: usize, stretch: &Stretch, open: &mut ReadAt<'_>) -> Result<bool> {
+        let crc = self.files[index].crc(open, stretch.bytes.clone())?;
         Ok(stretch.crc.is_none_or(|expected| expected == crc))
     }
 
@@ -282,9 +205,9 @@ impl Store {
     ) -> Result<()> {
         let file = &self.files[part.file];
         let stretch = &file.stretches[part.stretch];
-        let open = file.open()?;
+        let mut open = file.open(&self.scratch)?;
         if !stretch.is_sound() {
-            if !self.is_sound(part.file, stretch, &open, &mut vec![0u8; CHUNK])? {
+            if !self.is_sound(part.file, stretch, &mut open)? {
                 let damage = file.flaw(stretch, holders(&|p: &Part| p.is_in(part.file, part.stretch)));
                 return Err(CkptError::Damaged { path: file.folder.path().to_owned(), damage });
             }
@@ -295,7 +218,7 @@ impl Store {
             let bytes = (count * size) as usize;
             let out = &mut out[done..done + bytes];
             done += bytes;
-            file.read(&open, stretch.bytes.start + element * size, out)
+            file.read(&mut open, stretch.bytes.start + element * size, out)
         })
     }
 
@@ -315,10 +238,10 @@ impl Store {
 
 fn read_part(
     file: &StoredFile,
-    open: &File,
+    open: &mut ReadAt<'_>,
     stretch: &Stretch,
     w: &mut Wanted<'_>,
-    buffer: &mut [u8],
+    buffer: &mut Vec<u8>,
 ) -> Result<()> {
     let size = w.dtype.size();
     let mut done = 0;
@@ -328,13 +251,9 @@ fn read_part(
         let mut rest = &mut out[done..done + count as usize];
         done += count as usize;
         if w.dtype == Dtype::F32 {
-            // piece by piece, so that each is summed while it is in the cache
-            for piece in bytemuck::cast_slice_mut::<f32, u8>(rest).chunks_mut(CHUNK) {
-                file.read_summed(open, stretch, at, piece)?;
-                at += piece.len() as u64;
-            }
-            return Ok(());
+            return file.read_summed(open, stretch, at, bytemuck::cast_slice_mut::<f32, u8>(rest));
         }
+        buffer.resize(CHUNK, 0);
         while !rest.is_empty() {
             let n = rest.len().min(buffer.len() / size as usize);
             let bytes = &mut buffer[..n * size as usize];
@@ -364,51 +283,4 @@ fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) -> std::result::Result<(),
         other => return Err(format!("a tensor of {other} is not read as F32")),
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn part(shape: &[u64], strides: &[u64], offset: u64, taken: Range<u64>) -> Part {
-        let (shape, strides) = (shape.to_vec(), strides.to_vec());
-        Part::of(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
-    }
-
-    fn positions(part: &Part, range: Range<u64>) -> Vec<u64> {
-        let mut all = Vec::new();
-        let ok = part.runs(range, |at, n| {
-            all.extend(at..at + n);
-            Ok(())
-        });
-        ok.expect("nothing fails");
-        all
-    }
-
-    #[test]
-    fn runs_of_a_transposed_and_of_a_sliced_view() {
-        assert_eq!(positions(&part(&[2, 3], &[1, 2], 5, 0..6), 100..106), [5, 7, 9, 6, 8, 10]);
-        assert_eq!(positions(&part(&[2, 3], &[10, 1], 0, 1..6), 100..105), [1, 2, 10, 11, 12]);
-        assert_eq!(positions(&part(&[4], &[0], 3, 0..4), 101..103), [3, 3]);
-    }
-
-    proptest! {
-        #[test]
-        fn runs_are_what_indexing_gives(
-            dims in proptest::collection::vec((1u64..4, 0u64..12), 0..4), offset in 0u64..5, a in 0u64..64, b in 0u64..64,
-        ) {
-            let (shape, strides): (Vec<u64>, Vec<u64>) = dims.into_iter().unzip();
-            let total: u64 = shape.iter().product();
-            let (from, to) = (a.min(b) % (total + 1), a.max(b) % (total + 1));
-            let (from, to) = (from.min(to), from.max(to));
-            let whole: Vec<u64> = (0..total).map(|mut i| {
-                let mut at = offset;
-                for (&n, &s) in shape.iter().zip(&strides).rev() { at += i % n * s; i /= n; }
-                at
-            }).collect();
-            let part = part(&shape, &strides, offset, 0..total);
-            prop_assert_eq!(positions(&part, 100 + from..100 + to), &whole[from as usize..to as usize]);
-        }
-    }
 }

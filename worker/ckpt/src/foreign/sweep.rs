@@ -68,7 +68,14 @@ fn list(folder: &Folder, inside: &str, depth: u32, files: &mut Vec<String>) -> R
     Ok(())
 }
 
-/// What is wrong with one file.
+/// What is wrong with a file by itself, every byte of it read.
+pub(crate) fn flaw(folder: &Folder, name: &str) -> Result<Option<String>> {
+    match one(folder, name, &mut Swept::default()) {
+        Err(CkptError::Damaged { damage, .. }) => Ok(Some(damage.why)),
+        other => other,
+    }
+}
+
 fn one(folder: &Folder, name: &str, swept: &mut Swept) -> Result<Option<String>> {
     let (file, size) = folder.open_file(name, nix::fcntl::OFlag::empty())?;
     swept.bytes += size;

@@ -162,10 +162,56 @@ pub(crate) fn add(draft: &mut Draft, name: &str) -> Result<()> {
         weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
     match optimizer.names(&borrowed, false) {
         Ok(names) => put(draft, name, file, &optimizer, names),
+        Err(why) if draft.trained.is_some() => add_trained(draft, name, file, optimizer, &borrowed, why),
         Err(why) => {
-            draft.notice(format!("the optimizer's state in {name} isn't read: {why}"));
-            draft.facts.groups =
-                optimizer.groups.into_iter().map(|(hyper, _)| Group { hyper, names: Vec::new() }).collect();
+            leave_out(draft, name, optimizer, &why);
+            Ok(())
+        }
+    }
+}
+
+/// Says why states aren't read.
+fn leave_out(draft: &mut Draft, name: &str, optimizer: Optimizer, why: &str) {
+    draft.notice(format!("the optimizer's state in {name} isn't read: {why}"));
+    draft.facts.groups =
+        optimizer.groups.into_iter().map(|(hyper, _)| Group { hyper, names: Vec::new() }).collect();
+}
+
+/// Adds states that aren't those of all weights, when they fit the weights that the reader trains: in number, groups,
+/// order and shapes. Nothing in the file says more, so that it is taken so is told.
+fn add_trained(
+    draft: &mut Draft,
+    name: &str,
+    file: usize,
+    optimizer: Optimizer,
+    weights: &[numbered::Weight<'_>],
+    why: String,
+) -> Result<()> {
+    let is_trained = |w: &&numbered::Weight<'_>| draft.trained.as_ref().is_some_and(|t| t.contains(w.0));
+    let (trained, frozen): (Vec<_>, Vec<_>) = weights.iter().partition(is_trained);
+    let trained: Vec<numbered::Weight<'_>> = trained.into_iter().copied().collect();
+    match optimizer.names(&trained, false) {
+        Ok(names) => {
+            draft.notice(format!(
+                "{name} numbers the states of {} of {} weights and doesn't say which: they fit those that are trained here, \
+                 and are taken for theirs",
+                trained.len(),
+                weights.len()
+            ));
+            draft.facts.frozen.extend(frozen.into_iter().map(|(n, _)| (*n).to_owned()));
+            put(draft, name, file, &optimizer, names)
+        }
+        Err(other) if trained.len() < weights.len() => {
+            leave_out(
+                draft,
+                name,
+                optimizer,
+                &format!("{why}; nor is it of the weights trained here: {other}"),
+            );
+            Ok(())
+        }
+        Err(_) => {
+            leave_out(draft, name, optimizer, &why);
             Ok(())
         }
     }

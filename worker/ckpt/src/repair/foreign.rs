@@ -1,10 +1,10 @@
 //! Checkpoints of other programs: the newest step that is whole or can be made so, and what lies beside it.
-use super::{Bench, bits, files_below, universal, weights, within};
+use super::{Bench, bits, files_below, model_files, universal, weights, within};
 use crate::disk::{self, Folder};
 use crate::error::Result;
 use crate::foreign::values::not_finite;
 use crate::foreign::{self, Foreign};
-use crate::formats::deepspeed::{self, LATEST, LATEST_UNIVERSAL, donor};
+use crate::formats::deepspeed::{self, LATEST, LATEST_UNIVERSAL};
 use crate::rng_files::{fill, folder as rng_folder};
 use std::path::Path;
 
@@ -99,7 +99,7 @@ fn tags(bench: &mut Bench, folder: &str) -> Result<()> {
     for tag in tags.iter().rev() {
         let before = bench.rebuilt.len();
         let name = within(folder, tag);
-        if let Err(why) = model_files(bench, &name) {
+        if let Err(why) = model_files::mend(bench, &name) {
             bench.lost.push(format!("{name}: {why}"));
             continue;
         }
@@ -120,17 +120,6 @@ fn tags(bench: &mut Bench, folder: &str) -> Result<()> {
                 bench.lost.push(format!("{name}: {}", why.join("; ")));
             }
         }
-    }
-    Ok(())
-}
-
-/// Lost model files of stage 3, from those of the other ranks. `Err` says why that can't be.
-fn model_files(bench: &mut Bench, tag: &str) -> std::result::Result<(), String> {
-    let path = bench.dir.join(tag);
-    for donor in donor::find(&path).map_err(|e| e.to_string())? {
-        donor::write(&path, &donor).map_err(|e| e.to_string())?;
-        let buffers = if donor.buffers { " (its buffers are that rank's)" } else { "" };
-        bench.rebuilt.push(format!("{tag}/{}: made from {}{buffers}", donor.lost, donor.from));
     }
     Ok(())
 }

@@ -4,6 +4,7 @@
 //! The copy gets its name when it is done, so the original is untouched until the very end, and after it too.
 mod bits;
 mod foreign;
+mod model_files;
 mod native;
 mod universal;
 mod weights;

@@ -1,5 +1,5 @@
 //! Checkpoints of ours: lost and flipped blocks from parity, and `latest` naming the newest that is whole.
-use super::{Bench, within};
+use super::{Bench, weights, within};
 use crate::commit::point_latest;
 use crate::disk;
 use crate::error::Result;
@@ -34,6 +34,7 @@ pub(super) fn mend(bench: &mut Bench) -> Result<()> {
             point_latest(&bench.dir, step)?;
             bench.rebuilt.push(format!("latest: names {} now", step_name(step)));
         }
+        weights::mend_ours(bench, &step_name(step))?;
     }
     Ok(())
 }

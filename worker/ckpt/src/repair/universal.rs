@@ -10,7 +10,7 @@ use crate::formats::zip::Member;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const ENDING: &str = "_universal";
+pub(super) const ENDING: &str = "_universal";
 /// Folders beside the checkpoint in which its ZeRO checkpoint is looked for.
 const BESIDE_MAX: usize = 64;
 /// Files whose tensors show that two universal checkpoints are of the same state.
@@ -69,15 +69,21 @@ fn sources(bench: &Bench, tag: &str) -> Result<Vec<Foreign>> {
     let at = bench.original.join(tag);
     let name = at.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let base = name.strip_suffix(ENDING).unwrap_or(&name).to_owned();
-    let inside = disk::parent_of(&bench.dir.join(within(tag, "x"))).with_file_name(&base);
-    let mut places: Vec<PathBuf> = vec![inside];
+    let mut places = beside(bench, tag, &base)?;
+    places.retain(|p| exists(p) && deepspeed::is_tag(p));
+    Ok(places.iter().filter_map(|p| foreign::whole(p).ok()).collect())
+}
+
+/// Where a folder `name` that belongs to the tag may be: with the tag itself, and in the folders beside that one.
+pub(super) fn beside(bench: &Bench, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
+    let at = bench.original.join(tag);
+    let mut places = vec![disk::parent_of(&bench.dir.join(within(tag, "x"))).with_file_name(name)];
     let parent = disk::parent_of(&disk::parent_of(&at));
     for beside in Folder::open(&parent)?.names()?.into_iter().filter(|n| !n.starts_with('.')).take(BESIDE_MAX)
     {
-        places.push(parent.join(beside).join(&base));
+        places.push(parent.join(beside).join(name));
     }
-    places.retain(|p| exists(p) && deepspeed::is_tag(p));
-    Ok(places.iter().filter_map(|p| foreign::whole(p).ok()).collect())
+    Ok(places)
 }
 
 /// Takes what the tag lacks from what `source` would be as a universal checkpoint. False when they are not of the same

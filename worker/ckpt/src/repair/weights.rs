@@ -1,6 +1,8 @@
 //! Weights as Hugging Face keeps them: a lost index from the shards' headers, lost files from the training state.
 use super::{Bench, foreign, within};
+use crate::checkpoint::Checkpoint;
 use crate::disk::Folder;
+use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::{deepspeed, safetensors};
 use crate::gather::{GatherOptions, gather};
@@ -9,6 +11,8 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 
+/// Where a run of ours puts its gathered weights, beside its checkpoints.
+const OURS: &str = "weights";
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Longest index that is read, bytes.
@@ -35,18 +39,7 @@ pub(super) fn mend(bench: &mut Bench, folder: &str) -> Result<()> {
     let opened = Folder::open(&path)?;
     let why = match look(&opened)? {
         Found::Sound => return Ok(()),
-        Found::NoIndex(map, bytes) => {
-            let index = json!({"metadata": {"total_size": bytes}, "weight_map": map});
-            let text = format!("{index:#}\n");
-            bench.write(&within(folder, INDEX), text.as_bytes())?;
-            let said = format!(
-                "{}: made from the headers of the shards ({} tensors)",
-                within(folder, INDEX),
-                map.len()
-            );
-            bench.rebuilt.push(said);
-            return Ok(());
-        }
+        Found::NoIndex(map, bytes) => return add_index(bench, folder, &map, bytes),
         Found::Broken(why) => why,
         Found::None => {
             let expected = opened.has("trainer_state.json")? && opened.has("config.json")?;
@@ -71,13 +64,56 @@ pub(super) fn mend(bench: &mut Bench, folder: &str) -> Result<()> {
     }
 }
 
+fn add_index(bench: &mut Bench, folder: &str, map: &BTreeMap<String, String>, bytes: u64) -> Result<()> {
+    let index = json!({"metadata": {"total_size": bytes}, "weight_map": map});
+    let text = format!("{index:#}\n");
+    bench.write(&within(folder, INDEX), text.as_bytes())?;
+    let said =
+        format!("{}: made from the headers of the shards ({} tensors)", within(folder, INDEX), map.len());
+    bench.rebuilt.push(said);
+    Ok(())
+}
+
+/// The weights that a run of ours gathered at its end, where they are there no longer whole: again, from the newest
+/// checkpoint. A directory without such a folder lacks nothing.
+pub(super) fn mend_ours(bench: &mut Bench, newest: &str) -> Result<()> {
+    if !Folder::open(&bench.dir)?.has_folder(OURS)? {
+        return Ok(());
+    }
+    let opened = Folder::open(&bench.dir.join(OURS))?;
+    match look(&opened)? {
+        Found::Sound => Ok(()),
+        Found::NoIndex(map, bytes) => add_index(bench, OURS, &map, bytes),
+        Found::Broken(why) => from_ours(bench, newest, &why),
+        Found::None => from_ours(bench, newest, "they are missing"),
+    }
+}
+
+fn from_ours(bench: &mut Bench, newest: &str, why: &str) -> Result<()> {
+    let checkpoint = Checkpoint::open(&bench.dir.join(newest))?;
+    // as a run writes them
+    put(bench, OURS, &checkpoint, Some(Dtype::BF16), &format!("from {newest}"), why)
+}
+
 /// Puts weights gathered from DeepSpeed's state into the folder.
 fn gathered(bench: &mut Bench, folder: &str, why: &str) -> Result<()> {
+    let Ok(state) = foreign::whole(&bench.dir.join(folder)) else { return Ok(()) };
+    put(bench, folder, &state, state.extras()?.precision, "from DeepSpeed's state", why)
+}
+
+/// Puts the gathered weights of a checkpoint into the folder, in place of those that are there.
+fn put(
+    bench: &mut Bench,
+    folder: &str,
+    source: &dyn Source,
+    dtype: Option<Dtype>,
+    from: &str,
+    why: &str,
+) -> Result<()> {
     let path = bench.dir.join(folder);
-    let Ok(state) = foreign::whole(&path) else { return Ok(()) };
     let aside = bench.aside();
-    let options = GatherOptions { dtype: state.extras()?.precision, ..GatherOptions::default() };
-    let made = gather(&state, &aside.0, &options, |_, _| ())?;
+    let options = GatherOptions { dtype, ..GatherOptions::default() };
+    let made = gather(source, &aside.0, &options, |_, _| ())?;
     for name in
         Folder::open(&path)?.names()?.iter().filter(|n| *n == WHOLE || *n == INDEX || shard(n).is_some())
     {
@@ -89,9 +125,7 @@ fn gathered(bench: &mut Bench, folder: &str, why: &str) -> Result<()> {
     }
     for name in names {
         bench.take(&aside.0.join(name), &within(folder, name))?;
-        let said =
-            format!("{}: gathered from DeepSpeed's state as {} ({why})", within(folder, name), made.dtype);
-        bench.rebuilt.push(said);
+        bench.rebuilt.push(format!("{}: gathered {from} as {} ({why})", within(folder, name), made.dtype));
     }
     Ok(())
 }

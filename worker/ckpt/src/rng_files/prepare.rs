@@ -10,7 +10,7 @@ use super::streams::Writer;
 use crate::commit::{Swap, publish};
 use crate::disk::{self, Folder, exists};
 use crate::error::{CkptError, Result};
-use crate::foreign::Foreign;
+use crate::foreign::{self, Foreign};
 use crate::formats::deepspeed;
 use serde_json::Value;
 use std::fs;
@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 /// Largest `trainer_state.json` that is read, bytes (it has a line of history per logged step).
 const TRAINER_STATE_MAX: u64 = 1 << 30;
 const TRAINER_STATE: &str = "trainer_state.json";
+/// The optimizer of FSDP's sharded states.
+const FSDP_OPTIMIZER: &str = "optimizer_0";
 
 /// Where the result goes.
 #[derive(Clone, Debug)]
@@ -115,7 +117,7 @@ fn remade(
         }
         None => None,
     };
-    let rescaled = scheduler::rescaled(&Folder::open(dir)?, old, asked.world, found.updates())?;
+    let rescaled = scheduler::rescaled(&Folder::open(dir)?, old, asked.world, found.updates(dir)?)?;
     lines.extend(rescaled.iter().map(|r| r.line.clone()));
     let skip = |name: &str| {
         folder::is_state(name)
@@ -225,9 +227,16 @@ impl Found {
         told.or(self.stored.as_ref().map(|s| s.ranks.len() as u32))
     }
 
-    /// Updates that DeepSpeed's optimizer has made.
-    fn updates(&self) -> Option<u64> {
-        self.state.as_ref()?.facts().steps.values().copied().max()
+    /// Updates that the optimizer has made, where its states aren't in one file: of DeepSpeed, of FSDP in shards.
+    fn updates(&self, dir: &Path) -> Result<Option<u64>> {
+        let most = |state: &Foreign| state.facts().steps.values().copied().max();
+        if let Some(state) = &self.state {
+            return Ok(most(state));
+        }
+        match exists(&dir.join(FSDP_OPTIMIZER)) {
+            true => Ok(foreign::open(dir)?.as_ref().and_then(most)),
+            false => Ok(None),
+        }
     }
 
     /// What an earlier start made of it for `world` ranks.

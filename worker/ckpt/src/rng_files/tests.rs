@@ -206,6 +206,18 @@ fn folders_are_made_beside_and_never_over_what_isnt_ours() {
     assert_eq!(names, ["checkpoint-6"], "nothing half-made stays");
 }
 
+/// FSDP's optimizer in shards says how many steps were done, as a file of Accelerate's own does.
+#[test]
+fn a_scheduler_beside_fsdp_s_shards_is_set_right() {
+    let golden =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/resume/accelerate_fsdp_sharded/state");
+    let root = tempfile::tempdir().expect("a directory");
+    let dir = root.path().join("state");
+    crate::tests::copy_tree(std::path::Path::new(golden), &dir);
+    let made = prepare::program(&dir, &Asked::new(4, Policy::Reconcile)).expect("made");
+    assert!(made.lines[0].contains("stands at 12 instead of 6 (3 steps)"), "{:?}", made.lines);
+}
+
 /// A scheduler that was stepped once for each of two processes, three times.
 #[test]
 fn a_scheduler_that_counts_processes_is_set_right() {

@@ -373,19 +373,79 @@ fn a_damaged_source_gives_an_error_and_leaves_nothing() {
     assert_eq!(names(dir.path()), ["from"]);
 }
 
-#[test]
-fn weights_alone_are_no_training_state_in_any_format() {
-    let dir = fast_dir();
-    let weights = dir.path().join("weights");
+/// A folder with the weights of a golden one and nothing else.
+fn weights_of(dir: &Path, golden_folder: &str) -> PathBuf {
+    let weights = dir.join("weights");
     fs::create_dir(&weights).expect("made");
-    fs::copy(golden("hf_ddp").join("checkpoint-3/model.safetensors"), weights.join("model.safetensors"))
+    fs::copy(golden(golden_folder).join("model.safetensors"), weights.join("model.safetensors"))
         .expect("copied");
-    for to in [Target::Native, Target::DeepSpeed, Target::Universal] {
+    weights
+}
+
+#[test]
+fn weights_alone_are_no_training_state_of_deepspeed_s() {
+    let dir = fast_dir();
+    let weights = weights_of(dir.path(), "hf_ddp/checkpoint-3");
+    for to in [Target::DeepSpeed, Target::Universal] {
         let out = dir.path().join("out");
         let why =
             convert(&*open(&weights), &out, &options(to, 2, 1), |_, _| {}).expect_err("refused").to_string();
-        assert!(why.contains("--to safetensors") && !why.contains("--to native"), "{why}");
+        assert!(why.contains("--to safetensors") && why.contains("--to native"), "{why}");
         assert!(!out.exists());
+    }
+}
+
+/// Ours says that they are weights alone, and another cut of it says so too.
+#[test]
+fn weights_alone_become_a_checkpoint_of_ours_that_says_so() {
+    let dir = fast_dir();
+    let weights = weights_of(dir.path(), "hf_ddp/checkpoint-3");
+    let (out, again) = (dir.path().join("out"), dir.path().join("again"));
+    let made = convert(&*open(&weights), &out, &options(Target::Native, 2, 3), |_, _| {}).expect("converted");
+    assert!(made.step == 0 && made.notices.iter().any(|n| n.contains("weights alone")), "{made:?}");
+    let cut = convert(&*open(&out), &again, &options(Target::Native, 2, 1), |_, _| {}).expect("converted");
+    assert!(cut.notices.iter().any(|n| n.contains("weights alone")), "{cut:?}");
+    let original = open(&weights);
+    for path in [&out, &again] {
+        assert!(crate::verify(path).expect("a report").is_sound());
+        let found = open(path);
+        assert!(found.is_weights_alone() && found.state().frozen.is_empty());
+        assert_eq!(found.tensors().len(), original.tensors().len());
+        for info in original.tensors() {
+            let read = |source: &dyn Source| {
+                let mut out = vec![0f32; info.elements() as usize];
+                let role = Role::Weight;
+                let all = Request { name: &info.name, role, start_element: 0, out: &mut out };
+                source.read_many(&mut [all]).expect("sound");
+                out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            assert_eq!(read(&*found), read(&*original), "{}", info.name);
+        }
+    }
+    // what belongs to a training state makes it one, and one that lost its optimizer is none to begin from
+    fs::copy(golden("hf_ddp").join("checkpoint-3/scheduler.pt"), weights.join("scheduler.pt"))
+        .expect("copied");
+    fs::copy(golden("hf_ddp").join("checkpoint-3/trainer_state.json"), weights.join("trainer_state.json"))
+        .expect("copied");
+    assert!(!open(&weights).is_weights_alone());
+}
+
+/// A training state whose optimizer can't be told apart isn't quietly one without.
+#[test]
+fn an_optimizer_that_is_not_read_is_not_left_out() {
+    let dir = fast_dir();
+    let from = dir.path().join("from");
+    super::copy_tree(&golden("hf_ddp").join("checkpoint-3"), &from);
+    let path = from.join("model.safetensors");
+    let mut text = fs::read(&path).expect("there");
+    let at = text.windows(9).position(|w| w == b"q_proj.we").expect("a name");
+    text[at] = b'x';
+    fs::write(&path, text).expect("written");
+    for to in [Target::Native, Target::DeepSpeed, Target::Universal] {
+        let out = dir.path().join("out");
+        let why =
+            convert(&*open(&from), &out, &options(to, 2, 1), |_, _| {}).expect_err("refused").to_string();
+        assert!(why.contains("isn't read") && why.contains("--to safetensors") && !out.exists(), "{why}");
     }
 }
 

@@ -146,6 +146,11 @@ fn bytes_of_fsdp_s_full_state() {
 }
 
 #[test]
+fn bytes_of_accelerate_s() {
+    tiny("accelerate_z2", false, 11);
+}
+
+#[test]
 fn bytes_of_hf_trainer_s() {
     tiny("trainer", false, 7);
 }

@@ -134,6 +134,41 @@ fn legacy_files_of_torch_hold_the_same_as_zip_ones() {
     }
 }
 
+/// What lies beside a file that was named is no part of it.
+#[test]
+fn a_single_file_is_verified_by_itself() {
+    let dir = fast_dir();
+    fs::write(dir.path().join("broken.pt"), "no torch file").expect("written");
+    fs::write(dir.path().join("text.txt"), "hello").expect("written");
+    let file = dir.path().join("weights.pt");
+    let mut bytes = fs::read(golden("legacy").join("zip.pt")).expect("there");
+    fs::write(&file, &bytes).expect("written");
+    let report = crate::verify(&file).expect("a report");
+    assert!(report.is_sound() && report.checkpoints[0].bytes > 0, "{report:?}");
+    let at = bytes.windows(6).position(|w| w == b"data/0").expect("a storage") + 200;
+    bytes[at] ^= 1;
+    fs::write(&file, &bytes).expect("written");
+    assert!(!crate::verify(&file).expect("a report").is_sound());
+    assert!(!crate::verify(&dir.path().join("broken.pt")).expect("a report").is_sound());
+    let why = crate::verify(&dir.path().join("text.txt")).expect_err("no checkpoint").to_string();
+    assert!(why.contains("its name doesn't end in"), "{why}");
+}
+
+/// `latest` of another program that names nothing is none of ours that is damaged.
+#[test]
+fn what_a_folder_without_a_checkpoint_is_verify_says_as_inspect_does() {
+    let dir = fast_dir();
+    let said = || {
+        let verified = crate::verify(dir.path()).expect_err("none").to_string();
+        let found = crate::find(dir.path()).expect_err("none").to_string();
+        assert_eq!(verified, found);
+        found
+    };
+    assert!(said().contains("no DeepSpeed state"));
+    fs::write(dir.path().join("latest"), "global_step1").expect("written");
+    assert!(said().contains("bring that folder back"));
+}
+
 #[test]
 fn every_cut_of_a_legacy_file_is_told() {
     let dir = fast_dir();

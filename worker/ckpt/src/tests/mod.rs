@@ -137,7 +137,7 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-fn copy_tree(from: &Path, to: &Path) {
+pub(crate) fn copy_tree(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("made");
     for name in names(from) {
         let (from, to) = (from.join(&name), to.join(&name));

@@ -395,3 +395,85 @@ fn results_never_take_the_place_of_something_else() {
     assert!(!report.sound && report.path.is_none(), "{report:#?}");
     assert_eq!(names(dir.path()), ["ckpt"]);
 }
+
+/// Beside the ZeRO checkpoint in `path`, the universal one that is made of it.
+fn add_universal(path: &Path) {
+    let source = open(path).expect("whole");
+    let made = path.with_file_name("universal");
+    let options = crate::ConvertOptions::to(crate::Target::Universal);
+    crate::convert(&*source, &made, &options, |_, _| ()).expect("converted");
+    copy_tree(&made, path);
+    fs::remove_dir_all(made).expect("removed");
+}
+
+#[test]
+fn lost_model_files_come_from_a_universal_checkpoint_of_the_same_state() {
+    let third = "zero_pp_rank_1_mp_rank_00_model_states.pt";
+    for (name, model) in [
+        ("z2_padded", "mp_rank_00_model_states.pt"),
+        ("z1_tied", "mp_rank_00_model_states.pt"),
+        ("z3_frozen", third),
+    ] {
+        for damaged in [false, true] {
+            let (_dir, path) = copied(name);
+            let tag = path.join(fs::read_to_string(path.join("latest")).expect("there").trim());
+            let file = tag.join(model);
+            // as it is, it can't be had from anywhere
+            let good = fs::read(&file).expect("there");
+            fs::remove_file(&file).expect("removed");
+            refused(&repaired(&path), &["model file"]);
+            fs::write(&file, &good).expect("written");
+            add_universal(&path);
+            match damaged {
+                true => fs::write(&file, &good[..good.len() / 2]).expect("written"),
+                false => fs::remove_file(&file).expect("removed"),
+            }
+            let report = repaired(&path);
+            let made = sound(&report, name);
+            assert!(has(&report.rebuilt, "agree bit for bit"), "{report:#?}");
+            assert!(made.join(tag.file_name().expect("a name")).join(model).exists(), "{name}");
+        }
+    }
+}
+
+/// A universal checkpoint of another state is none to rebuild from, though its shapes are the same.
+#[test]
+fn model_files_are_not_taken_from_another_state() {
+    let (_dir, path) = copied("z2_padded");
+    add_universal(&path);
+    let fp32 = path.join("global_step3_universal/zero/model.norm.weight/fp32.pt");
+    let other = path.join("global_step3_universal/zero/model.norm.weight/exp_avg.pt");
+    fs::copy(other, fp32).expect("another value");
+    fs::remove_file(tag(&path).join("mp_rank_00_model_states.pt")).expect("removed");
+    let report = repaired(&path);
+    refused(&report, &["model file"]);
+    assert!(!has(&report.rebuilt, "model_states"), "{report:#?}");
+}
+
+#[test]
+fn gathered_weights_beside_our_checkpoints_are_gathered_again() {
+    let dir = fast_dir();
+    let root = dir.path().join("checkpoints");
+    let saved = save(&root, &facts(2, 2, &[("a", &[4]), ("b", &[3, 5])])).expect("saved").path;
+    let weights = root.join("weights");
+    let options = crate::GatherOptions { dtype: Some(crate::Dtype::BF16), ..Default::default() };
+    crate::gather(&crate::Checkpoint::open(&saved).expect("whole"), &weights, &options, |_, _| ())
+        .expect("gathered");
+    let file = weights.join("model.safetensors");
+    let good = fs::read(&file).expect("there");
+    assert!(repaired(&root).rebuilt.is_empty());
+    for cut in [Some(good.len() / 2), Some(0), None] {
+        match cut {
+            Some(len) => fs::write(&file, &good[..len]).expect("written"),
+            None => fs::remove_file(&file).expect("removed"),
+        }
+        let report = repaired(&root);
+        assert!(report.sound && has(&report.rebuilt, "gathered from step-00000002 as BF16"), "{report:#?}");
+        let made = report.path.expect("made");
+        assert!(fs::read(made.join("weights/model.safetensors")).expect("there") == good);
+        fs::remove_dir_all(made).expect("removed");
+    }
+    // never gathered: nothing is missing
+    fs::remove_dir_all(&weights).expect("removed");
+    assert!(repaired(&root).rebuilt.is_empty());
+}

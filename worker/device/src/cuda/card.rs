@@ -155,8 +155,8 @@ impl Card {
         }
         self.enter()?;
         // SAFETY: the caller's range.
-        self.driver
-            .check("cuMemsetD8Async", unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, self.stream) })
+        let code = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, self.stream) };
+        self.driver.check("cuMemsetD8Async", code)
     }
 
     /// Host to card. The bytes may change as soon as this returns: they are not pinned, so the driver copied them.
@@ -371,6 +371,12 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn at(&self) -> Address {
+        self.at
+    }
+
+    /// Its address, for an owner who gives it back by [`Card::free`].
+    pub(super) fn keep(mut self) -> Address {
+        self.bytes = 0;
         self.at
     }
 }

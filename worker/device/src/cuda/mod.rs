@@ -120,10 +120,8 @@ impl Cuda {
     }
 
     fn unfilled(&self, dtype: Dtype, len: usize) -> Result<Buf> {
-        let memory = self.card.allocate(len * dtype.size())?;
-        let at = memory.at();
-        std::mem::forget(memory); // the buffer gives it back
-        Ok(Buf::on(self.card.clone(), at, dtype, len))
+        let memory = self.card.allocate(len.saturating_mul(dtype.size()))?;
+        Ok(Buf::on(self.card.clone(), memory.keep(), dtype, len))
     }
 
     // --- for the ops ------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ pub(super) fn router_backward(
     expect_len(op, "chosen", given.chosen.len(), m * per_token);
     expect_len(op, "balance", given.balance.len(), experts);
     let (chosen, balance) = (cuda.numbers(given.chosen), cuda.numbers(given.balance));
-    let [dweights, probs, lse] = [dweights, given.probs, given.lse].map(|v| floats(v));
+    let [dweights, probs, lse] = [dweights, given.probs, given.lse].map(floats);
     let [experts, per_token, normalise] = [experts as i64, per_token as i64, i64::from(normalise)];
     let (dlogits, twice_z) = (Tensor::from(&dlogits), 2.0 * given.z);
     let arguments: [&dyn Param; 10] = [

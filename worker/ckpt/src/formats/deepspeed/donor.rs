@@ -3,6 +3,7 @@ use super::names::Names;
 use super::states::{GLOBALS, ModelStates, OptimizerStates};
 use crate::disk::{self, Folder};
 use crate::error::{CkptError, Result};
+use crate::foreign::sweep;
 use crate::formats::torch_file::TorchFile;
 use crate::formats::torch_write::TorchWriter;
 use std::os::unix::fs::FileExt;
@@ -61,6 +62,44 @@ pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
     };
     let buffers = !states.buffers.is_empty();
     Ok(lost.into_iter().map(|rank| Donor { lost: named(rank), from: from.clone(), buffers }).collect())
+}
+
+/// Model files that a tag lacks, or that are damaged.
+#[derive(Debug)]
+pub(crate) struct Lost {
+    pub(crate) stage: u8,
+    pub(crate) world: u32,
+    pub(crate) files: Vec<String>,
+}
+
+/// Which model files a tag lacks, as its optimizer files say; `None` when it lacks none, or nothing says what it is.
+pub(crate) fn lost(path: &Path) -> Result<Option<Lost>> {
+    let folder = Folder::open(path)?;
+    let names = Names::of(&folder)?;
+    let read = |name: &String| {
+        let file = TorchFile::open(&folder, name, GLOBALS).ok()?;
+        OptimizerStates::read(&file).ok()
+    };
+    let Some(stage) = names.optimizer.values().find_map(read).map(|o| o.stage) else { return Ok(None) };
+    if !(1..=3).contains(&stage) {
+        return Ok(None);
+    }
+    let world = names.optimizer.len() as u32;
+    let expected: Vec<(u32, String)> = match stage {
+        3 => (0..world).map(|r| (r, format!("zero_pp_rank_{r}_mp_rank_00_model_states.pt"))).collect(),
+        _ => vec![(0, "mp_rank_00_model_states.pt".into())],
+    };
+    let mut files = Vec::new();
+    for (rank, name) in expected {
+        let sound = match names.model.get(&rank) {
+            Some(there) => sweep::flaw(&folder, there)?.is_none(),
+            None => false,
+        };
+        if !sound {
+            files.push(names.model.get(&rank).cloned().unwrap_or(name));
+        }
+    }
+    Ok((!files.is_empty()).then_some(Lost { stage, world, files }))
 }
 
 /// Writes `donor.lost` into the folder: the members of the other file under the name that the lost one's had.
