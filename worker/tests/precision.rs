@@ -17,9 +17,10 @@ const TENSOR: f64 = 5.0;
 /// Geometric mean over the tensors of a case, and over those of all cases.
 const CASE: f64 = 1.25;
 const TOGETHER: f64 = 1.05;
-/// Too few numbers to be judged in one case: √Σ² over all cases.
+/// Too few numbers to be judged in one case: √Σ² over the cases without experts. A router that is near a tie may send a token
+/// elsewhere for a rounding, and then ten steps are those of another run.
 const FEW: [&str; 3] = ["loss", "losses", "grad_norms"];
-const FEW_TOGETHER: f64 = 1.5;
+const FEW_TOGETHER: f64 = 1.1;
 
 /// A golden case, and how its run begins.
 type Start = fn(&Case) -> Running;
@@ -98,8 +99,10 @@ fn check(precision: Precision, name: &str) {
             println!("{case_name} {key} {:.2}", ours / theirs);
             assert!(ours > 0.0, "{case_name} {key}: as exact as fp32");
             if let Some(kind) = FEW.into_iter().find(|few| few == key) {
-                let sums: &mut (f64, f64) = few.entry(kind).or_default();
-                *sums = (sums.0 + ours * ours, sums.1 + theirs * theirs);
+                if !exact.keys().any(|name| name.contains(".experts.")) {
+                    let sums: &mut (f64, f64) = few.entry(kind).or_default();
+                    *sums = (sums.0 + ours * ours, sums.1 + theirs * theirs);
+                }
                 continue;
             }
             ratios.push(ours / theirs);

@@ -44,6 +44,8 @@ const JOBS: &[&str] = &[
     "train: {data: {files: [a]}, zero: {offload: {optimizer: './a b'}}}",
     "train: {data: {files: [a]}, precision: fp16, loss_scale: {initial_scale_power: 8, loss_scale_window: 10, min_loss_scale: 0.5}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
+    "train: {data: {files: [a]}, precision: bf16}",
+    "train: {data: {files: [a]}, precision: fp16, loss_scale: {initial_scale_power: 12, loss_scale_window: 7, min_loss_scale: 0.5}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
 
