@@ -1,11 +1,11 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, Devices, EnvSource, Every, ExpertPlacement,
-    ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LoraSpec, LoraTargets, LossOn,
-    MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute, ResumeFrom,
-    ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig,
-    SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
+    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, DataSpec, Devices, EnvSource, EvalSpec, Every,
+    ExpertPlacement, ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LoraSpec,
+    LoraTargets, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
+    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec,
+    SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -196,31 +196,7 @@ fn action_name(action: SignalAction) -> &'static str {
 
 fn train(y: &mut Yaml, t: &TrainSpec) {
     y.section("model", |y| model(y, &t.model));
-    y.section("data", |y| {
-        match &t.data.sources[..] {
-            [only] if only.name.is_empty() => source(y, only),
-            sources => y.section("mixture", |y| {
-                for s in sources {
-                    y.section(&s.name, |y| {
-                        source(y, s);
-                        y.key("weight", number(s.weight));
-                    });
-                }
-            }),
-        }
-        if let Some(path) = &t.data.chat_template {
-            y.key("chat_template", text(&path.to_string_lossy()));
-        }
-        match &t.data.tokenizer {
-            Tokenizer::Bytes => y.key("tokenizer", "bytes"),
-            Tokenizer::File(path) => y.key("tokenizer", text(&path.to_string_lossy())),
-        }
-        y.key("seq_len", t.data.seq_len);
-        y.key("pack", t.data.pack);
-        y.key("shuffle", t.data.shuffle);
-        y.key("held_out", number(t.data.held_out));
-        y.key("cache", text(&t.data.cache.to_string_lossy()));
-    });
+    y.section("data", |y| data(y, &t.data));
     if let Some(l) = &t.lora {
         y.section("lora", |y| lora(y, l));
     }
@@ -265,17 +241,45 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         y.key("train_only", texts(&t.train_only));
     }
     if let Some(eval) = &t.eval {
-        y.section("eval", |y| {
-            y.key("every", eval.every);
-            y.key("files", texts(&eval.files));
-            y.key("samples", eval.samples);
-            if let Some(sample) = &eval.sample {
-                y.section("sample", |y| {
-                    y.key("prompt", text(&sample.prompt));
-                    y.key("tokens", sample.tokens);
-                    y.key("temperature", number(sample.temperature));
+        y.section("eval", |y| evaluation(y, eval));
+    }
+}
+
+fn data(y: &mut Yaml, d: &DataSpec) {
+    match &d.sources[..] {
+        [only] if only.name.is_empty() => source(y, only),
+        sources => y.section("mixture", |y| {
+            for s in sources {
+                y.section(&s.name, |y| {
+                    source(y, s);
+                    y.key("weight", number(s.weight));
                 });
             }
+        }),
+    }
+    if let Some(path) = &d.chat_template {
+        y.key("chat_template", text(&path.to_string_lossy()));
+    }
+    match &d.tokenizer {
+        Tokenizer::Bytes => y.key("tokenizer", "bytes"),
+        Tokenizer::File(path) => y.key("tokenizer", text(&path.to_string_lossy())),
+    }
+    y.key("seq_len", d.seq_len);
+    y.key("pack", d.pack);
+    y.key("shuffle", d.shuffle);
+    y.key("held_out", number(d.held_out));
+    y.key("cache", text(&d.cache.to_string_lossy()));
+}
+
+fn evaluation(y: &mut Yaml, eval: &EvalSpec) {
+    y.key("every", eval.every);
+    y.key("files", texts(&eval.files));
+    y.key("samples", eval.samples);
+    if let Some(sample) = &eval.sample {
+        y.section("sample", |y| {
+            y.key("prompt", text(&sample.prompt));
+            y.key("tokens", sample.tokens);
+            y.key("temperature", number(sample.temperature));
         });
     }
 }
