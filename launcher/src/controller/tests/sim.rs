@@ -460,7 +460,7 @@ impl World {
         if self.scene.builtin {
             self.feed(node, number, AgentInput::WorkerLink { rank, error: None })?;
         }
-        self.feed(node, number, AgentInput::Ended { rank, status, oom: false })
+        self.feed(node, number, AgentInput::Ended { rank, status, oom: false, gpu: None })
     }
 
     /// The agent's process is gone, and its workers with it.
