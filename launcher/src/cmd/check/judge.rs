@@ -323,14 +323,15 @@ fn limits(look: &NodeLook) -> Vec<Check> {
         });
     }
     if let Some(limit) = look.limits.get("memlock") {
+        let shown = limit.map_or("unlimited".to_owned(), bytes);
         checks.push(match limit.is_some() && !look.gpus.gpus.is_empty() {
             true => bad(
                 Level::Warn,
                 "locked memory",
-                shown(*limit),
+                shown,
                 "GPUs and InfiniBand pin memory: set `memlock unlimited` in /etc/security/limits.conf",
             ),
-            false => ok("locked memory", shown(*limit)),
+            false => ok("locked memory", shown),
         });
     }
     checks.push(match look.shm {
