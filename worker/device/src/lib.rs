@@ -5,6 +5,8 @@ pub mod mem;
 pub mod ops;
 pub mod parity;
 
+mod pages;
+
 pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use mem::{Buf, Dtype, View, ViewMut};
