@@ -1,10 +1,7 @@
 //! What the answers mean: each thing that was looked at, how bad it is, and the next thing to do.
-use super::{Check, Checked, HostChecked, Level, ask::Asked};
+use super::{Check, Checked, HostChecked, Level, ask::Asked, gpus};
 use crate::{cmd::plan::bytes, discover::hosts::ClusterHost, transport::ssh::Stage};
-use contract::{
-    JobSpec,
-    probe::{GpuLook, NodeLook},
-};
+use contract::{JobSpec, probe::NodeLook};
 use std::collections::BTreeSet;
 
 /// Clocks further apart than this make logs and timeouts hard to read, seconds.
@@ -45,11 +42,16 @@ pub(super) fn judge(job: &JobSpec, hosts: Option<&[ClusterHost]>, asked: Vec<Ask
     Checked { name: job.name.clone(), hosts: own.collect(), checks }
 }
 
-fn ok(what: &'static str, found: impl Into<String>) -> Check {
+pub(super) fn ok(what: &'static str, found: impl Into<String>) -> Check {
     Check { what, level: Level::Ok, found: found.into(), hint: None }
 }
 
-fn bad(level: Level, what: &'static str, found: impl Into<String>, hint: impl Into<String>) -> Check {
+pub(super) fn bad(
+    level: Level,
+    what: &'static str,
+    found: impl Into<String>,
+    hint: impl Into<String>,
+) -> Check {
     Check { what, level, found: found.into(), hint: Some(hint.into()) }
 }
 
@@ -109,7 +111,7 @@ fn node(job: &JobSpec, look: &NodeLook, first: Option<&NodeLook>, slots: Option<
         ),
     });
     checks.extend(directories(job, look));
-    checks.extend(gpus(look, first, slots));
+    checks.extend(gpus::judge(look, first, slots));
     checks.extend(limits(look));
     checks
 }
@@ -143,83 +145,6 @@ fn directories(job: &JobSpec, look: &NodeLook) -> Vec<Check> {
     checks
 }
 
-fn gpus(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Vec<Check> {
-    let (gpus, theirs) = (&look.gpus, &first.gpus);
-    let mut checks = Vec::new();
-    let count = gpus.gpus.len() as u32;
-    let name = gpus.gpus.first().map_or("", |g| g.name.as_str());
-    checks.push(match &gpus.trouble {
-        Some(why) => bad(
-            Level::Warn,
-            "gpus",
-            format!("{} devices, but {why}", gpus.devices),
-            "does `nvidia-smi` work on the host?",
-        ),
-        None if slots.is_some_and(|slots| count > 0 && slots > count) => {
-            let found = format!("{count}, and the hostfile says {} slots", slots.unwrap_or(0));
-            bad(Level::Warn, "gpus", found, "ranks share GPUs, unless the job computes on the CPU")
-        }
-        None if count != theirs.gpus.len() as u32 => bad(
-            Level::Warn,
-            "gpus",
-            format!("{count}, {} has {}", first.hostname, theirs.gpus.len()),
-            "uneven hosts: is a GPU missing?",
-        ),
-        None if count == 0 => ok("gpus", "none"),
-        None => ok("gpus", format!("{count} × {name}")),
-    });
-    if let Some(driver) = &gpus.driver {
-        checks.push(match theirs.driver.as_ref().filter(|other| *other != driver) {
-            Some(other) => bad(
-                Level::Warn,
-                "driver",
-                format!("{driver}, {} has {other}", first.hostname),
-                "install the same driver on all hosts",
-            ),
-            None => ok("driver", driver.clone()),
-        });
-    }
-    checks.push(match (&gpus.nccl, &theirs.nccl) {
-        (Some((_, own)), Some((_, other))) if own != other => bad(
-            Level::Warn,
-            "nccl",
-            format!("{own}, {} has {other}", first.hostname),
-            "install the same NCCL on all hosts",
-        ),
-        (Some((path, version)), _) => ok("nccl", format!("{version} ({path})")),
-        (None, _) => ok("nccl", "not found by the loader (programs may bring their own)"),
-    });
-    checks.extend(gpu_memory(gpus));
-    checks
-}
-
-/// What is free, and who else computes there.
-fn gpu_memory(gpus: &GpuLook) -> Vec<Check> {
-    let least = gpus.gpus.iter().min_by_key(|g| g.memory_free);
-    let free = least.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty()));
-    if let Some(gpu) = free {
-        let found = format!("{} free of {} at least", bytes(gpu.memory_free), bytes(gpu.memory));
-        return vec![ok("gpu memory", found)];
-    }
-    let used = gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
-        let pids: Vec<String> =
-            g.processes.iter().map(|(pid, used)| format!("{pid} ({})", bytes(*used))).collect();
-        let found = format!(
-            "GPU {i}: {} free of {}, used by {}",
-            bytes(g.memory_free),
-            bytes(g.memory),
-            pids.join(", ")
-        );
-        bad(
-            Level::Warn,
-            "gpu memory",
-            found,
-            "someone else computes there: wait, or leave the GPU out with `cluster.exclude`",
-        )
-    });
-    used.collect()
-}
-
 fn limits(look: &NodeLook) -> Vec<Check> {
     let mut checks = Vec::new();
     let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
@@ -240,14 +165,15 @@ fn limits(look: &NodeLook) -> Vec<Check> {
         });
     }
     if let Some(limit) = look.limits.get("memlock") {
+        let shown = limit.map_or("unlimited".to_owned(), bytes);
         checks.push(match limit.is_some() && !look.gpus.gpus.is_empty() {
             true => bad(
                 Level::Warn,
                 "locked memory",
-                shown(*limit),
+                shown,
                 "GPUs and InfiniBand pin memory: set `memlock unlimited` in /etc/security/limits.conf",
             ),
-            false => ok("locked memory", shown(*limit)),
+            false => ok("locked memory", shown),
         });
     }
     checks.push(match look.shm {
@@ -403,9 +329,37 @@ mod tests {
             (
                 |a| {
                     a.look.as_mut().expect("look").gpus.gpus =
-                        vec![Gpu { name: "G".into(), memory: 9, memory_free: 3, processes: vec![(7, 6)] }];
+                        vec![Gpu { memory: 9, memory_free: 3, processes: vec![(7, 6)], ..Gpu::default() }];
                 },
                 vec![("gpus", Warn), ("gpu memory", Warn)],
+            ),
+            (
+                |a| {
+                    let gpu = Gpu {
+                        ecc_errors: Some(2),
+                        rows: (true, true),
+                        slowed: vec!["too hot".into()],
+                        exclusive: true,
+                        instances: true,
+                        ..Gpu::default()
+                    };
+                    a.look.as_mut().expect("look").gpus.gpus = vec![gpu];
+                },
+                [vec![("gpus", Warn)], vec![("gpu health", Warn); 6]].concat(),
+            ),
+            (
+                |a| {
+                    let far = |other| Gpu { unreachable: vec![(other, "far".into())], ..Gpu::default() };
+                    a.look.as_mut().expect("look").gpus.gpus = vec![far(1), far(0)];
+                },
+                vec![("gpus", Warn), ("gpu links", Warn)],
+            ),
+            (
+                |a| {
+                    let linked = |nvlinks| Gpu { nvlinks, ..Gpu::default() };
+                    a.look.as_mut().expect("look").gpus.gpus = vec![linked(18), linked(17)];
+                },
+                vec![("gpus", Warn), ("gpu links", Warn)],
             ),
             (
                 |a| {
