@@ -240,8 +240,8 @@ mod tests {
         assert!(why.contains("claims 1099511627776 bytes"), "{why}");
         // and when the file is as large as it says: the cap
         let why = read_header(2 << 40, |at, out| {
-            assert_eq!((at, out.len()), (0, 8), "only the length is read");
-            out.copy_from_slice(&(1u64 << 40).to_le_bytes());
+            assert!(at == 0 && out.len() < 64, "only the beginning is read");
+            out[..8].copy_from_slice(&(1u64 << 40).to_le_bytes());
             Ok(())
         });
         assert!(why.expect_err("refused").contains("100000000 are allowed"));

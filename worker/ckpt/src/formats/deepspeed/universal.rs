@@ -7,7 +7,8 @@ use super::names::Names;
 use super::states::{GLOBALS, ModelStates, groups_of};
 use super::{Tag, beside_facts};
 use crate::catalog::{Role, elements};
-use crate::error::Result;
+use crate::disk::Folder;
+use crate::error::{CkptError, Result};
 use crate::foreign::draft::{role_of, some, whole_step};
 use crate::foreign::store::{Part, StoredFile};
 use crate::foreign::{Entry, Foreign, ForeignFacts};
@@ -18,10 +19,16 @@ use crate::state::Group;
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Folder of the weights' folders.
 const ZERO: &str = "zero";
 const STATE: &str = "zero/optimizer_state.pt";
+/// Weights' folders whose files are open at a time.
+const FOLDERS_AT_A_TIME: usize = 128;
+/// Threads that open files.
+const THREADS: usize = 8;
 const FP32: &str = "fp32.pt";
 
 /// True for a universal checkpoint's own folder.
@@ -97,7 +104,7 @@ fn whole(tag: &mut Tag) -> Result<Whole> {
     }
     let file = TorchFile::open(&tag.folder, STATE, GLOBALS)?;
     let root = file.value();
-    let damaged = |why: String| crate::error::CkptError::damaged(&tag.path, STATE, why);
+    let damaged = |why: String| CkptError::damaged(&tag.path, STATE, why);
     let inner = root.get("optimizer_state_dict");
     let groups = match root.get("param_groups") {
         Some(_) => groups_of(root),
@@ -123,45 +130,88 @@ fn whole(tag: &mut Tag) -> Result<Whole> {
     Ok(Whole { groups, steps, stage, loss_scaler })
 }
 
-/// Reads the folders of all weights, and names the states in them that aren't read.
-fn held(tag: &mut Tag) -> Result<(Vec<Held>, BTreeSet<String>)> {
+/// A weight's folder and the files in it that are read: their keys and names.
+struct Listed {
+    name: String,
+    files: Vec<(String, String)>,
+}
+
+/// The weights' folders, and states that aren't understood.
+fn listed(tag: &Tag) -> Result<(Vec<Listed>, BTreeSet<String>)> {
     let (mut all, mut unknown) = (Vec::new(), BTreeSet::new());
     for name in tag.folder.names_in(ZERO)? {
         let inside = format!("{ZERO}/{name}");
         if !tag.folder.has_folder(&inside)? {
             continue;
         }
-        let mut held =
-            Held { fp32: (0, TensorView::scalar()), shaped: false, states: Vec::new(), step: None, name };
-        let mut has_fp32 = false;
+        let mut files = Vec::new();
         for file in tag.folder.names_in(&inside)? {
-            let Some(key) = file.strip_suffix(".pt") else { continue };
-            let (role, path) = (role_of(key), format!("{inside}/{file}"));
-            if file != FP32 && key != "step" && role.is_none() {
-                unknown.insert(key.to_owned());
-                continue;
-            }
-            let (index, view, shaped) = one(tag, &path, key)?;
-            match role {
-                Some(role) => held.states.push((role, index, view)),
-                None if file == FP32 => {
-                    (held.fp32, held.shaped, has_fp32) = ((index, view), shaped, true);
+            match file.strip_suffix(".pt") {
+                Some(key) if file == FP32 || key == "step" || role_of(key).is_some() => {
+                    files.push((key.to_owned(), format!("{inside}/{file}")));
                 }
-                None => held.step = Some(f64::from(tag.store.scalar(index, &view)?)),
+                Some(key) => drop(unknown.insert(key.to_owned())),
+                None => {}
             }
         }
-        if !has_fp32 {
-            return Err(tag.missing(format!("{inside}/{FP32}")));
-        }
-        all.push(held);
+        all.push(Listed { name, files });
     }
     Ok((all, unknown))
 }
 
+/// Reads the weights' folders.
+fn held(tag: &mut Tag) -> Result<(Vec<Held>, BTreeSet<String>)> {
+    let (listed, unknown) = listed(tag)?;
+    let mut all = Vec::with_capacity(listed.len());
+    for some in listed.chunks(FOLDERS_AT_A_TIME) {
+        let paths: Vec<&str> = some.iter().flat_map(|l| &l.files).map(|(_, path)| path.as_str()).collect();
+        let mut opened = open_all(&tag.folder, &paths).into_iter();
+        for Listed { name, files } in some {
+            let fp32 = (0, TensorView::scalar());
+            let mut held = Held { name: name.clone(), fp32, shaped: false, states: Vec::new(), step: None };
+            let mut has_fp32 = false;
+            for ((key, path), file) in files.iter().zip(&mut opened) {
+                let (index, view, shaped) = one(tag, file?, path, key)?;
+                match role_of(key) {
+                    Some(role) => held.states.push((role, index, view)),
+                    None if key == "step" => held.step = Some(f64::from(tag.store.scalar(index, &view)?)),
+                    None => (held.fp32, held.shaped, has_fp32) = ((index, view), shaped, true),
+                }
+            }
+            if !has_fp32 {
+                return Err(tag.missing(format!("{ZERO}/{name}/{FP32}")));
+            }
+            all.push(held);
+        }
+    }
+    Ok((all, unknown))
+}
+
+/// Opens files in parallel: thousands of small ones wait for the disk more than for the processor.
+fn open_all(folder: &Folder, paths: &[&str]) -> Vec<Result<TorchFile>> {
+    let next = AtomicUsize::new(0);
+    let opened: Vec<OnceLock<Result<TorchFile>>> = paths.iter().map(|_| OnceLock::new()).collect();
+    let work = || {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            let (Some(path), Some(place)) = (paths.get(i), opened.get(i)) else { return };
+            // each place is set once
+            let _ = place.set(TorchFile::open(folder, path, GLOBALS));
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..THREADS.min(paths.len()) {
+            scope.spawn(work);
+        }
+        work();
+    });
+    let early = || Err(CkptError::invalid("a thread ended early"));
+    opened.into_iter().map(|place| place.into_inner().unwrap_or_else(early)).collect()
+}
+
 /// The tensor in one file, and whether the file says its shape.
-fn one(tag: &mut Tag, path: &str, key: &str) -> Result<(usize, TensorView, bool)> {
-    let file = TorchFile::open(&tag.folder, path, GLOBALS)?;
-    let damaged = |why: String| crate::error::CkptError::damaged(&tag.path, path, why);
+fn one(tag: &mut Tag, file: TorchFile, path: &str, key: &str) -> Result<(usize, TensorView, bool)> {
+    let damaged = |why: String| CkptError::damaged(&tag.path, path, why);
     // the folder inside a torch file has the name that the file was written under
     if ["fp32", "exp_avg", "exp_avg_sq", "step"].iter().any(|other| file.root == *other && key != *other) {
         return Err(damaged(format!("it was written as {}.pt: files were exchanged", file.root)));
@@ -208,11 +258,10 @@ fn collect(
             return Err(tag.missing(format!("{inside}/step.pt")));
         }
         add(tag, &mut found, one, known.map(|(_, shape)| shape.as_slice()))
-            .map_err(|why| crate::error::CkptError::damaged(&tag.path, format!("{inside}/{FP32}"), why))?;
+            .map_err(|why| CkptError::damaged(&tag.path, format!("{inside}/{FP32}"), why))?;
         let step = one.step.or_else(|| known.and_then(|(g, _)| whole.steps.get(g).copied()));
         if let Some(step) = step {
-            let step = whole_step(step)
-                .map_err(|why| crate::error::CkptError::damaged(&tag.path, inside.as_str(), why))?;
+            let step = whole_step(step).map_err(|why| CkptError::damaged(&tag.path, inside.as_str(), why))?;
             steps.insert(one.name.clone(), step);
         }
     }
@@ -270,11 +319,10 @@ fn others(tag: &Tag, model: &ModelStates, stage: u8, found: &mut Collected, lone
         let held_shape = shape.or(one.shaped.then(|| one.fp32.1.shape.clone()));
         let why = || {
             let why = "it is flat, and no model file says its shape";
-            crate::error::CkptError::damaged(&tag.path, format!("{ZERO}/{}/{FP32}", one.name), why)
+            CkptError::damaged(&tag.path, format!("{ZERO}/{}/{FP32}", one.name), why)
         };
-        add(tag, found, one, Some(&held_shape.ok_or_else(why)?)).map_err(|why| {
-            crate::error::CkptError::damaged(&tag.path, format!("{ZERO}/{}", one.name), why)
-        })?;
+        add(tag, found, one, Some(&held_shape.ok_or_else(why)?))
+            .map_err(|why| CkptError::damaged(&tag.path, format!("{ZERO}/{}", one.name), why))?;
         found.frozen.push(one.name.clone());
     }
     if let Some((file, _)) = tag.model.get(&0) {
