@@ -88,7 +88,6 @@ fn the_plan_counts_the_background_copy_and_recomputation() {
         &["train.optimizer.name=sgd"],
         &["train.precision=bf16", "train.batch.micro=4"],
         &["cluster.workers_per_host=2", "train.zero.max_live_parameters=4000000"],
-        &["train.zero.offload={optimizer: states}"],
         &["train.optimizer.name=muon", "cluster.workers_per_host=2"],
         &["train.precision=bf16", "cluster.workers_per_host=2"],
         &["train.precision=bf16", "cluster.workers_per_host=2", "train.zero.stage=1"],

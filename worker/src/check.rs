@@ -187,9 +187,10 @@ impl Memory<'_> {
         let rows = experts::bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel);
         let spread =
             self.units.iter().filter(|u| u.owners.stride > 1).map(Unit::trained_len).max().unwrap_or(0);
-        // Of the unit that travels and of the next one: sums by the slots of the group, and their copies on the way.
+        // Of the unit that travels and of the next one: sums by the slots of the group; and on the way copies of what is
+        // sent, of what is received, and of the parameters that a gather sends to each owner.
         let sums = (1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT) * buffers(parallel, true);
-        (rows + 4 * spread * (sums + 2)) as u64
+        (rows + 4 * spread * (sums + 3)) as u64
     }
 
     /// Units that this rank has a part of.
