@@ -21,7 +21,7 @@ use crate::{
     },
 };
 use contract::job::Recompute;
-use device::{Buf, Dtype, View, ViewMut};
+use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
 use std::{ops::Range, sync::Arc};
 
 /// What a trainer of a model with experts has beside the rest.
@@ -72,34 +72,32 @@ struct Room {
     /// Weights, their gradients and `choices` are `f32` in every precision.
     weights: Buf,
     dweights: Buf,
-    /// A weight per travelling row.
-    sent_weights: Vec<f32>,
     /// Gradient of the weights, by choice.
     choices: Buf,
 }
 
 impl Room {
     /// Nothing yet. `dtype`: of rows.
-    fn of(dtype: Dtype) -> Self {
-        let rows = || Buf::zeroed_as(dtype, 0);
+    fn of(ops: &dyn Ops, dtype: Dtype) -> Self {
+        let rows = || ops.zeroed(dtype, 0);
         Room {
             out: rows(),
             drows: rows(),
             act: rows(),
             dact: rows(),
             dgate_up: rows(),
-            weights: Buf::default(),
-            dweights: Buf::default(),
-            sent_weights: Vec::new(),
-            choices: Buf::default(),
+            weights: ops.zeroed(Dtype::F32, 0),
+            dweights: ops.zeroed(Dtype::F32, 0),
+            choices: ops.zeroed(Dtype::F32, 0),
         }
     }
 }
 
 /// At least `len` elements, whatever they hold.
-fn grow(buf: &mut Buf, len: usize) -> ViewMut<'_> {
+fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
-        *buf = Buf::zeroed_as(buf.dtype(), len.next_multiple_of(1024));
+        let larger = || ops.zeroed(buf.dtype(), len.next_multiple_of(1024));
+        *buf = needed_for("rows of experts", larger);
     }
     buf.view_mut().slice(0..len)
 }
@@ -107,6 +105,7 @@ fn grow(buf: &mut Buf, len: usize) -> ViewMut<'_> {
 impl Experts {
     /// For micro-batches of `rows` tokens. `None`: the model has no experts.
     pub fn new(
+        ops: &Arc<dyn Ops>,
         model: &dyn Model,
         placement: Option<&Placement>,
         engine: &Engine,
@@ -119,20 +118,20 @@ impl Experts {
         let count = layers.iter().flatten().count();
         let sets = if recompute == Recompute::None { count } else { count.min(1) };
         let saved = || Saved {
-            routing: Routing::new(shape, rows),
+            routing: Routing::new(ops.as_ref(), shape, rows),
             sending: Sending::default(),
             receiving: Receiving::default(),
-            rows: Buf::zeroed_as(dtype, 0),
-            gate_up: Buf::zeroed_as(dtype, 0),
+            rows: ops.zeroed(dtype, 0),
+            gate_up: ops.zeroed(dtype, 0),
         };
         let group = placement.group(rank);
-        let roads = Roads::new(engine, group, rows * shape.per_token);
+        let roads = Roads::new(ops.clone(), engine, group, rows * shape.per_token);
         Some(Experts {
             shape,
             tally: Tally::new(sparse, layers.len(), rows),
             layers,
             saved: (0..sets).map(|_| saved()).collect(),
-            room: Room::of(dtype),
+            room: Room::of(ops.as_ref(), dtype),
             roads,
         })
     }
@@ -181,6 +180,7 @@ fn of_layers(sparse: &dyn Sparse, p: &Placement, engine: &Engine, number: usize)
 
 /// The ways between a rank's tokens and their experts.
 struct Roads {
+    ops: Arc<dyn Ops>,
     queue: Arc<Queue>,
     world: usize,
     rank: usize,
@@ -203,16 +203,17 @@ struct Lane {
 }
 
 impl Lane {
-    fn of(dtype: Dtype) -> Self {
-        Lane { packed: Buf::zeroed_as(dtype, 0), arrived: Buf::zeroed_as(dtype, 0) }
+    fn of(ops: &dyn Ops, dtype: Dtype) -> Self {
+        Lane { packed: ops.zeroed(dtype, 0), arrived: ops.zeroed(dtype, 0) }
     }
 }
 
 impl Roads {
-    fn new(engine: &Engine, group: Range<usize>, limit: usize) -> Self {
+    fn new(ops: Arc<dyn Ops>, engine: &Engine, group: Range<usize>, limit: usize) -> Self {
         let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
-        let (halves, floats) = (Lane::of(engine.dtype()), Lane::of(Dtype::F32));
-        Roads { queue, world, rank, group, limit, halves, floats }
+        let of = |dtype| Lane::of(ops.as_ref(), dtype);
+        let (halves, floats) = (of(engine.dtype()), of(Dtype::F32));
+        Roads { ops, queue, world, rank, group, limit, halves, floats }
     }
 
     fn lane(&mut self, dtype: Dtype) -> &mut Lane {
@@ -267,20 +268,20 @@ impl Roads {
         let (sending, receiving) = saved;
         let n = sending.tokens.len();
         if self.local() {
-            fill(grow(to, n * width));
+            fill(grow(self.ops.as_ref(), to, n * width));
             return Ok(());
         }
         let (sent, received) = self.counts(layer, sending, receiving, width);
-        let dtype = to.dtype();
+        let (dtype, ops) = (to.dtype(), self.ops.clone());
         let lane = self.lane(dtype);
-        fill(grow(&mut lane.packed, n * width));
-        grow(&mut lane.arrived, receiving.rows() * width);
+        fill(grow(ops.as_ref(), &mut lane.packed, n * width));
+        grow(ops.as_ref(), &mut lane.arrived, receiving.rows() * width);
         self.trade(dtype, false, sent, received)?;
-        let (mut to, from) = (grow(to, receiving.rows() * width), self.lane(dtype).arrived.view());
+        let to = &mut grow(ops.as_ref(), to, receiving.rows() * width);
+        let from = self.lane(dtype).arrived.view();
         for (rows, at) in receiving.blocks() {
             let block = from.slice(rows.start * width..rows.end * width);
-            let to = to.reborrow().slice(at * width..at * width + block.len());
-            to.bytes().copy_from_slice(block.bytes());
+            ops.copy(to.part(at * width..at * width + block.len()), block);
         }
         Ok(())
     }
@@ -299,14 +300,15 @@ impl Roads {
             return Ok(from.view().slice(0..n * width));
         }
         let (received, sent) = self.counts(layer, sending, receiving, width);
+        let ops = self.ops.clone();
         let lane = self.lane(from.dtype());
-        let mut arrived = grow(&mut lane.arrived, receiving.rows() * width);
+        let mut arrived = grow(ops.as_ref(), &mut lane.arrived, receiving.rows() * width);
         for (rows, at) in receiving.blocks() {
-            let block = arrived.reborrow().slice(rows.start * width..rows.end * width);
+            let block = arrived.part(rows.start * width..rows.end * width);
             let from = from.view().slice(at * width..at * width + block.len());
-            block.bytes().copy_from_slice(from.bytes());
+            ops.copy(block, from);
         }
-        grow(&mut lane.packed, n * width);
+        grow(ops.as_ref(), &mut lane.packed, n * width);
         self.trade(from.dtype(), true, sent, received)?;
         Ok(self.lane(from.dtype()).packed.view().slice(0..n * width))
     }
@@ -325,7 +327,8 @@ impl Roads {
 
     /// From `packed` to `arrived` of a lane, or back.
     fn trade(&mut self, dtype: Dtype, back: bool, sent: Vec<usize>, received: Vec<usize>) -> Result<()> {
-        let Lane { mut packed, mut arrived } = std::mem::replace(self.lane(dtype), Lane::of(dtype));
+        let none = Lane::of(self.ops.as_ref(), dtype);
+        let Lane { mut packed, mut arrived } = std::mem::replace(self.lane(dtype), none);
         let traded = self.queue.run(move |comm| {
             let (from, to) = if back { (&arrived, &mut packed) } else { (&packed, &mut arrived) };
             let (out, room) = (sent.iter().sum(), received.iter().sum());
@@ -367,7 +370,7 @@ impl Trainer {
             let input = LayerInput { params, batch, x: w.x[l].view(), layer: l };
             sparse.route_forward(ops, &input, &mut saved.routing, &mut w.saved[set], &mut w.scratch);
         });
-        tally.note(layer.index, &saved.routing);
+        tally.note(ops, layer.index, &saved.routing);
     }
 
     /// Rows to their experts, and with `output` what those make of them back into the next layer's input.
@@ -387,9 +390,10 @@ impl Trainer {
             ops.gather_rows(to, normed, tokens, shape.hidden);
         })?;
         let n = saved.receiving.rows();
-        let gate_up = grow(&mut saved.gate_up, n * 2 * shape.intermediate);
-        let out = output
-            .then(|| (grow(&mut room.out, n * shape.hidden), grow(&mut room.act, n * shape.intermediate)));
+        let gate_up = grow(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
+        let out = output.then(|| {
+            (grow(ops, &mut room.out, n * shape.hidden), grow(ops, &mut room.act, n * shape.intermediate))
+        });
         let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * shape.hidden));
         self.engine.with_params(held, |params| {
             experts_forward(ops, shape, &ExpertRows { params, of: &of, rows }, gate_up, out);
@@ -423,7 +427,7 @@ impl Trainer {
             }
             self.experts_forward(l, &experts, compute, false)?;
         }
-        self.experts_backward(l, &experts, compute)?;
+        self.experts_backward(l, &experts)?;
         self.engine.release(experts);
         self.reduce_experts(l, unit, round, compute)?;
         self.experts_return(l)?;
@@ -436,7 +440,7 @@ impl Trainer {
     }
 
     /// Gradients of tokens to their experts, and through them.
-    fn experts_backward(&mut self, l: usize, held: &Held, compute: bool) -> Result<()> {
+    fn experts_backward(&mut self, l: usize, held: &Held) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
         let (layer, saved, room, roads, _) = x.layer(l);
@@ -444,24 +448,19 @@ impl Trainer {
         let (ways, tokens) = ((&saved.sending, &saved.receiving), &saved.sending.tokens);
         let dx = self.work.dx.view();
         roads.there(&layer, ways, d, &mut room.out, |to| ops.gather_rows(to, dx, tokens, d))?;
-        room.sent_weights.resize(tokens.len(), 0.0);
-        if compute {
-            let weights = saved.routing.weights.host().iter();
-            weights.zip(&saved.sending.places).for_each(|(w, &row)| room.sent_weights[row as usize] = *w);
-        }
-        let weights = &room.sent_weights;
-        roads.there(&layer, ways, 1, &mut room.weights, |to| to.host().copy_from_slice(weights))?;
+        let (weights, choices) = (saved.routing.weights.view(), saved.sending.choices());
+        roads.there(&layer, ways, 1, &mut room.weights, |to| ops.gather_rows(to, weights, &choices, 1))?;
         let n = saved.receiving.rows();
         let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * d));
         let back = ExpertBackward {
             gate_up: saved.gate_up.view().slice(0..n * 2 * f),
             dy: room.out.view().slice(0..n * d),
             weights: room.weights.view().slice(0..n),
-            dweights: grow(&mut room.dweights, n),
-            drows: grow(&mut room.drows, n * d),
-            act: grow(&mut room.act, n * f),
-            dact: grow(&mut room.dact, n * f),
-            dgate_up: grow(&mut room.dgate_up, n * 2 * f),
+            dweights: grow(ops, &mut room.dweights, n),
+            drows: grow(ops, &mut room.drows, n * d),
+            act: grow(ops, &mut room.act, n * f),
+            dact: grow(ops, &mut room.dact, n * f),
+            dgate_up: grow(ops, &mut room.dgate_up, n * 2 * f),
         };
         self.engine.with_params(held, |params| {
             experts_backward(ops, shape, &ExpertRows { params, of: &of, rows }, back);
@@ -510,9 +509,9 @@ impl Trainer {
         let width = x.shape.hidden;
         let (layer, saved, room, roads, _) = x.layer(l);
         let ways = (&saved.sending, &saved.receiving);
-        let dweights = roads.back(&layer, ways, 1, &room.dweights)?.host();
-        let choices = grow(&mut room.choices, dweights.len()).host();
-        choices.iter_mut().zip(&saved.sending.places).for_each(|(to, &row)| *to = dweights[row as usize]);
+        let (ops, places) = (self.ops.as_ref(), &saved.sending.places);
+        let dweights = roads.back(&layer, ways, 1, &room.dweights)?;
+        ops.gather_rows(grow(ops, &mut room.choices, dweights.len()), dweights, places, 1);
         roads.back(&layer, ways, width, &room.drows).map(drop)
     }
 
