@@ -33,25 +33,8 @@ echo $$ > "$READY.$RANK"
 while :; do sleep 1000 & wait $!; done
 "#;
 
-/// The clock on the wall of a process that loads this is ahead by as many seconds as /scratch/skew says.
-const SKEW: &str = r#"
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-int clock_gettime(clockid_t id, struct timespec *t) {
-    int rc = syscall(SYS_clock_gettime, id, t);
-    char text[32] = {0};
-    int file = id == CLOCK_REALTIME ? syscall(SYS_openat, AT_FDCWD, "/scratch/skew", O_RDONLY | O_CLOEXEC) : -1;
-    if (file >= 0) {
-        if (syscall(SYS_read, file, text, 31) > 0) t->tv_sec += atol(text);
-        syscall(SYS_close, file);
-    }
-    return rc;
-}
-"#;
+/// A library that sets the clock of a process wrong.
+const SKEW: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/skew.c");
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
@@ -237,10 +220,8 @@ fn ours(hosts: &Hosts, host: usize) -> Vec<(i32, String)> {
 fn up(test: &str) -> Option<Hosts> {
     let hosts = Hosts::up(test, 4)?;
     let library = hosts.file("shared/skew.so");
-    let source = hosts.file("skew.c");
-    fs::write(&source, SKEW).unwrap();
     let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-O1", "-o"]).arg(library).arg(source);
+    cc.args(["-shared", "-fPIC", "-O1", "-o"]).arg(library).arg(SKEW);
     assert!(cc.status().unwrap().success());
     for host in HOSTS {
         hosts.shell(host, &format!("cat > /root/rank <<'END'\n{RANK}END\nchmod 755 /root/rank; echo /shared/skew.so > /etc/ld.so.preload"));

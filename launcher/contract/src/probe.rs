@@ -99,12 +99,28 @@ pub struct GpuLook {
 }
 
 /// One GPU.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Gpu {
     pub name: String,
+    /// Its address on the PCI bus.
+    pub bus: String,
     /// Bytes.
     pub memory: u64,
     pub memory_free: u64,
     /// Processes that compute on it: pid and bytes.
     pub processes: Vec<(u32, u64)>,
+    /// Errors of its memory that ECC couldn't correct, since the driver was loaded; `None`: it doesn't count them.
+    pub ecc_errors: Option<u64>,
+    /// Rows of its memory that were found bad: to be replaced at the next reset, couldn't be replaced.
+    pub rows: (bool, bool),
+    /// Why its clocks are held down now, other than by what it has to do.
+    pub slowed: Vec<String>,
+    /// It takes one process at a time, or none.
+    pub exclusive: bool,
+    /// It is cut into instances (MIG).
+    pub instances: bool,
+    /// Links to other GPUs that are up.
+    pub nvlinks: u32,
+    /// Why it can't reach another one's memory directly: that one's index, and why.
+    pub unreachable: Vec<(u32, String)>,
 }

@@ -62,6 +62,8 @@ pub(crate) enum Input {
         status: ExitStatus,
         /// The kernel killed it because memory ran out.
         oom: bool,
+        /// What the driver says of a GPU that failed under it.
+        gpu: Option<String>,
     },
     /// What the worker's processes have used of the CPU so far, and whether the first of them is stopped; the answer to
     /// `Watch`.
@@ -161,6 +163,7 @@ struct Worker {
     tail: Option<Vec<String>>,
     error: Option<String>,
     oom: bool,
+    gpu: Option<String>,
     progress: Progress,
 }
 
@@ -246,7 +249,7 @@ impl Core {
             }
             Input::Worker { rank, message } => self.worker(now, rank, message),
             Input::WorkerLink { rank, error } => self.worker_link(rank, error),
-            Input::Ended { rank, status, oom } => self.ended(now, rank, status, oom),
+            Input::Ended { rank, status, oom, gpu } => self.ended(now, rank, status, oom, gpu),
             Input::Activity { rank, ticks, stopped } => self.activity(now, rank, ticks, stopped),
             Input::Marker { rank } => self.moved(now, rank),
             Input::Bound { epoch, port } => self.send(FromAgent::Bound { epoch, port }),

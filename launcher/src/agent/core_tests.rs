@@ -82,7 +82,7 @@ impl Rig {
 
     fn end(&mut self, rank: Rank, status: ExitStatus) -> Vec<Command> {
         let mut all = self.feed(Input::WorkerLink { rank, error: None });
-        all.extend(self.feed(Input::Ended { rank, status, oom: false }));
+        all.extend(self.feed(Input::Ended { rank, status, oom: false, gpu: None }));
         all
     }
 }
@@ -241,7 +241,10 @@ fn ends_are_reported_in_their_order_with_their_last_words() {
     let mut rig = Rig::started(&[true, false]);
     rig.feed(Input::Worker { rank: 0, message: FromWorker::Hello { version: VERSION, pid: 100 } });
     // Rank 0 ends first, but its socket has not been read to the end yet.
-    assert!(sent(&rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1), oom: false })).is_empty());
+    assert!(
+        sent(&rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1), oom: false, gpu: None }))
+            .is_empty()
+    );
     assert!(sent(&rig.end(1, ExitStatus::Code(2))).is_empty(), "rank 1 ended after rank 0");
     let fatal = FromWorker::Fatal { exit: WorkerExit::Failed, message: "NaN".into() };
     assert!(matches!(
@@ -259,7 +262,7 @@ fn ends_are_reported_in_their_order_with_their_last_words() {
 #[test]
 fn last_words_are_not_waited_for_for_ever() {
     let mut rig = Rig::started(&[true]);
-    rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1), oom: false });
+    rig.feed(Input::Ended { rank: 0, status: ExitStatus::Code(1), oom: false, gpu: None });
     assert!(sent(&rig.at(LAST_WORDS - ms(1))).is_empty());
     let commands = rig.at(LAST_WORDS);
     assert!(matches!(sent(&commands)[..], [FromAgent::Exited { rank: 0, .. }]));
@@ -390,7 +393,7 @@ proptest! {
                 Chance::Hello(rank) => rig.feed(Input::Worker { rank, message: FromWorker::Hello { version: VERSION, pid: 100 + rank } }),
                 Chance::Fatal(rank) => rig.feed(Input::Worker { rank, message: FromWorker::Fatal { exit: WorkerExit::Failed, message: "m".into() } }),
                 Chance::LinkEnds(rank) => rig.feed(Input::WorkerLink { rank, error: None }),
-                Chance::Ends(rank, code) => rig.feed(Input::Ended { rank, status: ExitStatus::Code(code), oom: false }),
+                Chance::Ends(rank, code) => rig.feed(Input::Ended { rank, status: ExitStatus::Code(code), oom: false, gpu: None }),
             });
         }
         for rank in 0..builtin.len() as u32 {

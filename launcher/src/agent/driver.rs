@@ -2,7 +2,9 @@
 use super::{
     core::{Command, Core, Input, must_arrive},
     descendants::kill_descendants,
-    error_file, join,
+    error_file,
+    gpu_faults::GpuFaults,
+    join,
     oom::OomWatch,
     output::{Log, Pump, PumpEvent, PumpPlan},
     probe::Prober,
@@ -169,6 +171,7 @@ struct Driver {
     /// Serves the workers of all nodes while they run.
     store: Option<crate::controller::Server>,
     oom: OomWatch,
+    gpu_faults: GpuFaults,
     /// Held while this agent lives: see [`Driver::own_host`].
     own: Option<UnixListener>,
     /// The epoch in which it was told that a program has no handler for a signal.
@@ -205,6 +208,7 @@ impl Driver {
             rendezvous: None,
             store: None,
             oom: OomWatch::start(),
+            gpu_faults: GpuFaults::start(),
             own: None,
             no_handler: None,
             plan: None,
@@ -297,6 +301,10 @@ impl Driver {
     fn on_worker(&mut self, ((rank, pid), message): WorkerMessage) -> Input {
         match message {
             _ if self.running.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
+            Ok(Some(FromWorker::Fatal { exit, message })) => {
+                let gpu = self.gpu_faults.of(pid).map_or_else(String::new, |fault| format!("; {fault}"));
+                Input::Worker { rank, message: FromWorker::Fatal { exit, message: message + &gpu } }
+            }
             Ok(Some(message)) => Input::Worker { rank, message },
             Ok(None) => Input::WorkerLink { rank, error: None },
             // A killed worker's socket may reset instead of ending.
@@ -323,7 +331,8 @@ impl Driver {
             if let Some(rank) = self.leaders.remove(&pid) {
                 // Asked before another is reaped: each kill explains one process.
                 let oom = matches!(status, ExitStatus::Signal(libc::SIGKILL, _)) && self.oom.killed(pid);
-                self.handle(Input::Ended { rank, status, oom });
+                let gpu = (status != ExitStatus::Code(0)).then(|| self.gpu_faults.of(pid)).flatten();
+                self.handle(Input::Ended { rank, status, oom, gpu });
             }
         }
     }

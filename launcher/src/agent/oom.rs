@@ -1,24 +1,15 @@
 //! Was a process killed because memory ran out? The control group counts such kills; where it can't be read, the
 //! kernel's log names the pids.
+use super::kernel_log::KernelLog;
 use crate::discover::oom_kills;
-use std::{
-    fs::{File, OpenOptions},
-    io::{Read, Seek, SeekFrom},
-    os::unix::fs::OpenOptionsExt,
-    path::Path,
-};
-
-/// Largest record of the kernel's log, bytes.
-const RECORD: usize = 8 << 10;
-/// Most records read at once.
-const MOST_RECORDS: usize = 10_000;
+use std::path::Path;
 
 /// Watches for kills since it was made, or since the last that it told of.
 #[derive(Debug)]
 pub(super) struct OomWatch {
     /// Kills of this control group that are known.
     counted: Option<u64>,
-    log: Option<File>,
+    log: Option<KernelLog>,
     /// Pids that the kernel's log has told of.
     named: Vec<u32>,
 }
@@ -26,7 +17,7 @@ pub(super) struct OomWatch {
 impl OomWatch {
     pub(super) fn start() -> Self {
         let counted = oom_kills(Path::new("/"));
-        let log = if counted.is_none() { kernel_log() } else { None };
+        let log = if counted.is_none() { KernelLog::open() } else { None };
         OomWatch { counted, log, named: Vec::new() }
     }
 
@@ -40,31 +31,13 @@ impl OomWatch {
                 more
             }
             None => {
-                self.read_log();
+                if let Some(log) = &mut self.log {
+                    log.read(|record| self.named.extend(killed_process(record)));
+                }
                 self.named.contains(&pid)
             }
         }
     }
-
-    fn read_log(&mut self) {
-        let Some(log) = &mut self.log else { return };
-        let mut record = [0; RECORD];
-        for _ in 0..MOST_RECORDS {
-            match log.read(&mut record) {
-                Ok(n @ 1..) => self.named.extend(killed_process(&String::from_utf8_lossy(&record[..n]))),
-                // Records were overwritten before they were read; the next one is there.
-                Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
-                _ => return,
-            }
-        }
-    }
-}
-
-/// From here on; `None` where it may not be read.
-fn kernel_log() -> Option<File> {
-    let mut log = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg").ok()?;
-    log.seek(SeekFrom::End(0)).ok()?;
-    Some(log)
 }
 
 /// The pid in `… Out of memory: Killed process 123 (name) …`.

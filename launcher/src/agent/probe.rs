@@ -1,6 +1,7 @@
 //! What `launch check` wants to know of a node: looked up here, on threads beside the agent's own.
 mod gpu;
 mod look;
+mod nvml;
 
 use contract::probe::{MAX_PEERS, Peer, Probe, Probed};
 use std::{

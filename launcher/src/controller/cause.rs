@@ -68,6 +68,10 @@ pub(crate) fn advice(cause: &str) -> Option<&'static str> {
             "it needs less memory (smaller batch, more hosts) or a higher limit: see the memory limit of its control group, and `dmesg | grep -i oom`",
         ),
         (
+            "driver reports Xid",
+            "31, 13 and 43 are most often the program's; with 48, 62, 64, 74, 79, 94, 95 and 119 the GPU is to be reset or its host left out (`cluster.exclude`): see `dmesg | grep Xid`, and NVIDIA's list of Xid errors",
+        ),
+        (
             "no rank made progress",
             "a rank that waits for one that never comes, most often: compare the stacks at the end of each rank's log",
         ),

@@ -124,6 +124,7 @@ pub(crate) struct Planned {
 
 /// What happened.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub(crate) enum Input {
     Agent(NodeId, FromAgent),
     /// An agent is gone, and every process of its node with it, as far as this side can know.

@@ -416,6 +416,41 @@ fn versions_are_checked_before_anything_starts() {
 }
 
 #[test]
+fn a_spare_that_can_not_be_used_costs_nothing() {
+    let with_spare = || Setup { use_hosts: 2, min_hosts: 2, restarts: 1, ..setup(3, false) };
+    let failed = |epoch| FromAgent::Failed { epoch, rank: None, message: "no memory".into() };
+    let mut rig = Rig::run(with_spare(), 1);
+    let outputs = rig.feed(Input::Agent(2, failed(0)));
+    let told = |outputs: &[Output], part: &str| {
+        outputs
+            .iter()
+            .any(|o| matches!(o, Output::Event(Event::Notice { message, .. }) if message.contains(part)))
+    };
+    assert!(told(&outputs, "no memory") && outputs.contains(&Output::KillAgent(2)), "{outputs:?}");
+    assert!(failure(&outputs).is_none() && kills(&outputs).is_empty());
+    rig.exit(0, DONE);
+    rig.exit(1, DONE);
+    rig.gone(0);
+    assert_eq!(end(&rig.gone(1)).map(|o| o.exit_code), Some(0));
+
+    // One that comes late, of another build.
+    let mut rig = Rig::with(with_spare(), 1);
+    (rig.hello(0), rig.hello(1), rig.ready());
+    rig.started();
+    let hello = FromAgent::Hello {
+        version: VERSION + 1,
+        pid: 9,
+        found: HostFacts { host: "h2".into(), ..HostFacts::default() },
+    };
+    let outputs = rig.feed(Input::Agent(2, hello));
+    assert!(told(&outputs, "different builds") && failure(&outputs).is_none(), "{outputs:?}");
+
+    // The agent of a host that works fails the start.
+    let outputs = rig.feed(Input::Agent(1, failed(0)));
+    assert!(kills(&outputs).len() == 2, "{outputs:?}");
+}
+
+#[test]
 fn what_can_not_be_planned_ends_the_job() {
     let mut rig = Rig::new(2, 1, false);
     rig.hello(0);

@@ -51,6 +51,7 @@ impl Core {
             tail: None,
             error: None,
             oom: false,
+            gpu: None,
             progress: Progress::new(now),
         };
         self.workers.insert(rank, worker);
@@ -97,10 +98,17 @@ impl Core {
         }
     }
 
-    pub(super) fn ended(&mut self, now: Duration, rank: Rank, status: ExitStatus, oom: bool) {
+    pub(super) fn ended(
+        &mut self,
+        now: Duration,
+        rank: Rank,
+        status: ExitStatus,
+        oom: bool,
+        gpu: Option<String>,
+    ) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         if worker.status.is_none() {
-            (worker.status, worker.oom) = (Some(status), oom);
+            (worker.status, worker.oom, worker.gpu) = (Some(status), oom, gpu);
             worker.ended_at = now;
             self.ended.push_back(rank);
             self.out.push(Command::Drain(rank));
@@ -117,7 +125,10 @@ impl Core {
                 return;
             }
             let tail = worker.tail.take().unwrap_or_default();
-            let error = worker.error.take().filter(|_| status != ExitStatus::Code(0));
+            // Its own account first, then the driver's.
+            let accounts = [worker.error.take(), worker.gpu.take()].into_iter().flatten();
+            let error = accounts.reduce(|own, drivers| format!("{own}; {drivers}"));
+            let error = error.filter(|_| status != ExitStatus::Code(0));
             let (epoch, oom) = (self.epoch, worker.oom);
             self.ended.pop_front();
             self.send(FromAgent::Exited { epoch, rank, pid, status, oom, tail, error });

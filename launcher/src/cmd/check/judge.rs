@@ -190,7 +190,90 @@ fn gpus(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Vec<Check> {
         (None, _) => ok("nccl", "not found by the loader (programs may bring their own)"),
     });
     checks.extend(gpu_memory(gpus));
+    checks.extend(gpu_health(gpus));
+    checks.extend(gpu_links(gpus));
     checks
+}
+
+/// Broken memory, clocks that are held down, modes in which ranks can't use it as they do.
+fn gpu_health(gpus: &GpuLook) -> Vec<Check> {
+    const WHAT: &str = "gpu health";
+    let mut checks = Vec::new();
+    for (index, gpu) in gpus.gpus.iter().enumerate() {
+        let mut warn = |found: String, hint: &str| {
+            checks.push(bad(Level::Warn, WHAT, format!("GPU {index} ({}): {found}", gpu.bus), hint));
+        };
+        if let Some(errors @ 1..) = gpu.ecc_errors {
+            let found = format!("{errors} errors of memory that ECC couldn't correct");
+            warn(found, "reset it (`nvidia-smi --gpu-reset`); if they come again, replace it");
+        }
+        if gpu.rows.0 {
+            warn("rows of memory are to be replaced".into(), "reset it: `nvidia-smi --gpu-reset`");
+        }
+        if gpu.rows.1 {
+            warn(
+                "rows of memory couldn't be replaced".into(),
+                "leave the host out (`cluster.exclude`); replace the GPU",
+            );
+        }
+        if !gpu.slowed.is_empty() {
+            warn(
+                format!("its clocks are held down: {}", gpu.slowed.join(", ")),
+                "look at its cooling and power supply",
+            );
+        }
+        if gpu.exclusive {
+            warn(
+                "its compute mode isn't the default".into(),
+                "`nvidia-smi --compute-mode=DEFAULT` lets several ranks use it",
+            );
+        }
+        if gpu.instances {
+            warn(
+                "it is cut into instances (MIG)".into(),
+                "a rank uses one instance, and NCCL none between them",
+            );
+        }
+    }
+    if checks.is_empty() && !gpus.gpus.is_empty() {
+        let counts = gpus.gpus.iter().all(|gpu| gpu.ecc_errors.is_some());
+        checks
+            .push(ok(WHAT, if counts { "no errors of memory, full clocks" } else { "full clocks (no ECC)" }));
+    }
+    checks
+}
+
+/// How GPUs of one host reach one another.
+fn gpu_links(gpus: &GpuLook) -> Option<Check> {
+    let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
+    // Once for each pair.
+    let pairs = gpus.gpus.iter().enumerate().flat_map(|(index, gpu)| {
+        let above = gpu.unreachable.iter().filter(move |(other, _)| *other as usize > index);
+        above.map(move |(other, why)| format!("{index} and {other} ({why})"))
+    });
+    let pairs: Vec<String> = pairs.collect();
+    let links: Vec<u32> = gpus.gpus.iter().map(|gpu| gpu.nvlinks).collect();
+    Some(if !pairs.is_empty() {
+        let found = format!("no direct way between GPUs {}", pairs.join(", "));
+        bad(
+            Level::Warn,
+            "gpu links",
+            found,
+            "NCCL goes through the host's memory there: is an IOMMU or PCIe ACS on?",
+        )
+    } else if links.iter().any(|n| *n != first.nvlinks) {
+        let found = format!("NVLinks that are up, by GPU: {links:?}");
+        bad(
+            Level::Warn,
+            "gpu links",
+            found,
+            "links are down: `nvidia-smi nvlink --status`, `dmesg | grep Xid`",
+        )
+    } else if first.nvlinks > 0 {
+        ok("gpu links", format!("{} NVLinks each", first.nvlinks))
+    } else {
+        ok("gpu links", "over PCIe, directly")
+    })
 }
 
 /// What is free, and who else computes there.
@@ -240,14 +323,15 @@ fn limits(look: &NodeLook) -> Vec<Check> {
         });
     }
     if let Some(limit) = look.limits.get("memlock") {
+        let shown = limit.map_or("unlimited".to_owned(), bytes);
         checks.push(match limit.is_some() && !look.gpus.gpus.is_empty() {
             true => bad(
                 Level::Warn,
                 "locked memory",
-                shown(*limit),
+                shown,
                 "GPUs and InfiniBand pin memory: set `memlock unlimited` in /etc/security/limits.conf",
             ),
-            false => ok("locked memory", shown(*limit)),
+            false => ok("locked memory", shown),
         });
     }
     checks.push(match look.shm {
@@ -403,9 +487,37 @@ mod tests {
             (
                 |a| {
                     a.look.as_mut().expect("look").gpus.gpus =
-                        vec![Gpu { name: "G".into(), memory: 9, memory_free: 3, processes: vec![(7, 6)] }];
+                        vec![Gpu { memory: 9, memory_free: 3, processes: vec![(7, 6)], ..Gpu::default() }];
                 },
                 vec![("gpus", Warn), ("gpu memory", Warn)],
+            ),
+            (
+                |a| {
+                    let gpu = Gpu {
+                        ecc_errors: Some(2),
+                        rows: (true, true),
+                        slowed: vec!["too hot".into()],
+                        exclusive: true,
+                        instances: true,
+                        ..Gpu::default()
+                    };
+                    a.look.as_mut().expect("look").gpus.gpus = vec![gpu];
+                },
+                [vec![("gpus", Warn)], vec![("gpu health", Warn); 6]].concat(),
+            ),
+            (
+                |a| {
+                    let far = |other| Gpu { unreachable: vec![(other, "far".into())], ..Gpu::default() };
+                    a.look.as_mut().expect("look").gpus.gpus = vec![far(1), far(0)];
+                },
+                vec![("gpus", Warn), ("gpu links", Warn)],
+            ),
+            (
+                |a| {
+                    let linked = |nvlinks| Gpu { nvlinks, ..Gpu::default() };
+                    a.look.as_mut().expect("look").gpus.gpus = vec![linked(18), linked(17)];
+                },
+                vec![("gpus", Warn), ("gpu links", Warn)],
             ),
             (
                 |a| {

@@ -42,7 +42,9 @@ pub(super) fn as_text(checked: &Checked) -> String {
     }
     let (fails, warns) = (count(&all, Level::Fail), count(&all, Level::Warn));
     let hosts = checked.hosts.len();
-    _ = writeln!(text, "\n{}: {hosts} hosts, {fails} failed checks, {warns} warnings", checked.name);
+    let many = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+    let [hosts, fails, warns] = [many(hosts, "host"), many(fails, "failed check"), many(warns, "warning")];
+    _ = writeln!(text, "\n{}: {hosts}, {fails}, {warns}", checked.name);
     text
 }
 

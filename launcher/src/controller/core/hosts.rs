@@ -109,12 +109,11 @@ impl Core {
         // The lease of a joined agent is shorter than the limit of its hello.
         self.watch(id);
         if version != VERSION {
-            let text = format!(
-                "the agent on {} speaks version {version} of the control messages, this controller version {VERSION}: two \
-                 different builds of `launch` are mixed; install the same one on every node",
-                self.host(id)
+            let message = format!(
+                "it speaks version {version} of the control messages, this controller version {VERSION}: two different \
+                 builds of `launch` are mixed; install the same one on every node"
             );
-            return self.fail(now, Cause { node: id, rank: None, text, exit_code: exit::CLUSTER });
+            return self.unfit(now, id, &message);
         }
         if self.setup.hosts[id].remote {
             // From its first beat on it knows that silence means the end.
@@ -123,6 +122,18 @@ impl Core {
         self.out.push(Output::Found(id, found));
         self.release(now);
         self.try_prepare(now);
+    }
+
+    /// A host's agent can't do its work. Who runs nothing of this start is given up, and the others go on.
+    pub(super) fn unfit(&mut self, now: Duration, id: NodeId, message: &str) {
+        let joining = matches!(self.state, State::Joining | State::Preparing);
+        if !joining && !self.nodes[id].active {
+            self.out.push(Output::KillAgent(id));
+            return self.agent_gone(now, id, &format!("can't be used: its agent failed: {message}"));
+        }
+        let text = format!("the agent on {} failed: {message}", self.host(id));
+        let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
+        self.fail(now, Cause { node: id, rank: None, text, exit_code });
     }
 
     /// Goes on when the first hosts that can be had are there, as many as the job uses, or no more can come.

@@ -104,13 +104,10 @@ impl Core {
     }
 
     fn failed(&mut self, now: Duration, node: NodeId, rank: Option<Rank>, message: String) {
-        let text = match rank {
-            Some(_) => message,
-            None => format!("the agent on {} failed: {message}", self.host(node)),
-        };
+        let Some(rank) = rank else { return self.unfit(now, node, &message) };
         let joining = matches!(self.state, State::Joining | State::Preparing);
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
-        self.fail(now, Cause { node, rank, text, exit_code });
+        self.fail(now, Cause { node, rank: Some(rank), text: message, exit_code });
     }
 
     fn exited(&mut self, now: Duration, node: NodeId, exit: Exit) {

@@ -108,6 +108,41 @@ enum What {
     Thaw(NodeId),
 }
 
+impl Scene {
+    fn setup(&self) -> Setup {
+        Setup {
+            hosts: (0..self.hosts)
+                .map(|i| HostSetup { name: format!("h{i}"), remote: self.remote })
+                .collect(),
+            builtin: self.builtin,
+            grace: Duration::from_secs(3),
+            restarts: self.restarts,
+            use_hosts: self.use_hosts,
+            use_all: self.use_hosts == self.hosts && self.min_hosts < self.use_hosts,
+            min_hosts: self.min_hosts,
+            seed: self.seed,
+        }
+    }
+
+    /// Plays it, then tells a controller alone the same again: how many messages there were, and how long that one took.
+    pub(super) fn alone(self, limit: Duration) -> (u64, Duration) {
+        let mut core = Core::new(self.setup());
+        let mut world = World::new(self);
+        world.heard = Some(Vec::new());
+        world.run(limit).expect("runs");
+        assert!(world.outcome.is_some() && world.living().is_empty());
+        core.start(Duration::ZERO);
+        let heard = world.heard.take().unwrap_or_default();
+        let messages = world.messages;
+        drop(world);
+        let began = std::time::Instant::now();
+        for (now, input) in heard {
+            core.handle(now, input);
+        }
+        (messages, began.elapsed())
+    }
+}
+
 /// An agent's process.
 struct Agent {
     number: u32,
@@ -153,8 +188,8 @@ pub(super) struct World {
     pub(super) ended_at: Duration,
     /// Messages to and from the controller.
     pub(super) messages: u64,
-    /// Real time that its core has taken.
-    pub(super) spent: Duration,
+    /// What the controller's core was told, where that is kept.
+    heard: Option<Vec<(Duration, Input)>>,
     tick_at: Duration,
     pub(super) injected: Vec<Fault>,
     /// What must not be.
@@ -164,18 +199,7 @@ pub(super) struct World {
 
 impl World {
     pub(super) fn new(scene: Scene) -> World {
-        let setup = Setup {
-            hosts: (0..scene.hosts)
-                .map(|i| HostSetup { name: format!("h{i}"), remote: scene.remote })
-                .collect(),
-            builtin: scene.builtin,
-            grace: Duration::from_secs(3),
-            restarts: scene.restarts,
-            use_hosts: scene.use_hosts,
-            use_all: scene.use_hosts == scene.hosts && scene.min_hosts < scene.use_hosts,
-            min_hosts: scene.min_hosts,
-            seed: scene.seed,
-        };
+        let setup = scene.setup();
         let mut world = World {
             chance: Chance::new(scene.seed),
             now: Duration::ZERO,
@@ -193,7 +217,7 @@ impl World {
             outcome: None,
             ended_at: Duration::ZERO,
             messages: 0,
-            spent: Duration::ZERO,
+            heard: None,
             tick_at: Duration::MAX,
             injected: Vec::new(),
             wrong: None,
@@ -460,7 +484,7 @@ impl World {
         if self.scene.builtin {
             self.feed(node, number, AgentInput::WorkerLink { rank, error: None })?;
         }
-        self.feed(node, number, AgentInput::Ended { rank, status, oom: false })
+        self.feed(node, number, AgentInput::Ended { rank, status, oom: false, gpu: None })
     }
 
     /// The agent's process is gone, and its workers with it.
@@ -494,9 +518,10 @@ impl World {
             return;
         }
         self.messages += 1;
-        let began = std::time::Instant::now();
+        if let Some(heard) = &mut self.heard {
+            heard.push((self.now, input.clone()));
+        }
         let outputs = self.core.handle(self.now, input);
-        self.spent += began.elapsed();
         self.carry_out(outputs);
     }
 
