@@ -13,8 +13,8 @@ use comm::{
     staged::Staged,
 };
 use common::*;
-use contract::job::*;
-use device::{Cpu, Cuda, Ops, cuda::Places};
+use contract::{job::*, judge::TrainJudge};
+use device::{Cpu, Cuda, Ops, Storage, cuda::Places};
 use std::{path::Path, sync::Arc, time::Duration};
 use worker::{
     resume::{Place, resume},
@@ -218,5 +218,32 @@ fn nccl_gives_the_same_bits() {
             let got = run_over_nccl(&spec(stage, precision), world);
             assert_eq!(got, expected, "stage {stage}, {world} ranks, {precision:?}");
         }
+    }
+}
+
+/// `launch plan` says what a GPU will hold; the workspace of products is as large as the emulated library wants it.
+#[test]
+fn the_plan_knows_a_gpus_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("corpus.txt"), "the quick brown fox ".repeat(500)).unwrap();
+    for precision in ["fp32", "bf16"] {
+        let text = format!(
+            "cluster: {{devices: cuda}}\nrun: {{workdir: {:?}}}\ntrain:\n  precision: {precision}\n  \
+             batch: {{global: 4, micro: 2}}\n  data: {{files: [corpus.txt], seq_len: 48}}\n  \
+             model: {{hidden_size: 96, intermediate_size: 256, num_hidden_layers: 3}}\n",
+            dir.path()
+        );
+        let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
+        let job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
+        let verdict = worker::Judge.judge(&job, 1, 1);
+        assert!(verdict.problems.is_empty(), "{:?}", verdict.problems);
+        let planned = verdict.memory[0].total - device::cuda::WORKSPACE as u64;
+        let mut train = job.train.unwrap();
+        train.model.vocab_size = 257;
+        let (cuda, comm) = (cuda(), comm::local::group(1).remove(0));
+        let comm = Arc::new(Staged::new(Arc::new(comm), cuda.clone()));
+        steps(&mut build_on(&train, comm, cuda.clone()).fresh(), 2);
+        let apart = cuda.peak_memory() as f64 / planned as f64 - 1.0;
+        assert!(apart.abs() < 0.05, "{precision}: {apart:e} more than {:?}", verdict.memory[0]);
     }
 }

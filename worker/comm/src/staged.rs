@@ -66,7 +66,7 @@ impl Staged {
     }
 
     /// Runs `f` on memory of the host that becomes `recv`.
-    fn into(&self, room: &mut Room, recv: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
+    fn received(&self, room: &mut Room, recv: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
         if recv.as_view().is_on_host() {
             return f(recv);
         }
@@ -102,7 +102,7 @@ impl Comm for Staged {
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let Rooms { send: out, recv: room, .. } = &mut *self.lock();
         let send = out.down(self.storage.as_ref(), send);
-        self.into(room, recv, |recv| self.inner.all_gather(recv, send, counts))
+        self.received(room, recv, |recv| self.inner.all_gather(recv, send, counts))
     }
 
     fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()> {
@@ -129,7 +129,7 @@ impl Comm for Staged {
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let Rooms { send: out, recv: room, .. } = &mut *self.lock();
         let send = out.down(self.storage.as_ref(), send);
-        self.into(room, recv, |recv| self.inner.reduce_scatter(recv, send, counts))
+        self.received(room, recv, |recv| self.inner.reduce_scatter(recv, send, counts))
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
@@ -149,7 +149,7 @@ impl Comm for Staged {
     ) -> Result<()> {
         let Rooms { send: out, recv: room, .. } = &mut *self.lock();
         let send = out.down(self.storage.as_ref(), send);
-        self.into(room, recv, |recv| self.inner.all_to_all(recv, recv_counts, send, send_counts))
+        self.received(room, recv, |recv| self.inner.all_to_all(recv, recv_counts, send, send_counts))
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
