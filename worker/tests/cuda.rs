@@ -8,13 +8,13 @@ mod common;
 mod stand_in;
 
 use comm::{
-    Comm,
+    Comm, CommError,
     nccl::{Nccl, NcclComm},
     staged::Staged,
 };
 use common::*;
 use contract::{job::*, judge::TrainJudge};
-use device::{Cpu, Cuda, Ops, Storage, cuda::Places};
+use device::{Cpu, Cuda, Dtype, Ops, Storage, cuda::Places};
 use std::{path::Path, sync::Arc, time::Duration};
 use worker::{
     resume::{Place, resume},
@@ -246,4 +246,25 @@ fn the_plan_knows_a_gpus_memory() {
         let apart = cuda.peak_memory() as f64 / planned as f64 - 1.0;
         assert!(apart.abs() < 0.05, "{precision}: {apart:e} more than {:?}", verdict.memory[0]);
     }
+}
+
+/// A peer that died leaves work on the card that never ends: an abort ends it, and says why.
+#[test]
+fn an_abort_frees_a_rank_that_waits_for_its_card() {
+    let nccl = Nccl::open(&[stand_in::folder().to_owned()]).unwrap();
+    on_ranks(2, |hosts| {
+        let cuda = cuda();
+        let comm = NcclComm::meet(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap();
+        if comm.rank() == 1 {
+            return;
+        }
+        let (send, mut recv) = (cuda.zeroed(Dtype::F32, 4), cuda.zeroed(Dtype::F32, 8));
+        comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap();
+        std::thread::scope(|s| {
+            s.spawn(|| comm.abort("rank 1 died"));
+            cuda.wait();
+        });
+        let ended = comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap_err();
+        assert_eq!(ended, CommError::Aborted("rank 1 died".into()));
+    });
 }
