@@ -77,10 +77,13 @@ pub struct Session {
     aborts: Mutex<Aborts>,
 }
 
+/// Is told why.
+type Abort = Box<dyn Fn(&str) + Send>;
+
 /// What an abort ends beside the collectives that it was told of first.
 #[derive(Default)]
 struct Aborts {
-    all: Vec<Box<dyn Fn(&str) + Send>>,
+    all: Vec<Abort>,
     /// The abort that came.
     reason: Option<String>,
 }
