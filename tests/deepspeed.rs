@@ -10,23 +10,53 @@ use std::{
     fs,
     net::TcpListener,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
 };
-use support::Place;
+use support::{
+    Place,
+    warm::{TRAINERS, Warm},
+};
 
-/// What DeepSpeed saves on two ranks.
-const SOURCES: [(&str, Source); 5] = [
-    ("z1", Source { stage: 1, dtype: "fp32", model: "llama", tied: true, groups: 2, freeze: &[] }),
+/// What DeepSpeed saves, on two ranks or three.
+const SOURCES: [(&str, Source); 6] = [
+    ("z1", Source { world: 2, stage: 1, dtype: "fp32", model: "llama", tied: true, groups: 2, freeze: &[] }),
     (
         "z2",
-        Source { stage: 2, dtype: "bf16", model: "llama", tied: false, groups: 2, freeze: &["layers.0.mlp"] },
+        Source {
+            world: 2,
+            stage: 2,
+            dtype: "bf16",
+            model: "llama",
+            tied: false,
+            groups: 2,
+            freeze: &["layers.0.mlp"],
+        },
     ),
-    ("z3", Source { stage: 3, dtype: "fp32", model: "gpt2", tied: true, groups: 2, freeze: &[] }),
-    ("half", Source { stage: 2, dtype: "fp16", model: "llama", tied: false, groups: 2, freeze: &[] }),
-    ("z3one", Source { stage: 3, dtype: "bf16", model: "llama", tied: false, groups: 1, freeze: &[] }),
+    ("z3", Source { world: 2, stage: 3, dtype: "fp32", model: "gpt2", tied: true, groups: 2, freeze: &[] }),
+    (
+        "half",
+        Source { world: 2, stage: 2, dtype: "fp16", model: "llama", tied: false, groups: 2, freeze: &[] },
+    ),
+    (
+        "z3one",
+        Source { world: 2, stage: 3, dtype: "bf16", model: "llama", tied: false, groups: 1, freeze: &[] },
+    ),
+    (
+        "three",
+        Source {
+            world: 3,
+            stage: 3,
+            dtype: "bf16",
+            model: "llama",
+            tied: true,
+            groups: 2,
+            freeze: &["layers.0.mlp"],
+        },
+    ),
 ];
 
 struct Source {
+    world: u32,
     stage: u8,
     dtype: &'static str,
     model: &'static str,
@@ -36,7 +66,7 @@ struct Source {
 }
 
 /// (source, stage, world, universal, sub_group_size)
-const TARGETS: [(&str, u8, u32, bool, u64); 15] = [
+const TARGETS: [(&str, u8, u32, bool, u64); 17] = [
     ("z1", 1, 1, false, 0),
     ("z1", 3, 2, false, 0),
     ("z1", 2, 4, false, 0),
@@ -52,6 +82,8 @@ const TARGETS: [(&str, u8, u32, bool, u64); 15] = [
     ("z3", 1, 2, true, 0),
     ("z3one", 3, 1, true, 0),
     ("z3one", 3, 4, true, 0),
+    ("three", 3, 2, false, 3000),
+    ("three", 2, 1, false, 0),
 ];
 
 fn case(name: &str, source: &Source, stage: u8) -> Value {
@@ -60,12 +92,12 @@ fn case(name: &str, source: &Source, stage: u8) -> Value {
 }
 
 /// Runs the cases in one group of `world` processes; what each of them says.
-fn cycle(python: &Path, place: &Place, mode: &str, world: u32, cases: &[Value]) -> Vec<Value> {
+fn cycle(python: &Warm, place: &Place, mode: &str, world: u32, cases: &[Value]) -> Vec<Value> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let plan = place.path(&format!("{mode}-{world}.json"));
     fs::write(&plan, json!({"world": world, "port": port, "cases": cases}).to_string()).unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/deepspeed_cycle.py");
-    let ran = Command::new(python).arg(script).arg(mode).arg(&plan).stdin(Stdio::null()).output().unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/deepspeed_cycle.py");
+    let ran = python.command(script).arg(mode).arg(&plan).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
     let results: Vec<Value> =
         out.lines().filter_map(|l| serde_json::from_str(l.strip_prefix("RESULT ")?).ok()).collect();
@@ -82,6 +114,7 @@ fn convert(from: &Path, to: &Path, arguments: &[String]) {
 #[test]
 fn deepspeed_goes_on_from_what_was_converted() {
     let Some(python) = support::deepspeed("deepspeed_goes_on_from_what_was_converted") else { return };
+    let python = Warm::start(&python, &TRAINERS);
     let place = Place::new();
     let path = |name: String| -> PathBuf { place.path(&name) };
     let made: Vec<Value> = SOURCES
@@ -93,8 +126,12 @@ fn deepspeed_goes_on_from_what_was_converted() {
             case
         })
         .collect();
-    for result in cycle(&python, &place, "make", 2, &made) {
-        assert!(result["wrong"].is_null(), "{result}");
+    for world in [2, 3] {
+        let of_world = SOURCES.iter().zip(&made).filter(|((_, source), _)| source.world == world);
+        let made: Vec<Value> = of_world.map(|(_, case)| case.clone()).collect();
+        for result in cycle(&python, &place, "make", world, &made) {
+            assert!(result["wrong"].is_null(), "{result}");
+        }
     }
     for world in [1, 2, 4] {
         let mut cases = Vec::new();

@@ -6,6 +6,7 @@ use std::{fs, path::Path, process::Command};
 use support::{
     Place,
     scripts::{Script, contents, follows, told},
+    warm::{TRAINERS, Warm},
 };
 
 /// Losses of the same batches, split over another number of ranks.
@@ -124,7 +125,8 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
     let Some(python) = support::deepspeed("a_trainer_script_resumes_with_another_number_of_ranks") else {
         return;
     };
-    let trained = Script::new(&python, "trainer.py", 9);
+    let warm = Warm::start(&python, &TRAINERS);
+    let trained = Script::new(&warm.python(), "trainer.py", 9);
     let (_, whole) = trained.run(2, "whole", "", &[]);
     assert_eq!(whole.len(), 9, "nine steps");
     let saved = trained.place.path("out-whole/checkpoint-3");

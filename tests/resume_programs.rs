@@ -204,3 +204,37 @@ fn weights_alone_begin_at_step_0_and_say_so() {
     let said = notices(&again);
     assert!(said.len() == 1 && said[0].contains(alone), "{said:?}");
 }
+
+/// A run in fp16 goes on with the loss scale that the program's own had found, and counts the steps that updated the weights.
+#[test]
+fn the_loss_scale_goes_on() {
+    let (continued, told) = Continued::program("z2_fp16");
+    let told = &told["loss_scale"];
+    let set = ["train.precision=fp16", "train.steps=4", "train.loss_scale.initial_scale_power=4"];
+    let ran = continued.run(&set).succeeded();
+    assert!(told["skipped"].as_u64().unwrap() > 0, "{told}");
+    let done = told["updates"].as_u64().unwrap();
+    assert_eq!(
+        (&ran.kind("resume")[0]["step"], &ran.kind("step")[0]["step"]),
+        (&done.into(), &(done + 1).into())
+    );
+    let path = continued.place.checkpoints();
+    let inspected = continued.place.launch(&["ckpt", "inspect", "--json", path.to_str().unwrap()]);
+    let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
+    let scale = &inspected["cursor"]["loss_scale"];
+    assert_eq!(scale["scale"], told["scale"], "{scale}");
+    // by way of a checkpoint of ours it is the same
+    let native = continued.place.path("native");
+    let made = continued.place.launch(&[
+        "ckpt",
+        "convert",
+        continued.from.to_str().unwrap(),
+        native.to_str().unwrap(),
+        "--to",
+        "native",
+    ]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let again = Continued { from: native, ..continued };
+    let through = again.run(&set).succeeded();
+    assert_eq!(through.losses(), ran.losses());
+}

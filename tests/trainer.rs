@@ -7,7 +7,10 @@ use std::{
     fs,
     path::{Path, PathBuf},
 };
-use support::scripts::{Script, contents, follows, told};
+use support::{
+    scripts::{Script, contents, follows, told},
+    warm::{TRAINERS, Warm},
+};
 
 /// Losses of the same batches in fp32, split over another number of ranks.
 const CLOSE: f64 = 1e-5;
@@ -31,7 +34,7 @@ fn begins_right(script: &Script, report: &str, workers: u32, step: u64) {
     }
 }
 
-fn goes_on(python: &Path, stage: u8, bf16: bool) {
+fn goes_on(python: &[String], stage: u8, bf16: bool) {
     let close = if bf16 { CLOSE_BF16 } else { CLOSE };
     let trained = Script::new(python, "trainer.py", 9).with_deepspeed(stage, bf16);
     let resume_argument: &[&str] = &["--resume_from_checkpoint", "{resume}"];
@@ -84,36 +87,33 @@ fn goes_on(python: &Path, stage: u8, bf16: bool) {
 }
 
 #[test]
-fn a_trainer_script_with_stage_2_goes_on_with_another_number_of_ranks() {
-    let test = "a_trainer_script_with_stage_2_goes_on_with_another_number_of_ranks";
+fn trainer_scripts_with_deepspeed_go_on_with_another_number_of_ranks() {
+    let test = "trainer_scripts_with_deepspeed_go_on_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
-    goes_on(&python, 2, false);
+    let warm = Warm::start(&python, &TRAINERS);
+    for (stage, bf16) in [(2, false), (3, false), (2, true)] {
+        goes_on(&warm.python(), stage, bf16);
+    }
 }
 
 #[test]
-fn a_trainer_script_with_stage_3_goes_on_with_another_number_of_ranks() {
-    let test = "a_trainer_script_with_stage_3_goes_on_with_another_number_of_ranks";
+fn loops_with_accelerate_go_on_with_another_number_of_ranks() {
+    let test = "loops_with_accelerate_go_on_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
-    goes_on(&python, 3, false);
-}
-
-#[test]
-fn a_trainer_script_in_bf16_goes_on_with_another_number_of_ranks() {
-    let Some(python) = support::deepspeed("a_trainer_script_in_bf16_goes_on_with_another_number_of_ranks")
-    else {
-        return;
-    };
-    goes_on(&python, 2, true);
+    let warm = Warm::start(&python, &TRAINERS);
+    let script = || Script::new(&warm.python(), "accelerate_loop.py", 9);
+    again_and_again(&script());
+    let deepspeed = script().with_deepspeed(3, false);
+    loop_goes_on(&deepspeed, CLOSE, &[1], "its DeepSpeed state (ZeRO-3) is cut anew for 1");
+    let deepspeed = script().with_deepspeed(2, true);
+    loop_goes_on(&deepspeed, CLOSE_BF16, &[4], "its DeepSpeed state (ZeRO-2) is cut anew for 4");
+    // FSDP's own states fit any number of ranks; what lies beside them doesn't
+    loop_goes_on(&script().with_fsdp("full"), CLOSE, &[1], "random states of 2 ranks");
+    loop_goes_on(&script().with_fsdp("sharded"), CLOSE, &[4], "random states of 2 ranks");
 }
 
 /// 2 ranks → 4 → 2 → 1, each from what the one before saved.
-#[test]
-fn a_loop_with_accelerate_goes_on_with_another_number_of_ranks() {
-    let Some(python) = support::deepspeed("a_loop_with_accelerate_goes_on_with_another_number_of_ranks")
-    else {
-        return;
-    };
-    let script = Script::new(&python, "accelerate_loop.py", 9);
+fn again_and_again(script: &Script) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.succeeded();
     assert_eq!(whole.len(), 9, "nine steps");
@@ -130,7 +130,7 @@ fn a_loop_with_accelerate_goes_on_with_another_number_of_ranks() {
         assert!(said.contains(&rescaled), "{said}");
         assert_eq!(rest.len() as u64, 9 - step, "{rest:?}");
         follows(&rest, &whole, CLOSE);
-        begins_right(&script, &report, workers, step);
+        begins_right(script, &report, workers, step);
         assert_eq!(script.different(&report, workers, "torch"), workers as usize, "each has its own stream");
         assert_eq!(
             script.different(&report, workers, "python"),
@@ -162,38 +162,12 @@ fn loop_goes_on(script: &Script, close: f64, others: &[u32], cut: &str) {
     assert!(before == contents(&saved), "the original was changed");
 }
 
-#[test]
-fn a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks() {
-    let test = "a_loop_with_accelerate_and_deepspeed_goes_on_with_another_number_of_ranks";
-    let Some(python) = support::deepspeed(test) else { return };
-    let script = Script::new(&python, "accelerate_loop.py", 9).with_deepspeed(3, false);
-    loop_goes_on(&script, CLOSE, &[1], "its DeepSpeed state (ZeRO-3) is cut anew for 1");
-}
-
-#[test]
-fn a_loop_with_accelerate_and_deepspeed_in_bf16_goes_on_with_another_number_of_ranks() {
-    let test = "a_loop_with_accelerate_and_deepspeed_in_bf16_goes_on_with_another_number_of_ranks";
-    let Some(python) = support::deepspeed(test) else { return };
-    let script = Script::new(&python, "accelerate_loop.py", 9).with_deepspeed(2, true);
-    loop_goes_on(&script, CLOSE_BF16, &[4], "its DeepSpeed state (ZeRO-2) is cut anew for 4");
-}
-
-/// FSDP's own states fit any number of ranks; what lies beside them doesn't.
-#[test]
-fn a_loop_with_accelerate_and_fsdp_goes_on_with_another_number_of_ranks() {
-    let test = "a_loop_with_accelerate_and_fsdp_goes_on_with_another_number_of_ranks";
-    let Some(python) = support::deepspeed(test) else { return };
-    for kind in ["full", "sharded"] {
-        let script = Script::new(&python, "accelerate_loop.py", 9).with_fsdp(kind);
-        let others: &[u32] = if kind == "full" { &[1] } else { &[4] };
-        loop_goes_on(&script, CLOSE, others, "random states of 2 ranks");
-    }
-}
-
+/// Every process of it is a Python of its own.
 #[test]
 fn a_trainer_script_with_fsdp_goes_on_with_another_number_of_ranks() {
     let test = "a_trainer_script_with_fsdp_goes_on_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
+    let python = [python.to_str().unwrap().to_owned()];
     let script = Script::new(&python, "trainer.py", 9).with_fsdp("sharded");
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.succeeded();

@@ -39,6 +39,10 @@ CASES = {
                          config=dict(rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})),
     "llama_llama3": dict(kind=(LlamaConfig, LlamaForCausalLM), clip_norm=None, seed=3,
                          config=dict(rope_parameters=LLAMA3, head_dim=8, tie_word_embeddings=True)),
+    # borders between pairs of a head, so that some are blended
+    "qwen2_yarn": dict(kind=(Qwen2Config, Qwen2ForCausalLM), clip_norm=None, seed=17,
+                       config=dict(head_dim=8, rope_parameters={"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0,
+                                                                "original_max_position_embeddings": 16})),
     "mistral_window": dict(kind=(MistralConfig, MistralForCausalLM), clip_norm=1.0, seed=4,
                            config=dict(sliding_window=5)),
     "mistral_packed": dict(kind=(MistralConfig, MistralForCausalLM), clip_norm=None, seed=5,

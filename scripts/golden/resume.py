@@ -22,9 +22,10 @@ import torch.distributed as dist
 import transformers
 
 LENGTH, DOCUMENTS, EOD, BEFORE, AFTER, BATCH, LR, TOTAL = 20, 24, 256, 3, 3, 4, 2e-3, 20
+FP16_SCALE = 18  # so large that the first gradients overflow
 BETAS, EPS, DECAY, WARMUP, CLIP, SGD_LR = (0.9, 0.95), 1e-8, 0.1, 2, 1.0, 5e-2
 # distributed checkpoints have a container for each part of each tensor, so theirs are of one layer
-LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp", "lion")) else 2
+LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp", "lion", "fp16")) else 2
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.set_num_threads(1)
 
@@ -271,17 +272,21 @@ def dcp(family):
     return "state", losses, {}
 
 
-def engine(family, stage, own, freeze=None):
-    """DeepSpeed alone, with an optimizer of one's own, and with frozen weights."""
+def engine(family, stage, own, freeze=None, fp16=False):
+    """DeepSpeed alone, with an optimizer of one's own, with frozen weights, and in fp16."""
     import deepspeed
 
     own_reducing()
     deepspeed.init_distributed(dist_backend="gloo")
-    model, losses = build(family), []
+    model, losses, told = build(family), [], {}
     frozen(model, freeze)
     optimizer = own(model)
     config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_clipping=CLIP, zero_optimization=zero(stage), steps_per_print=10**9,
                   zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
+    if fp16:
+        # the first step overflows and is skipped, the next is done with half the scale
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
+        config["fp16"] = dict(enabled=True, initial_scale_power=FP16_SCALE, hysteresis=1)
     run, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=linear(optimizer), config=config)
     for n in range(BEFORE + AFTER):
         loss = run(**rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
@@ -290,7 +295,10 @@ def engine(family, stage, own, freeze=None):
         losses.append(mean(loss))
         if n + 1 == BEFORE:
             run.save_checkpoint("state")
-    return "state", losses, {}
+            if fp16:
+                scale, skipped = run.optimizer.loss_scaler.cur_scale, run.skipped_steps
+                told["loss_scale"] = dict(scale=scale, skipped=skipped, updates=BEFORE - skipped)
+    return "state", losses, told
 
 
 # name: ranks, family, what saves it
@@ -314,6 +322,7 @@ CASES = dict(
     z2_frozen=(2, "llama", engine, dict(stage=2, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
     z3_frozen=(2, "llama", engine, dict(stage=3, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
     trainer_frozen=(1, "llama", trainer, dict(freeze="layers.0.")),
+    z2_fp16=(2, "llama", engine, dict(stage=2, own=adamw, fp16=True)),
     # what can't be gone on from
     z2_lion=(2, "llama", engine, dict(stage=2, own=lambda model: Lion(groups(model)))),
 )

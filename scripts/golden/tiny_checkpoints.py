@@ -2,7 +2,8 @@
 """Makes worker/ckpt/tests/golden/tiny: checkpoints of a model of some 200 numbers, as real programs write them on two ranks. They are
 small enough that a test may spoil each of their bytes in turn.
 
-    PYTHON scripts/golden/tiny_checkpoints.py all
+    PYTHON scripts/golden/tiny_checkpoints.py all           # or one kind:
+    PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 scripts/golden/tiny_checkpoints.py z0_tied
 
 PYTHON has torch, transformers, Accelerate and DeepSpeed (scripts/bench/setup makes one). Each kind is made by two processes that
 torch's launcher starts with this script. AdamW, two groups (weight decay 0.1 and 0), a linear schedule, three steps. `reference.json`
@@ -17,16 +18,16 @@ import sys
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "worker/ckpt/tests/golden/tiny"
-KINDS = ["z1", "z2", "z3", "accelerate_z2", "fsdp_full", "dcp", "trainer"]
+KINDS = ["z0_tied", "z1", "z2", "z3", "accelerate_z2", "fsdp_full", "dcp", "trainer"]
 STEPS, LR = 3, 1e-2
 
 
-def model():
+def model(tied=False):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(7)
     return LlamaForCausalLM(LlamaConfig(vocab_size=12, hidden_size=4, intermediate_size=5, num_hidden_layers=1, num_attention_heads=1,
-                                        num_key_value_heads=1, max_position_embeddings=8, initializer_range=0.5,
+                                        num_key_value_heads=1, max_position_embeddings=8, initializer_range=0.5, tie_word_embeddings=tied,
                                         bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
 
 
@@ -87,14 +88,15 @@ def of_torch(m, optimizer):
 def deepspeed_folder(out, stage):
     import deepspeed
     deepspeed.init_distributed(dist_backend="gloo")
-    m = model()
+    m = model(tied=stage == 0)
     optimizer, schedule = optimizer_of(m)
     engine, *_ = deepspeed.initialize(model=m, optimizer=optimizer, lr_scheduler=schedule, config=zero(stage))
     for step in range(STEPS):
         engine.backward(engine(**batch(step, engine.global_rank)).loss)
         engine.step()
     engine.save_checkpoint(str(out))
-    reference(out, of_engine(engine))
+    # stage 0 leaves the optimizer as it is
+    reference(out, of_engine(engine) if stage else of_torch(m, optimizer))
 
 
 def accelerate_z2(out):
@@ -200,8 +202,8 @@ def one(kind):
     torch.set_num_threads(1)
     out = GOLDEN / kind
     out.mkdir(parents=True, exist_ok=True)
-    made = {"z1": lambda: deepspeed_folder(out, 1), "z2": lambda: deepspeed_folder(out, 2), "z3": lambda: deepspeed_folder(out, 3)}
-    made.get(kind, lambda: globals()[kind](out))()
+    stages = {"z0_tied": 0, "z1": 1, "z2": 2, "z3": 3}
+    deepspeed_folder(out, stages[kind]) if kind in stages else globals()[kind](out)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -4,7 +4,7 @@
     deepspeed_cycle.py check PLAN.json      each case loads a folder, compares the state bit for bit, trains on, compares losses
 
 PLAN.json: {"world": N, "port": P, "cases": [{"name", "stage", "dtype", "model", "groups", "freeze", "dir", "ref", "universal", "tolerance"}]}
-All cases of a plan run in one group of N processes. Every world sees the same 4 samples per step. Prints a JSON line per case.
+All cases of a plan run in one group of N processes. Every world sees the same 12 samples per step. Prints a JSON line per case.
 """
 import gc
 import json
@@ -13,7 +13,7 @@ import sys
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["DEEPSPEED_LOG_LEVEL"] = "error"
-SAMPLES, BEFORE, AFTER = 4, 3, 2
+SAMPLES, BEFORE, AFTER = 12, 3, 2
 
 
 def build(kind, tied):
@@ -263,10 +263,13 @@ def leave():
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # before DeepSpeed patches torch.Tensor.__new__
+    import deepspeed  # imported once, for all processes
     import torch.multiprocessing as mp
+    import transformers.models.gpt2.modeling_gpt2, transformers.models.llama.modeling_llama
 
     mode, plan = sys.argv[1], json.load(open(sys.argv[2]))
     if plan["world"] == 1:
         run(0, mode, plan)
     else:
-        mp.start_processes(run, args=(mode, plan), nprocs=plan["world"], start_method="spawn")
+        mp.start_processes(run, args=(mode, plan), nprocs=plan["world"], start_method="fork")

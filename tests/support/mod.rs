@@ -4,6 +4,7 @@
 pub(crate) mod continued;
 pub(crate) mod hosts;
 pub(crate) mod scripts;
+pub(crate) mod warm;
 
 use serde_json::Value;
 use std::{

@@ -2,15 +2,13 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 use super::{Place, Ran, files_below};
 use serde_json::{Value, json};
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::Path};
 
 /// A directory for one of the scripts in scripts/oracle.
 pub(crate) struct Script {
     pub(crate) place: Place,
-    python: PathBuf,
+    /// What runs a script, in place of `python`.
+    python: Vec<String>,
     script: &'static str,
     /// Optimizer steps of every run.
     steps: u32,
@@ -18,8 +16,8 @@ pub(crate) struct Script {
 }
 
 impl Script {
-    pub(crate) fn new(python: &Path, script: &'static str, steps: u32) -> Script {
-        Script { place: Place::new(), python: python.to_owned(), script, steps, arguments: &[] }
+    pub(crate) fn new(python: &[String], script: &'static str, steps: u32) -> Script {
+        Script { place: Place::new(), python: python.to_vec(), script, steps, arguments: &[] }
     }
 
     /// The same with DeepSpeed inside, at one stage of ZeRO.
@@ -57,7 +55,8 @@ impl Script {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle").join(self.script);
         let steps = self.steps.to_string();
         let out = format!("out-{report}");
-        let mut command = vec![self.python.to_str().unwrap(), script.to_str().unwrap(), &out, report, &steps];
+        let mut command: Vec<&str> = self.python.iter().map(String::as_str).collect();
+        command.extend([script.to_str().unwrap(), &out, report, &steps]);
         command.extend(self.arguments.iter().chain(more));
         let environment = json!({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"});
         let run = json!({"command": command, "env": environment});

@@ -11,13 +11,14 @@ use crate::{
     stages::{dtype_of, resolve, resolve_lora},
     train::{experts, workspace::Workspace},
     trained::{self, LORA_FROM, first_backward},
-    zero::{Policy, Slots, fold::buffers, partition::Partition, pool::PoolPlan},
+    zero::{Policy, Slots, fold::buffers, live, partition::Partition, pool::PoolPlan},
 };
 use contract::{
     job::{JobSpec, OptimizerName, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
 };
 use device::Dtype;
+use std::collections::{HashMap, VecDeque};
 
 /// The worker's judgement, handed to the launcher.
 pub struct Judge;
@@ -175,7 +176,7 @@ impl Memory<'_> {
             ),
             (
                 "rows of experts".into(),
-                experts::bytes(self.model, self.units, b * t, self.train.recompute, dtype) as u64,
+                self.experts(b * t, dtype),
             ),
         ];
         if on_gpu {
@@ -193,6 +194,16 @@ impl Memory<'_> {
         parts.retain(|(_, bytes)| *bytes > 0);
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
+    }
+
+    /// Of layers with experts, when rows are spread evenly: rows, and what of gradients by several slots travels.
+    fn experts(&self, rows: usize, dtype: Dtype) -> u64 {
+        let parallel = self.train.experts.parallel as usize;
+        let rows = experts::bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel);
+        let spread = self.units.iter().filter(|u| u.owners.stride > 1).map(Unit::trained_len).max().unwrap_or(0);
+        // Of the unit that travels and of the next one: sums by the slots of the group, and their copies on the way.
+        let sums = (1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT) * buffers(parallel, true);
+        (rows + 4 * spread * (sums + 2)) as u64
     }
 
     /// Units that this rank has a part of.
@@ -232,8 +243,8 @@ impl Memory<'_> {
         }
         // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
         let mut pool = PoolPlan::default();
-        let mut in_flight = std::collections::VecDeque::new();
-        for u in trained.rev() {
+        let mut in_flight = VecDeque::new();
+        for u in trained.filter(|u| u.owners.stride == 1).rev() {
             in_flight.push_back(pool.take(u.len()));
             if in_flight.len() > 1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT {
                 pool.give(in_flight.pop_front().unwrap_or(0));
@@ -282,27 +293,37 @@ impl Memory<'_> {
         std::iter::once(0).chain(forward).chain([head]).chain(tied).chain(backward).collect()
     }
 
+    /// Elements of gathered parameters, by the decisions that the engine takes.
     fn gathered(&self, policy: Policy, rank: usize) -> u64 {
         if !policy.shard_parameters || self.world == 1 {
             return 0;
         }
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let tied = self.model.tied();
-        let order = self.fetches(rank);
+        let len = |u: usize| self.units[u].len();
+        // What stays after one slot is there for the next.
+        let once = self.fetches(rank);
+        let order = if self.train.batch.global > self.train.batch.micro { once.repeat(2) } else { once };
+        let order = order.into_iter().filter(|&u| self.units[u].owners.below(self.world) > 1);
+        let fetches = live::plan(order, len, self.train.zero.max_live_parameters);
+        let mut ahead: VecDeque<usize> = fetches.iter().filter(|f| !f.here).map(|f| f.unit).collect();
         let mut pool = PoolPlan::default();
-        let mut held = std::collections::VecDeque::new();
-        let ahead = self.train.zero.prefetch as usize;
-        let mut next = 0;
-        for at in 0..order.len() {
-            while next < order.len() && next <= at + ahead {
-                held.push_back(pool.take(self.units[order[next]].len()));
-                next += 1;
+        let (mut gathering, mut staying, mut used) = (VecDeque::new(), HashMap::new(), Vec::new());
+        for fetch in fetches {
+            while gathering.len() <= self.train.zero.prefetch as usize {
+                let Some(next) = ahead.pop_front() else { break };
+                gathering.push_back(pool.take(len(next)));
             }
+            let buf = if fetch.here { staying.remove(&fetch.unit) } else { gathering.pop_front() };
+            used.push((fetch, buf.unwrap_or(0)));
             // The tied embedding is held together with the head.
-            if !(tied && order[at] == head) {
-                pool.give(held.pop_front().unwrap_or(0));
-                if tied && at > 0 && order[at - 1] == head {
-                    pool.give(held.pop_front().unwrap_or(0));
+            if tied && fetch.unit == head {
+                continue;
+            }
+            for (fetch, buf) in used.drain(..) {
+                match fetch.stays {
+                    true => drop(staying.insert(fetch.unit, buf)),
+                    false => pool.give(buf),
                 }
             }
         }

@@ -160,8 +160,9 @@ impl Parameters {
         let parallel = placement.as_ref().map_or(1, |p| p.parallel);
         let policy = Policy::of_stage(train.zero.stage).with_experts(parallel);
         let slots = (train.batch.global / train.batch.micro) as usize;
-        let (prefetch, dtype) = (train.zero.prefetch as usize, dtype_of(train.precision));
-        let engine = Engine::new(units, policy, slots, prefetch, dtype, queue, ops.clone());
+        let (zero, dtype) = (&train.zero, dtype_of(train.precision));
+        let held = (zero.prefetch as usize, zero.max_live_parameters);
+        let engine = Engine::new(units, policy, slots, held, dtype, queue, ops.clone());
         let mut model = self.model;
         model.place(ops.as_ref());
         Ok(Sharded { train, model: model.into(), engine, ops, placement })

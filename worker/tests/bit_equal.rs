@@ -63,6 +63,24 @@ fn no_prefetch_and_sgd() {
     });
 }
 
+/// Gathered parameters that stay, all or some, over several slots of a rank.
+#[test]
+fn parameters_that_stay() {
+    for live in [700, u64::MAX] {
+        let spec = |stage| {
+            let mut s = train_spec(odd_model(), stage, 8, 1, 11);
+            (s.zero.max_live_parameters, s.zero.prefetch) = (live, 2);
+            s.model.tie_word_embeddings = live == 700;
+            s.precision = if live == 700 { Precision::Fp32 } else { Precision::Bf16 };
+            s
+        };
+        let expected = fresh_run(&spec(0), 1, 1, STEPS);
+        for world in [2, 3] {
+            assert_eq!(fresh_run(&spec(3), world, 1, STEPS), expected, "world {world}, {live} stay");
+        }
+    }
+}
+
 #[test]
 fn sixteen_ranks() {
     let spec = |stage| train_spec(odd_model(), stage, 16, 1, 7);

@@ -1,5 +1,6 @@
 //! `launch check`: what would stand in a job's way, on all of its hosts at once.
 mod ask;
+mod gpus;
 mod judge;
 mod show;
 mod slurm;

@@ -183,7 +183,7 @@ fn open(path: &Path) -> Result<Found, Failure> {
             }
         }
         Found::Foreign(foreign) => {
-            for warning in &foreign.facts().warnings {
+            for warning in foreign.facts().incomplete.iter().chain(&foreign.facts().warnings) {
                 say(format_args!("warning: {}", clean(warning)));
             }
             for notice in &foreign.facts().notices {

@@ -86,6 +86,11 @@ impl<'d> Keys<'d> {
 
     /// An integer of at least `least`.
     pub(super) fn integer(&mut self, key: &str, least: i128) -> Option<i128> {
+        self.integer_up_to(key, least, u32::MAX.into())
+    }
+
+    /// As [`Keys::integer`], up to `most`.
+    pub(super) fn integer_up_to(&mut self, key: &str, least: i128, most: i128) -> Option<i128> {
         let item = self.take(key)?;
         let number = match item.value {
             ItemValue::Int(n) => Some(n),
@@ -93,7 +98,7 @@ impl<'d> Keys<'d> {
             ItemValue::Text => item.text.parse().ok(),
             _ => None,
         };
-        let number = number.filter(|n| (least..=i128::from(u32::MAX)).contains(n));
+        let number = number.filter(|n| (least..=most).contains(n));
         if number.is_none() {
             self.refuse(key, item, &format!("an integer of {least} or more"));
         }

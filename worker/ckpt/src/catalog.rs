@@ -145,6 +145,9 @@ pub struct Facts {
     pub job: Value,
 }
 
+/// In the cursor: weight → updates by which it is behind the run.
+pub(crate) const LATE: &str = "late";
+
 /// Longest name of a tensor or file, bytes.
 const NAME_MAX: usize = 1024;
 /// Most dimensions of a tensor.
@@ -233,6 +236,11 @@ impl ModelCard {
 }
 
 impl Facts {
+    /// Updates that a trained weight has had: those that joined later are behind the run.
+    pub(crate) fn updates(&self, weight: &str) -> u64 {
+        self.step.saturating_sub(self.cursor[LATE][weight].as_u64().unwrap_or(0))
+    }
+
     /// Refuses facts that could not be read back or gathered.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         self.model.check()?;

@@ -3,10 +3,9 @@ use crate::catalog::{Facts, Role, TensorInfo, TextFile, WeightShape, require_sam
 use crate::cut;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
 use crate::error::{CkptError, Damage, Result};
-use crate::extras::{Extras, ParamGroup};
+use crate::extras::Extras;
 use crate::hash::Hash;
 use crate::manifest::{Extent, FileEntry, Manifest, TensorEntry};
-use crate::pickle::Object;
 use crate::scattered::{Elsewhere, Host};
 use crate::source::Source;
 use crate::state::TrainingState;
@@ -353,23 +352,7 @@ impl Source for Checkpoint {
     }
 
     fn extras(&self) -> Result<Extras> {
-        let facts = self.facts();
-        let mut groups: Vec<ParamGroup> =
-            facts.groups.as_array().into_iter().flatten().map(ParamGroup::from_json).collect();
-        for group in &mut groups {
-            group.steps = vec![Some(facts.step as f64); group.names.len()];
-        }
-        let converted = &facts.job["converted"];
-        Ok(Extras {
-            groups,
-            ties: facts.model.ties.clone(),
-            frozen: facts.model.frozen.clone(),
-            scheduler: Object::from_json(&converted["scheduler"]),
-            stage: Some(facts.stage),
-            world: Some(facts.world),
-            native: Some(Box::new(facts.clone())),
-            ..Extras::default()
-        })
+        Ok(Extras { native: Some(Box::new(self.facts().clone())), ..Extras::default() })
     }
 
     fn step(&self) -> Option<u64> {
@@ -392,10 +375,10 @@ impl Source for Checkpoint {
             stage: Some(facts.stage),
             // the worker writes them in this form; other forms are none
             groups: serde_json::from_value(facts.groups.clone()).unwrap_or_default(),
-            steps: trained.map(|w| (w.name.clone(), facts.step)).collect(),
-            // the schedule is a function of the step
-            scheduler: Value::Null,
-            loss_scaler: Value::Null,
+            steps: trained.map(|w| (w.name.clone(), facts.updates(&w.name))).collect(),
+            // that of the program that it was converted from: here the schedule is a function of the step
+            scheduler: facts.job["converted"]["scheduler"].clone(),
+            loss_scaler: facts.cursor["loss_scale"].clone(),
             ties: facts.model.ties.clone(),
             frozen: facts.model.frozen.clone(),
             buffers: facts.model.buffers.iter().map(|b| b.name.clone()).collect(),

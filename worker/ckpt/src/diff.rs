@@ -58,8 +58,10 @@ pub struct DiffReport {
     pub dtypes: Vec<DtypeDiff>,
     /// Names that one side stores and the other has as a second name: compared with what that is tied to.
     pub tied: Vec<String>,
-    /// No floating point numbers: only their shapes were compared.
+    /// No floating point numbers on one side alone: only their shapes were compared.
     pub not_compared: Vec<String>,
+    /// No floating point numbers, and with other bytes.
+    pub other_bytes: Vec<BytesDiff>,
 }
 
 impl DiffReport {
@@ -70,7 +72,20 @@ impl DiffReport {
             && self.only_b.is_empty()
             && self.shapes.is_empty()
             && self.not_compared.is_empty()
+            && self.other_bytes.is_empty()
     }
+}
+
+/// A tensor of integers or the like with different elements.
+#[derive(Clone, Debug, Serialize)]
+pub struct BytesDiff {
+    /// `role/name`, as `a` calls it.
+    pub tensor: String,
+    pub shape: Vec<u64>,
+    pub dtype: Dtype,
+    /// Row-major index of the first element with other bytes.
+    pub first: u64,
+    pub differing: u64,
 }
 
 /// A tensor with different elements.
@@ -110,6 +125,14 @@ pub fn diff(
     progress: impl FnMut(u64, u64) + Send,
 ) -> Result<DiffReport> {
     let (mut report, pairs) = pair(a, b, options);
+    let (exact, pairs): (Vec<Pair>, Vec<Pair>) = pairs.into_iter().partition(|p| !p.a.dtype.is_float());
+    for pair in &exact {
+        report.compared += 1;
+        match bytes_of(a.source, b.source, pair)? {
+            None => report.equal += 1,
+            Some(found) => report.other_bytes.push(found),
+        }
+    }
     let stats = compare(a.source, b.source, &pairs, progress)?;
     for (pair, stats) in pairs.iter().zip(stats) {
         report.compared += 1;
@@ -155,6 +178,7 @@ fn pair(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport, Vec<Pai
         dtypes: Vec::new(),
         tied: Vec::new(),
         not_compared: Vec::new(),
+        other_bytes: Vec::new(),
     };
     let mut pairs = Vec::new();
     let mut covered = HashSet::new();
@@ -221,13 +245,34 @@ impl DiffReport {
             self.shapes.push(ShapeDiff { tensor: label(a), a: a.shape.clone(), b: b.shape.clone() });
             return None;
         }
-        let float = |d: Dtype| matches!(d, Dtype::F32 | Dtype::BF16 | Dtype::F16);
-        if !float(a.dtype) || !float(b.dtype) {
+        if a.dtype != b.dtype && !(a.dtype.is_float() && b.dtype.is_float()) {
             self.not_compared.push(label(a));
             return None;
         }
         Some(Pair { a: a.clone(), b: b.clone() })
     }
+}
+
+/// How the bytes of a pair differ that are no floating point numbers; few tensors are none, and small.
+fn bytes_of(a: &dyn Source, b: &dyn Source, pair: &Pair) -> Result<Option<BytesDiff>> {
+    let (size, total) = (pair.a.dtype.size(), pair.a.elements());
+    let (mut start, mut first, mut differing) = (0, None, 0);
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    while start < total {
+        let count = WINDOW.min(total - start);
+        for (source, info, out) in [(a, &pair.a, &mut left), (b, &pair.b, &mut right)] {
+            out.resize((count * size) as usize, 0u8);
+            source.read_raw(&info.name, info.role, start, out)?;
+        }
+        let elements = left.chunks(size as usize).zip(right.chunks(size as usize));
+        for (i, _) in elements.enumerate().filter(|(_, (x, y))| x != y) {
+            first.get_or_insert(start + i as u64);
+            differing += 1;
+        }
+        start += count;
+    }
+    let (shape, dtype) = (pair.a.shape.clone(), pair.a.dtype);
+    Ok(first.map(|first| BytesDiff { tensor: label(&pair.a), shape, dtype, first, differing }))
 }
 
 /// Some elements of a pair.

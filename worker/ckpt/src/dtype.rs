@@ -24,6 +24,11 @@ pub enum Dtype {
 }
 
 impl Dtype {
+    /// True for what is read as F32 without loss.
+    pub fn is_float(self) -> bool {
+        matches!(self, Dtype::F32 | Dtype::BF16 | Dtype::F16)
+    }
+
     /// Bytes per element.
     pub fn size(self) -> u64 {
         use Dtype::*;

@@ -147,7 +147,7 @@ impl fmt::Display for CkptError {
             }
             NoSpace { path, needed, free } => write!(
                 f,
-                "not enough space in {}: {} needed, {} free; free some or set checkpoint.dir to another disk",
+                "not enough space in {}: {} needed, {} free; free some, or write to another disk",
                 path.display(),
                 bytes(*needed),
                 bytes(*free)

@@ -1,28 +1,24 @@
-//! What a checkpoint says beside its tensors, as far as it must go along when the checkpoint is written anew: exact objects,
-//! as its files hold them. What is shown and compared is [`crate::TrainingState`], the same as JSON.
-use crate::catalog::{Facts, Tie};
+//! What goes along when a checkpoint is written anew and [`crate::TrainingState`] has no words for: exact objects, as its files
+//! hold them.
+use crate::catalog::Facts;
 use crate::dtype::Dtype;
 use crate::pickle::Object;
 use crate::state::Group;
 use std::collections::BTreeMap;
 
-/// Everything that a training state has beside tensors. What a format doesn't say is empty.
+/// Beside [`crate::TrainingState`]. What a format doesn't say is empty.
 #[derive(Clone, Debug, Default)]
 pub struct Extras {
-    /// The optimizer's groups, in its own order.
+    /// The optimizer's groups, in its own order, where the state doesn't say all of them.
     pub groups: Vec<ParamGroup>,
     /// Names of the module's tensors in its own order, aliases and buffers too.
     pub module: Vec<String>,
-    pub ties: Vec<Tie>,
-    /// Weights that are not trained; a weight that was frozen after the optimizer was made is in a group as well.
-    pub frozen: Vec<String>,
+    /// Weights that were frozen after the optimizer was made, and are in a group.
+    pub frozen_late: Vec<String>,
     /// What the model computes in.
     pub precision: Option<Dtype>,
-    /// State of the learning rate scheduler.
+    /// State of the learning rate scheduler, where it is more than JSON can say.
     pub scheduler: Object,
-    /// ZeRO stage and number of ranks that wrote it.
-    pub stage: Option<u8>,
-    pub world: Option<u32>,
     /// Of a checkpoint of ours, all that it says.
     pub native: Option<Box<Facts>>,
     /// Steps skipped for overflows.
@@ -53,33 +49,22 @@ pub struct ParamGroup {
 impl ParamGroup {
     /// A group with the updates that each of its weights has had.
     pub(crate) fn of(group: &Group, steps: &BTreeMap<String, u64>) -> ParamGroup {
-        let mut found = ParamGroup::from_json(&serde_json::Value::Object(group.hyper.clone()));
-        found.steps = group.names.iter().map(|name| steps.get(name).map(|&s| s as f64)).collect();
-        found.names.clone_from(&group.names);
-        found
+        ParamGroup {
+            names: group.names.clone(),
+            steps: group.names.iter().map(|name| steps.get(name).map(|&s| s as f64)).collect(),
+            options: ParamGroup::from_json(&group.hyper),
+        }
     }
 
-    /// Hyper-parameters that are known as JSON; `names` is taken from `params` when those are names.
-    pub(crate) fn from_json(group: &serde_json::Value) -> ParamGroup {
-        let mut found = ParamGroup::default();
-        for (key, value) in group.as_object().into_iter().flatten() {
-            match (key.as_str(), Object::from_json(value)) {
-                ("params", Object::List(params)) => {
-                    let names = params.into_iter().filter_map(|p| match p {
-                        Object::Str(name) => Some(name),
-                        _ => None,
-                    });
-                    found.names = names.collect();
-                }
-                // our own name of the group
-                ("name", _) => {}
-                ("betas", Object::List(betas)) => {
-                    found.options.push(("betas".into(), Object::Tuple(betas)));
-                }
-                (_, value) => found.options.push((key.clone(), value)),
-            }
-        }
-        found.steps = vec![None; found.names.len()];
-        found
+    /// Hyper-parameters that are known as JSON.
+    fn from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, Object)> {
+        let of = |(key, value): (&String, &serde_json::Value)| match (key.as_str(), Object::from_json(value))
+        {
+            // our own name of the group
+            ("name", _) => None,
+            ("betas", Object::List(betas)) => Some((key.clone(), Object::Tuple(betas))),
+            (_, value) => Some((key.clone(), value)),
+        };
+        hyper.iter().filter_map(of).collect()
     }
 }

@@ -149,11 +149,11 @@ struct Plan {
 impl Plan {
     fn new(checkpoint: &dyn Source, options: &GatherOptions, stem: &str) -> Result<Plan> {
         let dtype = options.dtype.unwrap_or(Dtype::F32);
-        if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+        if !dtype.is_float() {
             return Err(CkptError::invalid(format!("weights are gathered as F32, BF16 or F16, not {dtype}")));
         }
         let of_model = |t: &TensorInfo| matches!(t.role, Role::Weight | Role::Buffer);
-        let readable = |t: &TensorInfo| t.role == Role::Weight || is_float(t.dtype);
+        let readable = |t: &TensorInfo| t.role == Role::Weight || t.dtype.is_float();
         let (tensors, others): (Vec<TensorInfo>, Vec<TensorInfo>) =
             checkpoint.tensors().into_iter().filter(of_model).partition(readable);
         let tensors = order::sort(tensors);
@@ -282,10 +282,6 @@ impl Plan {
         }
         Ok(())
     }
-}
-
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
 /// Keys in order, whatever order the map keeps.

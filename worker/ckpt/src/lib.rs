@@ -39,6 +39,7 @@ pub mod rng_files;
 mod root;
 mod save;
 pub mod scattered;
+mod seems;
 mod source;
 mod state;
 #[cfg(test)]
@@ -50,7 +51,9 @@ pub use catalog::{Facts, ModelCard, Role, TensorInfo, TextFile, Tie, WeightShape
 pub use checkpoint::{Checkpoint, Fetch, Request, Run, Sink};
 pub use commit::{Committed, commit, commit_parity, prune};
 pub use convert::{ConvertOptions, ConvertReport, Target, convert};
-pub use diff::{At, Cast, DiffOptions, DiffReport, DtypeDiff, ShapeDiff, Side, TensorDiff, Values, diff};
+pub use diff::{
+    At, BytesDiff, Cast, DiffOptions, DiffReport, DtypeDiff, ShapeDiff, Side, TensorDiff, Values, diff,
+};
 pub use dtype::Dtype;
 pub use error::{CkptError, Damage, Result};
 pub use extras::{Extras, ParamGroup};
@@ -63,6 +66,6 @@ pub use repair::{RepairOptions, RepairReport, repair};
 pub use root::{Found, Newest, find, find_trained, latest, list, newest, step_name};
 pub use save::{Piece, PieceReport, ShardReport, Staging, write_shard};
 pub use source::Source;
-pub use state::{Group, TrainingState};
+pub use state::{Group, LossScale, TrainingState};
 pub use verify::{CheckpointReport, Shard, VerifyOptions, VerifyReport, verify, verify_with};
 pub use watch::{Landed, Sighting, Watch};

@@ -123,7 +123,7 @@ pub fn newest(path: &Path) -> Result<Newest> {
     }
     match skipped.into_iter().next() {
         Some(first) => Err(first),
-        None => Err(CkptError::NotACheckpoint { path: path.to_owned(), why: seems(path) }),
+        None => Err(CkptError::NotACheckpoint { path: path.to_owned(), why: crate::seems::seems(path) }),
     }
 }
 
@@ -160,47 +160,4 @@ pub fn find_trained(path: &Path, trained: Option<&HashSet<String>>) -> Result<Fo
         return Ok(Found::Foreign(Box::new(foreign)));
     }
     newest(path).map(|n| Found::Native(Box::new(n)))
-}
-
-/// What a folder without a checkpoint seems to be, what it lacks, and what helps.
-pub(crate) fn seems(path: &Path) -> String {
-    let has = |name: &str| exists(&path.join(name));
-    let names = Folder::open(path).and_then(|f| f.names()).unwrap_or_default();
-    let any = |fits: &dyn Fn(&str) -> bool| names.iter().any(|n| fits(n));
-    let rng = any(&|n| n.starts_with("rng_state") || n.starts_with("random_states_"));
-    match () {
-        () if has("pytorch_model_fsdp_0") => {
-            "pytorch_model_fsdp_0 lacks its .metadata: the save was cut short before its last file, or it wasn't copied (it is hidden)".into()
-        }
-        () if any(&|n| n.ends_with(".distcp")) => {
-            "it holds .distcp files without .metadata: the save was cut short before its last file, or it wasn't copied (it is hidden)".into()
-        }
-        () if any(&|n| n.starts_with("pytorch_model_fsdp_rank")) => {
-            "it holds FSDP's local shards, which only the same program on as many ranks can read; save with a sharded or full state dict".into()
-        }
-        () if has("adapter_model.safetensors") || has("adapter_model.bin") => {
-            "it is an adapter of PEFT, which is no whole model; merge it into its base model first".into()
-        }
-        () if has("optimizer.pt") || has("optimizer.bin") || has("trainer_state.json") || rng => {
-            "it is a folder of HF Trainer or Accelerate without weights: model.safetensors, pytorch_model.bin or the folder of FSDP or DeepSpeed is missing".into()
-        }
-        () if has("latest") => {
-            "`latest` names a folder that isn't here, and no other checkpoint is; bring that folder back".into()
-        }
-        () if any(&|n| n.ends_with(".ckpt")) => {
-            "it holds .ckpt files, which other programs than those known write".into()
-        }
-        () if any(&|n| n.starts_with("consolidated.") && n.ends_with(".pth")) => {
-            "it holds Meta's own weights (consolidated.*.pth); convert them to Hugging Face's form first".into()
-        }
-        () if step_of(&path.file_name().unwrap_or_default().to_string_lossy()).is_some() => {
-            format!("it has no {MANIFEST}: a save or a removal of it was cut short")
-        }
-        () => match names.iter().find(|n| path.join(n).join("latest").symlink_metadata().is_ok()) {
-            Some(name) => format!("it has no checkpoint of its own, but {name} may hold one: give its path"),
-            None => format!(
-                "it has no {MANIFEST}, no folders step-…, no DeepSpeed state and no weights (model.safetensors, pytorch_model.bin, .metadata)"
-            ),
-        },
-    }
 }

@@ -133,10 +133,10 @@ fn look(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let ours = |text: Vec<u8>| String::from_utf8_lossy(&text).contains("blake3:");
     let latest = Folder::open(path)?.read(LATEST, 4096).ok();
     if steps.is_empty() && latest.is_some_and(|text| !ours(text)) {
-        return Err(not_here(&root::seems(path)));
+        return Err(not_here(&crate::seems::seems(path)));
     }
     if steps.is_empty() && !exists(&path.join(LATEST)) {
-        return Err(not_here(&root::seems(path)));
+        return Err(not_here(&crate::seems::seems(path)));
     }
     verify_latest(path, &steps, &mut report);
     for name in Folder::open(path)?.names()? {

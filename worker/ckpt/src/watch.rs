@@ -127,7 +127,7 @@ fn judge(path: &Path, quiet: Duration, settle: Duration, limit: Duration) -> Opt
             let done = missing.is_empty() || quiet >= limit;
             done.then_some(Landed::Complete { step: facts.step, missing })
         }
-        Ok(None) if quiet >= limit => Some(Landed::Incomplete { why: crate::root::seems(path) }),
+        Ok(None) if quiet >= limit => Some(Landed::Incomplete { why: crate::seems::seems(path) }),
         Err(e) if quiet >= limit => Some(Landed::Incomplete { why: e.to_string() }),
         Ok(None) | Err(_) => None,
     }

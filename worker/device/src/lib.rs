@@ -7,6 +7,8 @@ pub mod parity;
 pub mod philox;
 pub mod storage;
 
+mod pages;
+
 pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use mem::{Buf, Dtype, View, ViewMut};

@@ -86,6 +86,7 @@ impl Numbers {
         f.only("is_encoder_decoder", &[json!(false)])?;
         f.only("add_cross_attention", &[json!(false)])?;
         f.only("chunk_size_feed_forward", &[json!(0)])?;
+        f.only("partial_rotary_factor", &[json!(1)])?;
         let (hidden, heads) = (f.size("hidden_size")?, f.size("num_attention_heads")?);
         let kv_heads = f.opt_size("num_key_value_heads")?.unwrap_or(heads);
         if !heads.is_multiple_of(kv_heads) {

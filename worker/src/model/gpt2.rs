@@ -53,7 +53,9 @@ struct Numbers {
 }
 
 /// Keys of heads for other tasks than text, and of settings that matter in 16 bit only.
-const WITHOUT_EFFECT: [&str; 8] = [
+const WITHOUT_EFFECT: [&str; 10] = [
+    "n_special",
+    "predict_special_tokens",
     "reorder_and_upcast_attn",
     "summary_activation",
     "summary_first_dropout",

@@ -10,6 +10,8 @@ pub(super) const FAMILY: Family = Family {
         let mut n = decoder::Numbers::read(&f)?;
         let bias = f.flag("attention_bias")?;
         (n.qkv_bias, n.o_bias, n.mlp_bias) = (bias, bias, f.flag("mlp_bias")?);
+        f.only("rope_interleaved", &[json!(false)])?;
+        f.only("is_llama_config", &[json!(true)])?;
         f.finish()?;
         Ok(decoder::build(n, config, tokens))
     },

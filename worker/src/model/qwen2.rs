@@ -10,6 +10,7 @@ pub(super) const FAMILY: Family = Family {
         let mut n = decoder::Numbers::read(&f)?;
         n.qkv_bias = true;
         n.read_sliding_layers(&f)?;
+        f.only("use_mrope", &[json!(false)])?;
         f.finish()?;
         Ok(decoder::build(n, config, tokens))
     },

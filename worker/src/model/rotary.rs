@@ -1,7 +1,7 @@
 //! Rotary position embedding: frequencies by the rules that checkpoints name, and their tables.
 use super::config::shown;
 use device::{Buf, Ops, View};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// The rule by which positions become angles.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,6 +17,7 @@ enum Scaling {
     /// All are divided by this.
     Linear(f64),
     Llama3(Llama3),
+    Yarn(Yarn),
 }
 
 /// Llama 3.1: low frequencies are divided, high ones stay, those between are blended.
@@ -26,6 +27,21 @@ struct Llama3 {
     low_freq_factor: f64,
     high_freq_factor: f64,
     original_max_position_embeddings: f64,
+}
+
+/// YaRN (Peng et al. 2023): pairs that turn seldom within the first training's positions are divided, those that turn often stay,
+/// those between are blended, and scores grow by the square of a factor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Yarn {
+    factor: f64,
+    /// Turns from which on a pair stays, and up to which it is divided.
+    beta_fast: f64,
+    beta_slow: f64,
+    original_max_position_embeddings: f64,
+    /// Factor of q and k.
+    attention_factor: f64,
+    /// The borders are whole pairs.
+    truncate: bool,
 }
 
 impl Rope {
@@ -49,6 +65,9 @@ impl Rope {
         let (scaling, known): (Scaling, &[&str]) = match named.and_then(Value::as_str) {
             Some("default") => (Scaling::None, &[]),
             Some("linear") => (Scaling::Linear(number("factor")?), &["factor"]),
+            // Up to max_position_embeddings, beyond which no sequence is trained, it changes nothing.
+            Some("dynamic") => (number("factor").map(|_| Scaling::None)?, &["factor"]),
+            Some("yarn") => (Scaling::Yarn(Yarn::read(key, map, number)?), Yarn::KEYS),
             Some("llama3") => {
                 let keys =
                     &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
@@ -68,7 +87,7 @@ impl Rope {
             _ => {
                 let found = named.map_or("none".into(), shown);
                 return Err(format!(
-                    "config.json: `{key}.rope_type` {found} is not supported; known: default, linear, llama3"
+                    "config.json: `{key}.rope_type` {found} is not supported; known: default, dynamic, linear, llama3, yarn"
                 ));
             }
         };
@@ -90,7 +109,74 @@ impl Rope {
             Scaling::None => inverse,
             Scaling::Linear(factor) => inverse / factor as f32,
             Scaling::Llama3(rule) => rule.scale(inverse),
+            Scaling::Yarn(rule) => rule.blend(self.theta, i, head_dim),
         }
+    }
+
+    /// Factor of cos and sin.
+    fn amplitude(&self) -> f32 {
+        match self.scaling {
+            Scaling::Yarn(rule) => rule.attention_factor as f32,
+            Scaling::None | Scaling::Linear(_) | Scaling::Llama3(_) => 1.0,
+        }
+    }
+}
+
+impl Yarn {
+    const KEYS: &[&str] = &[
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ];
+
+    /// `number` reads one that must be there.
+    fn read(
+        key: &str,
+        map: &Map<String, Value>,
+        number: impl Fn(&str) -> Result<f64, String>,
+    ) -> Result<Self, String> {
+        let there = |name: &str| map.get(name).is_some_and(|v| !v.is_null());
+        let optional = |name: &str| there(name).then(|| number(name)).transpose();
+        let factor = number("factor")?;
+        let grown = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * factor.ln() + 1.0 };
+        let attention_factor = match (optional("mscale")?, optional("mscale_all_dim")?) {
+            (Some(one), Some(all)) => grown(one) / grown(all),
+            _ => grown(1.0),
+        };
+        let truncate = match map.get("truncate") {
+            None | Some(Value::Null) => true,
+            Some(Value::Bool(yes)) => *yes,
+            Some(v) => return Err(format!("config.json: `{key}.truncate` is {}, not true or false", shown(v))),
+        };
+        Ok(Yarn {
+            factor,
+            beta_fast: optional("beta_fast")?.unwrap_or(32.0),
+            beta_slow: optional("beta_slow")?.unwrap_or(1.0),
+            original_max_position_embeddings: number("original_max_position_embeddings")?,
+            attention_factor: optional("attention_factor")?.unwrap_or(attention_factor),
+            truncate,
+        })
+    }
+
+    fn blend(&self, theta: f64, i: usize, head_dim: usize) -> f32 {
+        let dim = head_dim as f64;
+        let pair = |turns: f64| {
+            let wavelength = self.original_max_position_embeddings / (turns * std::f64::consts::TAU);
+            dim * wavelength.ln() / (2.0 * theta.ln())
+        };
+        let (low, high) = (pair(self.beta_fast), pair(self.beta_slow));
+        let (low, high) = if self.truncate { (low.floor(), high.ceil()) } else { (low, high) };
+        let (low, high) = (low.max(0.0), high.min(dim - 1.0));
+        let width = if low == high { 0.001 } else { high - low };
+        let divided = ((i as f32 - low as f32) / width as f32).clamp(0.0, 1.0);
+        let stays = 1.0 - divided;
+        let frequency = (theta as f32).powf((2 * i) as f32 / head_dim as f32);
+        1.0 / (self.factor as f32 * frequency) * (1.0 - stays) + 1.0 / frequency * stays
     }
 }
 
@@ -123,12 +209,13 @@ impl Tables {
     pub(super) fn new(rope: &Rope, positions: usize, head_dim: usize) -> Self {
         let half = head_dim / 2;
         let (mut cos, mut sin) = (Buf::zeroed(positions * half), Buf::zeroed(positions * half));
+        let by = rope.amplitude();
         for i in 0..half {
             let inverse = rope.inverse_frequency(i, head_dim);
             for pos in 0..positions {
                 let angle = f64::from(pos as f32 * inverse);
-                cos.host_mut()[pos * half + i] = angle.cos() as f32;
-                sin.host_mut()[pos * half + i] = angle.sin() as f32;
+                cos.host_mut()[pos * half + i] = angle.cos() as f32 * by;
+                sin.host_mut()[pos * half + i] = angle.sin() as f32 * by;
             }
         }
         Tables { cos, sin, half }
@@ -165,5 +252,21 @@ mod tests {
             why(json!({"rope_type": "default", "partial_rotary_factor": 0.5})).contains("partial_rotary")
         );
         assert!(why(json!([])).contains("not a mapping"));
+        let yarn = |more: Value| {
+            let mut v = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+            v.as_object_mut().expect("a map").extend(more.as_object().expect("a map").clone());
+            v
+        };
+        assert!(why(yarn(json!({"original_max_position_embeddings": null}))).contains("original_max_position"));
+        assert!(why(yarn(json!({"truncate": 1}))).contains("truncate` is 1"));
+        assert!(why(yarn(json!({"beta_fast": 0}))).contains("beta_fast"));
+        assert!(why(yarn(json!({"finetuned": true}))).contains("`rope_scaling.finetuned: true`"));
+    }
+
+    /// Within the positions of the first training.
+    #[test]
+    fn dynamic_scaling_is_none() {
+        let read = |v: Value| Rope::read("rope_scaling", &v, 1e4).expect("known");
+        assert_eq!(read(json!({"type": "dynamic", "factor": 2.0})), Rope::plain(1e4));
     }
 }

@@ -7,8 +7,9 @@ use crate::{
     params::Unit,
     stages::{Cursor, ScheduleBound},
     state::{Reading, read_own, spread},
+    train::loss_scale::State,
 };
-use ckpt::{Foreign, Source, peft::is_adapter};
+use ckpt::{Foreign, LossScale, Source, peft::is_adapter};
 use contract::{
     event::Event,
     job::{JobSpec, RngPolicy},
@@ -50,6 +51,7 @@ pub(super) fn load(
     if fit.moments {
         notices.extend(frozen_otherwise(&units, &source.tensors(), &fit.anew));
         notices.extend(differences(bound, source, &fit, &units, cursor.step));
+        notices.extend(loss_scale(bound, source));
     }
     notices.extend(left_out(source, &fit));
     let facts = source.facts();
@@ -158,6 +160,13 @@ fn cursor(
     let tokens = tokens
         .ok_or_else(|| Error::checkpoint("its number of samples is no number of samples".to_string()))?;
     Ok((Cursor { step, consumed_samples, tokens }, notices))
+}
+
+/// With fp16: goes on with the scale that the checkpoint's run had found, or says why not.
+fn loss_scale(bound: &mut ScheduleBound, source: &Foreign) -> Option<String> {
+    let LossScale { scale, steps } = source.state().loss_scale()?;
+    let restored = bound.trainer.loss_scale.restore(State { scale, steps, skipped: 0 });
+    restored.err().map(|why| format!("the loss scale begins anew: {why}"))
 }
 
 /// What of the checkpoint has no use here.

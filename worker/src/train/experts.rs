@@ -543,8 +543,15 @@ impl Trainer {
     }
 }
 
-/// Bytes of everything here when rows are spread evenly, for the estimate; `dtype` of rows.
-pub fn bytes(model: &dyn Model, units: &[Unit], rows: usize, recompute: Recompute, dtype: Dtype) -> usize {
+/// Bytes of everything here when rows are spread evenly, for the estimate; `dtype` of rows, `parallel` ranks of a group.
+pub fn bytes(
+    model: &dyn Model,
+    units: &[Unit],
+    rows: usize,
+    recompute: Recompute,
+    dtype: Dtype,
+    parallel: usize,
+) -> usize {
     let Some(sparse) = model.sparse() else { return 0 };
     let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
     let s = sparse.shape();
@@ -553,5 +560,8 @@ pub fn bytes(model: &dyn Model, units: &[Unit], rows: usize, recompute: Recomput
     let travelling = rows * s.per_token;
     let kept = 4 * (Routing::elements(s, rows) + travelling * 3)
         + travelling * (s.hidden + 2 * s.intermediate) * dtype.size();
-    sets * kept + travelling * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 4)
+    // On their way to other ranks rows lie in two buffers more, and so do weights where rows have 16 bits.
+    let weights = if dtype == Dtype::F32 { 0 } else { 2 * 4 };
+    let lanes = if parallel > 1 { 2 * s.hidden * dtype.size() + weights } else { 0 };
+    sets * kept + travelling * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 4 + lanes)
 }

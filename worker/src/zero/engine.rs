@@ -4,6 +4,7 @@
 use super::{
     Policy, Slots,
     fold::{FoldStack, Run, maximal_runs},
+    live::{self, Fetch},
     partition::Partition,
     pool::Pool,
     queue::{Queue, Ticket},
@@ -12,7 +13,7 @@ use crate::params::{Owners, Unit};
 use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
@@ -40,8 +41,8 @@ pub struct Shard {
 pub enum Held {
     /// They lie here anyway.
     Resident(usize),
-    /// Gathered for this use.
-    Gathered(usize, Buf),
+    /// Gathered for this use, and for the next where they stay.
+    Gathered(Fetch, Buf),
 }
 
 /// ZeRO's state of one rank.
@@ -58,12 +59,18 @@ pub struct Engine {
     ops: Arc<dyn Ops>,
     queue: Arc<Queue>,
     prefetch: usize,
+    /// Most gathered elements that stay between two uses.
+    max_live: u64,
     gathered: Arc<Mutex<Pool>>,
     whole_grads: Arc<Mutex<Pool>>,
     /// Emptied stacks of [`Engine::runs`].
     run_grads: Arc<Mutex<Vec<FoldStack>>>,
-    /// Units still to be fetched in this pass, in order.
+    /// Fetches still to come in this pass, in order.
+    coming: VecDeque<Fetch>,
+    /// Those of them for which no gather has begun, and is wanted.
     ahead: VecDeque<usize>,
+    /// Gathered parameters that stay until their next use, by unit.
+    live: Mutex<HashMap<usize, Buf>>,
     /// Gathers under way, oldest first.
     gathering: VecDeque<(usize, Ticket<Buf>)>,
     reducing: VecDeque<Ticket<()>>,
@@ -77,12 +84,13 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Engine {
-    /// Allocates this rank's part of every unit, zeroed. `dtype`: of the parameters that ops compute with.
+    /// Allocates this rank's part of every unit, zeroed. `dtype`: of the parameters that ops compute with; `prefetch` and
+    /// `max_live` as `zero` in the job has them.
     pub fn new(
         units: Vec<Unit>,
         policy: Policy,
         slots: usize,
-        prefetch: usize,
+        (prefetch, max_live): (usize, u64),
         dtype: Dtype,
         queue: Queue,
         ops: Arc<dyn Ops>,
@@ -113,10 +121,13 @@ impl Engine {
             ops,
             queue: Arc::new(queue),
             prefetch,
+            max_live,
             gathered: Arc::new(Mutex::new(Pool::of(dtype))),
             whole_grads: Arc::new(Mutex::new(Pool::of(Dtype::F32))),
             run_grads: Arc::default(),
+            coming: VecDeque::new(),
             ahead: VecDeque::new(),
+            live: Mutex::default(),
             gathering: VecDeque::new(),
             reducing: VecDeque::new(),
             publishing: Vec::new(),
@@ -208,16 +219,17 @@ impl Engine {
 
     /// Announces the fetches of a pass, in order, so that they can be started ahead of their use.
     pub fn announce(&mut self, order: impl IntoIterator<Item = usize>) {
-        assert!(self.ahead.is_empty() && self.gathering.is_empty(), "the last pass was not finished");
+        assert!(self.coming.is_empty() && self.gathering.is_empty(), "the last pass was not finished");
         let gathered = order.into_iter().filter(|&u| self.needs_gather(u));
-        self.ahead = gathered.collect();
+        self.coming = live::plan(gathered, |u| self.shards[u].unit.len(), self.max_live).into();
+        self.ahead = self.coming.iter().filter(|f| !f.here).map(|f| f.unit).collect();
     }
 
     fn needs_gather(&self, u: usize) -> bool {
         self.policy.shard_parameters && self.shards[u].unit.owners.below(self.world) > 1
     }
 
-    /// The whole parameters of unit `u`: waits for their gather and starts the next ones.
+    /// The whole parameters of unit `u`: waits for their gather, unless they stayed, and starts the next ones.
     pub fn fetch(&mut self, u: usize) -> Result<Held> {
         if !self.needs_gather(u) {
             return Ok(Held::Resident(u));
@@ -227,9 +239,15 @@ impl Engine {
             let ticket = self.gather(next);
             self.gathering.push_back((next, ticket));
         }
-        let (unit, ticket) = self.gathering.pop_front().expect("every fetch was announced");
-        assert_eq!(unit, u, "fetches come in the announced order");
-        Ok(Held::Gathered(u, ticket.wait()?))
+        let fetch = self.coming.pop_front().expect("every fetch was announced");
+        assert_eq!(fetch.unit, u, "fetches come in the announced order");
+        if fetch.here {
+            let stayed = lock(&self.live).remove(&u).expect("it was released before it is fetched again");
+            return Ok(Held::Gathered(fetch, stayed));
+        }
+        let (unit, ticket) = self.gathering.pop_front().expect("its gather has begun");
+        assert_eq!(unit, u, "gathers come in the order of their fetches");
+        Ok(Held::Gathered(fetch, ticket.wait()?))
     }
 
     fn gather(&self, u: usize) -> Ticket<Buf> {
@@ -249,14 +267,16 @@ impl Engine {
     pub fn with_params<T>(&self, held: &Held, f: impl FnOnce(View) -> T) -> T {
         match held {
             Held::Resident(u) => f(read(self.shards[*u].values()).view()),
-            Held::Gathered(u, buf) => f(buf.view().slice(0..self.shards[*u].unit.len())),
+            Held::Gathered(of, buf) => f(buf.view().slice(0..self.shards[of.unit].unit.len())),
         }
     }
 
-    /// Lets go of gathered parameters.
+    /// Lets go of gathered parameters, or keeps them for their next use.
     pub fn release(&self, held: Held) {
-        if let Held::Gathered(_, buf) = held {
-            lock(&self.gathered).give(buf);
+        match held {
+            Held::Resident(_) => {}
+            Held::Gathered(of, buf) if of.stays => drop(lock(&self.live).insert(of.unit, buf)),
+            Held::Gathered(_, buf) => lock(&self.gathered).give(buf),
         }
     }
 

@@ -6,7 +6,7 @@ use super::{
 use std::path::PathBuf;
 use worker::{resume::Origin, stages::Cursor};
 
-pub(crate) const CASES: [&str; 17] = [
+pub(crate) const CASES: [&str; 18] = [
     "gemma2",
     "gemma3",
     "gpt2",
@@ -18,6 +18,7 @@ pub(crate) const CASES: [&str; 17] = [
     "mistral_packed",
     "qwen2",
     "qwen2_sliding_layers",
+    "qwen2_yarn",
     "qwen3",
     "qwen3_biases",
     "mixtral",

@@ -71,7 +71,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
             held_out: 0.0,
             cache: "unused".into(),
         },
-        zero: ZeroSpec { stage, prefetch: 1, offload: None },
+        zero: ZeroSpec { stage, prefetch: 1, max_live_parameters: 0, offload: None },
         precision: Precision::Fp32,
         loss_scale: LossScaleSpec::default(),
         batch: BatchSpec { global, micro },

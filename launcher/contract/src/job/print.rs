@@ -225,6 +225,7 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
     y.section("zero", |y| {
         y.key("stage", t.zero.stage);
         y.key("prefetch", t.zero.prefetch);
+        y.key("max_live_parameters", t.zero.max_live_parameters);
         let offload =
             t.zero.offload.as_ref().map(|p| format!("{{optimizer: {}}}", text(&p.to_string_lossy())));
         y.key("offload", offload.unwrap_or_else(|| "none".to_owned()));

@@ -125,6 +125,9 @@ pub struct ZeroSpec {
     pub stage: u8,
     /// Blocks gathered ahead of use in stage 3 (0: none).
     pub prefetch: u32,
+    /// Elements of gathered parameters that may stay between two uses in a step (stage 3).
+    #[serde(default)]
+    pub max_live_parameters: u64,
     /// A directory for the optimizer's states, which then aren't kept in memory; relative to the workdir.
     #[serde(default)]
     pub offload: Option<PathBuf>,
@@ -371,6 +374,7 @@ fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
     ZeroSpec {
         stage: d.get(&t, "train.zero.stage", int32(0..=3)) as u8,
         prefetch: d.get(&t, "train.zero.prefetch", int32(0..=64)),
+        max_live_parameters: d.get(&t, "train.zero.max_live_parameters", int(0..=u64::MAX)),
         offload: d.get(&t, "train.zero.offload", word_or("none", None, |n| offload(n).map(Some))),
     }
 }

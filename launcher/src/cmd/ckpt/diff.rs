@@ -49,6 +49,16 @@ fn table(report: &DiffReport) -> String {
     for s in &report.shapes {
         lines.push(format!("other shape   {}  a {:?}, b {:?}", clean(&s.tensor), s.a, s.b));
     }
+    for d in &report.other_bytes {
+        lines.push(format!(
+            "differs       {}  {} of {} elements ({}), first {}",
+            clean(&d.tensor),
+            d.differing,
+            d.shape.iter().product::<u64>(),
+            d.dtype,
+            index(d.first, &d.shape)
+        ));
+    }
     for d in report.different.iter().take(SHOWN) {
         lines.push(row(d));
     }

@@ -67,8 +67,6 @@ pub(super) const ZERO_LEFT_OUT: &[(&str, &str)] = &[
     ("param_persistence_threshold", WHOLE_BLOCKS),
     ("stage3_model_persistence_threshold", WHOLE_BLOCKS),
     ("model_persistence_threshold", WHOLE_BLOCKS),
-    ("stage3_max_live_parameters", "what is live follows from `train.zero.prefetch`"),
-    ("max_live_parameters", "what is live follows from `train.zero.prefetch`"),
     ("stage3_max_reuse_distance", "blocks are used in a known order"),
     ("max_reuse_distance", "blocks are used in a known order"),
     ("stage3_module_granularity_threshold", WHOLE_BLOCKS),

@@ -13,6 +13,11 @@ pub(super) fn zero(draft: &mut Draft, keys: &mut Keys<'_>) {
     let stage = part.integer("stage", 0).unwrap_or(0);
     draft.wish(&part.path("stage"), "train.zero.stage", stage.to_string());
     gather(draft, &mut part);
+    for name in ["stage3_max_live_parameters", "max_live_parameters"] {
+        if let Some(count) = part.integer_up_to(name, 0, u64::MAX.into()) {
+            draft.wish(&part.path(name), "train.zero.max_live_parameters", count.to_string());
+        }
+    }
     offload(draft, &mut part);
     for (name, why) in ZERO_LEFT_OUT {
         let Some(item) = part.take(name) else { continue };
@@ -40,15 +45,23 @@ fn gather(draft: &mut Draft, part: &mut Keys<'_>) {
     }
 }
 
-/// Where optimizer states and parameters lie. `cpu_offload` is how old configs say it.
+/// Where optimizer states and parameters lie: states in files of a directory, or in memory with everything else.
 fn offload(draft: &mut Draft, part: &mut Keys<'_>) {
-    let mut devices: Vec<(String, String)> = Vec::new();
-    for name in ["offload_optimizer", "offload_param"] {
+    const OFFLOAD: &str = "train.zero.offload";
+    const TODO: &str = "for states in files: `train.zero.offload: {optimizer: DIRECTORY}`";
+    for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
         let Some(mut inner) = part.section(name) else { continue };
         let device = inner.text("device").unwrap_or_else(|| "none".to_owned());
-        let from = inner.path("device");
-        if device != "none" {
-            devices.push((from, device.clone()));
+        let (from, directory) = (inner.path("device"), inner.text("nvme_path"));
+        match (device.as_str(), optimizer, &directory) {
+            ("none", ..) => {}
+            ("nvme", true, Some(path)) => {
+                let place = format!("{{optimizer: {}}}", contract::job::quoted(path));
+                draft.wish(&inner.path("nvme_path"), OFFLOAD, place);
+            }
+            ("nvme", true, None) => draft.not_carried(&from, "it names no nvme_path", TODO),
+            (_, true, _) => draft.not_carried(&from, in_memory("optimizer states", &device), TODO),
+            (_, false, _) => draft.not_carried(&from, in_memory("parameters", &device), ""),
         }
         let (rest, problems) = inner.rest();
         part.problems.extend(problems);
@@ -56,21 +69,21 @@ fn offload(draft: &mut Draft, part: &mut Keys<'_>) {
             draft.not_carried(&key, format!("launch has no such setting (it is {value})"), "");
         }
     }
-    for name in ["cpu_offload", "cpu_offload_params", "cpu_offload_param"] {
-        if part.boolean(name) == Some(true) {
-            devices.push((part.path(name), "cpu".to_owned()));
-        }
-    }
-    if let Some((_, device)) = devices.first().cloned() {
-        let (same, others): (Vec<_>, Vec<_>) = devices.into_iter().partition(|(_, d)| *d == device);
-        let from: Vec<String> = same.into_iter().map(|(from, _)| from).collect();
-        draft.wish(&from.join(", "), "train.zero.offload", contract::job::quoted(&device));
-        for (from, other) in others {
-            let why = format!("`train.zero.offload` is one place, not also `{}`", other.escape_debug());
-            draft.not_carried(&from, why, "");
+    for (old, what) in [
+        ("cpu_offload", "optimizer states"),
+        ("cpu_offload_params", "parameters"),
+        ("cpu_offload_param", "parameters"),
+    ] {
+        if part.boolean(old) == Some(true) {
+            draft.not_carried(&part.path(old), in_memory(what, "cpu"), "");
         }
     }
     if part.boolean("cpu_offload_use_pin_memory") == Some(true) {
         draft.not_carried(&part.path("cpu_offload_use_pin_memory"), "launch has no such setting", "");
     }
+}
+
+/// Why nothing moves to this device.
+fn in_memory(what: &str, device: &str) -> String {
+    format!("launch keeps {what} in the memory that it computes in (it is {})", device.escape_debug())
 }

@@ -30,7 +30,7 @@ pub(super) fn add(source: &dyn Source, state: &mut State, plan: &mut Plan) -> Re
         }
     }
     plan.files.extend(links);
-    if let Some(world) = state.extras.world.filter(|&w| random && w != plan.world) {
+    if let Some(world) = state.wrote.filter(|&w| random && w != plan.world) {
         state.notices.push(format!(
             "the files of random states are those of {world} ranks; `launch ckpt rng` makes them for {}",
             plan.world

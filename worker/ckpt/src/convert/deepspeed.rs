@@ -6,9 +6,11 @@ use crate::catalog::Role;
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::pickle::Object;
+use crate::state::LossScale;
 use std::ops::Range;
 
 const SCALER: &str = "deepspeed.runtime.fp16.loss_scaler.LossScaler";
+const DYNAMIC_SCALER: &str = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler";
 const STAGE: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
 const FRAGMENT: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
@@ -145,16 +147,35 @@ fn slice(state: &State, tensor: usize, rank: u32) -> Vec<Span> {
     vec![Span::Of(tensor, from..to), Span::Zeros(share - (to - from))]
 }
 
-fn scaler() -> Object {
-    let attributes = [("cur_scale", Object::Float(1.0)), ("dynamic", Object::Bool(false))];
-    Object::Instance { class: SCALER.into(), state: Box::new(Object::dict(attributes)) }
+/// DeepSpeed's loss scaler: one that moves, with its defaults, where the source has one of another program, else one that is 1.
+fn scaler(state: &State) -> Object {
+    let Some(LossScale { scale, steps }) = state.loss_scale else {
+        let attributes = [("cur_scale", Object::Float(1.0)), ("dynamic", Object::Bool(false))];
+        return Object::Instance { class: SCALER.into(), state: Box::new(Object::dict(attributes)) };
+    };
+    let attributes = [
+        ("cur_scale", Object::Float(scale)),
+        ("dynamic", Object::Bool(true)),
+        ("cur_iter", Object::count(steps)),
+        ("last_overflow_iter", Object::Int(-1)),
+        ("scale_factor", Object::Float(2.0)),
+        ("scale_window", Object::Int(1000)),
+        ("min_scale", Object::Int(1)),
+        ("delayed_shift", Object::Int(1)),
+        ("cur_hysteresis", Object::Int(1)),
+        ("consecutive_hysteresis", Object::Bool(false)),
+        ("raise_error_at_min_scale", Object::Bool(true)),
+        ("dtype", Object::Global("torch.float16".into())),
+    ];
+    Object::Instance { class: DYNAMIC_SCALER.into(), state: Box::new(Object::dict(attributes)) }
 }
 
 /// What the source's optimizer file has beside states, or what a run without loss scaling has.
 fn taken(state: &State, key: &str) -> Object {
     let own = state.extras.optimizer.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
     own.unwrap_or_else(|| match key {
-        "loss_scaler" => scaler(),
+        "loss_scaler" => scaler(state),
+        "dynamic_loss_scale" => Object::Bool(state.loss_scale.is_some()),
         _ => Object::Bool(false),
     })
 }
@@ -307,7 +328,7 @@ pub(super) fn shapes(state: &State, weights: &[usize]) -> Object {
 
 /// `alias → stored name`.
 pub(super) fn shared(state: &State) -> Object {
-    Object::dict(state.extras.ties.iter().map(|t| (&t.alias, Object::text(&t.target))))
+    Object::dict(state.ties.iter().map(|t| (&t.alias, Object::text(&t.target))))
 }
 
 /// The type of a weight in the module.
@@ -322,8 +343,7 @@ fn module_dtype(state: &State, weight: usize) -> Dtype {
 pub(super) fn whole(state: &State, storages: &mut Storages, tensor: usize, dtype: Dtype) -> Object {
     let info = &state.tensors[tensor];
     let n = info.elements();
-    let float = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
-    match float {
+    match info.dtype.is_float() {
         true => storages.tensor(dtype, info.shape.clone(), vec![Span::Of(tensor, 0..n)]),
         false => storages.tensor(info.dtype, info.shape.clone(), vec![Span::Raw(tensor, n)]),
     }
@@ -344,7 +364,7 @@ fn module(state: &State, storages: &mut Storages) -> Object {
     let value_of = |found: &[(String, Object)], name: &str| {
         found.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone())
     };
-    for tie in &state.extras.ties {
+    for tie in &state.ties {
         if let Some(tensor) = value_of(&found, &tie.target) {
             found.push((tie.alias.clone(), tensor));
         }

@@ -84,7 +84,7 @@ impl ConvertOptions {
         if self.memory < MEMORY_MIN {
             return wrong(format!("converting needs at least {} of memory", crate::error::bytes(MEMORY_MIN)));
         }
-        if self.dtype.is_some_and(|d| !matches!(d, Dtype::F32 | Dtype::BF16 | Dtype::F16)) {
+        if self.dtype.is_some_and(|d| !d.is_float()) {
             return wrong("a model computes in F32, BF16 or F16".into());
         }
         Ok(())

@@ -3,23 +3,22 @@ use super::file::{Content, FilePlan};
 use super::run::Done;
 use super::state::{Group, State};
 use super::{ConvertOptions, Plan};
-use crate::catalog::{Facts, ModelCard, Role, WeightShape};
+use crate::catalog::{Facts, LATE, ModelCard, Role, WeightShape};
 use crate::commit::write_manifest;
-use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::manifest::shard_name;
 use crate::root::{LATEST, latest_text, step_name};
-use serde_json::{Value, json};
+use crate::state::LossScale;
+use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Shards of equal size, each with a part of every tensor.
 pub(super) fn plan(state: &mut State, _options: &ConvertOptions) -> Result<Plan> {
     let world = u64::from(state.world);
-    let float = |d: Dtype| matches!(d, Dtype::F32 | Dtype::BF16 | Dtype::F16);
     let left_out: Vec<String> = state
         .buffers
         .iter()
-        .filter(|&&b| !float(state.tensors[b].dtype))
+        .filter(|&&b| !state.tensors[b].dtype.is_float())
         .map(|&b| state.name(b).into())
         .collect();
     if !left_out.is_empty() {
@@ -28,7 +27,7 @@ pub(super) fn plan(state: &mut State, _options: &ConvertOptions) -> Result<Plan>
             left_out.join(", ")
         ));
     }
-    state.buffers.retain(|&b| float(state.tensors[b].dtype));
+    state.buffers.retain(|&b| state.tensors[b].dtype.is_float());
     let folder = step_name(state.step);
     let kept: Vec<usize> = (0..state.tensors.len())
         .filter(|i| state.tensors[*i].role != Role::Buffer || state.buffers.contains(i))
@@ -81,6 +80,18 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
         tensors.into_iter().map(shape).collect()
     };
     let weights = (0..state.tensors.len()).filter(|&i| state.tensors[i].role == Role::Weight).collect();
+    // without one the run works out from its batch where its data stands
+    let mut cursor = samples.map_or(
+        json!({}),
+        |n| json!({"at": {"step": state.step, "consumed_samples": n, "tokens": state.tokens}}),
+    );
+    let late = late(state);
+    if !late.is_empty() {
+        cursor[LATE] = Value::Object(late);
+    }
+    if let Some(LossScale { scale, steps }) = state.loss_scale {
+        cursor["loss_scale"] = json!({"scale": scale, "steps": steps, "skipped": state.extras.skipped});
+    }
     let family = state.config.get("model_type").and_then(Value::as_str).unwrap_or("unknown");
     Facts {
         step: state.step,
@@ -89,18 +100,14 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
         run_seed: 0,
         tokens: state.tokens,
         program,
-        // without one the run works it out from its batch
-        cursor: samples.map_or(
-            json!({}),
-            |n| json!({"at": {"step": state.step, "consumed_samples": n, "tokens": state.tokens}}),
-        ),
+        cursor,
         rng: Value::Null,
         groups: state.groups.iter().map(|g| group(state, g)).collect(),
         model: ModelCard {
             family: family.into(),
             hf_config: Value::Object(state.config.clone()),
             weights: listed(weights),
-            ties: state.extras.ties.clone(),
+            ties: state.ties.clone(),
             frozen: state.frozen.iter().map(|&f| state.name(f).to_owned()).collect(),
             buffers: listed(state.buffers.clone()),
             adapter: None,
@@ -110,10 +117,16 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
     }
 }
 
+/// Updates by which weights are behind the run, of those that are.
+fn late(state: &State) -> Map<String, Value> {
+    let each = state.groups.iter().flat_map(|g| g.weights.iter().zip(&g.steps));
+    let behind = each.map(|(&w, &steps)| (state.name(w).to_owned(), state.step.saturating_sub(steps as u64)));
+    behind.filter(|(_, late)| *late > 0).map(|(name, late)| (name, late.into())).collect()
+}
+
 /// A group as the built-in runtime lists its own, with everything else that the source says of it.
 fn group(state: &State, group: &Group) -> Value {
-    let mut all: serde_json::Map<String, Value> =
-        group.options.iter().map(|(k, v)| (k.clone(), v.json())).collect();
+    let mut all: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.json())).collect();
     let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.json());
     let decayed = number("weight_decay").and_then(|w| w.as_f64()).unwrap_or(0.0) != 0.0;
     all.insert("name".into(), if decayed { "decay" } else { "no_decay" }.into());

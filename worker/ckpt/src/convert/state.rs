@@ -1,11 +1,12 @@
 //! The training state of a source, put in the order that every target needs.
 use super::{ConvertOptions, Target};
-use crate::catalog::{Role, TensorInfo, is_plain_file_name};
+use crate::catalog::{Role, TensorInfo, Tie, is_plain_file_name};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::extras::{Extras, ParamGroup};
 use crate::pickle::Object;
 use crate::source::Source;
+use crate::state::LossScale;
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -39,6 +40,11 @@ pub(super) struct State {
     pub(super) stage: u8,
     pub(super) world: u32,
     pub(super) version: String,
+    pub(super) ties: Vec<Tie>,
+    /// Of fp16.
+    pub(super) loss_scale: Option<LossScale>,
+    /// Ranks that wrote the source.
+    pub(super) wrote: Option<u32>,
     pub(super) extras: Extras,
     pub(super) notices: Vec<String>,
 }
@@ -54,7 +60,13 @@ pub(super) struct Group {
 
 impl State {
     pub(super) fn of(source: &dyn Source, options: &ConvertOptions) -> Result<State> {
-        let mut extras = source.extras()?;
+        let (said, mut extras) = (source.state(), source.extras()?);
+        if extras.groups.is_empty() {
+            extras.groups = said.groups.iter().map(|group| ParamGroup::of(group, &said.steps)).collect();
+        }
+        if extras.scheduler == Object::None {
+            extras.scheduler = Object::from_json(&said.scheduler);
+        }
         let tensors = source.tensors();
         let index: HashMap<(Role, String), usize> =
             tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
@@ -72,7 +84,10 @@ impl State {
                 extras.notices.push(ALONE.into());
                 0
             }
-            false => training_step(step, !roles.is_empty(), alone, options.to).map_err(refused)?,
+            false => {
+                let listed = extras.native.is_some() || !extras.groups.is_empty();
+                training_step(step, !roles.is_empty(), listed, alone, options.to).map_err(refused)?
+            }
         };
         let trained = |t: &&TensorInfo| t.role == Role::Weight && roles.iter().any(|&r| has(&t.name, r));
         let names: Vec<String> = tensors.iter().filter(trained).map(|t| t.name.clone()).collect();
@@ -82,14 +97,18 @@ impl State {
             .map(|g| group(g, &index, &roles, step))
             .collect::<std::result::Result<Vec<_>, String>>();
         let groups = groups.map_err(refused)?;
+        let step = match options.to {
+            Target::Native if extras.native.is_none() => counted(step, &groups, &mut extras.notices),
+            _ => step,
+        };
         let all = tensors.as_slice();
         let of_role = |role: Role| (0..all.len()).filter(move |&i| all[i].role == role);
         let grouped: HashSet<usize> = groups.iter().flat_map(|g| g.weights.iter().copied()).collect();
         // weights alone are neither trained nor frozen
         let frozen = of_role(Role::Weight).filter(|i| !alone && !grouped.contains(i)).collect();
-        let said: HashSet<&str> = extras.frozen.iter().map(String::as_str).collect();
+        let late: HashSet<&str> = said.frozen.iter().chain(&extras.frozen_late).map(String::as_str).collect();
         let said_frozen = of_role(Role::Weight)
-            .filter(|i| !grouped.contains(i) || said.contains(all[*i].name.as_str()))
+            .filter(|i| !grouped.contains(i) || late.contains(all[*i].name.as_str()))
             .collect();
         let buffers = of_role(Role::Buffer).collect();
         Ok(State {
@@ -104,10 +123,13 @@ impl State {
             config: source.hf_config().cloned().unwrap_or_default(),
             texts: source.texts().to_vec(),
             precision: options.dtype.or(extras.precision).unwrap_or(Dtype::F32),
-            stage: options.stage.or(extras.stage.filter(|s| (1..=3).contains(s))).unwrap_or(2),
-            world: options.world.or(extras.world).unwrap_or(1),
+            stage: options.stage.or(said.stage.filter(|s| (1..=3).contains(s))).unwrap_or(2),
+            world: options.world.or(said.world).unwrap_or(1),
             version: extras.version.clone().unwrap_or_else(|| DEEPSPEED.into()),
             notices: std::mem::take(&mut extras.notices),
+            loss_scale: said.loss_scale(),
+            ties: said.ties,
+            wrote: said.world,
             extras,
             index,
             tensors,
@@ -156,10 +178,25 @@ impl State {
     }
 }
 
+/// The step at which a run of ours goes on: it counts those that updated the weights.
+fn counted(step: u64, groups: &[Group], notices: &mut Vec<String>) -> u64 {
+    let most = groups
+        .iter()
+        .flat_map(|g| &g.steps)
+        .copied()
+        .fold(None, |most: Option<f64>, s| Some(most.map_or(s, |most| most.max(s))));
+    let Some(updates) = most.map(|s| s as u64).filter(|&updates| updates != step) else { return step };
+    notices.push(format!(
+        "its optimizer has done {updates} updates in {step} steps: a run goes on at step {updates}"
+    ));
+    updates
+}
+
 /// The step of what can be a training state in the target's format. SGD without momentum keeps no states.
 fn training_step(
     step: Option<u64>,
     has_states: bool,
+    has_groups: bool,
     alone: bool,
     to: Target,
 ) -> std::result::Result<u64, String> {
@@ -167,6 +204,9 @@ fn training_step(
         (_, false) if alone => Err("it holds weights alone, which are no training state: --to native and --to safetensors write them, and resume.from begins a run with them as they are".into()),
         (None, false) => Err("it is a training state that doesn't say its step and lacks its optimizer's states; --to safetensors writes its weights".into()),
         (None, true) => Err("it doesn't say its step".into()),
+        (Some(step), false) if !has_groups => Err(format!(
+            "it is the training state of step {step} but lacks the optimizer's; --to safetensors writes its weights"
+        )),
         (Some(_), false) if to != Target::Native => {
             Err("it has no optimizer state, which this target needs; use --to safetensors or --to native".into())
         }

@@ -11,6 +11,8 @@ use serde_json::Value as Json;
 const TRAINER_MAX: u64 = 256 << 20;
 const TRAINER: &str = "trainer_state.json";
 const SCHEDULERS: [&str; 2] = ["scheduler.pt", "scheduler.bin"];
+/// torch's `GradScaler`, of fp16.
+const SCALER: &str = "scaler.pt";
 
 /// True when HF Trainer made the folder.
 pub(crate) fn is_trainer(folder: &Folder) -> Result<bool> {
@@ -24,7 +26,12 @@ pub(crate) fn is_accelerate(folder: &Folder) -> Result<bool> {
 
 /// Adds scheduler, step, random states and what of them is missing.
 pub(crate) fn add(facts: &mut ForeignFacts, folder: &Folder) -> Result<()> {
-    scheduler(facts, folder)?;
+    if facts.scheduler.is_null() {
+        facts.scheduler = state_in(&SCHEDULERS, facts, folder)?;
+    }
+    if facts.loss_scaler.is_null() {
+        facts.loss_scaler = state_in(&[SCALER], facts, folder)?;
+    }
     trainer(facts, folder)?;
     facts.rng_files = rng_files(folder)?;
     if facts.world.is_none() {
@@ -37,13 +44,14 @@ pub(crate) fn add(facts: &mut ForeignFacts, folder: &Folder) -> Result<()> {
     Ok(())
 }
 
-fn scheduler(facts: &mut ForeignFacts, folder: &Folder) -> Result<()> {
-    for name in SCHEDULERS {
-        if !facts.scheduler.is_null() || folder.size_of(name)?.is_none() {
+/// What the first of these files says that is there; null when none is.
+fn state_in(names: &[&str], facts: &mut ForeignFacts, folder: &Folder) -> Result<Json> {
+    for name in names {
+        if folder.size_of(name)?.is_none() {
             continue;
         }
         match TorchFile::open(folder, name, GLOBALS) {
-            Ok(file) => facts.scheduler = file.value().json(),
+            Ok(file) => return Ok(file.value().json()),
             // one of a class of its own is of no use to others
             Err(CkptError::Damaged { damage, .. }) if damage.why.contains("names ") => {
                 facts.notices.push(format!("{name} isn't read: {}", damage.why));
@@ -51,7 +59,7 @@ fn scheduler(facts: &mut ForeignFacts, folder: &Folder) -> Result<()> {
             Err(e) => return Err(e),
         }
     }
-    Ok(())
+    Ok(Json::Null)
 }
 
 fn trainer(facts: &mut ForeignFacts, folder: &Folder) -> Result<()> {

@@ -66,7 +66,10 @@ fn one(path: &Path, trained: Option<&Trained>) -> Result<Option<Foreign>> {
     let mut draft = Draft::new(path)?;
     draft.trained = trained.cloned();
     match torch(&mut draft)? {
-        true => draft.finish().map(Some),
+        true => {
+            draft.facts.incomplete.extend(deepspeed::absent(&draft.folder)?);
+            draft.finish().map(Some)
+        }
         false => Ok(None),
     }
 }
@@ -227,7 +230,7 @@ fn newest(path: &Path, names: &[String], trained: Option<&Trained>) -> Result<Fo
         let found = one(&inner, trained).and_then(|f| {
             f.ok_or_else(|| CkptError::NotACheckpoint {
                 path: inner.clone(),
-                why: crate::root::seems(&inner),
+                why: crate::seems::seems(&inner),
             })
         });
         match found {

@@ -46,6 +46,8 @@ pub struct ForeignFacts {
     pub notices: Vec<String>,
     /// What a full training state has and this checkpoint has not.
     pub missing: Vec<String>,
+    /// What it says itself that it has and it has not: damage.
+    pub incomplete: Vec<String>,
 }
 
 impl ForeignFacts {

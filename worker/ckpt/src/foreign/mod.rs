@@ -19,10 +19,8 @@ use crate::catalog::{Role, TensorInfo, TextFile};
 use crate::checkpoint::Request;
 use crate::cut;
 use crate::disk::Folder;
-use crate::dtype::Dtype;
 use crate::error::{CkptError, Damage, Result};
-use crate::extras::{Extras, ParamGroup};
-use crate::pickle::Object;
+use crate::extras::Extras;
 use crate::source::Source;
 use crate::state::TrainingState;
 use crate::verify::CheckpointReport;
@@ -63,8 +61,8 @@ pub struct Foreign {
     index: HashMap<(Role, String), usize>,
     config: Option<Map<String, Value>>,
     texts: Vec<TextFile>,
-    /// What goes along when it is written anew, where the format's reader gave it.
-    extras: Option<Extras>,
+    /// What goes along when it is written anew.
+    extras: Extras,
     /// It is a single file: others beside it aren't part of it.
     alone: bool,
 }
@@ -119,14 +117,14 @@ impl Foreign {
             index,
             config,
             texts,
-            extras: None,
+            extras: Extras::default(),
             alone: false,
         })
     }
 
     /// The same with what goes along when it is written anew.
     pub(crate) fn with_extras(mut self, extras: Extras) -> Foreign {
-        self.extras = Some(extras);
+        self.extras = extras;
         self
     }
 
@@ -173,6 +171,10 @@ impl Foreign {
             why: "nothing of it is stored".into(),
         };
         problems.extend(self.facts.lost.iter().map(lost));
+        let file = || self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let incomplete =
+            |why: &String| Damage { file: file(), block: None, tensors: Vec::new(), why: why.clone() };
+        problems.extend(self.facts.incomplete.iter().map(incomplete));
         for other in self.others()? {
             bytes += other.bytes;
             blocks += other.members;
@@ -235,7 +237,7 @@ impl Foreign {
                 found: format!("{} elements", entry.info.elements()),
             });
         }
-        if !is_float(entry.info.dtype) {
+        if !entry.info.dtype.is_float() {
             let what = format!(
                 "{}/{} is {}, which has no exact place in F32",
                 request.role, request.name, entry.info.dtype
@@ -300,19 +302,7 @@ impl Source for Foreign {
     }
 
     fn extras(&self) -> Result<Extras> {
-        if let Some(extras) = &self.extras {
-            return Ok(extras.clone());
-        }
-        let facts = &self.facts;
-        Ok(Extras {
-            groups: facts.groups.iter().map(|group| ParamGroup::of(group, &facts.steps)).collect(),
-            ties: facts.ties.clone(),
-            frozen: facts.frozen.clone(),
-            scheduler: Object::from_json(&facts.scheduler),
-            stage: facts.stage,
-            world: facts.world,
-            ..Extras::default()
-        })
+        Ok(self.extras.clone())
     }
 
     fn step(&self) -> Option<u64> {
@@ -353,11 +343,6 @@ impl Source for Foreign {
             }
         }
     }
-}
-
-/// What is read as F32 without loss.
-pub(crate) fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
 fn config(folder: &Folder) -> Result<Option<Map<String, Value>>> {

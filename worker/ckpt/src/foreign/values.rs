@@ -9,7 +9,7 @@ const VALUES_AT_A_TIME: u64 = 1 << 20;
 /// A line for each tensor with values that are no finite numbers.
 pub(crate) fn not_finite(source: &dyn Source) -> Result<Vec<String>> {
     let (mut lines, mut buffer) = (Vec::new(), Vec::new());
-    for info in source.tensors().iter().filter(|i| super::is_float(i.dtype)) {
+    for info in source.tensors().iter().filter(|i| i.dtype.is_float()) {
         let (mut nans, mut infinite, mut at) = (0u64, 0u64, 0);
         while at < info.elements() {
             buffer.resize((info.elements() - at).min(VALUES_AT_A_TIME) as usize, 0.0);

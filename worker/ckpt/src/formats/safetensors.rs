@@ -1,6 +1,7 @@
 //! safetensors: 8 bytes of header length (little-endian), a JSON header, then the tensors' bytes without holes.
 use crate::catalog::{Role, check_name, elements};
 use crate::dtype::Dtype;
+use crate::formats::or_stand_in;
 use serde::{Deserialize, Deserializer, de};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -39,9 +40,10 @@ pub fn read_header(
     read_at(0, &mut length).map_err(|e| e.to_string())?;
     let length = u64::from_le_bytes(length);
     if length > HEADER_MAX || length > size - 8 {
-        return Err(format!(
+        let why = format!(
             "its safetensors header claims {length} bytes, but the file has {size} and {HEADER_MAX} are allowed"
-        ));
+        );
+        return Err(or_stand_in(size, &mut read_at, why));
     }
     let mut text = vec![0u8; length as usize];
     read_at(8, &mut text).map_err(|e| e.to_string())?;

@@ -115,6 +115,11 @@ impl TensorView {
         elements(&self.shape).unwrap_or(0)
     }
 
+    /// Which elements of the file it is: those of another tensor at the same place are the same.
+    pub(crate) fn place(&self) -> (usize, u64, &[u64], &[u64]) {
+        (self.member, self.offset, &self.shape, &self.strides)
+    }
+
     /// True when the elements lie one after the other.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut expected = 1;

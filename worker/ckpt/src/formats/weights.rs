@@ -150,21 +150,17 @@ fn add_bin(draft: &mut Draft, name: &str, wanted: Option<&BTreeSet<&str>>) -> Re
     Ok(())
 }
 
-/// Member, first element, shape and strides.
-type Place<'a> = (usize, u64, &'a [u64], &'a [u64]);
-
 /// Adds tensors of a file. Those that are the same elements are tied to the first.
 fn add_tensors(draft: &mut Draft, file: usize, found: &[(String, TensorView)]) {
-    let mut seen: HashMap<Place<'_>, &str> = HashMap::new();
+    let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {
-        let place = (view.member, view.offset, view.shape.as_slice(), view.strides.as_slice());
         if view.elements() > 0
-            && let Some(first) = seen.get(&place)
+            && let Some(first) = seen.get(&view.place())
         {
             draft.facts.ties.push(Tie { alias: name.clone(), target: (*first).to_owned() });
             continue;
         }
-        seen.insert(place, name);
+        seen.insert(view.place(), name);
         let role = if is_trainable(view.dtype) { Role::Weight } else { Role::Buffer };
         draft.entries.push(Entry::whole(name, role, file, view));
     }

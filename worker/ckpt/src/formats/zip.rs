@@ -28,7 +28,8 @@ pub(crate) fn members(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<()>,
 ) -> Result<Vec<Member>, String> {
-    let (directory, count) = directory(size, &mut read_at)?;
+    let found = directory(size, &mut read_at);
+    let (directory, count) = found.map_err(|why| super::or_stand_in(size, &mut read_at, why))?;
     let mut bytes = vec![0u8; (directory.end - directory.start) as usize];
     read_at(directory.start, &mut bytes).map_err(|e| e.to_string())?;
     let mut members = Vec::new();

@@ -1,5 +1,7 @@
-//! The order in which `save_pretrained` writes tensors: that of the modules in the model's code. With it shards are cut
-//! at the same places.
+//! The order in which `save_pretrained` writes tensors. With it shards are cut at the same places.
+//!
+//! It is that of the modules in the model's code; but where it takes fused experts apart, as transformers 5 does, it sorts
+//! all tensors by name first.
 use crate::catalog::TensorInfo;
 use std::collections::HashMap;
 
@@ -31,9 +33,55 @@ fn rank(rest: &str) -> Option<usize> {
     MODULES.iter().position(|module| rest.starts_with(module))
 }
 
+/// The matrices of an expert in the order in which they are taken apart, by the names of the families: down is an
+/// alphabet before gate and up, which are one tensor.
+const EXPERT: [[&str; 2]; 3] =
+    [["down_proj", "w2"], ["gate_proj", "w1"], ["up_proj", "w3"]];
+
+/// Of a matrix of an expert: what stands before the expert's number, the number, which matrix.
+fn of_expert(name: &str) -> Option<(&str, u64, usize)> {
+    let (before, rest) = name.split_once(".experts.")?;
+    let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
+    let which = EXPERT.iter().position(|names| names.contains(&matrix))?;
+    Some((before, number.parse().ok()?, which))
+}
+
+/// A part of a name between two dots; numbers by their value, also at the end of a word.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Part<'a> {
+    Number(u64),
+    Word(&'a str, Option<u64>),
+}
+
+fn part(text: &str) -> Part<'_> {
+    let word = text.trim_end_matches(|c: char| c.is_ascii_digit());
+    match text[word.len()..].parse() {
+        Ok(number) if word.is_empty() => Part::Number(number),
+        number => Part::Word(word, number.ok()),
+    }
+}
+
+/// By the name that the tensor, or the fused one that it is a part of, has in the model's code.
+fn by_name(name: &str) -> (Vec<Part<'_>>, usize, u64) {
+    let (fused, which, number) = match of_expert(name) {
+        Some((before, number, which)) => (before, which, number),
+        None => (name, 0, 0),
+    };
+    let module = |text| if text == "block_sparse_moe" { "mlp" } else { text };
+    let mut parts: Vec<Part<'_>> = fused.split('.').map(|text| part(module(text))).collect();
+    if fused.len() < name.len() {
+        parts.push(Part::Word("experts", None));
+    }
+    (parts, which, number)
+}
+
 /// Brings the tensors of each layer whose modules are all known into their order, at the place of its first tensor;
-/// all others stay where they are.
-pub(super) fn sort(tensors: Vec<TensorInfo>) -> Vec<TensorInfo> {
+/// all others stay where they are. Of a mixture of experts all are sorted by name.
+pub(super) fn sort(mut tensors: Vec<TensorInfo>) -> Vec<TensorInfo> {
+    if tensors.iter().any(|t| of_expert(&t.name).is_some()) {
+        tensors.sort_by(|a, b| by_name(&a.name).cmp(&by_name(&b.name)));
+        return tensors;
+    }
     let mut layers: HashMap<String, Option<usize>> = HashMap::new();
     for (at, tensor) in tensors.iter().enumerate() {
         if let Some((layer, rest)) = cut(&tensor.name) {
@@ -56,14 +104,38 @@ mod tests {
     use super::*;
     use crate::{catalog::Role, dtype::Dtype};
 
+    fn tensor(name: &&str) -> TensorInfo {
+        TensorInfo { name: (*name).into(), dtype: Dtype::F32, shape: vec![1], role: Role::Weight }
+    }
+
+    #[test]
+    fn mixtures_are_sorted_by_name_matrix_and_expert() {
+        let sorted = [
+            "lm_head.weight",
+            "model.embed_tokens.weight",
+            "model.layers.2.input_layernorm.weight",
+            "model.layers.2.block_sparse_moe.experts.2.w2.weight",
+            "model.layers.2.block_sparse_moe.experts.10.w2.weight",
+            "model.layers.2.block_sparse_moe.experts.2.w1.weight",
+            "model.layers.2.block_sparse_moe.experts.2.w3.weight",
+            "model.layers.2.block_sparse_moe.experts.10.w3.weight",
+            "model.layers.2.block_sparse_moe.gate.weight",
+            "model.layers.2.post_attention_layernorm.weight",
+            "model.layers.2.self_attn.k_proj.weight",
+            "model.layers.10.input_layernorm.weight",
+            "model.norm.weight",
+        ];
+        for turn in 0..sorted.len() {
+            let mut names = sorted;
+            names.rotate_left(turn);
+            names.swap(0, 5);
+            let found: Vec<String> = sort(names.iter().map(tensor).collect()).into_iter().map(|t| t.name).collect();
+            assert_eq!(found, sorted);
+        }
+    }
+
     #[test]
     fn layers_with_known_modules_are_sorted_in_place() {
-        let tensor = |name: &&str| TensorInfo {
-            name: (*name).into(),
-            dtype: Dtype::F32,
-            shape: vec![1],
-            role: Role::Weight,
-        };
         let names = [
             "model.embed_tokens.weight",
             "model.layers.0.input_layernorm.weight",

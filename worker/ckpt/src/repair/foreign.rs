@@ -65,7 +65,7 @@ fn holds_state(path: &Path) -> Result<bool> {
 pub(super) fn whole(path: &Path) -> std::result::Result<Foreign, Vec<String>> {
     let line = |e: crate::error::CkptError| vec![e.to_string()];
     let Some(found) = foreign::open(path).map_err(line)? else {
-        return Err(vec![crate::root::seems(path)]);
+        return Err(vec![crate::seems::seems(path)]);
     };
     let (report, _) = found.verify().map_err(line)?;
     if !report.problems.is_empty() {

@@ -543,7 +543,8 @@ fn folders_that_hold_nothing_usable_are_called_by_their_names() {
         (&["adapter_model.safetensors"], "adapter of PEFT"),
         (&["latest_universal"], "names no folder in here"),
         (&["consolidated.00.pth"], "Meta's own"),
-        (&[], "no DeepSpeed state"),
+        (&[], "it is empty"),
+        (&["notes.txt"], "no DeepSpeed state"),
     ] {
         let dir = fast_dir();
         files.iter().for_each(|name| fs::write(dir.path().join(name), "").expect("written"));

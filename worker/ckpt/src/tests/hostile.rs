@@ -176,7 +176,7 @@ fn what_is_no_checkpoint_is_said_to_be_none() {
         error.to_string()
     };
     assert!(error(&dir.path().join("nowhere")).contains("no such directory"));
-    assert!(error(dir.path()).contains("no folders step-"));
+    assert!(error(dir.path()).contains("it is empty"));
     fs::write(dir.path().join("model.safetensors"), "x").expect("written");
     assert!(error(dir.path()).contains("no folders step-"));
     // a file of weights that is none

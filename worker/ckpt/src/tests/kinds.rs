@@ -2,9 +2,10 @@
 use super::foreign::{differences, golden, open, references};
 use super::{copy_tree, fast_dir};
 use crate::catalog::Role;
+use crate::convert::{ConvertOptions, Target, convert};
 use crate::source::Source;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Folder, kind, ranks, updates of the optimizer.
 const KINDS: [(&str, &str, &str, u32, u64); 6] = [
@@ -164,7 +165,7 @@ fn what_a_folder_without_a_checkpoint_is_verify_says_as_inspect_does() {
         assert_eq!(verified, found);
         found
     };
-    assert!(said().contains("no DeepSpeed state"));
+    assert!(said().contains("it is empty"));
     fs::write(dir.path().join("latest"), "global_step1").expect("written");
     assert!(said().contains("bring that folder back"));
 }
@@ -213,5 +214,64 @@ fn ten_thousand_files_cost_a_few_calls_each() {
     if let (Some(before), Some(after)) = (before, calls()) {
         // reads of other tests in this process count as well; a loop over all files per file would be millions
         assert!(after - before < 400_000, "{} reads", after - before);
+    }
+}
+
+/// The folder of DeepSpeed's state was lost or not copied: the weights are there, the training state isn't.
+#[test]
+fn a_state_that_latest_names_and_that_is_gone_is_damage() {
+    let dir = fast_dir();
+    let root = dir.path().join("checkpoint-3");
+    copy_tree(&golden("hf_ddp").join("checkpoint-3"), &root);
+    fs::remove_file(root.join("optimizer.pt")).expect("removed");
+    fs::write(root.join("latest"), "global_step3").expect("written");
+    let found = open(&root).expect("weights are there");
+    let report = crate::verify(&root).expect("a report");
+    let problems: Vec<String> = report.problems().map(|(_, p)| p.to_string()).collect();
+    assert!(problems.len() == 1 && problems[0].contains("`latest` names global_step3"), "{problems:?}");
+    for target in [Target::Native, Target::DeepSpeed, Target::Universal] {
+        let out = dir.path().join("out");
+        let why =
+            convert(&*found, &out, &ConvertOptions::to(target), |_, _| {}).expect_err("refused").to_string();
+        assert!(
+            why.contains("the training state of step 3 but lacks the optimizer's; --to safetensors"),
+            "{why}"
+        );
+    }
+}
+
+#[test]
+fn what_is_beside_the_mark_is_told_with_what_helps() {
+    let dir = fast_dir();
+    let said = |path: &Path| crate::root::find(path).expect_err("refused").to_string();
+    // the tag's folder is a link
+    let linked = dir.path().join("linked");
+    copy_tree(&golden("tiny").join("z2"), &linked);
+    fs::rename(linked.join("global_step3"), dir.path().join("elsewhere")).expect("moved");
+    std::os::unix::fs::symlink(dir.path().join("elsewhere"), linked.join("global_step3")).expect("linked");
+    assert!(
+        said(&linked).contains("global_step3, which `latest` names, is a symbolic link"),
+        "{}",
+        said(&linked)
+    );
+    // folders of folders
+    let runs = dir.path().join("runs");
+    fs::create_dir(&runs).expect("made");
+    copy_tree(&golden("tiny").join("z2"), &runs.join("a/ckpt"));
+    assert!(said(&runs).contains("a/ckpt may hold one: give its path"), "{}", said(&runs));
+    copy_tree(&golden("tiny").join("z3"), &runs.join("b"));
+    assert!(said(&runs).contains("a/ckpt, b may hold some: give the path of one"), "{}", said(&runs));
+    // what a download left in place of the weights
+    let weights = dir.path().join("weights");
+    fs::create_dir(&weights).expect("made");
+    for name in ["model.safetensors", "pytorch_model.bin"] {
+        for (text, reason) in [
+            ("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "`git lfs pull`"),
+            ("<!DOCTYPE html><html><body>404</body></html>", "download the file again"),
+        ] {
+            fs::write(weights.join(name), text).expect("written");
+            assert!(said(&weights).contains(reason), "{name}: {}", said(&weights));
+        }
+        fs::remove_file(weights.join(name)).expect("removed");
     }
 }

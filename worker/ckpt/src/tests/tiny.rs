@@ -13,7 +13,8 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 
 /// Folder, what is in it, updates of the optimizer.
-pub(super) const TINY: [(&str, &str); 8] = [
+pub(super) const TINY: [(&str, &str); 9] = [
+    ("z0_tied", "DeepSpeed"),
     ("z1", "DeepSpeed"),
     ("z2", "DeepSpeed"),
     ("z3", "DeepSpeed"),

@@ -125,6 +125,7 @@ impl Collected {
         known.extend(self.ties.iter().map(|t| t.alias.clone()));
         let buffers: HashSet<&str> = model.buffers.iter().map(String::as_str).collect();
         let mut fallback = Vec::new();
+        let mut places: HashMap<_, &str> = HashMap::new();
         for (name, view) in &model.module {
             if buffers.contains(name.as_str()) {
                 self.entries.push(Entry::whole(name, Role::Buffer, file, view));
@@ -136,7 +137,14 @@ impl Collected {
                 && known.contains(target)
             {
                 self.ties.push(Tie { alias: name.clone(), target: target.to_owned() });
+            } else if stage == 0
+                && view.elements() > 0
+                && let Some(target) = places.get(&view.place())
+            {
+                // this stage lists no ties
+                self.ties.push(Tie { alias: name.clone(), target: (*target).to_owned() });
             } else {
+                places.insert(view.place(), name);
                 self.entries.push(Entry::whole(name, Role::Weight, file, view));
                 known.insert(name.clone());
                 fallback.push(name.clone());

@@ -128,23 +128,13 @@ pub(super) fn of(tag: &Tag, facts: &ForeignFacts) -> Result<Extras> {
         notices.push(format!("parts of the model file that are not taken along: {}", dropped.join(", ")));
     }
     let optimizer = tag.optimizer.get(&0);
-    let mut frozen = facts.frozen.clone();
-    let also = model.frozen_shapes.iter().map(|(name, _)| name.clone());
-    frozen.extend(also.filter(|n| !facts.frozen.contains(n)));
-    let mut groups = groups(tag, model)?;
-    if groups.is_empty() {
-        // stage 0 has no optimizer files; its reader found the groups
-        groups = facts.groups.iter().map(|group| ParamGroup::of(group, &facts.steps)).collect();
-    }
+    let frozen = model.frozen_shapes.iter().map(|(name, _)| name.clone());
     Ok(Extras {
-        groups,
+        groups: groups(tag, model)?,
         module: model.module.iter().map(|(name, _)| name.clone()).collect(),
-        ties: facts.ties.clone(),
-        frozen,
+        frozen_late: frozen.filter(|n| !facts.frozen.contains(n)).collect(),
         precision: precision(model),
         scheduler: scheduler.unwrap_or_default(),
-        stage: facts.stage,
-        world: facts.world,
         native: None,
         skipped: model.skipped,
         model: rest,

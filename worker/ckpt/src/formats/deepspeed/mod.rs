@@ -90,6 +90,17 @@ pub(crate) fn latest(folder: &Folder, file: &str) -> Result<String> {
     }
 }
 
+/// Of a folder without any tag: says so when `latest` names one.
+pub(crate) fn absent(folder: &Folder) -> Result<Option<String>> {
+    if folder.size_of(LATEST)?.is_none() {
+        return Ok(None);
+    }
+    let tag = latest(folder, LATEST)?;
+    Ok(Some(format!(
+        "`{LATEST}` names {tag}, DeepSpeed's state, which isn't here; without it there are the weights alone"
+    )))
+}
+
 /// True when tags are in the folder.
 fn is_any_tag(path: &Path) -> bool {
     tags(path).is_ok_and(|tags| !tags.is_empty())
