@@ -62,14 +62,18 @@ fn the_plan_is_within_ten_per_cent_of_the_run() {
 fn the_plan_counts_rows_and_gradients_of_experts() {
     let place = Place::new();
     let dense = "{family: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8,";
-    let experts = "{family: mixtral, num_experts: 8, hidden_size: 256, intermediate_size: 344, num_hidden_layers: 4,";
+    let experts =
+        "{family: mixtral, num_experts: 8, hidden_size: 256, intermediate_size: 344, num_hidden_layers: 4,";
     fs::write(place.path("job.yaml"), JOB.replace(dense, experts)).unwrap();
     for parallel in [1, 2, 4] {
         let parallel = format!("train.experts.parallel={parallel}");
         let set = ["cluster.workers_per_host=4", "train.batch.micro=2", &parallel];
         let (planned, measured) = planned_and_measured(&place, &set);
         let ratio = planned / measured;
-        assert!((0.9..=1.1).contains(&ratio), "{set:?}: planned {planned}, measured {measured}, ratio {ratio:.3}");
+        assert!(
+            (0.9..=1.1).contains(&ratio),
+            "{set:?}: planned {planned}, measured {measured}, ratio {ratio:.3}"
+        );
     }
 }
 

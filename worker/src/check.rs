@@ -174,10 +174,7 @@ impl Memory<'_> {
                 "activations".into(),
                 Workspace::bytes(self.model, layers, b, t, self.train.recompute, first, dtype),
             ),
-            (
-                "rows of experts".into(),
-                self.experts(b * t, dtype),
-            ),
+            ("rows of experts".into(), self.experts(b * t, dtype)),
         ];
         if on_gpu {
             parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t, dtype)));
@@ -200,7 +197,8 @@ impl Memory<'_> {
     fn experts(&self, rows: usize, dtype: Dtype) -> u64 {
         let parallel = self.train.experts.parallel as usize;
         let rows = experts::bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel);
-        let spread = self.units.iter().filter(|u| u.owners.stride > 1).map(Unit::trained_len).max().unwrap_or(0);
+        let spread =
+            self.units.iter().filter(|u| u.owners.stride > 1).map(Unit::trained_len).max().unwrap_or(0);
         // Of the unit that travels and of the next one: sums by the slots of the group, and their copies on the way.
         let sums = (1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT) * buffers(parallel, true);
         (rows + 4 * spread * (sums + 2)) as u64

@@ -89,15 +89,22 @@ fn states_on_a_disk_are_carried_and_other_places_named() {
         (loaded(&imported.job).train.expect("a train section").zero.offload, notes)
     };
     let path = "/nvme 1/{states}, mine";
-    let (offload, notes) =
-        place(&format!(r#""offload_optimizer": {{"device": "nvme", "nvme_path": "{path}", "buffer_count": 4}}"#));
+    let (offload, notes) = place(&format!(
+        r#""offload_optimizer": {{"device": "nvme", "nvme_path": "{path}", "buffer_count": 4}}"#
+    ));
     assert_eq!(offload.as_deref(), Some(Path::new(path)));
     let unknown = "not carried: zero_optimization.offload_optimizer.buffer_count: ";
     assert!(notes.len() == 1 && notes[0].starts_with(unknown), "{notes:?}");
     for (zero, key) in [
         (r#""offload_optimizer": {"device": "nvme"}"#, "offload_optimizer.device: it names no nvme_path"),
-        (r#""offload_optimizer": {"device": "cpu"}"#, "offload_optimizer.device: launch keeps optimizer states in"),
-        (r#""offload_param": {"device": "nvme", "nvme_path": "/x"}"#, "offload_param.device: launch keeps parameters in"),
+        (
+            r#""offload_optimizer": {"device": "cpu"}"#,
+            "offload_optimizer.device: launch keeps optimizer states in",
+        ),
+        (
+            r#""offload_param": {"device": "nvme", "nvme_path": "/x"}"#,
+            "offload_param.device: launch keeps parameters in",
+        ),
         (r#""cpu_offload": true"#, "cpu_offload: launch keeps optimizer states in"),
     ] {
         let (offload, notes) = place(zero);

@@ -151,7 +151,9 @@ impl Yarn {
         let truncate = match map.get("truncate") {
             None | Some(Value::Null) => true,
             Some(Value::Bool(yes)) => *yes,
-            Some(v) => return Err(format!("config.json: `{key}.truncate` is {}, not true or false", shown(v))),
+            Some(v) => {
+                return Err(format!("config.json: `{key}.truncate` is {}, not true or false", shown(v)));
+            }
         };
         Ok(Yarn {
             factor,
@@ -257,7 +259,9 @@ mod tests {
             v.as_object_mut().expect("a map").extend(more.as_object().expect("a map").clone());
             v
         };
-        assert!(why(yarn(json!({"original_max_position_embeddings": null}))).contains("original_max_position"));
+        assert!(
+            why(yarn(json!({"original_max_position_embeddings": null}))).contains("original_max_position")
+        );
         assert!(why(yarn(json!({"truncate": 1}))).contains("truncate` is 1"));
         assert!(why(yarn(json!({"beta_fast": 0}))).contains("beta_fast"));
         assert!(why(yarn(json!({"finetuned": true}))).contains("`rope_scaling.finetuned: true`"));

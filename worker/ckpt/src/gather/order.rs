@@ -35,8 +35,7 @@ fn rank(rest: &str) -> Option<usize> {
 
 /// The matrices of an expert in the order in which they are taken apart, by the names of the families: down is an
 /// alphabet before gate and up, which are one tensor.
-const EXPERT: [[&str; 2]; 3] =
-    [["down_proj", "w2"], ["gate_proj", "w1"], ["up_proj", "w3"]];
+const EXPERT: [[&str; 2]; 3] = [["down_proj", "w2"], ["gate_proj", "w1"], ["up_proj", "w3"]];
 
 /// Of a matrix of an expert: what stands before the expert's number, the number, which matrix.
 fn of_expert(name: &str) -> Option<(&str, u64, usize)> {
@@ -129,7 +128,8 @@ mod tests {
             let mut names = sorted;
             names.rotate_left(turn);
             names.swap(0, 5);
-            let found: Vec<String> = sort(names.iter().map(tensor).collect()).into_iter().map(|t| t.name).collect();
+            let found: Vec<String> =
+                sort(names.iter().map(tensor).collect()).into_iter().map(|t| t.name).collect();
             assert_eq!(found, sorted);
         }
     }
