@@ -1,6 +1,7 @@
 //! A stand-in for NCCL as a shared library, built from the file beside this one. The product opens it as it opens NVIDIA's.
 use std::{
     fs,
+    hash::{DefaultHasher, Hash, Hasher},
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
@@ -14,8 +15,9 @@ pub(crate) fn folder() -> &'static Path {
         let sources =
             places.map(|place| Path::new(env!("CARGO_MANIFEST_DIR")).join(place).join("libnccl.cpp"));
         let source = sources.into_iter().find(|source| source.exists()).expect("the source");
-        let hash = blake3::hash(&fs::read(&source).expect("the source")).to_hex();
-        let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{}", &hash[..16]));
+        let mut hasher = DefaultHasher::new();
+        fs::read(&source).expect("the source").hash(&mut hasher);
+        let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{:016x}", hasher.finish()));
         if made.exists() {
             return made;
         }
