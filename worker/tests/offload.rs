@@ -34,6 +34,24 @@ fn states_in_files_give_the_same_bits() {
     assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none(), "files are left");
 }
 
+/// Master weights in fp32 stay in memory, their states lie in files.
+#[test]
+fn states_in_files_of_a_run_in_bf16() {
+    let dir = tempfile::tempdir().unwrap();
+    let spec = |stage, directory| {
+        let spec = spec(stage, OptimizerName::Adamw, directory);
+        TrainSpec { precision: Precision::Bf16, ..spec }
+    };
+    let expected = fresh_run(&spec(0, None), 1, 1, 4);
+    for (stage, world) in [(1, 3), (3, 2)] {
+        assert_eq!(
+            fresh_run(&spec(stage, Some(dir.path())), world, 1, 4),
+            expected,
+            "world {world}, stage {stage}"
+        );
+    }
+}
+
 #[test]
 fn checkpoints_hold_them_and_fill_them() {
     let (states, dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

@@ -435,7 +435,9 @@ fn a_spare_that_can_not_be_used_costs_nothing() {
 
     // One that comes late, of another build.
     let mut rig = Rig::with(with_spare(), 1);
-    (rig.hello(0), rig.hello(1), rig.ready());
+    rig.hello(0);
+    rig.hello(1);
+    rig.ready();
     rig.started();
     let hello = FromAgent::Hello {
         version: VERSION + 1,

@@ -59,10 +59,14 @@ pub trait Source: Sync {
     }
 
     /// Tokens trained on, where it says so.
-    fn tokens(&self) -> Option<u64>;
+    fn tokens(&self) -> Option<u64> {
+        None
+    }
 
     /// What goes into `config.json`; `None` when it isn't there.
-    fn hf_config(&self) -> Option<&Map<String, Value>>;
+    fn hf_config(&self) -> Option<&Map<String, Value>> {
+        None
+    }
 
     /// PEFT's `adapter_config.json` of a model with low-rank adapters.
     fn adapter(&self) -> Option<&Value> {
@@ -70,7 +74,9 @@ pub trait Source: Sync {
     }
 
     /// Tokenizer files and other texts that go beside the weights.
-    fn texts(&self) -> &[TextFile];
+    fn texts(&self) -> &[TextFile] {
+        &[]
+    }
 
     /// Refuses a checkpoint that is known to lack weights.
     fn require_weights(&self) -> Result<()> {

@@ -210,7 +210,7 @@ pub struct ExpertBackward<'a> {
     pub dweights: ViewMut<'a>,
     /// Gradient of the rows, `[rows, hidden]`.
     pub drows: ViewMut<'a>,
-    /// `[rows, intermediate]`: becomes what down's gradient needs.
+    /// `[rows, intermediate]`: what [`activate`] made, becomes what down's gradient needs.
     pub act: ViewMut<'a>,
     /// `[rows, intermediate]`
     pub dact: ViewMut<'a>,
@@ -218,12 +218,17 @@ pub struct ExpertBackward<'a> {
     pub dgate_up: ViewMut<'a>,
 }
 
+/// What down was multiplied with in the forward: `act[rows, intermediate]` from `gate_up`.
+pub fn activate(ops: &dyn Ops, shape: ExpertShape, gate_up: View, act: ViewMut) {
+    let f = shape.intermediate;
+    ops.swiglu_forward(act, gate_up, gate_up.len() / (2 * f), f);
+}
+
 /// Gradients of rows and weights. Those of the parameters follow by [`expert_gradients`].
 pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertRows, b: ExpertBackward) {
     let (d, f) = (shape.hidden, shape.intermediate);
     let n = b.dweights.len();
-    let (mut act, mut dact, mut dgate_up) = (b.act, b.dact, b.dgate_up);
-    ops.swiglu_forward(act.reborrow(), b.gate_up, n, f);
+    let (act, mut dact, mut dgate_up) = (b.act, b.dact, b.dgate_up);
     ops.grouped_backward_input(dact.reborrow(), b.dy, e.params, &shape.downs(e.of), d, f);
     // The output itself is not kept: dy · (W a) is (dy W) · a.
     ops.row_dots(b.dweights, dact.as_view(), act.as_view(), f);

@@ -3,26 +3,27 @@
 //! Which collectives take place, and in which order, never depends on the routing, nor on whether this rank has a slot: a rank
 //! whose experts get no row takes part with nothing. Rows of each slot stay apart in the experts' gradients, which are folded
 //! in the order of the slots like all others (docs/numerics.md).
-use super::{step::Trainer, workspace::Workspace};
+use super::{
+    roads::{Cargo, Roads},
+    step::Trainer,
+    workspace::Workspace,
+};
 use crate::{
-    error::{Error, Result},
+    error::Result,
     experts::{Placement, Receiving, Sending},
     model::{
         LayerInput, Model,
         experts::{
             ExpertBackward, ExpertGradients, ExpertRows, ExpertShape, Returned, Routing, Sparse, Tally,
-            expert_gradients, experts_backward, experts_forward,
+            activate, expert_gradients, experts_backward, experts_forward,
         },
     },
     params::Unit,
-    zero::{
-        engine::{Engine, Held},
-        queue::Queue,
-    },
+    zero::engine::{Engine, Held},
 };
 use contract::job::Recompute;
-use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
-use std::{ops::Range, sync::Arc};
+use device::{Buf, Dtype, Ops, ViewMut, needed_for};
+use std::sync::Arc;
 
 /// What a trainer of a model with experts has beside the rest.
 pub struct Experts {
@@ -39,7 +40,7 @@ pub struct Experts {
 
 /// A layer with experts.
 #[derive(Clone)]
-struct Layer {
+pub(super) struct Layer {
     /// How many layers with experts come before.
     index: usize,
     /// The unit of those that lie here.
@@ -47,7 +48,7 @@ struct Layer {
     /// Experts in the order in which their rows travel.
     order: Vec<usize>,
     /// Experts of each rank of the group.
-    per_rank: Vec<usize>,
+    pub(super) per_rank: Vec<usize>,
 }
 
 /// What a layer's forward leaves for its backward.
@@ -94,7 +95,7 @@ impl Room {
 }
 
 /// At least `len` elements, whatever they hold.
-fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
+pub(super) fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let larger = || ops.zeroed(buf.dtype(), len.next_multiple_of(1024));
         *buf = needed_for("rows of experts", larger);
@@ -125,7 +126,7 @@ impl Experts {
             gate_up: ops.zeroed(dtype, 0),
         };
         let group = placement.group(rank);
-        let roads = Roads::new(ops.clone(), engine, group, rows * shape.per_token);
+        let roads = Roads::new(ops.clone(), engine, group, rows * shape.per_token, shape.hidden);
         Some(Experts {
             shape,
             tally: Tally::new(sparse, layers.len(), rows),
@@ -178,169 +179,6 @@ fn of_layers(sparse: &dyn Sparse, p: &Placement, engine: &Engine, number: usize)
     (0..layers).map(layer).collect()
 }
 
-/// The ways between a rank's tokens and their experts.
-struct Roads {
-    ops: Arc<dyn Ops>,
-    queue: Arc<Queue>,
-    world: usize,
-    rank: usize,
-    /// The ranks of this one's group.
-    group: Range<usize>,
-    /// The most rows that one rank may send.
-    limit: usize,
-    /// For rows of 16-bit elements.
-    halves: Lane,
-    /// For all else.
-    floats: Lane,
-}
-
-/// Buffers between which rows of one element type travel.
-struct Lane {
-    /// Rows in the order of travel.
-    packed: Buf,
-    /// Rows in the order of arrival.
-    arrived: Buf,
-}
-
-impl Lane {
-    fn of(ops: &dyn Ops, dtype: Dtype) -> Self {
-        Lane { packed: ops.zeroed(dtype, 0), arrived: ops.zeroed(dtype, 0) }
-    }
-}
-
-impl Roads {
-    fn new(ops: Arc<dyn Ops>, engine: &Engine, group: Range<usize>, limit: usize) -> Self {
-        let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
-        let of = |dtype| Lane::of(ops.as_ref(), dtype);
-        let (halves, floats) = (of(engine.dtype()), of(Dtype::F32));
-        Roads { ops, queue, world, rank, group, limit, halves, floats }
-    }
-
-    fn lane(&mut self, dtype: Dtype) -> &mut Lane {
-        if dtype == Dtype::F32 { &mut self.floats } else { &mut self.halves }
-    }
-
-    /// Is every expert here?
-    fn local(&self) -> bool {
-        self.group.len() == 1
-    }
-
-    /// `counts[i]` for rank i of the group, 0 for the others.
-    fn in_world(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
-        let mut all = vec![0; self.world];
-        self.group.clone().zip(counts).for_each(|(rank, n)| all[rank] = n);
-        all
-    }
-
-    /// Tells every rank of the group how many rows each of its experts gets from here, and learns the same.
-    fn announce(&self, layer: &Layer, sending: &Sending) -> Result<Receiving> {
-        let own = layer.per_rank[self.rank - self.group.start];
-        if self.local() {
-            return Ok(Receiving::new(own, sending.counts.clone()));
-        }
-        // Counts travel as bits: no arithmetic touches them.
-        let send: Vec<f32> = sending.counts.iter().map(|&n| f32::from_bits(n as u32)).collect();
-        let sent = self.in_world(layer.per_rank.iter().copied());
-        let received = self.in_world(std::iter::repeat(own));
-        let counts = self.queue.run(move |comm| {
-            let mut counts = vec![0f32; received.iter().sum()];
-            comm.all_to_all((&mut counts[..]).into(), &received, (&send[..]).into(), &sent)?;
-            Ok(counts)
-        })?;
-        let receiving = Receiving::new(own, counts.iter().map(|n| n.to_bits() as usize).collect());
-        match self.group.clone().zip(0..).find(|(_, i)| receiving.from(*i) > self.limit) {
-            None => Ok(receiving),
-            Some((rank, _)) => {
-                Err(Error::failed(format!("rank {rank} announced more rows than it can have")))
-            }
-        }
-    }
-
-    /// Rows of `width` elements, which `fill` writes in the order of travel, arrive in `to` sorted by expert.
-    fn there(
-        &mut self,
-        layer: &Layer,
-        saved: (&Sending, &Receiving),
-        width: usize,
-        to: &mut Buf,
-        fill: impl FnOnce(ViewMut),
-    ) -> Result<()> {
-        let (sending, receiving) = saved;
-        let n = sending.tokens.len();
-        if self.local() {
-            fill(grow(self.ops.as_ref(), to, n * width));
-            return Ok(());
-        }
-        let (sent, received) = self.counts(layer, sending, receiving, width);
-        let (dtype, ops) = (to.dtype(), self.ops.clone());
-        let lane = self.lane(dtype);
-        fill(grow(ops.as_ref(), &mut lane.packed, n * width));
-        grow(ops.as_ref(), &mut lane.arrived, receiving.rows() * width);
-        self.trade(dtype, false, sent, received)?;
-        let to = &mut grow(ops.as_ref(), to, receiving.rows() * width);
-        let from = self.lane(dtype).arrived.view();
-        for (rows, at) in receiving.blocks() {
-            let block = from.slice(rows.start * width..rows.end * width);
-            ops.copy(to.part(at * width..at * width + block.len()), block);
-        }
-        Ok(())
-    }
-
-    /// The way back: rows that lie in `from` sorted by expert arrive in the order of travel. Returns them.
-    fn back<'a>(
-        &'a mut self,
-        layer: &Layer,
-        saved: (&Sending, &Receiving),
-        width: usize,
-        from: &'a Buf,
-    ) -> Result<View<'a>> {
-        let (sending, receiving) = saved;
-        let n = sending.tokens.len();
-        if self.local() {
-            return Ok(from.view().slice(0..n * width));
-        }
-        let (received, sent) = self.counts(layer, sending, receiving, width);
-        let ops = self.ops.clone();
-        let lane = self.lane(from.dtype());
-        let mut arrived = grow(ops.as_ref(), &mut lane.arrived, receiving.rows() * width);
-        for (rows, at) in receiving.blocks() {
-            let block = arrived.part(rows.start * width..rows.end * width);
-            let from = from.view().slice(at * width..at * width + block.len());
-            ops.copy(block, from);
-        }
-        grow(ops.as_ref(), &mut lane.packed, n * width);
-        self.trade(from.dtype(), true, sent, received)?;
-        Ok(self.lane(from.dtype()).packed.view().slice(0..n * width))
-    }
-
-    /// Elements that go to and come from each rank.
-    fn counts(&self, layer: &Layer, s: &Sending, r: &Receiving, width: usize) -> (Vec<usize>, Vec<usize>) {
-        let mut rest = &s.counts[..];
-        let sent = layer.per_rank.iter().map(|&n| {
-            let (own, after) = rest.split_at(n);
-            rest = after;
-            own.iter().sum::<usize>() * width
-        });
-        let sent = self.in_world(sent);
-        (sent, self.in_world((0..self.group.len()).map(|i| r.from(i) * width)))
-    }
-
-    /// From `packed` to `arrived` of a lane, or back.
-    fn trade(&mut self, dtype: Dtype, back: bool, sent: Vec<usize>, received: Vec<usize>) -> Result<()> {
-        let none = Lane::of(self.ops.as_ref(), dtype);
-        let Lane { mut packed, mut arrived } = std::mem::replace(self.lane(dtype), none);
-        let traded = self.queue.run(move |comm| {
-            let (from, to) = if back { (&arrived, &mut packed) } else { (&packed, &mut arrived) };
-            let (out, room) = (sent.iter().sum(), received.iter().sum());
-            comm.all_to_all(to.view_mut().slice(0..room), &received, from.view().slice(0..out), &sent)?;
-            Ok((packed, arrived))
-        });
-        let (packed, arrived) = traded?;
-        *self.lane(dtype) = Lane { packed, arrived };
-        Ok(())
-    }
-}
-
 impl Trainer {
     /// The unit of this rank's experts of layer `l`.
     pub(super) fn expert_unit(&self, l: usize) -> Option<usize> {
@@ -386,9 +224,10 @@ impl Trainer {
         saved.receiving = roads.announce(&layer, &saved.sending)?;
         let (ways, normed) = ((&saved.sending, &saved.receiving), sparse.normed(&w.scratch));
         let tokens = &saved.sending.tokens;
-        roads.there(&layer, ways, shape.hidden, &mut saved.rows, |to| {
+        roads.leave(&layer, ways, Cargo::Rows, &mut saved.rows, |to| {
             ops.gather_rows(to, normed, tokens, shape.hidden);
-        })?;
+        });
+        roads.arrive(ways, Cargo::Rows, &mut saved.rows)?;
         let n = saved.receiving.rows();
         let gate_up = grow(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
         let out = output.then(|| {
@@ -401,7 +240,8 @@ impl Trainer {
         if !output {
             return Ok(());
         }
-        let rows = roads.back(&layer, ways, shape.hidden, &room.out)?;
+        roads.turn_back(&layer, ways, Cargo::Rows, &room.out);
+        let rows = roads.returned(ways, Cargo::Rows, &room.out)?;
         if compute {
             let set = w.saved_index(l);
             let Workspace { x, saved: kept, .. } = w;
@@ -433,13 +273,13 @@ impl Trainer {
         self.experts_return(l)?;
         let mut grad = compute.then(|| self.engine.gradient(l + 1));
         if let Some(g) = &mut grad {
-            self.route_backward(l, &held, g);
+            self.route_backward(l, &held, g)?;
         }
         self.engine.release(held);
         Ok(self.engine.reduce(l + 1, round, grad)?)
     }
 
-    /// Gradients of tokens to their experts, and through them.
+    /// Gradients of tokens to their experts, and through them; those of rows and weights are then on their way back.
     fn experts_backward(&mut self, l: usize, held: &Held) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -447,13 +287,19 @@ impl Trainer {
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let (ways, tokens) = ((&saved.sending, &saved.receiving), &saved.sending.tokens);
         let dx = self.work.dx.view();
-        roads.there(&layer, ways, d, &mut room.out, |to| ops.gather_rows(to, dx, tokens, d))?;
+        roads.leave(&layer, ways, Cargo::Rows, &mut room.out, |to| ops.gather_rows(to, dx, tokens, d));
         let (weights, choices) = (saved.routing.weights.view(), saved.sending.choices());
-        roads.there(&layer, ways, 1, &mut room.weights, |to| ops.gather_rows(to, weights, &choices, 1))?;
+        roads.leave(&layer, ways, Cargo::Weights, &mut room.weights, |to| {
+            ops.gather_rows(to, weights, &choices, 1);
+        });
         let n = saved.receiving.rows();
+        let gate_up = saved.gate_up.view().slice(0..n * 2 * f);
+        activate(ops, shape, gate_up, grow(ops, &mut room.act, n * f));
+        roads.arrive(ways, Cargo::Rows, &mut room.out)?;
+        roads.arrive(ways, Cargo::Weights, &mut room.weights)?;
         let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * d));
         let back = ExpertBackward {
-            gate_up: saved.gate_up.view().slice(0..n * 2 * f),
+            gate_up,
             dy: room.out.view().slice(0..n * d),
             weights: room.weights.view().slice(0..n),
             dweights: grow(ops, &mut room.dweights, n),
@@ -465,6 +311,8 @@ impl Trainer {
         self.engine.with_params(held, |params| {
             experts_backward(ops, shape, &ExpertRows { params, of: &of, rows }, back);
         });
+        roads.turn_back(&layer, ways, Cargo::Rows, &room.drows);
+        roads.turn_back(&layer, ways, Cargo::Weights, &room.dweights);
         Ok(())
     }
 
@@ -503,29 +351,28 @@ impl Trainer {
         Ok(self.engine.reduce_runs(unit, round, runs)?)
     }
 
-    /// Gradients of rows and weights back to the tokens: rows stay on the road, weights are put in the order of the choices.
+    /// Waits for the gradients of rows and weights: rows stay on the road, weights are put in the order of the choices.
     fn experts_return(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
-        let width = x.shape.hidden;
-        let (layer, saved, room, roads, _) = x.layer(l);
+        let (_, saved, room, roads, _) = x.layer(l);
         let ways = (&saved.sending, &saved.receiving);
+        roads.returned(ways, Cargo::Rows, &room.drows)?;
         let (ops, places) = (self.ops.as_ref(), &saved.sending.places);
-        let dweights = roads.back(&layer, ways, 1, &room.dweights)?;
+        let dweights = roads.returned(ways, Cargo::Weights, &room.dweights)?;
         ops.gather_rows(grow(ops, &mut room.choices, dweights.len()), dweights, places, 1);
-        roads.back(&layer, ways, width, &room.drows).map(drop)
+        Ok(())
     }
 
     /// Router and attention backward, from what came back.
-    fn route_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) {
+    fn route_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) -> Result<()> {
         let positions = self.global_batch() as f64 * self.batch.t as f64;
         let scale = f64::from(self.loss_scale.factor()) * self.batch.targets() as f64 / positions;
-        let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return };
+        let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return Ok(()) };
         let (_, saved, room, roads, tally) = x.layer(l);
         let (balance, z) = tally.gradient(scale);
         let n = saved.sending.tokens.len();
-        let rows = if roads.local() { &room.drows } else { &roads.lane(room.drows.dtype()).packed };
         let back = Returned {
-            rows: rows.view().slice(0..n * sparse.shape().hidden),
+            rows: roads.returned((&saved.sending, &saved.receiving), Cargo::Rows, &room.drows)?,
             places: &saved.sending.places,
             dweights: room.choices.view().slice(0..n),
             balance: &balance,
@@ -540,6 +387,7 @@ impl Trainer {
             let routing = &saved.routing;
             sparse.route_backward(ops, &input, g, dx.view_mut(), &back, routing, &mut kept[set], scratch);
         });
+        Ok(())
     }
 }
 
@@ -560,8 +408,7 @@ pub fn bytes(
     let travelling = rows * s.per_token;
     let kept = 4 * (Routing::elements(s, rows) + travelling * 3)
         + travelling * (s.hidden + 2 * s.intermediate) * dtype.size();
-    // On their way to other ranks rows lie in two buffers more, and so do weights where rows have 16 bits.
-    let weights = if dtype == Dtype::F32 { 0 } else { 2 * 4 };
-    let lanes = if parallel > 1 { 2 * s.hidden * dtype.size() + weights } else { 0 };
+    // On their way to other ranks rows and weights lie in two buffers more.
+    let lanes = if parallel > 1 { 2 * (s.hidden * dtype.size() + 4) } else { 0 };
     sets * kept + travelling * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 4 + lanes)
 }

@@ -2,6 +2,7 @@
 pub mod boundary;
 pub mod experts;
 pub mod loss_scale;
+mod roads;
 pub mod run;
 pub mod sample;
 pub mod step;

@@ -322,10 +322,6 @@ impl Source for Foreign {
         self.facts.unread()
     }
 
-    fn tokens(&self) -> Option<u64> {
-        None
-    }
-
     fn hf_config(&self) -> Option<&Map<String, Value>> {
         self.config.as_ref()
     }

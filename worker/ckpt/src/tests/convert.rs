@@ -9,9 +9,9 @@ use crate::extras::{Extras, ParamGroup};
 use crate::pickle::Object;
 use crate::root::{Found, find};
 use crate::source::Source;
-use crate::{Dtype, TensorInfo, TextFile, Tie, TrainingState};
+use crate::{Dtype, TensorInfo, Tie, TrainingState};
 use proptest::prelude::*;
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -48,15 +48,6 @@ impl Source for Made {
     }
     fn step(&self) -> Option<u64> {
         Some(5)
-    }
-    fn tokens(&self) -> Option<u64> {
-        None
-    }
-    fn hf_config(&self) -> Option<&Map<String, Value>> {
-        None
-    }
-    fn texts(&self) -> &[TextFile] {
-        &[]
     }
 }
 
@@ -521,15 +512,6 @@ impl Source for Endless {
     }
     fn step(&self) -> Option<u64> {
         Some(1)
-    }
-    fn tokens(&self) -> Option<u64> {
-        None
-    }
-    fn hf_config(&self) -> Option<&Map<String, Value>> {
-        None
-    }
-    fn texts(&self) -> &[TextFile] {
-        &[]
     }
 }
 

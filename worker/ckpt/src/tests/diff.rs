@@ -1,13 +1,12 @@
 //! Whole checkpoints compared.
 use super::{facts, fast_dir, save};
-use crate::catalog::{Role, TensorInfo, TextFile, Tie};
+use crate::catalog::{Role, TensorInfo, Tie};
 use crate::checkpoint::{Checkpoint, Request};
 use crate::diff::{Cast, DiffOptions, Side, diff};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::source::Source;
 use half::bf16;
-use serde_json::{Map, Value};
 use std::path::Path;
 
 const WEIGHTS: [(&str, &[u64]); 3] = [("a", &[7, 3]), ("big", &[1100, 1000]), ("z", &[1])];
@@ -48,15 +47,6 @@ impl Source for Cut<'_> {
     }
     fn step(&self) -> Option<u64> {
         None
-    }
-    fn tokens(&self) -> Option<u64> {
-        None
-    }
-    fn hf_config(&self) -> Option<&Map<String, Value>> {
-        None
-    }
-    fn texts(&self) -> &[TextFile] {
-        &[]
     }
 }
 

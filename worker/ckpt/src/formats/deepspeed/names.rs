@@ -33,6 +33,11 @@ impl Names {
         Names::find(folder, true)
     }
 
+    /// Files of both kinds.
+    pub(super) fn count(&self) -> usize {
+        self.model.len() + self.optimizer.len()
+    }
+
     fn find(folder: &Folder, both: bool) -> Result<Names> {
         let mut found = Names::default();
         for name in folder.names()? {
