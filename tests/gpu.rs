@@ -1,8 +1,15 @@
 //! GPUs from outside: what a machine without one says, and `scripts/gpu-check`.
 #[path = "../worker/device/tests/card/mod.rs"]
 mod card;
+#[path = "../worker/comm/tests/nccl/stand_in.rs"]
+mod stand_in;
+mod support;
 
-use std::{path::Path, process::Command};
+use std::{
+    path::Path,
+    process::{Command, Output},
+};
+use support::{Place, Ran};
 
 /// `scripts/gpu-check` with the executable under test, where only the named folder holds CUDA's libraries.
 fn gpu_check(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
@@ -93,4 +100,108 @@ fn what_is_wrong_with_a_card_is_said() {
         assert_eq!(got, Some(code), "{told:?}: {said}");
         assert!(said.contains(part), "{told:?}: {part} is missing in: {said}");
     }
+}
+
+/// Training beside the CPU's, and its table, of models that an emulated card has patience for.
+#[test]
+fn training_on_an_emulated_card_passes() {
+    let folders = [card::folder(), stand_in::folder()];
+    let list = std::env::join_paths(folders).expect("paths");
+    let (code, said) = gpu_check(Path::new(&list), &["--quick", "--tiny"]);
+    assert_eq!(code, Some(0), "{said}");
+    for row in [
+        "| a tiny Llama | fp32 | 1 |",
+        "| a tiny Llama | fp32 | 4 on this GPU |",
+        "| a tiny Llama | bf16 | 2 on this GPU |",
+        "| a tiny Llama | bf16 | 1, NCCL |",
+        "| a tiny Llama, 1 × 6 |",
+    ] {
+        assert!(said.contains(row), "{row} is missing in: {said}");
+    }
+    assert_eq!(said.matches("| ok |").count(), 10 + 2 * 4, "{said}");
+}
+
+/// A job whose model an emulated card has patience for.
+const SMALL: [&str; 8] = [
+    "train.model.hidden_size=12",
+    "train.model.intermediate_size=17",
+    "train.model.num_hidden_layers=1",
+    "train.data.seq_len=8",
+    "train.batch.global=4",
+    "train.steps=3",
+    "checkpoint.every=2",
+    "checkpoint.gather_16bit_weights_on_model_save=true",
+];
+
+/// The small job on the emulated card, which is told something.
+fn job(place: &Place, set: &[&str], told: (&str, &str)) -> Output {
+    let set = SMALL.iter().chain(set).flat_map(|s| ["--set", s]);
+    place
+        .command(&["job.yaml", "--json"])
+        .args(set)
+        .env("LD_LIBRARY_PATH", card::folder())
+        .env("XDG_CACHE_HOME", place.path(".cache"))
+        .env("LAUNCH_GPUS", "1")
+        .env(told.0, told.1)
+        .env_remove("CUDA_VISIBLE_DEVICES")
+        .output()
+        .expect("launch starts")
+}
+
+/// The difference of the losses of two runs, relative.
+fn apart(a: &Ran, b: &Ran) -> f64 {
+    let losses = |ran: &Ran| ran.losses().iter().map(|l| f64::from_bits(l.1)).collect::<Vec<_>>();
+    let (a, b) = (losses(a), losses(b));
+    assert_eq!((a.len(), b.len()), (3, 3));
+    a.iter().zip(&b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
+}
+
+/// The executable from job to weights: one worker, then two that share the card; the second run goes on on the CPU.
+#[test]
+fn a_job_trains_on_a_card() {
+    let place = Place::new();
+    let none = ("CARD_COUNT", "1");
+    let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
+    let one = Ran::of(&job(&place, &alone, none)).succeeded();
+    assert!(place.checkpoints().join("weights/config.json").exists());
+    place.forget_checkpoints();
+    let shared = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
+    let two = Ran::of(&job(&place, &shared, none)).succeeded();
+    assert_eq!(two.losses(), one.losses(), "two workers on one card");
+    let on = ["train.steps=4", "cluster.workers_per_host=1"];
+    let went_on = Ran::of(&job(&place, &on, none)).succeeded();
+    assert_eq!(went_on.kind("resume").len(), 1);
+    place.forget_checkpoints();
+    let cpu = Ran::of(&job(&place, &["cluster.workers_per_host=1"], none)).succeeded();
+    assert!(apart(&one, &cpu) < 1e-5, "{:e} apart", apart(&one, &cpu));
+    let crowded = ["cluster.devices=cuda", "cluster.workers_per_host=2"];
+    let refused = job(&place, &crowded, none);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("cluster.workers_per_gpu"), "{said}");
+}
+
+/// A card without memory, without itself, or that fails: one message that says what, and what to do.
+#[test]
+fn what_ends_training_on_a_card_is_said_once() {
+    let place = Place::new();
+    let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
+    for (told, code, parts) in [
+        (("CARD_MEMORY", "20000"), 1, &["GPU memory is full: ", " needs ", "batch.micro"][..]),
+        (("CARD_FAILS", "cuLaunchKernel:200"), 1, &["cuLaunchKernel of ", "CUDA_ERROR_LAUNCH_FAILED"]),
+        (("CARD_COUNT", "0"), 3, &["no GPU can be used here", "CUDA_ERROR_NO_DEVICE"]),
+        (("LD_LIBRARY_PATH", "/nowhere"), 3, &["no GPU can be used here", "libcuda.so.1", "/nowhere"]),
+    ] {
+        let output = job(&place, &alone, told);
+        let ran = Ran::of(&output);
+        assert_eq!(ran.code, code, "{told:?}: {}", ran.stderr);
+        for part in parts {
+            assert!(ran.stderr.contains(part), "{told:?}: `{part}` is missing in: {}", ran.stderr);
+        }
+        assert!(!ran.stderr.contains("panicked"), "{told:?}: {}", ran.stderr);
+    }
+    // the job's own folders come before the machine's
+    let libs = format!("cluster.cuda_libs=[{}]", card::folder().display());
+    let set = ["cluster.devices=cuda", "cluster.workers_per_host=1", &libs];
+    Ran::of(&job(&place, &set, ("LD_LIBRARY_PATH", "/nowhere"))).succeeded();
 }

@@ -164,7 +164,7 @@ fn room(job: &JobSpec, host: &Host) -> Result<Room, Finding> {
     const PATH: &str = "cluster.workers_per_host";
     let name = &host.name;
     let gpus = devices::of_job(job, &host.facts)?.picked(job, host)?;
-    let of_gpus = gpus.count() as u32;
+    let of_gpus = gpus.workers() as u32;
     let count = match (job.cluster.workers_per_host, host.slots) {
         (Count::Exactly(n), Some(slots)) if n > slots => {
             let message = format!("{n} workers are asked for on {name}, which has {slots} slots");
@@ -177,8 +177,8 @@ fn room(job: &JobSpec, host: &Host) -> Result<Room, Finding> {
     match host.slots {
         Some(slots) if of_gpus > 0 && slots > of_gpus => {
             let those = match job.cluster.devices {
-                Devices::List(_) => format!("`cluster.devices` names {of_gpus} GPUs"),
-                _ => format!("{of_gpus} GPUs were found there"),
+                Devices::List(_) => format!("`cluster.devices` names {} GPUs", gpus.count()),
+                _ => format!("{} GPUs were found there", gpus.count()),
             };
             let message = format!("{name} was promised to have {slots} slots, and {those}");
             Err(finding("cluster.hosts", message, "correct its slots, or use `cluster.devices: cpu`"))

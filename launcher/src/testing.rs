@@ -1,8 +1,8 @@
 //! Samples for the unit tests.
 use contract::job::{
-    Bind, CheckpointSpec, ClusterSpec, Count, Devices, Every, Hosts, JobSpec, KnownHosts, LogsSpec,
-    MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SignalAction, Signals, SshConfig,
-    SshSpec, StoreHost, VisibleDevices,
+    Bind, CheckpointSpec, ClusterSpec, Collectives, Count, Devices, Every, Hosts, JobSpec, KnownHosts,
+    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SignalAction, Signals,
+    SshConfig, SshSpec, StoreHost, VisibleDevices,
 };
 
 /// A job that runs `true`.
@@ -26,6 +26,9 @@ pub(crate) fn job() -> JobSpec {
             use_hosts: None,
             workers_per_host: Count::Auto,
             devices: Devices::Auto,
+            workers_per_gpu: 1,
+            collectives: Collectives::Auto,
+            cuda_libs: Vec::new(),
             master_port: MasterPort::Auto,
             store: StoreHost::Agent,
             interface: contract::job::Interface::Auto,

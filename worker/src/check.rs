@@ -2,6 +2,7 @@
 use crate::{
     data::{self, DataError},
     experts::Placement,
+    gpu::places,
     life::STAGING,
     model::{self, Model},
     optim::state_vectors,
@@ -30,6 +31,10 @@ const PEER_CHUNKS: usize = 1 << 20;
 const CHECKPOINT_WINDOWS: u64 = 24 << 20;
 
 impl TrainJudge for Judge {
+    fn gpus(&self, job: &JobSpec) -> Result<(), String> {
+        device::cuda::find(&places(&job.cluster.cuda_libs, &job.run.workdir)).map_err(|e| e.to_string())
+    }
+
     fn judge(&self, job: &JobSpec, world: u32, threads: u32) -> Verdict {
         let mut verdict = Verdict::default();
         if let Some(train) = &job.train {
@@ -154,6 +159,7 @@ impl Memory<'_> {
         let offload = self.train.zero.offload.is_some();
         let copies = if self.job.checkpoint.r#async && !offload { saved } else { 0 };
         let first = first_backward(self.units);
+        let on_gpu = self.job.cluster.trains_on_gpus();
         let mut parts = vec![
             ("parameters".to_string(), dtype.size() as u64 * computed),
             ("master weights".into(), if half { 4 * master } else { 0 }),
@@ -169,13 +175,19 @@ impl Memory<'_> {
                 Workspace::bytes(self.model, layers, b, t, self.train.recompute, first, dtype),
             ),
             ("rows of experts".into(), self.experts(b * t, dtype)),
-            ("operator scratch".into(), self.scratch() + if half { self.widened(b, t) } else { 0 }),
-            ("collectives' staging".into(), self.staging()),
-            ("checkpoint copy (async)".into(), copies),
-            ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
-            ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
-            ("process".into(), PROCESS),
         ];
+        if on_gpu {
+            parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t, dtype)));
+        } else {
+            parts.extend([
+                ("operator scratch".into(), self.scratch() + if half { self.widened(b, t) } else { 0 }),
+                ("collectives' staging".into(), self.staging()),
+                ("checkpoint copy (async)".into(), copies),
+                ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
+                ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
+                ("process".into(), PROCESS),
+            ]);
+        }
         parts.retain(|(_, bytes)| *bytes > 0);
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
@@ -337,6 +349,14 @@ impl Memory<'_> {
         let largest = self.model.scratch_lengths(b, t).into_iter().max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.attention_width()) as u64
+    }
+
+    /// What the backend for GPUs has at once beside buffers of the engine: a chunk of logits with their gradients (and the
+    /// rotary tables, which are small), and the largest workspace of a product.
+    fn gpu_scratch(&self, b: usize, t: usize, dtype: Dtype) -> u64 {
+        let rows = device::cuda::classifier_rows(b * t, self.model.vocab());
+        let size = 4 + if dtype == Dtype::F32 { 0 } else { dtype.size() };
+        (rows * self.model.vocab() * size + device::cuda::WORKSPACE) as u64
     }
 
     /// What the backend keeps for tiles, packed panels and chunks of logits.

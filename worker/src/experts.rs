@@ -167,6 +167,13 @@ impl Sending {
         }
     }
 
+    /// Of each travelling row: its choice.
+    pub fn choices(&self) -> Vec<u32> {
+        let mut choices = vec![0; self.places.len()];
+        (0..).zip(&self.places).for_each(|(choice, &row)| choices[row as usize] = choice);
+        choices
+    }
+
     /// Nothing travels.
     pub fn clear(&mut self, experts: usize) {
         self.tokens.clear();

@@ -1,10 +1,35 @@
-//! What the worker asks of this machine about GPUs: where CUDA's libraries may lie, where compiled kernels are kept.
-use contract::env;
-use device::cuda::Places;
-use std::path::PathBuf;
+//! What the worker asks of this machine about GPUs: where CUDA's libraries may lie, where compiled kernels are kept; and where a
+//! rank computes.
+use crate::{
+    error::{Error, Result},
+    session::Session,
+};
+use comm::{
+    Comm,
+    nccl::{Nccl, NcclComm},
+    staged::Staged,
+};
+use contract::{
+    control::Welcome,
+    env,
+    job::{ClusterSpec, Collectives},
+};
+use device::{
+    Cuda, Ops,
+    cpu::Cpu,
+    cuda::{Places, Wanted},
+};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
-/// From the environment of this process.
-pub(crate) fn places() -> Places {
+/// Longest wait until all ranks have joined NCCL's group, and for NCCL to take a piece of work.
+const NCCL_LIMIT: Duration = Duration::from_secs(120);
+
+/// From the job (`cluster.cuda_libs`, relative to its working directory) and the environment of this process.
+pub(crate) fn places(libs: &[PathBuf], workdir: &Path) -> Places {
     let all = |name: &str| -> Vec<PathBuf> {
         std::env::var_os(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
     };
@@ -12,7 +37,7 @@ pub(crate) fn places() -> Places {
         names.iter().filter_map(std::env::var_os).filter(|v| !v.is_empty()).map(PathBuf::from).collect()
     };
     Places {
-        job: Vec::new(),
+        job: libs.iter().map(|folder| workdir.join(folder)).collect(),
         library_path: all(env::LD_LIBRARY_PATH),
         python: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
         toolkits: paths(&[env::CUDA_HOME, env::CUDA_PATH]),
@@ -24,4 +49,69 @@ pub(crate) fn kernel_cache() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = set(env::XDG_CACHE_HOME).or_else(|| Some(set(env::HOME)?.join(".cache")))?;
     Some(cache.join("launch/kernels"))
+}
+
+/// What a rank computes on.
+pub(crate) enum Device {
+    Host(Arc<Cpu>),
+    Card(Arc<Cuda>, Places),
+}
+
+impl Device {
+    /// Of the job: the host's CPUs, or the one GPU that the plan shows this rank.
+    pub(crate) fn open(welcome: &Welcome) -> Result<Device> {
+        let cluster = &welcome.job.cluster;
+        if !cluster.trains_on_gpus() {
+            return Ok(Device::Host(Arc::new(Cpu::new(welcome.threads as usize))));
+        }
+        let places = places(&cluster.cuda_libs, &welcome.workdir);
+        let opened = Cuda::open(&places, 0, kernel_cache()).and_then(|cuda| {
+            cuda.warm_up()?;
+            Ok(cuda)
+        });
+        let unusable = |e| Error::cluster(format!("no GPU can be used for `cluster.devices`: {e}"));
+        Ok(Device::Card(Arc::new(opened.map_err(unusable)?), places))
+    }
+
+    /// Its ops.
+    pub(crate) fn ops(&self) -> Arc<dyn Ops> {
+        match self {
+            Device::Host(cpu) => cpu.clone(),
+            Device::Card(cuda, _) => cuda.clone(),
+        }
+    }
+
+    /// For the log.
+    pub(crate) fn describe(&self) -> String {
+        match self {
+            Device::Host(cpu) => cpu.describe(),
+            Device::Card(cuda, _) => cuda.describe(),
+        }
+    }
+
+    /// The collectives of the engine, over those of the hosts' memory. An abort ends them, too.
+    pub(crate) fn collectives(
+        &self,
+        session: &Session,
+        cluster: &ClusterSpec,
+        hosts: Arc<dyn Comm>,
+    ) -> Result<Arc<dyn Comm>> {
+        let Device::Card(cuda, places) = self else { return Ok(hosts) };
+        let own = hosts.world() > 1 && cluster.workers_per_gpu == 1;
+        match cluster.collectives {
+            Collectives::Nccl => {}
+            Collectives::Auto if own => {}
+            Collectives::Auto | Collectives::Host => return Ok(Arc::new(Staged::new(hosts, cuda.clone()))),
+        }
+        let without = |e: comm::nccl::NcclError| {
+            Error::cluster(format!("{e}; `cluster.collectives: host` goes by way of the host's memory"))
+        };
+        let nccl = Nccl::open(&places.folders(Wanted::Nccl)).map_err(without)?;
+        let comm = NcclComm::meet(&nccl, cuda.clone(), hosts, NCCL_LIMIT).map_err(without)?;
+        let comm = Arc::new(comm);
+        println!("collectives: {}", nccl.describe());
+        let aborted = comm.clone();
+        session.also_abort(move |reason| aborted.abort(reason));
+        Ok(comm)
+    }
 }

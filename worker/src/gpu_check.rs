@@ -1,5 +1,7 @@
 //! `launch gpu-check`: what a GPU does with our kernels, beside the CPU. Needs the executable, a driver, NVRTC and cuBLASLt, and
 //! nothing else: no Rust, no network, no root. `scripts/gpu-check` calls it.
+mod training;
+
 use crate::gpu::{kernel_cache, places};
 use comm::nccl::Nccl;
 use device::{
@@ -8,7 +10,11 @@ use device::{
     ops::{AdamW, AttentionShape, Write},
     parity,
 };
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 const OK: u8 = 0;
 const FAILED: u8 = 1;
@@ -21,28 +27,47 @@ const FEW_ROUNDS: usize = 2;
 /// What is timed is repeated for so long.
 const LONG_ENOUGH: Duration = Duration::from_millis(300);
 
-/// `launch gpu-check [--device N] [--quick]`; returns the process exit code.
+/// For the training part.
+const NCCL_LIMIT: Duration = Duration::from_secs(60);
+
+/// How much is done.
+#[derive(Clone, Copy, Debug, Default)]
+struct Extent {
+    index: usize,
+    /// Few shapes, no speeds.
+    quick: bool,
+    /// Training, its speed included, of models of a few elements: what a slow card can do.
+    tiny: bool,
+    /// No training.
+    ops_alone: bool,
+}
+
+/// `launch gpu-check [--device N] [--quick] [--tiny] [--ops]`; returns the process exit code.
 pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
-    let (mut index, mut quick) = (0, false);
+    let mut extent = Extent::default();
     let mut arguments = arguments;
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
-            "--quick" => quick = true,
+            "--quick" => extent.quick = true,
+            "--tiny" => extent.tiny = true,
+            "--ops" => extent.ops_alone = true,
             "--device" => match arguments.next().and_then(|n| n.parse().ok()) {
-                Some(n) => index = n,
+                Some(n) => extent.index = n,
                 None => return wrong("--device needs a number"),
             },
             _ => return wrong(&format!("`{argument}` isn't known")),
         }
     }
-    let cuda = match Cuda::open(&places(), index, kernel_cache()) {
+    let open = || Cuda::open(&places(&[], Path::new("")), extent.index, kernel_cache());
+    let cuda = match open() {
         Ok(cuda) => cuda,
         Err(e) => {
             println!("gpu-check: no GPU can be used here: {e}");
             return NO_GPU;
         }
     };
-    match check(&cuda, quick) {
+    let open = || open().map(Arc::new).map_err(|e| e.to_string());
+    match check(&cuda, extent, &open) {
         Ok(true) => OK,
         Ok(false) => FAILED,
         Err(e) => {
@@ -53,12 +78,12 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
 }
 
 fn wrong(why: &str) -> u8 {
-    println!("gpu-check: {why}; usage: launch gpu-check [--device N] [--quick]");
+    println!("gpu-check: {why}; usage: launch gpu-check [--device N] [--quick] [--tiny] [--ops]");
     WRONG
 }
 
 /// Prints everything; is it as it should be?
-fn check(cuda: &Cuda, quick: bool) -> Result<bool, CudaError> {
+fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, CudaError> {
     let (facts, libraries) = (cuda.facts(), cuda.libraries());
     let (free, total) = cuda.memory()?;
     let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
@@ -68,16 +93,25 @@ fn check(cuda: &Cuda, quick: bool) -> Result<bool, CudaError> {
     let ((major, minor), path) = libraries.compiler;
     println!("NVRTC {major}.{minor} ({})", path.display());
     println!("cuBLASLt {} ({})", libraries.blas.0, libraries.blas.1.display());
-    match Nccl::open(&places().folders(Wanted::Nccl)) {
+    let nccl = Nccl::open(&places(&[], Path::new("")).folders(Wanted::Nccl));
+    match &nccl {
         Ok(nccl) => println!("{}", nccl.describe()),
         Err(e) => println!("no NCCL: {e}"),
     }
     let began = Instant::now();
     cuda.warm_up()?;
     println!("kernels are loaded after {:.2} s\n", began.elapsed().as_secs_f64());
+    let Extent { quick, tiny, ops_alone, .. } = extent;
     let fits = show_parity(cuda, if quick { FEW_ROUNDS } else { ROUNDS });
     if fits && !quick {
         show_speed(cuda)?;
+    }
+    if ops_alone || (quick && !tiny) {
+        return Ok(fits);
+    }
+    let fits = fits && training::show_curves(open, nccl.as_ref().ok(), tiny);
+    if fits && (!quick || tiny) {
+        training::show_speed(open, tiny);
     }
     Ok(fits)
 }
@@ -121,11 +155,11 @@ fn show(cuda: &Cuda, mut timed: Timed) -> Result<(), CudaError> {
     for _ in 0..3 {
         (timed.run)();
     }
-    cuda.wait()?;
+    cuda.try_wait()?;
     let (mut runs, mut chunk, began) = (0u32, 4, Instant::now());
     while began.elapsed() < LONG_ENOUGH {
         (0..chunk).for_each(|_| (timed.run)());
-        cuda.wait()?;
+        cuda.try_wait()?;
         runs += chunk;
         chunk = (chunk * 2).min(256);
     }
@@ -216,7 +250,7 @@ fn streams(cuda: &Cuda) -> Result<[Timed<'_>; 3], CudaError> {
 fn buffers<const N: usize>(cuda: &Cuda, dtype: Dtype, lens: [usize; N]) -> Result<[Buf; N], CudaError> {
     let mut all = Vec::with_capacity(N);
     for len in lens {
-        all.push(cuda.zeroed(dtype, len)?);
+        all.push(cuda.try_zeroed(dtype, len)?);
     }
     Ok(all.try_into().unwrap_or_else(|_| unreachable!("as many as were asked for")))
 }

@@ -3,6 +3,7 @@ use crate::{
     agree::{agree, exchange, settle},
     data::{DataError, Dataset, Order, Split, TextTokenizer},
     error::{Error, Result},
+    gpu::Device,
     model::Batch,
     network,
     params::Unit,
@@ -29,9 +30,11 @@ use contract::{
     exit::WorkerExit,
     job::{SampleSpec, TrainSpec, ZeroSpec},
 };
-use device::{Ops, cpu::Cpu};
+use device::storage::Stopped;
 use std::{
+    any::Any,
     os::{fd::OwnedFd, unix::net::UnixStream},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -51,8 +54,9 @@ pub fn main() -> u8 {
             return e.exit.code();
         }
     };
+    quiet_about_devices();
     let lived = join(&session, read, &welcome).and_then(|comm| {
-        let lived = live(&session, &welcome, comm.clone());
+        let lived = without_panics(|| live(&session, &welcome, comm.clone()));
         if let Err(e) = &lived {
             // Before the others only see that this rank has left.
             comm.abort(&format!("rank {}: {}", welcome.rank, e.message));
@@ -68,6 +72,25 @@ pub fn main() -> u8 {
             e.exit.code()
         }
     }
+}
+
+/// Ops can't return errors: what fails on a device is a panic with its own payload, which is an error like others here.
+fn without_panics<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let panicked = |panic: Box<dyn Any + Send>| match panic.downcast::<Stopped>() {
+        Ok(stopped) => Err(Error::failed(stopped.0)),
+        Err(other) => resume_unwind(other),
+    };
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(panicked)
+}
+
+/// What fails on a device is said once, as the error of this rank, not as a panic.
+fn quiet_about_devices() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        if !info.payload().is::<Stopped>() {
+            usual(info);
+        }
+    }));
 }
 
 /// A batch system or a terminal may signal every process of a job; when to save and stop is decided once, for all ranks
@@ -128,9 +151,9 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
     // Whatever else works in parallel here (initialisation, tokenizing) keeps to the same number of threads.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(welcome.threads as usize).build_global();
     pool.map_err(|e| Error::cluster(format!("threads: {e}")))?;
-    let cpu = Cpu::new(welcome.threads as usize);
-    println!("rank {} of {}: pid {}, {}", welcome.rank, welcome.world, std::process::id(), cpu.describe());
-    let ops: Arc<dyn Ops> = Arc::new(cpu);
+    let device = Device::open(welcome)?;
+    println!("rank {} of {}: pid {}, {}", welcome.rank, welcome.world, std::process::id(), device.describe());
+    let (ops, comm) = (device.ops(), device.collectives(session, &job.cluster, comm)?);
 
     let tokenizer = TextTokenizer::open(&train.data.tokenizer, &welcome.workdir).map_err(data_error)?;
     let samples = Samples::open(train, welcome, comm.as_ref())?;

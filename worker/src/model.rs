@@ -66,9 +66,9 @@ pub struct Activations(pub Vec<Buf>);
 
 impl Activations {
     /// Buffers of these lengths and this type; those whose indices are listed as statistics are `f32` all the same.
-    pub fn new(lengths: &[usize], dtype: Dtype, statistics: &[usize]) -> Self {
+    pub fn new(ops: &dyn Ops, lengths: &[usize], dtype: Dtype, statistics: &[usize]) -> Self {
         let of = |i: usize| if statistics.contains(&i) { Dtype::F32 } else { dtype };
-        Activations(lengths.iter().enumerate().map(|(i, &n)| Buf::zeroed_as(of(i), n)).collect())
+        Activations(lengths.iter().enumerate().map(|(i, &n)| ops.zeroed(of(i), n)).collect())
     }
 }
 
@@ -130,6 +130,8 @@ pub trait Model: Send + Sync {
     fn adapt(&mut self, lora: &lora::Lora) -> Result<(), String>;
     /// Says which parameters of its own units (not those of experts) are trained. Gradients of the others needn't be written: they are not read.
     fn train(&mut self, _units: &[Unit]) {}
+    /// Moves what it keeps beside its parameters to where ops compute.
+    fn place(&mut self, _ops: &dyn Ops) {}
     /// Width of the residual stream.
     fn hidden(&self) -> usize;
     /// Number of tokens known.

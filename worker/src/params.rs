@@ -3,6 +3,8 @@
 //! Identity is the Hugging Face name, never an address or an index. A [`Unit`] is what is fetched, computed with and
 //! reduced together: one flat vector, its tensors one after the other without padding.
 
+use device::{Ops, ViewMut};
+
 /// How a parameter starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
@@ -184,11 +186,11 @@ impl Unit {
     }
 
     /// Moves what a whole vector holds of the trained tensors to its front.
-    pub fn pack_trained(&self, whole: &mut [f32]) {
+    pub fn pack_trained(&self, ops: &dyn Ops, mut whole: ViewMut) {
         let mut at = 0;
         for s in self.trained_segments(0..self.len()) {
             let len = s.flat.len();
-            whole.copy_within(s.flat, at);
+            ops.move_down(whole.reborrow(), s.flat, at);
             at += len;
         }
     }

@@ -4,7 +4,10 @@
 //! The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with
 //! `key = H64(run seed, purpose, scope)` and `counter = (element / 4, sample, step)`. Real functions come from the `libm` crate, not from the
 //! platform's C library, so that the same job gets the same weights on every machine.
+use device::philox::words;
 use rayon::prelude::*;
+
+pub use device::philox::philox4x32_10;
 
 /// What random numbers are for. Different purposes never share numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,17 +40,6 @@ impl Purpose {
     }
 }
 
-/// One Philox4x32-10 block: 128 bits of counter and 64 bits of key to 128 random bits.
-pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
-    for _ in 0..10 {
-        let p0 = u64::from(c[0]) * 0xD251_1F53;
-        let p1 = u64::from(c[2]) * 0xCD9E_8D57;
-        c = [(p1 >> 32) as u32 ^ c[1] ^ k[0], p1 as u32, (p0 >> 32) as u32 ^ c[3] ^ k[1], p0 as u32];
-        k = [k[0].wrapping_add(0x9E37_79B9), k[1].wrapping_add(0xBB67_AE85)];
-    }
-    c
-}
-
 /// The numbers of one (run seed, purpose, scope).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream {
@@ -75,6 +67,11 @@ impl Stream {
         }
     }
 
+    /// The key, for ops that draw its numbers by themselves.
+    pub fn key(&self) -> [u32; 2] {
+        self.key
+    }
+
     /// The four words of elements `4 * block ..`, of a sample, at an optimizer step. Different ids never give the same counter;
     /// an id beyond its bits (2⁴³ blocks, 2⁴³ samples, 2⁴² steps) is a panic, not a repetition.
     pub fn words(&self, block: u64, sample: u64, step: u64) -> [u32; 4] {
@@ -82,8 +79,7 @@ impl Stream {
             block >> BLOCK_BITS == 0 && sample >> SAMPLE_BITS == 0 && step >> STEP_BITS == 0,
             "id out of range"
         );
-        let high = (block >> 32) as u32 | ((sample >> 32) as u32) << 11 | ((step >> 32) as u32) << 22;
-        philox4x32_10([block as u32, sample as u32, step as u32, high], self.key)
+        words(self.key, block, sample, step)
     }
 
     /// Four standard normal values (Box–Muller): elements `4 * block ..`. At most 6.8 in magnitude.

@@ -6,12 +6,13 @@ use crate::{
     params::Unit,
     scattered,
     stages::Running,
-    state::{pieces, state_roles},
+    state::{Owned, owned, state_roles},
     storage::Layout,
     zero::engine::Engine,
 };
 use ckpt::{CkptError, Facts, ModelCard, ParityReport, Piece, Role, ShardReport, Staging, TextFile};
 use contract::job::{CheckpointSpec, JobSpec};
+use device::{Buf, Ops};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -77,7 +78,7 @@ struct Copied {
     name: String,
     role: Role,
     start_element: u64,
-    data: Vec<f32>,
+    data: Buf,
 }
 
 impl Saver {
@@ -124,13 +125,14 @@ impl Saver {
             .flatten()
             .ok_or_else(|| Error::failed(format!("rank {keeper} named no staging directory")))?;
         let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
-        let mine = pieces(engine, optimizer, &guards);
+        let mine = owned(engine, optimizer, &guards);
+        let ops = running.trainer.ops.as_ref();
         let rank = engine.rank() as u32;
         let world = engine.world() as u32;
         let directory = path.clone();
         // a copy in memory of what has no place in memory would be no help
         let writer = if self.spec.r#async && running.train().zero.offload.is_none() {
-            let copied: Vec<Copied> = mine.iter().map(Copied::of).collect();
+            let copied: Vec<Copied> = mine.iter().map(|o| Copied::of(ops, o)).collect();
             let write = move || {
                 let pieces: Vec<Piece> = copied.iter().map(Copied::piece).collect();
                 ckpt::write_shard(&path, rank, world, &pieces)
@@ -138,7 +140,7 @@ impl Saver {
             let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(write);
             Writer::Background(thread.map_err(|e| Error::cluster(format!("checkpoint writer: {e}")))?)
         } else {
-            let written = ckpt::write_shard(&path, rank, world, &mine);
+            let written = write_now(ops, &path, rank, world, &mine);
             (0..engine.shards.len()).for_each(|u| optimizer.put_away(u));
             Writer::Done(written)
         };
@@ -264,13 +266,38 @@ fn cursor(running: &Running, data: &str, units: &[Unit]) -> Value {
 }
 
 impl Copied {
-    fn of(p: &Piece) -> Self {
-        Copied { name: p.name.into(), role: p.role, start_element: p.start_element, data: p.data.to_vec() }
+    fn of(ops: &dyn Ops, o: &Owned) -> Self {
+        let data = ops.downloaded(o.values);
+        Copied { name: o.name.into(), role: o.role, start_element: o.start_element, data }
     }
 
     fn piece(&self) -> Piece<'_> {
-        Piece { name: &self.name, role: self.role, start_element: self.start_element, data: &self.data }
+        let data = self.data.host();
+        Piece { name: &self.name, role: self.role, start_element: self.start_element, data }
     }
+}
+
+/// Writes a shard while nothing else happens: straight from where the values lie, or by way of a copy on the host.
+fn write_now(
+    ops: &dyn Ops,
+    path: &Path,
+    rank: u32,
+    world: u32,
+    owned: &[Owned],
+) -> std::result::Result<ShardReport, CkptError> {
+    if ops.is_host() {
+        let pieces = owned.iter().map(|o| Piece {
+            name: o.name,
+            role: o.role,
+            start_element: o.start_element,
+            data: o.values.host(),
+        });
+        let pieces: Vec<Piece> = pieces.collect();
+        return ckpt::write_shard(path, rank, world, &pieces);
+    }
+    let copied: Vec<Copied> = owned.iter().map(|o| Copied::of(ops, o)).collect();
+    let pieces: Vec<Piece> = copied.iter().map(Copied::piece).collect();
+    ckpt::write_shard(path, rank, world, &pieces)
 }
 
 /// Bytes of all tensors of a checkpoint.

@@ -74,6 +74,18 @@ pub struct Session {
     pub asks: Asks,
     phase: Mutex<Phase>,
     step: AtomicU64,
+    aborts: Mutex<Aborts>,
+}
+
+/// Is told why.
+type Abort = Box<dyn Fn(&str) + Send>;
+
+/// What an abort ends beside the collectives that it was told of first.
+#[derive(Default)]
+struct Aborts {
+    all: Vec<Abort>,
+    /// The abort that came.
+    reason: Option<String>,
 }
 
 /// The descriptor that the environment variable names, if it is set.
@@ -102,6 +114,7 @@ impl Session {
             asks: Asks::default(),
             phase: Mutex::new(Phase::Starting),
             step: AtomicU64::new(0),
+            aborts: Mutex::default(),
         };
         session.send(&FromWorker::Hello { version: VERSION, pid: std::process::id() })?;
         read.set_read_timeout(Some(WELCOME_LIMIT)).map_err(broken)?;
@@ -134,10 +147,14 @@ impl Session {
                     Ok(Some(ToWorker::Stop)) => session.asks.stop.store(true, Relaxed),
                     Ok(Some(ToWorker::Save)) => session.asks.save.store(true, Relaxed),
                     Ok(Some(ToWorker::Reload(values))) => session.asks.set_reload(values),
-                    Ok(Some(ToWorker::Abort { reason })) => abort(&reason),
+                    Ok(Some(ToWorker::Abort { reason })) => {
+                        abort(&reason);
+                        session.abort_others(&reason);
+                    }
                     Ok(Some(ToWorker::Welcome(_) | ToWorker::Peers(_))) => {}
                     Ok(None) | Err(_) => {
                         abort("the agent is gone");
+                        session.abort_others("the agent is gone");
                         std::process::exit(WorkerExit::Aborted.code().into());
                     }
                 }
@@ -151,6 +168,21 @@ impl Session {
             }
         })?;
         Ok(())
+    }
+
+    /// An abort is given to `abort`, too; at once when it has come already.
+    pub fn also_abort(&self, abort: impl Fn(&str) + Send + 'static) {
+        let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(reason) = &aborts.reason {
+            abort(reason);
+        }
+        aborts.all.push(Box::new(abort));
+    }
+
+    fn abort_others(&self, reason: &str) {
+        let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
+        aborts.all.iter().for_each(|abort| abort(reason));
+        aborts.reason.get_or_insert_with(|| reason.to_owned());
     }
 
     /// Says where this rank listens, and waits until the controller has told where all others do.

@@ -5,7 +5,7 @@ use crate::{
     experts::{self, Placement},
     model::{self, Batch, Model},
     optim::{Optimizer, schedule::lr_at},
-    params::{Init, Unit},
+    params::{Init, Segment, Unit},
     rng::{Purpose, fill_normal, fill_uniform},
     train::{
         experts::Experts,
@@ -19,7 +19,7 @@ use crate::{
 use ckpt::peft::AdapterConfig;
 use comm::Comm;
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, ReloadTrain, TrainSpec};
-use device::{Buf, Dtype, Ops};
+use device::{Dtype, Ops, View, needed_for};
 use std::{ops::Range, sync::Arc};
 
 /// Stage 1: the job's numbers with those of the tokenizer filled in.
@@ -30,7 +30,7 @@ pub struct Spec {
 /// Stage 2: the model and its parameters by name and shape; no values yet.
 pub struct Parameters {
     train: TrainSpec,
-    model: Arc<dyn Model>,
+    model: Box<dyn Model>,
     /// Trained elements.
     count: u64,
 }
@@ -138,7 +138,7 @@ impl Spec {
         let anywhere = Placement::anywhere(model.as_ref());
         let units = trained::units(model.as_mut(), anywhere.as_ref(), &self.train).map_err(|f| of_job(&f))?;
         let count = units.iter().map(|u| u.trained_len() as u64).sum();
-        Ok(Parameters { train: self.train, model: model.into(), count })
+        Ok(Parameters { train: self.train, model, count })
     }
 }
 
@@ -163,7 +163,9 @@ impl Parameters {
         let (zero, dtype) = (&train.zero, dtype_of(train.precision));
         let held = (zero.prefetch as usize, zero.max_live_parameters);
         let engine = Engine::new(units, policy, slots, held, dtype, queue, ops.clone());
-        Ok(Sharded { train, model: self.model, engine, ops, placement })
+        let mut model = self.model;
+        model.place(ops.as_ref());
+        Ok(Sharded { train, model: model.into(), engine, ops, placement })
     }
 }
 
@@ -178,22 +180,33 @@ pub fn dtype_of(precision: Precision) -> Dtype {
 
 /// Fills the parameters of a unit that lie here, by logical element, so that any sharding gets the same weights; those whose
 /// names are meant. What is computed with in 16 bits is then right of these alone.
-fn initialise(engine: &Engine, u: usize, seed: u64, meant: impl Fn(&str) -> bool) {
+fn initialise(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, meant: impl Fn(&str) -> bool) {
     let (unit, resident, computed) = (&engine.shards[u].unit, engine.resident(u), engine.computed(u));
-    engine.with_resident(u, |buf| first_values(unit, resident.clone(), seed, &meant, buf.host_mut()));
+    let mut room = ops.staging(Dtype::F32, PASSING.min(resident.len().max(computed.len())));
+    let named = |seg: &Segment| meant(&unit.params[seg.param].name);
+    for seg in unit.segments(resident.clone()).iter().filter(|seg| named(seg)) {
+        for from in seg.flat.clone().step_by(PASSING) {
+            let range = from..seg.flat.end.min(from + PASSING);
+            let values = &mut room.host_mut()[..range.len()];
+            first_values(unit, range.clone(), seed, &meant, values);
+            let there = range.start - resident.start..range.end - resident.start;
+            engine.with_resident(u, |buf| ops.copy(buf.view_mut().slice(there), View::from(&*values)));
+        }
+    }
     if resident == computed {
         return engine.refresh(u);
     }
     // More is computed with than this rank keeps in fp32.
     for at in (0..computed.len()).step_by(PASSING) {
-        let mut values = Buf::zeroed(PASSING.min(computed.len() - at));
+        let values = &mut room.host_mut()[..PASSING.min(computed.len() - at)];
+        values.fill(0.0);
         let from = computed.start + at;
-        first_values(unit, from..from + values.len(), seed, &meant, values.host_mut());
-        engine.round_from(u, at, values.view());
+        first_values(unit, from..from + values.len(), seed, &meant, values);
+        engine.round_from(u, at, View::from(&*values));
     }
 }
 
-/// First values that exist in fp32 only on their way.
+/// First values that exist on the host only on their way.
 const PASSING: usize = 1 << 20;
 
 /// The first values of a flat range of a unit, where they are meant.
@@ -222,15 +235,18 @@ impl Sharded {
         let Sharded { train, model, engine, ops, placement } = self;
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
         let ranges = (0..units.len()).map(|u| engine.updated(u));
+        let offload = train.zero.offload.as_deref();
         let optimizer =
-            Optimizer::bind(&train.optimizer, &units, &model.ties(), ranges, train.zero.offload.as_deref())
+            Optimizer::bind(ops.as_ref(), &train.optimizer, &units, &model.ties(), ranges, offload)
                 .map_err(|f| of_job(&f))?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
         let first = first_backward(&units);
-        let experts = Experts::new(model.as_ref(), placement.as_ref(), &engine, b * t, train.recompute);
+        let (recompute, dtype, memory) = (train.recompute, engine.dtype(), ops.as_ref());
+        let experts = Experts::new(&ops, model.as_ref(), placement.as_ref(), &engine, b * t, recompute);
+        let work = || Workspace::new(memory, model.as_ref(), layers, b, t, recompute, first, dtype);
         let trainer = Trainer {
-            work: Workspace::new(model.as_ref(), layers, b, t, train.recompute, first, engine.dtype()),
+            work: needed_for("activations", work),
             batch: Batch {
                 b,
                 t,
@@ -271,9 +287,9 @@ impl ScheduleBound {
 
     /// Gives parameters whose names are meant their first values.
     pub fn initialise(&self, meant: impl Fn(&str) -> bool) {
-        let engine = &self.trainer.engine;
+        let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {
-            initialise(engine, u, self.train.seed, &meant);
+            initialise(engine, ops, u, self.train.seed, &meant);
         }
     }
 

@@ -8,14 +8,15 @@ use crate::{
     zero::engine::Engine,
 };
 use ckpt::{
-    Checkpoint, CkptError, ModelCard, Piece, Request, Role, Source, TensorInfo, Tie, WeightShape,
+    Checkpoint, CkptError, ModelCard, Request, Role, Source, TensorInfo, Tie, WeightShape,
     peft::AdapterConfig,
 };
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, OptimizerName, OptimizerSpec, TrainSpec};
-use device::Buf;
+use device::{Buf, Dtype, Ops, View, ViewMut};
 use serde_json::Value;
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
+    ops::Range,
     sync::RwLockReadGuard,
 };
 
@@ -105,33 +106,46 @@ pub fn state_roles(spec: &OptimizerSpec) -> Vec<Role> {
         .collect()
 }
 
+/// A range of a tensor that this rank owns.
+pub struct Owned<'a> {
+    /// The tensor.
+    pub name: &'a str,
+    /// What of it.
+    pub role: Role,
+    /// First element of the tensor.
+    pub start_element: u64,
+    /// The values, wherever they lie.
+    pub values: View<'a>,
+}
+
 /// Everything this rank owns, borrowed for as long as the guards live.
-pub fn pieces<'a>(
+pub fn owned<'a>(
     engine: &'a Engine,
     optimizer: &'a Optimizer,
     params: &'a [RwLockReadGuard<Buf>],
-) -> Vec<Piece<'a>> {
+) -> Vec<Owned<'a>> {
     let roles = state_roles(optimizer.spec());
     let mut out = Vec::new();
     for (u, shard) in engine.shards.iter().enumerate() {
         let (own, resident, st) = (engine.own(u), engine.resident(u), optimizer.states(u));
         let unit = &shard.unit;
-        let piece = |role, seg: &Segment, data| Piece {
+        let piece = |role, seg: &Segment, values| Owned {
             name: &unit.params[seg.param].name,
             role,
             start_element: seg.elements.start as u64,
-            data,
+            values,
         };
-        let weights = &params[u].host()[own.start - resident.start..own.end - resident.start];
+        let weights = params[u].view().slice(own.start - resident.start..own.end - resident.start);
         out.extend(unit.segments(own.clone()).iter().map(|seg| {
-            piece(Role::Weight, seg, &weights[seg.flat.start - own.start..seg.flat.end - own.start])
+            let there = seg.flat.start - own.start..seg.flat.end - own.start;
+            piece(Role::Weight, seg, weights.slice(there))
         }));
         for (role, states) in roles.iter().zip([&st.first, &st.second]) {
             let mut at = unit.trained_before(own.start) - st.trained.start;
             for seg in unit.trained_segments(own.clone()) {
-                let data = &states.host()[at..at + seg.flat.len()];
+                let values = states.view().slice(at..at + seg.flat.len());
                 at += seg.flat.len();
-                out.push(piece(*role, &seg, data));
+                out.push(piece(*role, &seg, values));
             }
         }
     }
@@ -171,7 +185,7 @@ pub fn spread(bound: &mut ScheduleBound) -> Result<()> {
     for u in 0..engine.shards.len() {
         engine.publish(u);
         if !engine.policy.shard_optimizer {
-            spread_states(engine, optimizer, u)?;
+            spread_states(bound.trainer.ops.as_ref(), engine, optimizer, u)?;
         }
         optimizer.put_away(u);
     }
@@ -192,32 +206,80 @@ pub struct Reading<'a> {
     pub meant: fn(&str) -> bool,
 }
 
-/// Reads the owned range of every vector of every unit.
+/// Reads the owned range of every vector of every unit; from a card's memory by way of the host's, a unit at a time.
 pub fn read_own(bound: &mut ScheduleBound, reading: &Reading) -> std::result::Result<(), CkptError> {
-    let (engine, optimizer) = (&bound.trainer.engine, &mut bound.trainer.optimizer);
+    let count = bound.trainer.engine.shards.len();
+    let at_once = if bound.trainer.ops.is_host() { count } else { 1 };
+    (0..count)
+        .step_by(at_once.max(1))
+        .try_for_each(|u| read_units(bound, u..(u + at_once).min(count), reading))
+}
+
+fn read_units(
+    bound: &mut ScheduleBound,
+    units: Range<usize>,
+    reading: &Reading,
+) -> std::result::Result<(), CkptError> {
+    let (engine, optimizer, ops) = (&bound.trainer.engine, &mut bound.trainer.optimizer, &bound.trainer.ops);
     let roles = if reading.states { state_roles(optimizer.spec()) } else { Vec::new() };
-    let mut guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params_mut(u)).collect();
-    let mut requests = Vec::new();
-    for (u, (params, st)) in guards.iter_mut().zip(optimizer.all_states_mut()).enumerate() {
+    let mut guards: Vec<_> = units.clone().map(|u| engine.params_mut(u)).collect();
+    let mut vectors = Vec::new();
+    let states = optimizer.all_states_mut().skip(units.start);
+    for ((u, params), st) in units.zip(&mut guards).zip(states) {
         let (unit, own, base) = (&engine.shards[u].unit, engine.own(u), engine.resident(u).start);
-        let weights = &mut params.host_mut()[own.start - base..own.end - base];
-        requests.extend(requests_of(unit, Role::Weight, unit.segments(own.clone()), weights));
+        let weights = params.view_mut().slice(own.start - base..own.end - base);
+        vectors.push((unit, Role::Weight, unit.segments(own.clone()), OnHost::of(ops.as_ref(), weights)));
         let trained = unit.trained_range(own.clone());
         for (role, buf) in roles.iter().zip([&mut st.first, &mut st.second]) {
             let states =
-                &mut buf.host_mut()[trained.start - st.trained.start..trained.end - st.trained.start];
-            let mut of = requests_of(unit, *role, unit.trained_segments(own.clone()), states);
-            of.retain(|r| !reading.anew.contains(r.name));
-            requests.extend(of);
+                buf.view_mut().slice(trained.start - st.trained.start..trained.end - st.trained.start);
+            let states = OnHost::of(ops.as_ref(), states);
+            vectors.push((unit, *role, unit.trained_segments(own.clone()), states));
         }
     }
-    requests.retain(|r| (reading.meant)(r.name));
+    let mut requests = Vec::new();
+    for (unit, role, segments, values) in &mut vectors {
+        requests.extend(requests_of(unit, *role, std::mem::take(segments), values.values()));
+    }
+    requests.retain(|r| {
+        (reading.meant)(r.name) && !(r.role.is_optimizer_state() && reading.anew.contains(r.name))
+    });
     for request in &mut requests {
         if let Some(there) = reading.renamed.get(request.name) {
             request.name = there;
         }
     }
-    reading.source.read_many(&mut requests)
+    reading.source.read_many(&mut requests)?;
+    vectors.into_iter().for_each(|(.., values)| values.put_back(ops.as_ref()));
+    Ok(())
+}
+
+/// Values that the host writes, wherever they lie.
+enum OnHost<'a> {
+    Here(&'a mut [f32]),
+    Copy { values: Buf, there: ViewMut<'a> },
+}
+
+impl<'a> OnHost<'a> {
+    fn of(ops: &dyn Ops, there: ViewMut<'a>) -> Self {
+        match there.as_view().is_on_host() {
+            true => OnHost::Here(there.host()),
+            false => OnHost::Copy { values: ops.downloaded(there.as_view()), there },
+        }
+    }
+
+    fn values(&mut self) -> &mut [f32] {
+        match self {
+            OnHost::Here(values) => values,
+            OnHost::Copy { values, .. } => values.host_mut(),
+        }
+    }
+
+    fn put_back(self, ops: &dyn Ops) {
+        if let OnHost::Copy { values, there } = self {
+            ops.copy(there, values.view());
+        }
+    }
 }
 
 /// What fills `values`, which holds these segments one after the other.
@@ -236,15 +298,15 @@ fn requests_of<'a>(
 }
 
 /// Replicated optimizer states: puts the owners' parts together on every rank.
-fn spread_states(engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result<()> {
+fn spread_states(ops: &dyn Ops, engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result<()> {
     let own = engine.shards[u].unit.trained_range(engine.own(u));
     let (first, second) = state_vectors(optimizer.spec());
     let st = optimizer.states_mut(u);
     let mine = own.start - st.trained.start..own.end - st.trained.start;
     for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
-        let mine = Buf::from_slice(&buf.host()[mine.clone()]);
-        let whole = engine.gather_whole(u, mine, Buf::zeroed(buf.len()))?;
-        buf.host_mut().copy_from_slice(whole.host());
+        let mine = ops.copied(buf.view().slice(mine.clone()));
+        let whole = engine.gather_whole(u, mine, ops.zeroed(Dtype::F32, buf.len()))?;
+        ops.copy(buf.view_mut(), whole.view());
     }
     Ok(())
 }

@@ -318,7 +318,7 @@ fn freezing_keeps_the_states_that_apply_and_unfreezing_begins_anew() {
     assert!(told.iter().any(|t| t.contains("frozen here") && t.contains(FROZEN)), "{told:?}");
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
     for (u, shard) in running.trainer.engine.shards.iter().enumerate() {
-        let mut rest = running.trainer.optimizer.states(u).first.host();
+        let mut rest = running.trainer.optimizer.states(u).first.view().host();
         for p in shard.unit.trained_params() {
             let mut kept = vec![0.0; p.len()];
             checkpoint.read_f32(&p.name, Role::ExpAvg, 0..p.len() as u64, &mut kept).unwrap();

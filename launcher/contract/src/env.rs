@@ -99,6 +99,8 @@ pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
 pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
 /// Testing: this many agents on this machine, each taken for a host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
+/// Testing: this many of NVIDIA's GPUs on this machine, whatever its drivers list.
+pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";
 /// Read: any value but an empty one turns colour off (https://no-color.org).
 pub const NO_COLOR: &str = "NO_COLOR";
 /// Read: the socket of the SSH agent.

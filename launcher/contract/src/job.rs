@@ -29,7 +29,8 @@ use serde::{Deserialize, Serialize};
 
 pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
 pub use cluster::{
-    ClusterSpec, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec, StoreHost,
+    ClusterSpec, Collectives, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec,
+    StoreHost,
 };
 pub use document::{Document, Item, ItemValue, Syntax};
 pub use experts::{ExpertPlacement, ExpertsSpec};

@@ -12,7 +12,7 @@ pub struct Finding {
     pub hint: Option<String>,
 }
 
-/// One rank's memory at its peak, bytes.
+/// One rank's memory at its peak, bytes: the host's, or a GPU's where it trains on one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryEstimate {
     pub rank: Rank,
@@ -35,6 +35,8 @@ pub struct Verdict {
 
 /// Judges a `train:` section.
 pub trait TrainJudge: Sync {
+    /// Can this machine's GPUs be used for a job that trains on them? If not, why: what was looked for, and where.
+    fn gpus(&self, job: &JobSpec) -> Result<(), String>;
     /// Reads what the job names (data file sizes, tokenizer), writes nothing.
     fn judge(&self, job: &JobSpec, world: u32, threads: u32) -> Verdict;
 }

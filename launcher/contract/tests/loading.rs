@@ -63,6 +63,10 @@ fn every_shown_default_is_the_default() {
                     "train: {data: {files: [a.txt]}, lora: {}, eval: {files: [b.txt], sample: {prompt: a}}}";
                 assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
             }
+            "cluster.workers_per_gpu" | "cluster.collectives" | "cluster.cuda_libs" => {
+                let text = "cluster: {devices: cuda}\ntrain: {data: {files: [a.txt]}}";
+                assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
+            }
             path if path.starts_with("run.") || path.starts_with("cluster.") => {
                 assert_eq!(job("run: {command: [a]}", &[&set]).0, command, "{set}");
             }

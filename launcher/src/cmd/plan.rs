@@ -112,7 +112,9 @@ pub(crate) fn as_text(p: &Prepared) -> String {
         let n = verdict.parameters;
         _ = writeln!(text, "\nmodel: {}, {} parameters", train.model.family, grouped(n));
         _ = writeln!(text, "ZeRO stage {}, {} samples a step", train.zero.stage, train.batch.global);
-        _ = write!(text, "{}", memory(&verdict.memory, p.facts.memory));
+        let (whose, installed) =
+            if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.facts.memory) };
+        _ = write!(text, "{}", memory(&verdict.memory, whose, installed));
     }
     text
 }
@@ -210,16 +212,16 @@ fn readable<'a>(name: &str, value: &'a str) -> &'a str {
 }
 
 /// The largest rank's memory with its parts, and all ranks' beside the machine's.
-fn memory(estimates: &[MemoryEstimate], installed: u64) -> String {
+fn memory(estimates: &[MemoryEstimate], whose: &str, installed: u64) -> String {
     let mut text = String::new();
     let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
-    _ = writeln!(text, "memory of rank {} (the largest): {}", largest.rank, bytes(largest.total));
+    _ = writeln!(text, "{whose} of rank {} (the largest): {}", largest.rank, bytes(largest.total));
     let rows: Vec<Vec<String>> =
         largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), bytes(*n)]).collect();
     text.push_str(&table(&rows));
     let total = estimates.iter().map(|m| m.total).sum();
     let of = if installed == 0 { String::new() } else { format!(" of {}", bytes(installed)) };
-    _ = writeln!(text, "memory of all ranks: {}{of}", bytes(total));
+    _ = writeln!(text, "{whose} of all ranks: {}{of}", bytes(total));
     text
 }
 

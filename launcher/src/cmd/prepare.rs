@@ -64,6 +64,12 @@ pub(crate) fn prepare(asked: &Asked, run: &RunId, judge: &dyn TrainJudge) -> Res
     if !missing.is_empty() {
         return Err(Failure::job(&file, located(&map, &missing)));
     }
+    if job.train.is_some() && job.cluster.trains_on_gpus() && hosts.iter().any(|host| host.local) {
+        judge.gpus(&job).map_err(|why| {
+            let message = format!("no GPU can be used here for `cluster.devices`: {why}");
+            Failure::new(Kind::Cluster, message).hint("`cluster.devices: cpu` trains on CPUs")
+        })?;
+    }
     let promised: Vec<Host> = hosts.iter().map(|host| targets::promised(host, &facts)).collect();
     let plan = plan::plan(&job, &promised, run, &Epoch::default())
         .map_err(|f| Failure::job(&file, located(&map, &f)))?;
@@ -76,7 +82,9 @@ pub(crate) fn prepare(asked: &Asked, run: &RunId, judge: &dyn TrainJudge) -> Res
                 return Err(Failure::job(&file, located(&map, &verdict.problems)));
             }
             warnings.extend(located(&map, &verdict.warnings));
-            warnings.extend(too_little_memory(&map, &facts, &verdict));
+            // that of GPUs is told where it is short
+            let on_host = !job.cluster.trains_on_gpus();
+            warnings.extend(too_little_memory(&map, &facts, &verdict).filter(|_| on_host));
             Some(verdict)
         }
         None => None,

@@ -41,7 +41,11 @@ pub(crate) enum Unfit {
 
 /// A node of the allocation. The one this process runs on is no exception: its agent is started with the others.
 fn node_target(job: &JobSpec, node: &Node) -> HostTarget {
-    let use_gpus = job.run.command.is_some() && matches!(job.cluster.devices, Devices::Auto | Devices::Cuda);
+    let use_gpus = match job.cluster.devices {
+        Devices::Auto => job.run.command.is_some(),
+        Devices::Cuda => true,
+        Devices::Cpu | Devices::List(_) => false,
+    };
     let slots = match job.cluster.workers_per_host {
         Count::Auto => node.workers(use_gpus),
         Count::Exactly(_) => None,

@@ -15,6 +15,12 @@ pub(super) fn find(root: &Path) -> Vec<Gpu> {
     found
 }
 
+/// What a test says that there is.
+pub(super) fn pretended(count: Option<&str>) -> Option<Vec<Gpu>> {
+    let count = count?.parse::<usize>().ok()?.min(MOST_GPUS);
+    Some(vec![Gpu { maker: Maker::Nvidia, bus: None, uuid: None, node: None }; count])
+}
+
 fn nvidia(root: &Path) -> Vec<Gpu> {
     let mut buses: Vec<String> = names(&root.join("proc/driver/nvidia/gpus"));
     buses.sort();

@@ -11,7 +11,9 @@ const MOST_ADDRESSES: usize = 256;
 /// Finds out about this machine; an error says what couldn't be read.
 pub fn facts() -> io::Result<Facts> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
-    Ok(Facts { chosen: chosen(), addresses: addresses(), shm, ..facts_below(Path::new("/"))? })
+    let found = facts_below(Path::new("/"))?;
+    let gpus = gpus::pretended(std::env::var(env::LAUNCH_GPUS).ok().as_deref()).unwrap_or(found.gpus);
+    Ok(Facts { chosen: chosen(), addresses: addresses(), shm, gpus, ..found })
 }
 
 /// The same below another root directory.

@@ -23,6 +23,8 @@ pub(super) struct Gpus {
     hidden: bool,
     /// The host wasn't asked yet which it has.
     unknown: bool,
+    /// Built-in workers that share a GPU, each of which sees its own alone; 0: they are a program's.
+    per_gpu: u32,
 }
 
 /// The GPUs that the job's programs use on a host like this.
@@ -34,16 +36,11 @@ pub(super) fn of_job(job: &JobSpec, facts: &Facts) -> Result<Gpus, Finding> {
             && chosen(CUDA_VISIBLE_DEVICES).is_none();
     let decides = if hip { HIP_VISIBLE_DEVICES } else { CUDA_VISIBLE_DEVICES };
     let found = || (0..facts.gpus.len()).map(|n| n.to_string()).collect::<Vec<_>>();
-    if job.run.command.is_none() {
-        return match job.cluster.devices {
-            Devices::Auto | Devices::Cpu => Ok(Gpus { decides, ..Gpus::default() }),
-            Devices::Cuda | Devices::List(_) => Err(problem(
-                "cluster.devices",
-                "the built-in training runs on CPUs in this version".to_owned(),
-                "use `auto` or `cpu`",
-            )),
-        };
+    let trains = job.run.command.is_none();
+    if trains && !job.cluster.trains_on_gpus() {
+        return Ok(Gpus { decides, ..Gpus::default() });
     }
+    let per_gpu = if trains { job.cluster.workers_per_gpu } else { 0 };
     let (names, told) = match &job.cluster.devices {
         Devices::Cpu => return Ok(Gpus { decides, hidden: true, ..Gpus::default() }),
         Devices::List(numbers) => {
@@ -72,7 +69,7 @@ pub(super) fn of_job(job: &JobSpec, facts: &Facts) -> Result<Gpus, Finding> {
         ));
     }
     let nodes = names.iter().map(|name| node(facts, name)).collect();
-    Ok(Gpus { names, nodes, decides, told, hidden: false, unknown })
+    Ok(Gpus { names, nodes, decides, told, hidden: false, unknown, per_gpu })
 }
 
 impl Gpus {
@@ -89,7 +86,8 @@ impl Gpus {
             let why = "and `cluster.devices` names GPUs by number too".to_owned();
             return refuse(why, "use one of the two");
         }
-        if self.unknown && self.names.is_empty() && !self.hidden && job.run.command.is_some() {
+        let uses_gpus = job.run.command.is_some() || self.per_gpu > 0;
+        if self.unknown && self.names.is_empty() && !self.hidden && uses_gpus {
             let names = slots.iter().map(u32::to_string).collect();
             return Ok(Gpus { nodes: vec![None; slots.len()], names, told: true, ..self });
         }
@@ -120,21 +118,39 @@ impl Gpus {
         self.names.len()
     }
 
+    /// Workers that have a GPU.
+    pub(super) fn workers(&self) -> usize {
+        self.count() * self.per_gpu.max(1) as usize
+    }
+
+    /// Which GPU is a worker's.
+    fn of(&self, local_rank: u32) -> usize {
+        (local_rank / self.per_gpu.max(1)) as usize
+    }
+
     /// The NUMA node of a worker's GPU.
     pub(super) fn node(&self, local_rank: u32) -> Option<u32> {
-        self.nodes.get(local_rank as usize).copied().flatten()
+        self.nodes.get(self.of(local_rank)).copied().flatten()
     }
 
     /// What a person calls a worker's device.
     pub(super) fn label(&self, local_rank: u32) -> String {
         let none = if self.unknown { "unknown" } else { "cpu" };
-        self.names.get(local_rank as usize).map_or_else(|| none.to_owned(), |name| format!("gpu {name}"))
+        self.names.get(self.of(local_rank)).map_or_else(|| none.to_owned(), |name| format!("gpu {name}"))
     }
 
     /// Can each of these workers have what the job says?
     pub(super) fn check(&self, job: &JobSpec, workers: u32, facts: &Facts) -> Result<(), Finding> {
         let (count, host) = (self.count(), &facts.host);
-        let few = count < workers as usize && !(self.unknown && count == 0);
+        let few = self.workers() < workers as usize && !(self.unknown && count == 0);
+        if self.per_gpu > 0 && few {
+            let message = format!(
+                "{workers} workers, {} on each GPU, need more than the {count} that {host} has for them",
+                self.per_gpu
+            );
+            let hint = "use fewer workers, or let several share a GPU by `cluster.workers_per_gpu`";
+            return Err(problem("cluster.workers_per_host", message, hint));
+        }
         if job.run.visible_devices == VisibleDevices::One && few {
             let message = format!("{workers} workers need a GPU each, {host} has {count} for them");
             return Err(problem("run.visible_devices", message, "use fewer workers, or `all`"));
@@ -144,7 +160,8 @@ impl Gpus {
 
     /// What a worker is told of them.
     pub(super) fn env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
-        let seen = match (policy, self.names.get(local_rank as usize)) {
+        let policy = if self.per_gpu > 0 { VisibleDevices::One } else { policy };
+        let seen = match (policy, self.names.get(self.of(local_rank))) {
             _ if self.hidden => String::new(),
             (VisibleDevices::One, Some(own)) => own.clone(),
             _ if self.told => self.names.join(","),
@@ -292,6 +309,31 @@ mod tests {
             let finding = of(facts, devices, slots).expect_err(part);
             assert!(finding.message.contains(part) && finding.path == "cluster.include", "{finding:?}");
         }
+    }
+
+    /// Built-in workers see their own GPU alone; several share one where the job says so.
+    #[test]
+    fn built_in_workers_have_a_gpu_each_unless_they_share() {
+        let facts = machine(Maker::Nvidia, &[0, 1], &[]);
+        let mut job = job(Devices::Cuda);
+        job.run.command = None;
+        let seen = |job: &JobSpec, rank| {
+            let gpus = of_job(job, &facts).expect("GPUs");
+            let env = gpus.env(VisibleDevices::All, rank);
+            (env[0].1.clone(), gpus.node(rank), gpus.label(rank))
+        };
+        assert_eq!(seen(&job, 1), ("1".to_owned(), Some(1), "gpu 1".to_owned()));
+        let gpus = of_job(&job, &facts).expect("GPUs");
+        let few = gpus.check(&job, 3, &facts).expect_err("refused");
+        assert!(few.message.starts_with("3 workers, 1 on each GPU"), "{few:?}");
+        job.cluster.workers_per_gpu = 2;
+        assert_eq!(seen(&job, 1).0, "0");
+        assert_eq!(seen(&job, 3), ("1".to_owned(), Some(1), "gpu 1".to_owned()));
+        let gpus = of_job(&job, &facts).expect("GPUs");
+        assert_eq!(gpus.workers(), 4);
+        assert!(gpus.check(&job, 4, &facts).is_ok() && gpus.check(&job, 5, &facts).is_err());
+        job.cluster.devices = Devices::Auto;
+        assert_eq!(of_job(&job, &facts).expect("no GPU").count(), 0);
     }
 
     #[test]

@@ -65,8 +65,8 @@ pub(super) fn of_worker(whole: &Whole<'_>, facts: &Facts, who: &Who<'_>) -> Vec<
                 value.clone_from(chosen);
             }
         }
-        defaults.extend(who.gpus.env(job.run.visible_devices, who.local_rank));
     }
+    defaults.extend(who.gpus.env(job.run.visible_devices, who.local_rank));
     let run = &job.run;
     let given =
         |name| run.env.iter().any(|(own, _)| own == name) || run.env_from.iter().any(|(own, _)| own == name);

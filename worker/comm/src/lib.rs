@@ -11,6 +11,7 @@ mod call;
 pub mod local;
 pub mod nccl;
 pub mod shm;
+pub mod staged;
 mod sum;
 pub mod tcp;
 

@@ -5,6 +5,7 @@
 //!
 //! Functions put work on a CUDA stream and return; [`Group::finish`] waits for it. Addresses and streams are the caller's.
 mod binding;
+mod comm;
 
 use binding::{Api, Config, Handle, IN_PROGRESS, SUCCESS};
 use std::{
@@ -18,6 +19,7 @@ use std::{
 };
 
 pub use binding::{DataType, Sum};
+pub use comm::NcclComm;
 
 /// The oldest NCCL whose non-blocking communicators are used.
 const OLDEST: c_int = 21_800;

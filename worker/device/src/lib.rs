@@ -4,6 +4,8 @@ pub mod cuda;
 pub mod mem;
 pub mod ops;
 pub mod parity;
+pub mod philox;
+pub mod storage;
 
 mod pages;
 
@@ -11,3 +13,4 @@ pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use mem::{Buf, Dtype, View, ViewMut};
 pub use ops::Ops;
+pub use storage::{Storage, needed_for};

@@ -40,7 +40,8 @@ pub struct Buf {
     ptr: NonNull<u8>,
     len: usize,
     dtype: Dtype,
-    /// None: the host.
+    on_host: bool,
+    /// None: this program's own allocator.
     home: Option<Arc<dyn Memory>>,
 }
 
@@ -59,7 +60,7 @@ impl Buf {
     /// `len` zeros of this type.
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
-            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, home: None };
+            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, home: None };
         }
         let layout = Self::layout(len, dtype);
         // SAFETY: the layout's size is not zero.
@@ -68,13 +69,18 @@ impl Buf {
         pages::advise(ptr.as_ptr(), layout.size());
         // SAFETY: the memory is this buffer's own, and as long as the layout says.
         unsafe { raw.write_bytes(0, layout.size()) };
-        Buf { ptr, len, dtype, home: None }
+        Buf { ptr, len, dtype, on_host: true, home: None }
     }
 
-    /// A buffer over memory that `home` gave for it; no elements need no memory.
+    /// A buffer over memory of a card that `home` gave for it; no elements need no memory.
     pub(crate) fn on(home: Arc<dyn Memory>, address: u64, dtype: Dtype, len: usize) -> Self {
         let ptr = NonNull::new(address as *mut u8).unwrap_or(NonNull::<u64>::dangling().cast());
-        Buf { ptr, len, dtype, home: Some(home) }
+        Buf { ptr, len, dtype, on_host: false, home: Some(home) }
+    }
+
+    /// The same over memory of the host that `home` gave for it: zeros, aligned as every buffer.
+    pub(crate) fn on_host_of(home: Arc<dyn Memory>, ptr: NonNull<u8>, dtype: Dtype, len: usize) -> Self {
+        Buf { ptr, len, dtype, on_host: true, home: Some(home) }
     }
 
     /// A copy of `src`.
@@ -120,7 +126,7 @@ impl Buf {
             ptr: self.ptr.as_ptr(),
             len: self.len,
             dtype: self.dtype,
-            on_host: self.home.is_none(),
+            on_host: self.on_host,
             life: PhantomData,
         }
     }
@@ -131,7 +137,7 @@ impl Buf {
             ptr: self.ptr.as_ptr(),
             len: self.len,
             dtype: self.dtype,
-            on_host: self.home.is_none(),
+            on_host: self.on_host,
             life: PhantomData,
         }
     }
@@ -218,9 +224,14 @@ impl<'a> View<'a> {
         self.dtype
     }
 
-    /// Where it begins, and whether that is the host's memory.
-    pub(crate) fn address(&self) -> (u64, bool) {
-        (self.ptr as u64, self.on_host)
+    /// Is it the host's memory?
+    pub fn is_on_host(&self) -> bool {
+        self.on_host
+    }
+
+    /// Where it begins, in whichever memory that is.
+    pub fn address(&self) -> u64 {
+        self.ptr as u64
     }
 
     /// A part of it. Panics when the range is outside, as slicing does.
@@ -314,9 +325,19 @@ impl<'a> ViewMut<'a> {
         (ViewMut { len: mid, ..self }, rest)
     }
 
+    /// A part of it for a shorter time.
+    pub fn part(&mut self, r: Range<usize>) -> ViewMut<'_> {
+        self.reborrow().slice(r)
+    }
+
     /// The same range for a shorter time.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
+    }
+
+    /// The same range, only to read from now on.
+    pub fn into_view(self) -> View<'a> {
+        View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
     /// The same range, to read.

@@ -10,6 +10,7 @@
 //! **Determinism.** The result of every op is a function of its arguments alone: bit-equal for any number of threads
 //! and for any alignment of the buffers. Reductions over rows have one fixed shape.
 use crate::mem::{View, ViewMut};
+use crate::storage::Storage;
 
 /// `=` or `+=`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,6 +140,31 @@ pub struct Lion {
     pub grad_scale: f32,
 }
 
+/// What dropout drops of a vector of `f32`, whose samples lie one after the other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// Of the random numbers ([`crate::philox::words`]).
+    pub key: [u32; 2],
+    /// Share that is dropped, at least 0 and below 1.
+    pub share: f64,
+    /// Elements of a sample; a block of random words is for four of them.
+    pub sample: usize,
+    /// Number of the first sample.
+    pub first: u64,
+}
+
+impl Dropout {
+    /// A word below it drops its element.
+    pub(crate) fn threshold(&self) -> u64 {
+        (self.share * 4_294_967_296.0) as u64
+    }
+
+    /// Factor of what is kept.
+    pub(crate) fn keep(&self) -> f32 {
+        (1.0 / (1.0 - self.share)) as f32
+    }
+}
+
 /// The label of a position without a loss.
 pub const IGNORE: u32 = u32::MAX;
 
@@ -146,7 +172,7 @@ pub const IGNORE: u32 = u32::MAX;
 pub const NORM_BLOCK: usize = 4096;
 
 /// What every backend implements.
-pub trait Ops: Send + Sync {
+pub trait Ops: Storage {
     // --- matmul: y = x·wᵀ and its two backward products -------------------------------------------------------------
 
     /// `y[m,n] (=|+=) x[m,k] · w[n,k]ᵀ`
@@ -451,8 +477,35 @@ pub trait Ops: Send + Sync {
     fn add(&self, y: ViewMut, x: View);
     /// `y *= s`
     fn scale(&self, y: ViewMut, s: f32);
+    /// `y += s`
+    fn offset(&self, y: ViewMut, s: f32);
+    /// `y = a·y + b·x`, each product and the sum rounded.
+    fn blend(&self, y: ViewMut, a: f32, x: View, b: f32);
+    /// `y = cap·tanh(y / cap)`
+    fn softcap(&self, y: ViewMut, cap: f32);
+    /// `y[columns, rows] = x[rows, columns]ᵀ`
+    fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize);
+    /// Zeros what is dropped of a vector of `f32`, scales the rest.
+    fn dropout(&self, x: ViewMut, d: &Dropout);
+    /// Sum of squares in f64.
+    fn sum_of_squares(&self, x: View) -> f64;
+    /// Momentum of a gradient g' = scale·g: `buffer += (1 − mu)·(g' − buffer)`, and Nesterov's step ahead in place of the
+    /// gradient: `g = g' + mu·(buffer − g')`.
+    fn nesterov(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32);
     /// Sum of squares of each consecutive [`NORM_BLOCK`] elements (the last may be short), each in one fixed order, in f64.
     fn norm_blocks(&self, out: &mut [f64], x: View);
+    /// [`Ops::norm_blocks`] of several vectors, one after the other.
+    fn norm_blocks_of(&self, vectors: &[View]) -> Vec<f64> {
+        let count = |x: &View| x.len().div_ceil(NORM_BLOCK);
+        let mut all = vec![0.0; vectors.iter().map(count).sum()];
+        let mut rest = &mut all[..];
+        for x in vectors {
+            let (out, after) = rest.split_at_mut(count(x));
+            self.norm_blocks(out, *x);
+            rest = after;
+        }
+        all
+    }
     /// One AdamW update of a flat range.
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW);
     /// One SGD update of a flat range; `momentum_buffer` is empty when momentum is 0.

@@ -3,7 +3,7 @@ mod card;
 
 use device::cuda::{self, CudaError, Places};
 use device::ops::Write;
-use device::{Buf, Cuda, Dtype, Ops, View, parity};
+use device::{Buf, Cuda, Dtype, Ops, Storage, View, parity};
 use std::sync::OnceLock;
 
 /// Only the emulated libraries.
@@ -27,15 +27,15 @@ fn every_op_is_the_cpus() {
 }
 
 fn to_host(from: View) -> Vec<f32> {
-    let mut wide = cuda().zeroed(Dtype::F32, from.len()).expect("allocated");
+    let mut wide = cuda().zeroed(Dtype::F32, from.len());
     cuda().cast(wide.view_mut(), from);
-    cuda().download(wide.view()).expect("downloaded").host().to_vec()
+    cuda().downloaded(wide.view()).host().to_vec()
 }
 
 /// The values as this type keeps them.
 fn through(dtype: Dtype, values: &[f32]) -> Vec<f32> {
-    let wide = cuda().upload(values.into()).expect("uploaded");
-    let mut buf = cuda().zeroed(dtype, values.len()).expect("allocated");
+    let wide = cuda().copied(values.into());
+    let mut buf = cuda().zeroed(dtype, values.len());
     cuda().cast(buf.view_mut(), wide.view());
     to_host(buf.view())
 }
@@ -43,10 +43,9 @@ fn through(dtype: Dtype, values: &[f32]) -> Vec<f32> {
 /// Nothing to do is nothing done, also where a launch without blocks would be an error.
 #[test]
 fn empty_shapes() {
-    let poisoned = cuda().upload((&[f32::NAN; 12][..]).into()).expect("uploaded");
-    let (mut none, mut dw) = (cuda().zeroed(Dtype::F32, 0).expect("nothing"), poisoned);
-    let (none2, w) =
-        (cuda().zeroed(Dtype::F32, 0).expect("nothing"), cuda().zeroed(Dtype::F32, 12).expect("weights"));
+    let poisoned = cuda().copied((&[f32::NAN; 12][..]).into());
+    let (mut none, mut dw) = (cuda().zeroed(Dtype::F32, 0), poisoned);
+    let (none2, w) = (cuda().zeroed(Dtype::F32, 0), cuda().zeroed(Dtype::F32, 12));
     cuda().matmul_forward(none.view_mut(), none2.view(), w.view(), 0, 3, 4, Write::Set);
     cuda().matmul_backward_weight(dw.view_mut(), none2.view(), none2.view(), 0, 3, 4, Write::Set);
     cuda().add(none.view_mut(), none2.view());
@@ -144,7 +143,7 @@ fn compiled_kernels_are_kept() {
 
 #[test]
 fn memory_of_the_one_is_never_used_as_the_others() {
-    let (here, there) = (Buf::zeroed(4), cuda().zeroed(Dtype::F32, 4).expect("allocated"));
+    let (here, there) = (Buf::zeroed(4), cuda().zeroed(Dtype::F32, 4));
     let refused = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
     assert!(refused(&|| assert_eq!(there.view().host(), [0.0; 4])));
     assert!(refused(&|| cuda().scale(Buf::zeroed(4).view_mut(), 1.0)));

@@ -2,8 +2,10 @@
 mod card;
 
 use device::{
-    Cuda, Dtype, Ops,
+    Cuda, Dtype, Ops, Storage,
     cuda::{CudaError, Places},
+    needed_for,
+    storage::Stopped,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -12,18 +14,19 @@ fn memory_goes_back_and_failures_have_names() {
     let places = Places { job: vec![card::folder().to_owned()], ..Places::default() };
     let cuda = Cuda::open(&places, 0, None).expect("the emulated card");
     let before = cuda.memory().expect("asked").0;
-    let mut buf = cuda.zeroed(Dtype::Bf16, 1 << 20).expect("allocated");
+    let mut buf = cuda.zeroed(Dtype::Bf16, 1 << 20);
     assert_eq!(before - cuda.memory().expect("asked").0, 2 << 20);
-    let Err(e) = cuda.zeroed(Dtype::F32, 1 << 40).map(|_| ()) else { panic!("four TiB are there") };
+    let too_much = || cuda.try_zeroed(Dtype::F32, 1 << 40).map(|_| ());
+    let Err(e) = needed_for("the head", too_much) else { panic!("four TiB are there") };
     let text = e.to_string();
     assert!(matches!(e, CudaError::OutOfMemory { .. }), "{text}");
-    assert!(text.contains("4096.00 GiB more") && text.contains("micro-batch"), "{text}");
+    assert!(text.contains("the head needs 4096.00 GiB more") && text.contains("batch.micro"), "{text}");
     // the next launch fails
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var("CARD_FAILS", "cuLaunchKernel:1") };
     let panic =
         catch_unwind(AssertUnwindSafe(|| cuda.scale(buf.view_mut(), 2.0))).expect_err("a failed launch");
-    let text = panic.downcast_ref::<String>().expect("a text");
+    let Stopped(text) = panic.downcast_ref().expect("a text");
     assert!(
         text.starts_with("cuLaunchKernel of scale") && text.contains("CUDA_ERROR_LAUNCH_FAILED"),
         "{text}"

@@ -322,7 +322,7 @@ impl Decoder {
         }
         let n = weight.len();
         ops.cast(room.view_mut().slice(0..n), weight);
-        room.host_mut()[..n].iter_mut().for_each(|w| *w += 1.0);
+        ops.offset(room.view_mut().slice(0..n), 1.0);
         room.view().slice(0..n)
     }
 
@@ -463,6 +463,13 @@ impl Model for Decoder {
         self.n.experts.as_ref().map(|_| self as &dyn Sparse)
     }
 
+    fn place(&mut self, ops: &dyn Ops) {
+        self.tables.place(ops);
+        if let Some(tables) = &mut self.sliding_tables {
+            tables.place(ops);
+        }
+    }
+
     fn train_experts(&mut self, spec: &ExpertsSpec) {
         if let Some(e) = &mut self.n.experts {
             e.losses = losses(spec, e.losses.aux);
@@ -481,8 +488,13 @@ impl Model for Decoder {
             ops.scale(dx.reborrow(), scale);
         }
         if let Some(padding) = self.n.padding {
-            let rows = dx.reborrow().host().chunks_exact_mut(self.n.hidden);
-            rows.zip(&batch.tokens).filter(|(_, t)| **t == padding).for_each(|(row, _)| row.fill(0.0));
+            let (d, mut end) = (self.n.hidden, 0);
+            for run in batch.tokens.chunk_by(|a, b| (*a == padding) == (*b == padding)) {
+                end += run.len();
+                if run[0] == padding {
+                    ops.clear(dx.part((end - run.len()) * d..end * d));
+                }
+            }
         }
         ops.embedding_backward(grads, dx.as_view(), &batch.tokens, self.n.hidden);
     }
@@ -508,12 +520,12 @@ impl Model for Decoder {
         saved: &mut Activations,
         scratch: &mut Activations,
     ) {
-        let g = grads.host();
+        let mut g = grads;
         for span in self.spans.summed() {
-            g[span].fill(0.0);
+            ops.clear(g.part(span));
         }
-        self.mlp_backward(ops, input, g, dx.reborrow(), saved, scratch);
-        self.attention_backward(ops, input, g, dx, saved, scratch);
+        self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
+        self.attention_backward(ops, input, &mut g, dx, saved, scratch);
     }
 
     fn logits(
@@ -531,7 +543,7 @@ impl Model for Decoder {
         ops.rmsnorm_forward(norm.reborrow(), rstd.view_mut().slice(0..1), x, w_norm, 1, d, self.n.eps);
         ops.logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
         if let Some(cap) = self.n.logit_cap {
-            out.host().iter_mut().for_each(|l| *l = cap * libm::tanhf(*l / cap));
+            ops.softcap(out, cap);
         }
     }
 
@@ -554,7 +566,7 @@ impl Model for Decoder {
             return ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, None);
         };
         let (mut dw_norm, rest) = g.head.split_at(d);
-        dw_norm.reborrow().host().fill(0.0);
+        ops.clear(dw_norm.reborrow());
         let dw = g.embedding.unwrap_or(rest);
         // empty: not wanted
         let dw = if self.head_wanted { dw } else { dw.slice(0..0) };

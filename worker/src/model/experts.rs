@@ -6,7 +6,7 @@ use super::{Activations, LayerInput};
 use crate::params::ParamSpec;
 use contract::job::ExpertsSpec;
 use device::{
-    Buf, Ops, View, ViewMut,
+    Buf, Dtype, Ops, View, ViewMut,
     ops::{Group, RouterShape},
 };
 use std::ops::Range;
@@ -78,11 +78,12 @@ pub struct Routing {
 
 impl Routing {
     /// For micro-batches of `m` rows.
-    pub fn new(shape: ExpertShape, m: usize) -> Self {
+    pub fn new(ops: &dyn Ops, shape: ExpertShape, m: usize) -> Self {
+        let floats = |len| ops.zeroed(Dtype::F32, len);
         Routing {
-            probs: Buf::zeroed(m * shape.experts),
-            weights: Buf::zeroed(m * shape.per_token),
-            lse: Buf::zeroed(m),
+            probs: floats(m * shape.experts),
+            weights: floats(m * shape.per_token),
+            lse: floats(m),
             chosen: vec![0; m * shape.per_token],
         }
     }
@@ -277,6 +278,8 @@ pub struct Tally {
     /// Of each layer with experts.
     layers: Vec<LayerTally>,
     rows: usize,
+    /// What routers left, where it doesn't lie on the host.
+    room: [Buf; 2],
 }
 
 #[derive(Clone)]
@@ -293,19 +296,21 @@ impl Tally {
         let none =
             LayerTally { chosen: vec![0; shape.experts], probs: vec![0.0; shape.experts], squares: 0.0 };
         let count = (0..layers).filter(|&l| sparse.is_sparse(l)).count();
-        Tally { shape, losses: sparse.losses(), layers: vec![none; count], rows }
+        Tally { shape, losses: sparse.losses(), layers: vec![none; count], rows, room: <[Buf; 2]>::default() }
     }
 
     /// Notes what the `index`-th layer with experts did; a later note replaces it.
-    pub fn note(&mut self, index: usize, routing: &Routing) {
+    pub fn note(&mut self, ops: &dyn Ops, index: usize, routing: &Routing) {
+        let [probs, lse] = &mut self.room;
+        let (probs, lse) = (ops.shown(routing.probs.view(), probs), ops.shown(routing.lse.view(), lse));
         let t = &mut self.layers[index];
         t.chosen.fill(0);
         t.probs.fill(0.0);
         routing.chosen.iter().for_each(|&e| t.chosen[e as usize] += 1);
-        for row in routing.probs.host().chunks_exact(self.shape.experts) {
+        for row in probs.host().chunks_exact(self.shape.experts) {
             t.probs.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
         }
-        t.squares = routing.lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
+        t.squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
     /// How often each expert was chosen, layer by layer.

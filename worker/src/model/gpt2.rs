@@ -303,12 +303,12 @@ impl Model for Gpt2 {
         saved: &mut Activations,
         scratch: &mut Activations,
     ) {
-        let g = grads.host();
+        let mut g = grads;
         for span in self.spans.summed() {
-            g[span].fill(0.0);
+            ops.clear(g.part(span));
         }
-        self.mlp_backward(ops, input, g, dx.reborrow(), saved, scratch);
-        self.attention_backward(ops, input, g, dx, saved, scratch);
+        self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
+        self.attention_backward(ops, input, &mut g, dx, saved, scratch);
     }
 
     fn logits(&self, ops: &dyn Ops, params: HeadParams, x: View, out: ViewMut, scratch: &mut Activations) {
@@ -338,12 +338,12 @@ impl Model for Gpt2 {
             return ops.classifier(loss, rows.view(), matrix, &batch.labels, m, d, v, None);
         };
         let (mut dnorm, rest) = g.head.split_at(2 * d);
-        dnorm.reborrow().host().fill(0.0);
+        ops.clear(dnorm.reborrow());
         let dw = match g.embedding {
             Some(embedding) => {
                 // Every buffer is overwritten, and the head knows nothing of positions.
                 let (dw, positions) = embedding.split_at(self.table());
-                positions.host().fill(0.0);
+                ops.clear(positions);
                 dw
             }
             None => rest,

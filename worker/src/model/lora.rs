@@ -9,8 +9,10 @@ use crate::{
     rng::{Purpose, Stream},
 };
 use contract::job::{LoraSpec, LoraTargets};
-use device::{Buf, Ops, View, ViewMut, ops::Write};
-use rayon::prelude::*;
+use device::{
+    Buf, Ops, View, ViewMut,
+    ops::{Dropout, Write},
+};
 use std::ops::Range;
 
 /// What a model needs to know to have adapters.
@@ -191,7 +193,7 @@ impl Adapters {
         ops: &dyn Ops,
         group: usize,
         (p, batch): (View, &Batch),
-        grads: &mut [f32],
+        grads: &mut ViewMut,
         (x, dy): (View, View),
         s: &mut Scratch,
     ) {
@@ -201,14 +203,15 @@ impl Adapters {
             let low = s.low.view().slice(0..m * r);
             let mut d_wide = s.d_wide.view_mut().slice(0..g.width * r);
             ops.matmul_backward_weight(d_wide.reborrow(), dy, low, m, g.width, r, Write::Set);
-            let own = &d_wide.host()[ad.out.start * r..ad.out.end * r];
-            grads[ad.b.clone()].iter_mut().zip(own).for_each(|(g, d)| *g = self.scale * d);
+            let own = d_wide.as_view().slice(ad.out.start * r..ad.out.end * r);
+            ops.copy(grads.part(ad.b.clone()), own);
+            ops.scale(grads.part(ad.b.clone()), self.scale);
             self.widen(ops, g, ad, p, s.wide);
             let mut d_low = s.d_low.view_mut().slice(i * m * r..(i + 1) * m * r);
             let wide = s.wide.view().slice(0..g.width * r);
             ops.matmul_backward_input(d_low.reborrow(), dy, wide, m, g.width, r, Write::Set);
             let x = if dropped { s.input.view().slice(0..m * g.inp) } else { x };
-            let da = (&mut grads[ad.a.clone()]).into();
+            let da = grads.part(ad.a.clone());
             ops.matmul_backward_weight(da, d_low.as_view(), x, m, r, g.inp, Write::Set);
         }
     }
@@ -231,7 +234,7 @@ impl Adapters {
             }
             let mut t = s.input.view_mut().slice(0..m * g.inp);
             ops.matmul_backward_input(t.reborrow(), d_low, a, m, r, g.inp, Write::Set);
-            self.mask(ad, g.inp, batch, t.reborrow().host());
+            ops.dropout(t.reborrow(), &self.dropped(ad, g.inp, batch));
             ops.add(dx.reborrow(), t.as_view());
         }
     }
@@ -251,7 +254,7 @@ impl Adapters {
             false => x,
             true => {
                 ops.cast(s.input.view_mut().slice(0..m * g.inp), x.slice(0..m * g.inp));
-                self.mask(ad, g.inp, batch, &mut s.input.host_mut()[..m * g.inp]);
+                ops.dropout(s.input.view_mut().slice(0..m * g.inp), &self.dropped(ad, g.inp, batch));
                 s.input.view().slice(0..m * g.inp)
             }
         };
@@ -262,7 +265,7 @@ impl Adapters {
 
     /// B times the factor, in the rows of `wide` that are its columns of the output; the others are zero.
     fn widen(&self, ops: &dyn Ops, g: &Group, ad: &Adapter, p: View, wide: &mut Buf) {
-        wide.host_mut()[..g.width * self.rank].fill(0.0);
+        ops.clear(wide.view_mut().slice(0..g.width * self.rank));
         let mut own = wide.view_mut().slice(ad.out.start * self.rank..ad.out.end * self.rank);
         ops.cast(own.reborrow(), p.slice(ad.b.clone()));
         ops.scale(own, self.scale);
@@ -273,30 +276,22 @@ impl Adapters {
         if batch.first.is_some() { self.dropout } else { 0.0 }
     }
 
-    /// Zeros what is dropped, scales the rest. Each element is decided by the run's seed, the module, the sample's number in
-    /// the run and its place in the sample: never by rank or micro-batch.
-    fn mask(&self, ad: &Adapter, inp: usize, batch: &Batch, x: &mut [f32]) {
-        let (t, first) = (batch.t, batch.first.unwrap_or(0));
-        let threshold = (self.dropout * 4_294_967_296.0) as u64;
-        let keep = (1.0 / (1.0 - self.dropout)) as f32;
-        x.par_chunks_mut(inp).enumerate().for_each(|(row, values)| {
-            let (sample, position) = (first + (row / t) as u64, row % t);
-            let first = (position * inp) as u64;
-            let mut words = ad.dropped.words(first / 4, sample, 0);
-            for (element, value) in (first..).zip(values) {
-                if element.is_multiple_of(4) {
-                    words = ad.dropped.words(element / 4, sample, 0);
-                }
-                let dropped = u64::from(words[(element % 4) as usize]) < threshold;
-                *value = if dropped { 0.0 } else { *value * keep };
-            }
-        });
+    /// What is dropped: each element is decided by the run's seed, the module, the sample's number in the run and its place in
+    /// the sample, never by rank or micro-batch.
+    fn dropped(&self, ad: &Adapter, inp: usize, batch: &Batch) -> Dropout {
+        Dropout {
+            key: ad.dropped.key(),
+            share: self.dropout,
+            sample: batch.t * inp,
+            first: batch.first.unwrap_or(0),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use device::Cpu;
 
     #[test]
     fn what_is_dropped_depends_on_the_sample_and_its_positions_alone() {
@@ -310,7 +305,7 @@ mod tests {
         let masked = |first, b| {
             let batch = Batch { b, t, first: Some(first), ..Batch::default() };
             let mut x = vec![1.0; b * t * inp];
-            adapters.mask(only, inp, &batch, &mut x);
+            Cpu::new(2).dropout((&mut x[..]).into(), &adapters.dropped(only, inp, &batch));
             x
         };
         let all = masked(10, 4);

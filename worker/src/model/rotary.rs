@@ -1,6 +1,6 @@
 //! Rotary position embedding: frequencies by the rules that checkpoints name, and their tables.
 use super::config::shown;
-use device::{Buf, View};
+use device::{Buf, Ops, View};
 use serde_json::{Map, Value};
 
 /// The rule by which positions become angles.
@@ -221,6 +221,13 @@ impl Tables {
             }
         }
         Tables { cos, sin, half }
+    }
+
+    /// Moves them to where ops compute.
+    pub(super) fn place(&mut self, ops: &dyn Ops) {
+        if !ops.is_host() {
+            (self.cos, self.sin) = (ops.copied(self.cos.view()), ops.copied(self.sin.view()));
+        }
     }
 
     /// Those of the first `t` positions.

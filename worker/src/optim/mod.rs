@@ -13,7 +13,7 @@ use crate::{
 };
 use contract::job::{OptimizerName, OptimizerSpec};
 use device::{
-    Ops, View,
+    Ops, View, ViewMut,
     ops::{AdamW, Lion, Sgd},
 };
 use std::{collections::HashMap, io, ops::Range, path::Path};
@@ -77,6 +77,7 @@ pub struct UnitStates {
 impl Optimizer {
     /// Zero states for the given range of each unit.
     pub fn bind(
+        ops: &dyn Ops,
         spec: &OptimizerSpec,
         units: &[Unit],
         ties: &[Tie],
@@ -87,7 +88,7 @@ impl Optimizer {
         let (first, second) = state_vectors(spec);
         let states = ranges.zip(units).map(|(range, unit)| -> io::Result<UnitStates> {
             let trained = unit.trained_range(range.clone());
-            let vector = |kept: bool| States::zeroed(if kept { trained.len() } else { 0 }, offload);
+            let vector = |kept: bool| States::zeroed(ops, if kept { trained.len() } else { 0 }, offload);
             Ok(UnitStates { first: vector(first)?, second: vector(second)?, range, trained })
         });
         let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![no_place(offload, &e)])?;
@@ -164,7 +165,7 @@ impl Optimizer {
 
     /// Makes of the gradient of the bound range of unit `u` the directions of its whole matrices, which
     /// [`Optimizer::update`] then wants of the whole unit.
-    pub fn direct(&mut self, u: usize, unit: &Unit, grad: &mut [f32], step: StepFacts) {
+    pub fn direct(&mut self, ops: &dyn Ops, u: usize, unit: &Unit, mut grad: ViewMut, step: StepFacts) {
         let st = &mut self.units[u];
         let mut at = 0;
         for seg in unit.trained_segments(st.range.clone()) {
@@ -172,7 +173,8 @@ impl Optimizer {
             at = r.end;
             if self.whole[u][seg.param] {
                 let mu = self.groups[self.group_of[u][seg.param]].momentum;
-                muon::momentum(&mut st.first.host_mut()[r.clone()], &mut grad[r], mu, step.grad_scale);
+                let first = st.first.view_mut().slice(r.clone());
+                ops.nesterov(first, grad.part(r), mu, step.grad_scale);
             }
         }
     }
@@ -184,8 +186,8 @@ impl Optimizer {
         ops: &dyn Ops,
         u: usize,
         unit: &Unit,
-        params: &mut [f32],
-        directions: &[f32],
+        params: &mut ViewMut,
+        directions: View,
         step: StepFacts,
     ) {
         let st = &self.units[u];
@@ -193,12 +195,12 @@ impl Optimizer {
             let (spec, n) = (&unit.params[seg.param], &self.groups[self.group_of[u][seg.param]]);
             let (rows, columns) = (spec.shape[0], spec.shape[1]);
             let of = unit.trained_range(unit.range(seg.param));
-            let direction = muon::orthogonal(ops, &directions[of], rows, columns);
+            let direction = muon::orthogonal(ops, directions.slice(of), rows, columns);
             let lr = step.lr * n.lr_scale;
             let (keep, by) =
                 ((1.0 - lr * n.weight_decay) as f32, (lr * muon::lr_factor(rows, columns)) as f32);
-            let p = &mut params[seg.flat.start - st.range.start..seg.flat.end - st.range.start];
-            p.iter_mut().zip(&direction[seg.elements]).for_each(|(p, d)| *p = *p * keep - by * d);
+            let p = params.part(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
+            ops.blend(p, keep, direction.view().slice(seg.elements), -by);
         }
     }
 
@@ -209,19 +211,19 @@ impl Optimizer {
         ops: &dyn Ops,
         u: usize,
         unit: &Unit,
-        params: &mut [f32],
+        mut params: ViewMut,
         grad: View,
-        directions: Option<&[f32]>,
+        directions: Option<View>,
         step: StepFacts,
     ) {
         if let Some(directions) = directions {
-            self.move_whole(ops, u, unit, params, directions, step);
+            self.move_whole(ops, u, unit, &mut params, directions, step);
         }
         let st = &mut self.units[u];
         assert!(params.len() == st.range.len() && grad.len() == st.trained.len(), "update of another range");
         let mut at = 0;
         for seg in unit.trained_segments(st.range.clone()) {
-            let p = &mut params[seg.flat.start - st.range.start..seg.flat.end - st.range.start];
+            let p = params.part(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
             let r = at..at + seg.flat.len();
             at = r.end;
             if self.whole[u][seg.param] {
@@ -261,7 +263,7 @@ fn update_segment(
     ops: &dyn Ops,
     name: OptimizerName,
     n: &Numbers,
-    p: &mut [f32],
+    p: ViewMut,
     g: View,
     st: &mut UnitStates,
     r: Range<usize>,
@@ -269,7 +271,7 @@ fn update_segment(
 ) {
     let StepFacts { lr, step, grad_scale } = step;
     let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
-    let (p, first) = (p.into(), st.first.view_mut());
+    let first = st.first.view_mut();
     match name {
         OptimizerName::Adamw | OptimizerName::Muon => {
             let h = AdamW { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };

@@ -2,7 +2,7 @@
 //!
 //! A file has no name (it is unlinked as soon as it is made), so nothing is left behind however a run ends, and nobody else
 //! can cut it. Its space is reserved when it is made: a full disk is found before the first step.
-use device::{Buf, View, ViewMut};
+use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
 use memmap2::{Advice, MmapMut, UncheckedAdvice};
 use nix::fcntl::posix_fallocate;
 use std::{
@@ -24,10 +24,10 @@ enum Place {
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
 impl States {
-    /// `len` zeros, in a file of this directory when there is one.
-    pub fn zeroed(len: usize, directory: Option<&Path>) -> io::Result<Self> {
+    /// `len` zeros where ops compute, or in a file of this directory when there is one.
+    pub fn zeroed(ops: &dyn Ops, len: usize, directory: Option<&Path>) -> io::Result<Self> {
         let place = match directory.filter(|_| len > 0) {
-            None => Place::Memory(Buf::zeroed(len)),
+            None => Place::Memory(needed_for("the optimizer's states", || ops.zeroed(Dtype::F32, len))),
             Some(directory) => {
                 let file = nameless(directory)?;
                 let bytes = i64::try_from(len * size_of::<f32>()).map_err(io::Error::other)?;
@@ -42,7 +42,7 @@ impl States {
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.host().len()
+        self.view().len()
     }
 
     /// No element?
@@ -51,29 +51,19 @@ impl States {
     }
 
     /// To read.
-    pub fn host(&self) -> &[f32] {
+    pub fn view(&self) -> View<'_> {
         match &self.0 {
-            Place::Memory(buf) => buf.host(),
-            Place::File { map, len } => &bytemuck::cast_slice(map)[..*len],
+            Place::Memory(buf) => buf.view(),
+            Place::File { map, len } => bytemuck::cast_slice(map)[..*len].into(),
         }
     }
 
     /// To write.
-    pub fn host_mut(&mut self) -> &mut [f32] {
-        match &mut self.0 {
-            Place::Memory(buf) => buf.host_mut(),
-            Place::File { map, len } => &mut bytemuck::cast_slice_mut(map)[..*len],
-        }
-    }
-
-    /// To read, for ops.
-    pub fn view(&self) -> View<'_> {
-        self.host().into()
-    }
-
-    /// To write, for ops.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        self.host_mut().into()
+        match &mut self.0 {
+            Place::Memory(buf) => buf.view_mut(),
+            Place::File { map, len } => (&mut bytemuck::cast_slice_mut(map)[..*len]).into(),
+        }
     }
 
     /// They are used soon: the system begins to read them.
@@ -108,6 +98,7 @@ fn nameless(directory: &Path) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use device::Cpu;
 
     /// Kilobytes of this process's pages of files below `directory`.
     fn resident(directory: &Path) -> u64 {
@@ -127,18 +118,19 @@ mod tests {
     #[test]
     fn what_is_put_away_is_not_held_and_comes_back() {
         let directory = tempfile::tempdir().expect("directory");
-        let mut states = States::zeroed(1 << 20, Some(&directory.path().join("new"))).expect("states");
+        let mut states =
+            States::zeroed(&Cpu::new(1), 1 << 20, Some(&directory.path().join("new"))).expect("states");
         assert!(
             fs::read_dir(directory.path().join("new")).expect("directory").next().is_none(),
             "a file is left"
         );
-        assert!(states.host().iter().all(|x| *x == 0.0));
-        states.host_mut().iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
+        assert!(states.view().host().iter().all(|x| *x == 0.0));
+        states.view_mut().host().iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
         assert!(resident(directory.path()) >= 4096, "4 MiB are held while they are used");
         states.put_away();
         assert_eq!(resident(directory.path()), 0);
         states.expect();
-        assert!(states.host().iter().enumerate().all(|(i, x)| *x == i as f32));
+        assert!(states.view().host().iter().enumerate().all(|(i, x)| *x == i as f32));
     }
 
     #[test]
@@ -146,8 +138,9 @@ mod tests {
         let directory = tempfile::tempdir().expect("directory");
         let file = directory.path().join("file");
         fs::write(&file, "").expect("file");
-        assert!(States::zeroed(4, Some(&file)).is_err());
-        let too_much = States::zeroed(1 << 50, Some(directory.path())).err().expect("no disk is so large");
+        assert!(States::zeroed(&Cpu::new(1), 4, Some(&file)).is_err());
+        let too_much =
+            States::zeroed(&Cpu::new(1), 1 << 50, Some(directory.path())).err().expect("no disk is so large");
         assert!(matches!(too_much.raw_os_error(), Some(28 | 27)), "{too_much}");
         assert!(fs::read_dir(directory.path()).expect("directory").count() == 1, "a file is left");
     }

@@ -22,7 +22,8 @@ use crate::{
     zero::engine::{Engine, Held},
 };
 use contract::job::Recompute;
-use device::{Buf, Dtype, ViewMut};
+use device::{Buf, Dtype, Ops, ViewMut, needed_for};
+use std::sync::Arc;
 
 /// What a trainer of a model with experts has beside the rest.
 pub struct Experts {
@@ -72,34 +73,32 @@ struct Room {
     /// Weights, their gradients and `choices` are `f32` in every precision.
     weights: Buf,
     dweights: Buf,
-    /// A weight per travelling row.
-    sent_weights: Vec<f32>,
     /// Gradient of the weights, by choice.
     choices: Buf,
 }
 
 impl Room {
     /// Nothing yet. `dtype`: of rows.
-    fn of(dtype: Dtype) -> Self {
-        let rows = || Buf::zeroed_as(dtype, 0);
+    fn of(ops: &dyn Ops, dtype: Dtype) -> Self {
+        let rows = || ops.zeroed(dtype, 0);
         Room {
             out: rows(),
             drows: rows(),
             act: rows(),
             dact: rows(),
             dgate_up: rows(),
-            weights: Buf::default(),
-            dweights: Buf::default(),
-            sent_weights: Vec::new(),
-            choices: Buf::default(),
+            weights: ops.zeroed(Dtype::F32, 0),
+            dweights: ops.zeroed(Dtype::F32, 0),
+            choices: ops.zeroed(Dtype::F32, 0),
         }
     }
 }
 
 /// At least `len` elements, whatever they hold.
-pub(super) fn grow(buf: &mut Buf, len: usize) -> ViewMut<'_> {
+pub(super) fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
-        *buf = Buf::zeroed_as(buf.dtype(), len.next_multiple_of(1024));
+        let larger = || ops.zeroed(buf.dtype(), len.next_multiple_of(1024));
+        *buf = needed_for("rows of experts", larger);
     }
     buf.view_mut().slice(0..len)
 }
@@ -107,6 +106,7 @@ pub(super) fn grow(buf: &mut Buf, len: usize) -> ViewMut<'_> {
 impl Experts {
     /// For micro-batches of `rows` tokens. `None`: the model has no experts.
     pub fn new(
+        ops: &Arc<dyn Ops>,
         model: &dyn Model,
         placement: Option<&Placement>,
         engine: &Engine,
@@ -119,20 +119,20 @@ impl Experts {
         let count = layers.iter().flatten().count();
         let sets = if recompute == Recompute::None { count } else { count.min(1) };
         let saved = || Saved {
-            routing: Routing::new(shape, rows),
+            routing: Routing::new(ops.as_ref(), shape, rows),
             sending: Sending::default(),
             receiving: Receiving::default(),
-            rows: Buf::zeroed_as(dtype, 0),
-            gate_up: Buf::zeroed_as(dtype, 0),
+            rows: ops.zeroed(dtype, 0),
+            gate_up: ops.zeroed(dtype, 0),
         };
         let group = placement.group(rank);
-        let roads = Roads::new(engine, group, rows * shape.per_token, shape.hidden);
+        let roads = Roads::new(ops.clone(), engine, group, rows * shape.per_token, shape.hidden);
         Some(Experts {
             shape,
             tally: Tally::new(sparse, layers.len(), rows),
             layers,
             saved: (0..sets).map(|_| saved()).collect(),
-            room: Room::of(dtype),
+            room: Room::of(ops.as_ref(), dtype),
             roads,
         })
     }
@@ -208,7 +208,7 @@ impl Trainer {
             let input = LayerInput { params, batch, x: w.x[l].view(), layer: l };
             sparse.route_forward(ops, &input, &mut saved.routing, &mut w.saved[set], &mut w.scratch);
         });
-        tally.note(layer.index, &saved.routing);
+        tally.note(ops, layer.index, &saved.routing);
     }
 
     /// Rows to their experts, and with `output` what those make of them back into the next layer's input.
@@ -229,9 +229,10 @@ impl Trainer {
         });
         roads.arrive(ways, Cargo::Rows, &mut saved.rows)?;
         let n = saved.receiving.rows();
-        let gate_up = grow(&mut saved.gate_up, n * 2 * shape.intermediate);
-        let out = output
-            .then(|| (grow(&mut room.out, n * shape.hidden), grow(&mut room.act, n * shape.intermediate)));
+        let gate_up = grow(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
+        let out = output.then(|| {
+            (grow(ops, &mut room.out, n * shape.hidden), grow(ops, &mut room.act, n * shape.intermediate))
+        });
         let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * shape.hidden));
         self.engine.with_params(held, |params| {
             experts_forward(ops, shape, &ExpertRows { params, of: &of, rows }, gate_up, out);
@@ -266,7 +267,7 @@ impl Trainer {
             }
             self.experts_forward(l, &experts, compute, false)?;
         }
-        self.experts_backward(l, &experts, compute)?;
+        self.experts_backward(l, &experts)?;
         self.engine.release(experts);
         self.reduce_experts(l, unit, round, compute)?;
         self.experts_return(l)?;
@@ -279,7 +280,7 @@ impl Trainer {
     }
 
     /// Gradients of tokens to their experts, and through them; those of rows and weights are then on their way back.
-    fn experts_backward(&mut self, l: usize, held: &Held, compute: bool) -> Result<()> {
+    fn experts_backward(&mut self, l: usize, held: &Held) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
         let (layer, saved, room, roads, _) = x.layer(l);
@@ -287,16 +288,13 @@ impl Trainer {
         let (ways, tokens) = ((&saved.sending, &saved.receiving), &saved.sending.tokens);
         let dx = self.work.dx.view();
         roads.leave(&layer, ways, Cargo::Rows, &mut room.out, |to| ops.gather_rows(to, dx, tokens, d));
-        room.sent_weights.resize(tokens.len(), 0.0);
-        if compute {
-            let weights = saved.routing.weights.host().iter();
-            weights.zip(&saved.sending.places).for_each(|(w, &row)| room.sent_weights[row as usize] = *w);
-        }
-        let weights = &room.sent_weights;
-        roads.leave(&layer, ways, Cargo::Weights, &mut room.weights, |to| to.host().copy_from_slice(weights));
+        let (weights, choices) = (saved.routing.weights.view(), saved.sending.choices());
+        roads.leave(&layer, ways, Cargo::Weights, &mut room.weights, |to| {
+            ops.gather_rows(to, weights, &choices, 1);
+        });
         let n = saved.receiving.rows();
         let gate_up = saved.gate_up.view().slice(0..n * 2 * f);
-        activate(ops, shape, gate_up, grow(&mut room.act, n * f));
+        activate(ops, shape, gate_up, grow(ops, &mut room.act, n * f));
         roads.arrive(ways, Cargo::Rows, &mut room.out)?;
         roads.arrive(ways, Cargo::Weights, &mut room.weights)?;
         let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * d));
@@ -304,11 +302,11 @@ impl Trainer {
             gate_up,
             dy: room.out.view().slice(0..n * d),
             weights: room.weights.view().slice(0..n),
-            dweights: grow(&mut room.dweights, n),
-            drows: grow(&mut room.drows, n * d),
-            act: grow(&mut room.act, n * f),
-            dact: grow(&mut room.dact, n * f),
-            dgate_up: grow(&mut room.dgate_up, n * 2 * f),
+            dweights: grow(ops, &mut room.dweights, n),
+            drows: grow(ops, &mut room.drows, n * d),
+            act: grow(ops, &mut room.act, n * f),
+            dact: grow(ops, &mut room.dact, n * f),
+            dgate_up: grow(ops, &mut room.dgate_up, n * 2 * f),
         };
         self.engine.with_params(held, |params| {
             experts_backward(ops, shape, &ExpertRows { params, of: &of, rows }, back);
@@ -359,9 +357,9 @@ impl Trainer {
         let (_, saved, room, roads, _) = x.layer(l);
         let ways = (&saved.sending, &saved.receiving);
         roads.returned(ways, Cargo::Rows, &room.drows)?;
-        let dweights = roads.returned(ways, Cargo::Weights, &room.dweights)?.host();
-        let choices = grow(&mut room.choices, dweights.len()).host();
-        choices.iter_mut().zip(&saved.sending.places).for_each(|(to, &row)| *to = dweights[row as usize]);
+        let (ops, places) = (self.ops.as_ref(), &saved.sending.places);
+        let dweights = roads.returned(ways, Cargo::Weights, &room.dweights)?;
+        ops.gather_rows(grow(ops, &mut room.choices, dweights.len()), dweights, places, 1);
         Ok(())
     }
 

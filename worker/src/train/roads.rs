@@ -9,7 +9,7 @@ use crate::{
         queue::{Queue, Ticket},
     },
 };
-use device::{Buf, Dtype, View, ViewMut};
+use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::{ops::Range, sync::Arc};
 
 /// How the rows of a layer are sent, and how they are received.
@@ -26,6 +26,7 @@ pub(super) enum Cargo {
 
 /// The ways between a rank's tokens and their experts.
 pub(super) struct Roads {
+    ops: Arc<dyn Ops>,
     queue: Arc<Queue>,
     world: usize,
     rank: usize,
@@ -49,8 +50,8 @@ struct Lane {
 }
 
 impl Lane {
-    fn of(dtype: Dtype) -> Self {
-        Lane { packed: Buf::zeroed_as(dtype, 0), arrived: Buf::zeroed_as(dtype, 0), under_way: None }
+    fn of(ops: &dyn Ops, dtype: Dtype) -> Self {
+        Lane { packed: ops.zeroed(dtype, 0), arrived: ops.zeroed(dtype, 0), under_way: None }
     }
 
     /// From `packed` to `arrived`, or back.
@@ -74,10 +75,17 @@ impl Lane {
 }
 
 impl Roads {
-    pub(super) fn new(engine: &Engine, group: Range<usize>, limit: usize, width: usize) -> Self {
+    pub(super) fn new(
+        ops: Arc<dyn Ops>,
+        engine: &Engine,
+        group: Range<usize>,
+        limit: usize,
+        width: usize,
+    ) -> Self {
         let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
-        let (rows, weights) = (Lane::of(engine.dtype()), Lane::of(Dtype::F32));
-        Roads { queue, world, rank, group, limit, width, rows, weights }
+        let of = |dtype| Lane::of(ops.as_ref(), dtype);
+        let (rows, weights) = (of(engine.dtype()), of(Dtype::F32));
+        Roads { ops, queue, world, rank, group, limit, width, rows, weights }
     }
 
     fn lane(&mut self, cargo: Cargo) -> (&mut Lane, usize) {
@@ -134,12 +142,13 @@ impl Roads {
         fill: impl FnOnce(ViewMut),
     ) {
         let (local, queue, (sending, receiving)) = (self.local(), self.queue.clone(), ways);
+        let ops = self.ops.clone();
         let (lane, width) = self.lane(cargo);
         if local {
-            return fill(grow(to, sending.tokens.len() * width));
+            return fill(grow(ops.as_ref(), to, sending.tokens.len() * width));
         }
-        fill(grow(&mut lane.packed, sending.tokens.len() * width));
-        grow(&mut lane.arrived, receiving.rows() * width);
+        fill(grow(ops.as_ref(), &mut lane.packed, sending.tokens.len() * width));
+        grow(ops.as_ref(), &mut lane.arrived, receiving.rows() * width);
         let counts = self.counts(layer, ways, cargo);
         self.lane(cargo).0.trade(&queue, false, counts);
     }
@@ -149,13 +158,13 @@ impl Roads {
         if self.local() {
             return Ok(());
         }
+        let ops = self.ops.clone();
         let (lane, width) = self.lane(cargo);
         lane.wait()?;
-        let (mut to, from) = (grow(to, receiving.rows() * width), lane.arrived.view());
+        let (mut to, from) = (grow(ops.as_ref(), to, receiving.rows() * width), lane.arrived.view());
         for (rows, at) in receiving.blocks() {
             let block = from.slice(rows.start * width..rows.end * width);
-            let to = to.reborrow().slice(at * width..at * width + block.len());
-            to.bytes().copy_from_slice(block.bytes());
+            ops.copy(to.part(at * width..at * width + block.len()), block);
         }
         Ok(())
     }
@@ -167,14 +176,15 @@ impl Roads {
         }
         let (queue, (sending, receiving)) = (self.queue.clone(), ways);
         let (sent, received) = self.counts(layer, ways, cargo);
+        let ops = self.ops.clone();
         let (lane, width) = self.lane(cargo);
-        let mut arrived = grow(&mut lane.arrived, receiving.rows() * width);
+        let mut arrived = grow(ops.as_ref(), &mut lane.arrived, receiving.rows() * width);
         for (rows, at) in receiving.blocks() {
-            let block = arrived.reborrow().slice(rows.start * width..rows.end * width);
+            let block = arrived.part(rows.start * width..rows.end * width);
             let from = from.view().slice(at * width..at * width + block.len());
-            block.bytes().copy_from_slice(from.bytes());
+            ops.copy(block, from);
         }
-        grow(&mut lane.packed, sending.tokens.len() * width);
+        grow(ops.as_ref(), &mut lane.packed, sending.tokens.len() * width);
         lane.trade(&queue, true, (received, sent));
     }
 

@@ -7,7 +7,7 @@ use crate::{
     rng::{Purpose, Stream},
     zero::engine::Held,
 };
-use device::{Buf, ops::IGNORE};
+use device::{Buf, Dtype, ops::IGNORE};
 
 /// What is asked for.
 #[derive(Clone, Debug)]
@@ -59,7 +59,9 @@ impl Trainer {
         let order: Vec<usize> = (0..asked.tokens).flat_map(|_| self.pass_order(false)).collect();
         self.engine.announce(order);
         self.batch.first = None;
-        let (mut tokens, mut logits) = (asked.prompt.clone(), Buf::zeroed(self.model.vocab()));
+        let (mut tokens, mut logits) =
+            (asked.prompt.clone(), self.ops.zeroed(Dtype::F32, self.model.vocab()));
+        let mut room = Buf::default();
         for i in 0..u64::from(asked.tokens) {
             let seen = tokens.len().min(t);
             if compute {
@@ -68,7 +70,8 @@ impl Trainer {
             self.forward(compute)?;
             self.last_logits(compute.then_some(seen - 1), &mut logits)?;
             if compute {
-                tokens.push(asked.choose(logits.host(), i, step));
+                let logits = self.ops.shown(logits.view(), &mut room).host();
+                tokens.push(asked.choose(logits, i, step));
             }
         }
         Ok(tokens.split_off(asked.prompt.len()))

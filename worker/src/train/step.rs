@@ -13,7 +13,7 @@ use crate::{
     },
 };
 use contract::job::Recompute;
-use device::{Buf, Ops};
+use device::{Buf, Dtype, Ops};
 use std::sync::Arc;
 
 /// Where samples come from: a pure function of the sample's number in the run.
@@ -254,7 +254,7 @@ impl Trainer {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
             let mut g = self.engine.gradient(0);
-            g.host_mut()[..len].fill(0.0);
+            self.ops.clear(g.view_mut().slice(0..len));
             g
         });
         let g = grad.view_mut().slice(0..len);
@@ -318,8 +318,9 @@ impl Trainer {
         });
     }
 
-    fn slot_loss(&self) -> SlotLoss {
-        let sum = self.work.loss.host().iter().map(|&l| f64::from(l)).sum();
+    fn slot_loss(&mut self) -> SlotLoss {
+        let losses = self.ops.shown(self.work.loss.view(), &mut self.work.losses);
+        let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
         SlotLoss { sum, targets: self.batch.targets() }
     }
 
@@ -393,12 +394,12 @@ impl Trainer {
             true => Some(self.directions(u, &mut grad, facts)?),
             false => None,
         };
-        let directions = whole.as_ref().map(Buf::host);
+        let directions = whole.as_ref().map(Buf::view);
         let base = self.engine.resident(u).start;
         let range = self.optimizer.states(u).range.clone();
         let (unit, ops, optimizer) = (&self.engine.shards[u].unit, self.ops.as_ref(), &mut self.optimizer);
         self.engine.with_resident(u, |params| {
-            let p = &mut params.host_mut()[range.start - base..range.end - base];
+            let p = params.view_mut().slice(range.start - base..range.end - base);
             optimizer.update(ops, u, unit, p, grad.view(), directions, facts);
         });
         self.optimizer.put_away(u);
@@ -413,30 +414,30 @@ impl Trainer {
     /// The directions of matrices that move whole, of the whole unit, from the gradient of what this rank updates.
     fn directions(&mut self, u: usize, grad: &mut Buf, facts: StepFacts) -> Result<Buf> {
         let unit = &self.engine.shards[u].unit;
-        self.optimizer.direct(u, unit, grad.host_mut(), facts);
-        let mine = Buf::from_slice(grad.host());
+        let ops = self.ops.as_ref();
+        self.optimizer.direct(ops, u, unit, grad.view_mut(), facts);
+        let mine = ops.copied(grad.view());
         if !self.engine.policy.shard_optimizer || self.engine.world() == 1 {
             return Ok(mine);
         }
         let owner = unit.owners.has(self.engine.rank());
-        let whole = Buf::zeroed(if owner { unit.trained_len() } else { 0 });
+        let whole = ops.zeroed(Dtype::F32, if owner { unit.trained_len() } else { 0 });
         Ok(self.engine.gather_whole(u, mine, whole)?)
     }
 
     /// L2 norm of the summed gradient: fixed blocks of logical tensors, then one fixed tree.
     fn norm(&self, own: &[Buf]) -> Result<f64> {
-        let mut bytes = Vec::new();
+        let mut parts = Vec::new();
         for (u, g) in own.iter().enumerate() {
             let range = self.engine.own(u);
             let (unit, mut at) = (&self.engine.shards[u].unit, 0);
             for seg in unit.trained_segments(range) {
-                let part = g.view().slice(at..at + seg.flat.len());
+                parts.push(g.view().slice(at..at + seg.flat.len()));
                 at += seg.flat.len();
-                let mut blocks = vec![0.0; part.len().div_ceil(device::ops::NORM_BLOCK)];
-                self.ops.norm_blocks(&mut blocks, part);
-                bytes.extend(blocks.iter().flat_map(|s| s.to_le_bytes()));
             }
         }
+        let blocks = self.ops.norm_blocks_of(&parts);
+        let bytes: Vec<u8> = blocks.iter().flat_map(|s| s.to_le_bytes()).collect();
         let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
         Ok(fold_f64(&self.in_logical_order(&gathered)?).sqrt())
     }

@@ -1,7 +1,7 @@
 //! Activations of one micro-batch: allocated once, used by every step.
 use crate::model::{Activations, Model};
 use contract::job::Recompute;
-use device::{Buf, Dtype};
+use device::{Buf, Dtype, Ops};
 
 /// Everything between the tokens and the loss.
 pub struct Workspace {
@@ -15,6 +15,8 @@ pub struct Workspace {
     pub dx: Buf,
     /// Loss of each row.
     pub loss: Buf,
+    /// The same on the host, where it doesn't lie there.
+    pub losses: Buf,
     /// Layers below this one need no backward and keep nothing for it.
     first: usize,
 }
@@ -39,6 +41,7 @@ pub fn lengths(
 impl Workspace {
     /// For micro-batches of `b` sequences of `t` tokens; `dtype` of all that isn't a statistic.
     pub fn new(
+        ops: &dyn Ops,
         model: &dyn Model,
         layers: usize,
         b: usize,
@@ -50,11 +53,12 @@ impl Workspace {
         let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute, first);
         let statistics = model.statistics();
         Workspace {
-            x: (0..=layers).map(|_| Buf::zeroed_as(dtype, x)).collect(),
-            saved: (0..sets).map(|_| Activations::new(&saved, dtype, statistics.saved)).collect(),
-            scratch: Activations::new(&scratch, dtype, statistics.scratch),
-            dx: Buf::zeroed(x),
-            loss: Buf::zeroed(b * t),
+            x: (0..=layers).map(|_| ops.zeroed(dtype, x)).collect(),
+            saved: (0..sets).map(|_| Activations::new(ops, &saved, dtype, statistics.saved)).collect(),
+            scratch: Activations::new(ops, &scratch, dtype, statistics.scratch),
+            dx: ops.zeroed(Dtype::F32, x),
+            loss: ops.zeroed(Dtype::F32, b * t),
+            losses: Buf::default(),
             first,
         }
     }

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::params::{Owners, Unit};
 use comm::{Comm, Result};
-use device::{Buf, Dtype, Ops, View, ViewMut};
+use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -96,21 +96,23 @@ impl Engine {
         ops: Arc<dyn Ops>,
     ) -> Self {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
+        let parameters = |dtype, len| needed_for("the parameters", || ops.zeroed(dtype, len));
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
             let own = part.range(rank).len();
             let whole = |len: usize| if unit.owners.has(rank) { len } else { 0 };
             let part_of = |sharded: bool| if sharded { own } else { whole(unit.len()) };
             let rounded = (dtype != Dtype::F32)
-                .then(|| RwLock::new(Buf::zeroed_as(dtype, part_of(policy.shard_parameters))));
-            let params = RwLock::new(Buf::zeroed(part_of(policy.keeps_own(dtype))));
+                .then(|| RwLock::new(parameters(dtype, part_of(policy.shard_parameters))));
+            let params = RwLock::new(parameters(Dtype::F32, part_of(policy.keeps_own(dtype))));
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
             let summed = if policy.shard_gradients { trained[rank] } else { whole(unit.trained_len()) };
             let grads = Mutex::new(FoldStack::new(summed));
             Shard { unit, part, trained, params, rounded, grads }
         });
+        let shards = Arc::new(shards.collect());
         Engine {
-            shards: Arc::new(shards.collect()),
+            shards,
             policy,
             slots: Slots { slots, world, interleaved: policy.shard_gradients },
             rank,
@@ -186,7 +188,9 @@ impl Engine {
     /// With a 16-bit precision: rounds `values` into what ops compute with, from element `at` of [`Engine::computed`] on.
     pub fn round_from(&self, u: usize, at: usize, values: View) {
         if let Some(rounded) = &self.shards[u].rounded {
-            self.ops.cast(write(rounded).view_mut().slice(at..at + values.len()), values);
+            let mut room = Buf::default();
+            let there = self.ops.at_hand(values, &mut room);
+            self.ops.cast(write(rounded).view_mut().slice(at..at + values.len()), there);
         }
     }
 
@@ -248,11 +252,13 @@ impl Engine {
 
     fn gather(&self, u: usize) -> Ticket<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
-        let mut whole = lock(&self.gathered).take(len);
+        let take = || lock(&self.gathered).take(self.ops.as_ref(), len);
+        let (mut whole, ops) = (needed_for("gathered parameters", take), self.ops.clone());
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let own = read(s.values());
-            gather(comm, s.unit.owners, s.part.counts(), whole.view_mut().slice(0..len), own.view())?;
+            let to = whole.view_mut().slice(0..len);
+            gather(comm, ops.as_ref(), s.unit.owners, s.part.counts(), to, own.view())?;
             Ok(whole)
         })
     }
@@ -278,12 +284,11 @@ impl Engine {
 
     /// A buffer for the whole gradient of unit `u`, content unspecified.
     pub fn gradient(&mut self, u: usize) -> Buf {
-        let unit = &self.shards[u].unit;
-        if self.reduces_at_once() || !unit.all_trained() {
-            lock(&self.whole_grads).take(unit.len())
-        } else {
-            lock(&self.shards[u].grads).take()
-        }
+        let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
+        needed_for("gradients", || match self.reduces_at_once() || !unit.all_trained() {
+            true => lock(&self.whole_grads).take(ops, unit.len()),
+            false => lock(&self.shards[u].grads).take(ops),
+        })
     }
 
     /// The trained part of a whole gradient that [`Engine::gradient`] gave, in a buffer of the sums.
@@ -292,9 +297,10 @@ impl Engine {
         if shard.unit.all_trained() {
             return whole;
         }
-        shard.unit.pack_trained(whole.host_mut());
-        let mut packed = lock(&shard.grads).take();
-        packed.host_mut().copy_from_slice(&whole.host()[..shard.unit.trained_len()]);
+        let ops = self.ops.as_ref();
+        shard.unit.pack_trained(ops, whole.view_mut());
+        let mut packed = lock(&shard.grads).take(ops);
+        ops.copy(packed.view_mut(), whole.view().slice(0..shard.unit.trained_len()));
         lock(&self.whole_grads).give(whole);
         packed
     }
@@ -320,7 +326,7 @@ impl Engine {
             return Ok(());
         }
         if let Some(g) = gradient.as_mut().filter(|_| !unit.all_trained()) {
-            unit.pack_trained(g.host_mut());
+            unit.pack_trained(self.ops.as_ref(), g.view_mut());
         }
         let (shards, slots, ops, pool) =
             (shards.clone(), self.slots, self.ops.clone(), self.whole_grads.clone());
@@ -355,18 +361,18 @@ impl Engine {
     /// Adds the gradient of unit `u` by one slot, which `write` writes whole. What is frozen is left out, and where all is,
     /// nothing is written.
     pub fn push_run(&self, u: usize, runs: &mut FoldStack, slot: usize, write: impl FnOnce(&mut Buf)) {
-        let unit = &self.shards[u].unit;
-        let mut kept = runs.take();
+        let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
+        let mut kept = runs.take(ops);
         if unit.all_trained() {
             write(&mut kept);
         } else if unit.any_trained() {
-            let mut whole = lock(&self.whole_grads).take(unit.len());
+            let mut whole = lock(&self.whole_grads).take(ops, unit.len());
             write(&mut whole);
-            unit.pack_trained(whole.host_mut());
-            kept.host_mut().copy_from_slice(&whole.host()[..unit.trained_len()]);
+            unit.pack_trained(ops, whole.view_mut());
+            ops.copy(kept.view_mut(), whole.view().slice(0..unit.trained_len()));
             lock(&self.whole_grads).give(whole);
         }
-        runs.push_owned(self.ops.as_ref(), Run::slot(slot), kept);
+        runs.push_owned(ops, Run::slot(slot), kept);
     }
 
     /// Takes the gradients of unit `u`, whose owners are not all ranks, by the slots that this rank's group of neighbours
@@ -380,7 +386,8 @@ impl Engine {
             let sent = runs_of(&slots, s.unit.owners, comm.rank(), round);
             assert!(runs.partials().map(|(run, _)| run).eq(sent), "gradients of other slots than were dealt");
             let mut fold = lock(&s.grads);
-            trade_runs(comm, s, &slots, round, &runs, &mut |run, piece| fold.push(ops.as_ref(), run, piece))?;
+            let ops = ops.as_ref();
+            trade_runs(comm, ops, s, &slots, round, &runs, &mut |run, piece| fold.push(ops, run, piece))?;
             let mut runs = runs;
             runs.clear();
             lock(&pool).push(runs);
@@ -399,11 +406,11 @@ impl Engine {
         }
         let own = self.own_trained(u);
         if !self.shards[u].unit.any_trained() {
-            return Ok(Buf::zeroed(0));
+            return Ok(self.zeros(0));
         }
         if self.policy.shard_gradients || self.world == 1 {
             let sum = lock(&self.shards[u].grads).finish(self.ops.as_ref());
-            return Ok(sum.unwrap_or_else(|| Buf::zeroed(own)));
+            return Ok(sum.unwrap_or_else(|| self.zeros(own)));
         }
         let (shards, ops, slots) = (self.shards.clone(), self.ops.clone(), self.slots);
         self.queue.run(move |comm: &dyn Comm| {
@@ -416,7 +423,7 @@ impl Engine {
             })?;
             drop(partials);
             whole.clear();
-            Ok(fold.finish(ops.as_ref()).unwrap_or_else(|| Buf::zeroed(own)))
+            Ok(fold.finish(ops.as_ref()).unwrap_or_else(|| ops.zeroed(Dtype::F32, own)))
         })
     }
 
@@ -432,20 +439,24 @@ impl Engine {
         }
         let whole = match self.policy.shard_gradients {
             // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
-            false => lock(&self.shards[u].grads).take(),
-            true => Buf::zeroed(self.shards[u].unit.trained_range(self.updated(u)).len()),
+            false => lock(&self.shards[u].grads).take(self.ops.as_ref()),
+            true => self.zeros(self.shards[u].unit.trained_range(self.updated(u)).len()),
         };
         self.gather_whole(u, own, whole)
     }
 
     /// Every rank's own part of a trained vector of unit `u`, put together in `whole`.
     pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
-        let shards = self.shards.clone();
+        let (shards, ops) = (self.shards.clone(), self.ops.clone());
         self.queue.run(move |comm: &dyn Comm| {
             let s = &shards[u];
-            gather(comm, s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
+            gather(comm, ops.as_ref(), s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
             Ok(whole)
         })
+    }
+
+    fn zeros(&self, len: usize) -> Buf {
+        self.ops.zeroed(Dtype::F32, len)
     }
 
     /// After the owners changed their parts of unit `u`: starts to bring the resident parameters up to date everywhere.
@@ -461,9 +472,9 @@ impl Engine {
             let s = &shards[u];
             if keeps_own {
                 s.round(ops.as_ref(), resident, computed.clone());
-                return s.gather_in_place(comm, s.values(), own, computed);
+                return s.gather_in_place(comm, ops.as_ref(), s.values(), own, computed);
             }
-            s.gather_in_place(comm, &s.params, own, resident.clone())?;
+            s.gather_in_place(comm, ops.as_ref(), &s.params, own, resident.clone())?;
             s.round(ops.as_ref(), resident, computed);
             Ok(())
         }));
@@ -494,13 +505,14 @@ impl Shard {
     fn gather_in_place(
         &self,
         comm: &dyn Comm,
+        ops: &dyn Ops,
         values: &RwLock<Buf>,
         own: Range<usize>,
         here: Range<usize>,
     ) -> Result<()> {
         let mut whole = write(values);
-        let mine = Buf::from_view(whole.view().slice(own.start - here.start..own.end - here.start));
-        gather(comm, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
+        let mine = ops.copied(whole.view().slice(own.start - here.start..own.end - here.start));
+        gather(comm, ops, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
     }
 }
 
@@ -514,7 +526,14 @@ fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
 
 /// `whole` becomes the owners' `parts` of a unit, on its owners. Every rank takes part; those that own nothing of the unit give
 /// and get nothing, and `own` and `whole` are empty.
-fn gather(comm: &dyn Comm, owners: Owners, parts: &[usize], whole: ViewMut, own: View) -> Result<()> {
+fn gather(
+    comm: &dyn Comm,
+    ops: &dyn Ops,
+    owners: Owners,
+    parts: &[usize],
+    whole: ViewMut,
+    own: View,
+) -> Result<()> {
     if owners.all() {
         return comm.all_gather(whole, own, parts);
     }
@@ -524,11 +543,10 @@ fn gather(comm: &dyn Comm, owners: Owners, parts: &[usize], whole: ViewMut, own:
         (0..world).map(|r| if mine && owners.has(r) { counts(r) } else { 0 }).collect()
     };
     let (sent, received) = (only(&|_| own.len()), only(&|r| parts[r]));
-    let mut send = Buf::zeroed_as(own.dtype(), sent.iter().sum());
-    send.view_mut()
-        .bytes()
-        .chunks_exact_mut(own.bytes().len().max(1))
-        .for_each(|to| to.copy_from_slice(own.bytes()));
+    let mut send = ops.zeroed(own.dtype(), sent.iter().sum());
+    for copy in 0..send.len().checked_div(own.len()).unwrap_or(0) {
+        ops.copy(send.view_mut().slice(copy * own.len()..(copy + 1) * own.len()), own);
+    }
     comm.all_to_all(whole, &received, send.view(), &sent)
 }
 
@@ -542,6 +560,7 @@ fn runs_of(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Vec<Run>
 /// Each owner gets its part of every owner's runs, in the order of the slots.
 fn trade_runs(
     comm: &dyn Comm,
+    ops: &dyn Ops,
     s: &Shard,
     slots: &Slots,
     round: usize,
@@ -556,13 +575,17 @@ fn trade_runs(
         .collect();
     let sent: Vec<usize> = s.trained.iter().map(|n| n * kept.len()).collect();
     let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * own).collect();
-    let mut send = Vec::with_capacity(sent.iter().sum());
+    let mut send = ops.zeroed(Dtype::F32, sent.iter().sum());
+    let mut end = 0;
     for r in 0..world {
-        kept.iter()
-            .for_each(|v| send.extend_from_slice(v.slice(s.unit.trained_range(s.part.range(r))).host()));
+        for v in &kept {
+            let part = v.slice(s.unit.trained_range(s.part.range(r)));
+            end += part.len();
+            ops.copy(send.view_mut().slice(end - part.len()..end), part);
+        }
     }
-    let mut room = Buf::zeroed(received.iter().sum());
-    comm.all_to_all(room.view_mut(), &received, (&send[..]).into(), &sent)?;
+    let mut room = ops.zeroed(Dtype::F32, received.iter().sum());
+    comm.all_to_all(room.view_mut(), &received, send.view(), &sent)?;
     let mut at = 0;
     for run in theirs.into_iter().flatten() {
         sink(run, room.view().slice(at..at + own));

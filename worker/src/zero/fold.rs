@@ -3,7 +3,7 @@
 //! A partial is the sum of an aligned run of slots whose length is a power of two. Partials are pushed in slot order; two
 //! siblings merge at once, so at most log₂(slots) + 1 are kept. What is left at the end is folded from the right.
 //! Pushing single slots or already merged partials gives the same bits.
-use device::{Buf, Ops, View};
+use device::{Buf, Dtype, Ops, View};
 
 /// An aligned run of slots, `start % len == 0`, `len` a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,8 +67,8 @@ impl FoldStack {
     }
 
     /// A buffer of the stack's length with unspecified content, to be filled and given to [`FoldStack::push_owned`].
-    pub fn take(&mut self) -> Buf {
-        self.free.pop().unwrap_or_else(|| Buf::zeroed(self.len))
+    pub fn take(&mut self, ops: &dyn Ops) -> Buf {
+        self.free.pop().unwrap_or_else(|| ops.zeroed(Dtype::F32, self.len))
     }
 
     /// Adds a partial that lies elsewhere; it is added straight into its left sibling when that is on top.
@@ -81,8 +81,8 @@ impl FoldStack {
                 self.push_owned(ops, merged, sum);
             }
             None => {
-                let mut buf = self.take();
-                buf.host_mut().copy_from_slice(x.host());
+                let mut buf = self.take(ops);
+                ops.copy(buf.view_mut(), x);
                 self.stack.push((run, buf));
             }
         }
@@ -217,7 +217,7 @@ mod tests {
             for _ in 0..3 {
                 for s in 0..slots {
                     pushed.push(&ops, Run::slot(s), Buf::zeroed(1).view());
-                    let leaf = owned.take();
+                    let leaf = owned.take(&ops);
                     owned.push_owned(&ops, Run::slot(s), leaf);
                 }
                 for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {

@@ -1,5 +1,5 @@
 //! Buffers that are used again: gathered parameters and whole gradients of one unit at a time.
-use device::{Buf, Dtype};
+use device::{Buf, Dtype, Ops};
 
 /// A pool of buffers of one element type and any length. The best fit is handed out; a new one is allocated when none fits.
 pub struct Pool {
@@ -14,10 +14,10 @@ impl Pool {
     }
 
     /// A buffer of at least `len` elements with unspecified content.
-    pub fn take(&mut self, len: usize) -> Buf {
+    pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
         match best_fit(self.free.iter().map(Buf::len), len) {
             Some(i) => self.free.swap_remove(i),
-            None => Buf::zeroed_as(self.dtype, len),
+            None => ops.zeroed(self.dtype, len),
         }
     }
 

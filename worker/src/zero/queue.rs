@@ -2,6 +2,8 @@
 //!
 //! Every rank submits the same collectives in the same order; one thread and one queue keep that order.
 use comm::{Comm, CommError, Result};
+use device::storage::said;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -37,7 +39,11 @@ impl Queue {
         let on_thread = comm.clone();
         let thread = std::thread::Builder::new().name("comm".into()).spawn(move || {
             for job in todo {
-                job(on_thread.as_ref());
+                // The caller knows what failed; its peers wait for this rank.
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job(on_thread.as_ref()))) {
+                    on_thread.abort(&said(panic.as_ref()));
+                    break;
+                }
             }
         })?;
         Ok(Queue { comm, jobs: Some(jobs), thread: Some(thread) })
@@ -56,7 +62,12 @@ impl Queue {
         let (done, result) = mpsc::sync_channel(1);
         let job: Job = Box::new(move |comm| {
             // The caller may have dropped its ticket after an error elsewhere.
-            let _ = done.send(f(comm));
+            let panic = match catch_unwind(AssertUnwindSafe(|| f(comm))) {
+                Ok(result) => return drop(done.send(result)),
+                Err(panic) => panic,
+            };
+            drop(done.send(Err(CommError::Io(said(panic.as_ref())))));
+            resume_unwind(panic);
         });
         match &self.jobs {
             // A send fails only when the thread is gone; then the ticket says so.

@@ -126,7 +126,10 @@ impl Source for MadeUp {
 }
 
 pub(crate) fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ScheduleBound {
-    let ops: Arc<dyn Ops> = Arc::new(Cpu::new(threads));
+    build_on(spec, comm, Arc::new(Cpu::new(threads)))
+}
+
+pub(crate) fn build_on(spec: &TrainSpec, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> ScheduleBound {
     let spec = Spec::new(spec, spec.model.vocab_size).unwrap();
     spec.parameters().unwrap().shard(comm, ops).unwrap().bind_optimizer().unwrap().bind_schedule()
 }

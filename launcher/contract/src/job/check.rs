@@ -1,9 +1,9 @@
 //! What keys mean together: checks that need no data and no machine.
 use super::train::GPT2;
 use super::{
-    Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, OptimizerName, OptimizerSpec,
-    Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices, decode::Decoder,
-    keys::names_in,
+    Collectives, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, OptimizerName,
+    OptimizerSpec, Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices,
+    decode::Decoder, keys::names_in,
 };
 use crate::env::looks_secret;
 
@@ -17,6 +17,7 @@ const BYTE_TOKENS: u32 = 257;
 pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
     what_runs(d, job);
     programs(d, job);
+    gpus(d, job);
     secrets(d, job);
     if let Some(train) = &job.train {
         batch(d, train);
@@ -94,6 +95,30 @@ fn programs(d: &mut Decoder, job: &JobSpec) {
     } else if job.cluster.devices == Devices::Cpu && job.run.visible_devices == VisibleDevices::One {
         let message = "`run.visible_devices: one` gives each worker a GPU, `cluster.devices: cpu` hides them";
         d.refuse("run.visible_devices", message, "remove one of them");
+    }
+}
+
+/// Keys that only built-in workers on GPUs have.
+fn gpus(d: &mut Decoder, job: &JobSpec) {
+    const KEYS: [&str; 3] = ["cluster.workers_per_gpu", "cluster.collectives", "cluster.cuda_libs"];
+    if !d.clean(&["run.command", "cluster.devices"]) || !d.clean(&KEYS) {
+        return;
+    }
+    let on_gpus = job.run.command.is_none() && job.cluster.trains_on_gpus();
+    for key in KEYS {
+        if !on_gpus && d.map.is_given(key) {
+            let message = format!("`{key}` has an effect on built-in training on GPUs only");
+            d.refuse(key, message, "give `cluster.devices: cuda` too, or remove the key");
+        }
+    }
+    if job.cluster.collectives == Collectives::Nccl && job.cluster.workers_per_gpu > 1 {
+        let message = "NCCL needs a GPU for each worker, `cluster.workers_per_gpu` shares them";
+        d.refuse("cluster.collectives", message, "use `auto` or `host`");
+    }
+    let offload = job.train.as_ref().is_some_and(|t| t.zero.offload.is_some());
+    if on_gpus && offload {
+        let message = "`train.zero.offload` keeps optimizer states in files of the CPU's workers; on GPUs they stay in GPU memory";
+        d.refuse("train.zero.offload", message, "remove it, use more GPUs or a higher `zero.stage`");
     }
 }
 

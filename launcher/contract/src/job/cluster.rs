@@ -15,6 +15,12 @@ pub struct ClusterSpec {
     pub use_hosts: Option<u32>,
     pub workers_per_host: Count,
     pub devices: Devices,
+    /// Built-in workers that share a GPU.
+    pub workers_per_gpu: u32,
+    /// How buffers in GPU memory travel between built-in workers.
+    pub collectives: Collectives,
+    /// Folders in which CUDA's libraries are looked for first.
+    pub cuda_libs: Vec<PathBuf>,
     pub master_port: MasterPort,
     pub store: StoreHost,
     pub interface: Interface,
@@ -27,6 +33,13 @@ pub enum Interface {
     Auto,
     /// An interface (`eth0`), or the network that the address is in (`10.1.0.0/16`).
     Named(String),
+}
+
+impl ClusterSpec {
+    /// Do built-in workers compute on GPUs?
+    pub fn trains_on_gpus(&self) -> bool {
+        matches!(self.devices, Devices::Cuda | Devices::List(_))
+    }
 }
 
 impl Interface {
@@ -143,6 +156,16 @@ pub enum Devices {
     Cuda,
     /// These GPUs, by number, each once; at least one.
     List(Vec<u32>),
+}
+
+/// What moves buffers in GPU memory between built-in workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Collectives {
+    /// NCCL where each of several workers has a GPU of its own, else by way of the host.
+    Auto,
+    Nccl,
+    /// By way of the host's memory and network.
+    Host,
 }
 
 /// The rendezvous port.

@@ -1,11 +1,11 @@
 //! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
 use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, DataSource, DataSpec, Devices, EnvSource, EvalSpec, Every,
-    ExpertPlacement, ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LoraSpec,
-    LoraTargets, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
-    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec,
-    SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
+    Bind, CheckpointSpec, ClusterSpec, Collectives, Count, DataSource, DataSpec, Devices, EnvSource,
+    EvalSpec, Every, ExpertPlacement, ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts,
+    LoraSpec, LoraTargets, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision,
+    Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals,
+    SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
 };
 use std::fmt::Write;
 
@@ -14,7 +14,8 @@ impl JobSpec {
     pub fn to_yaml(&self) -> String {
         let mut y = Yaml::default();
         y.key("name", text(&self.name));
-        y.section("cluster", |y| cluster(y, &self.cluster));
+        let on_gpus = self.run.command.is_none() && self.cluster.trains_on_gpus();
+        y.section("cluster", |y| cluster(y, &self.cluster, on_gpus));
         y.section("run", |y| run(y, &self.run));
         if let Some(train) = &self.train {
             y.section("train", |y| self::train(y, train));
@@ -52,7 +53,7 @@ impl Yaml {
     }
 }
 
-fn cluster(y: &mut Yaml, c: &ClusterSpec) {
+fn cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
     y.key(
         "hosts",
         match &c.hosts {
@@ -77,6 +78,9 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec) {
             Devices::List(numbers) => list(numbers.iter().map(u32::to_string)),
         },
     );
+    if on_gpus {
+        gpus(y, c);
+    }
     match c.master_port {
         MasterPort::Auto => y.key("master_port", "auto"),
         MasterPort::Fixed(port) => y.key("master_port", port),
@@ -95,6 +99,21 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec) {
         Interface::Named(name) => y.key("interface", text(name)),
     }
     y.section("ssh", |y| ssh(y, &c.ssh));
+}
+
+/// What only built-in workers on GPUs have.
+fn gpus(y: &mut Yaml, c: &ClusterSpec) {
+    y.key("workers_per_gpu", c.workers_per_gpu);
+    y.key(
+        "collectives",
+        match c.collectives {
+            Collectives::Auto => "auto",
+            Collectives::Nccl => "nccl",
+            Collectives::Host => "host",
+        },
+    );
+    let folders: Vec<String> = c.cuda_libs.iter().map(|p| p.to_string_lossy().into_owned()).collect();
+    y.key("cuda_libs", texts(&folders));
 }
 
 fn ssh(y: &mut Yaml, s: &SshSpec) {

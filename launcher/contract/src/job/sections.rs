@@ -1,8 +1,8 @@
 //! Decoding section by section: the tree → [`JobSpec`]. Ranges are checked here, what keys mean together in `check`.
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Count, Devices, EnvSource, Every, Interface, JobSpec, LogsSpec,
-    MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SignalAction, Signals, StoreHost,
-    VisibleDevices,
+    Bind, CheckpointSpec, ClusterSpec, Collectives, Count, Devices, EnvSource, Every, Interface, JobSpec,
+    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SignalAction, Signals,
+    StoreHost, VisibleDevices,
     decode::{Decoder, Table},
     hosts,
     read::{Read, boolean, choice, duration, expected, int, int32, list, size, text, word, word_or},
@@ -14,6 +14,8 @@ use std::path::PathBuf;
 
 /// Most GPUs of a host.
 const MOST_GPUS: u32 = 1024;
+/// Most built-in workers that share a GPU.
+const MOST_PER_GPU: u32 = 64;
 /// Most workers of a host.
 const MOST_WORKERS: u32 = 1024;
 /// Most hosts of a job.
@@ -68,6 +70,16 @@ fn cluster(d: &mut Decoder, top: &Table<'_>) -> ClusterSpec {
             word_or("auto", Count::Auto, |n| int32(1..=MOST_WORKERS)(n).map(Count::Exactly)),
         ),
         devices: d.get(&t, "cluster.devices", devices),
+        workers_per_gpu: d.get(&t, "cluster.workers_per_gpu", int32(1..=MOST_PER_GPU)),
+        collectives: d.get(
+            &t,
+            "cluster.collectives",
+            choice(
+                &[("auto", Collectives::Auto), ("nccl", Collectives::Nccl), ("host", Collectives::Host)],
+                &[],
+            ),
+        ),
+        cuda_libs: d.get(&t, "cluster.cuda_libs", list("a list of paths", path)),
         master_port: d.get(
             &t,
             "cluster.master_port",

@@ -1,56 +1,19 @@
 //! The NCCL binding against a stand-in that does real sums over host memory and fails when it is told to.
+mod stand_in;
+
 use comm::{
     Comm, local,
     nccl::{DataType, Group, Nccl, NcclError, Stream, Sum},
 };
+use stand_in::folder;
 use std::{
     ffi::{c_int, c_void},
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
 const PATIENT: Duration = Duration::from_secs(60);
-
-fn folder() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nccl/libnccl.cpp");
-        let hash = blake3::hash(&fs::read(&source).expect("the source")).to_hex();
-        let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{}", &hash[..16]));
-        if made.exists() {
-            return made;
-        }
-        let new = made.with_extension(std::process::id().to_string());
-        fs::create_dir_all(&new).expect("a folder");
-        let output = Command::new("c++")
-            .args([
-                "-std=c++17",
-                "-O1",
-                "-fPIC",
-                "-shared",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-Werror",
-                "-pthread",
-            ])
-            .arg("-Wl,-soname,libnccl.so.2")
-            .arg("-o")
-            .arg(new.join("libnccl.so.2"))
-            .arg(source)
-            .output()
-            .expect("a C++ compiler (scripts/setup-tests installs one)");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        if fs::rename(&new, &made).is_err() {
-            assert!(made.exists(), "{} can't be made", made.display());
-            fs::remove_dir_all(&new).expect("removed");
-        }
-        made
-    })
-}
 
 fn nccl() -> Nccl {
     Nccl::open(&[folder().to_owned()]).expect("the stand-in")

@@ -6,6 +6,7 @@ mod attention;
 mod attention_backward;
 mod bias;
 mod classifier;
+mod elementwise;
 mod embedding;
 mod flat;
 mod gelu;
@@ -23,13 +24,14 @@ mod rope;
 mod router;
 mod rows;
 mod simd;
+mod storage;
 mod swiglu;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 use crate::mem::{View, ViewMut};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
+    AdamW, AttentionShape, ClassifierGrads, Dropout, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
     RouterShape, Sgd, Write,
 };
 use half::Out;
@@ -454,6 +456,34 @@ impl Ops for Cpu {
 
     fn cast(&self, y: ViewMut, x: View) {
         half::cast(self, y, x.into());
+    }
+
+    fn offset(&self, y: ViewMut, s: f32) {
+        elementwise::offset(self, y.host(), s);
+    }
+
+    fn blend(&self, y: ViewMut, a: f32, x: View, b: f32) {
+        elementwise::blend(self, y.host(), a, x.host(), b);
+    }
+
+    fn softcap(&self, y: ViewMut, cap: f32) {
+        elementwise::softcap(self, y.host(), cap);
+    }
+
+    fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize) {
+        elementwise::transpose(self, y.host(), x.host(), rows, columns);
+    }
+
+    fn dropout(&self, x: ViewMut, d: &Dropout) {
+        elementwise::dropout(self, x.host(), d);
+    }
+
+    fn sum_of_squares(&self, x: View) -> f64 {
+        elementwise::sum_of_squares(x.host())
+    }
+
+    fn nesterov(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
+        elementwise::nesterov(self, buffer.host(), g.host(), mu, scale);
     }
 
     fn norm_blocks(&self, out: &mut [f64], x: View) {

@@ -71,6 +71,9 @@ library! {
         fn cuMemGetInfo_v2(*mut usize, *mut usize) -> c_int;
         fn cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle) -> c_int;
         fn cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle) -> c_int;
+        fn cuMemcpyDtoDAsync_v2(Address, Address, usize, Handle) -> c_int;
+        fn cuMemHostAlloc(*mut *mut c_void, usize, c_uint) -> c_int;
+        fn cuMemFreeHost(*mut c_void) -> c_int;
         fn cuMemsetD8Async(Address, u8, usize, Handle) -> c_int;
         fn cuModuleLoadData(*mut Handle, *const c_void) -> c_int;
         fn cuModuleGetFunction(*mut Handle, Handle, *const c_char) -> c_int;
@@ -91,6 +94,8 @@ pub(super) const MEMORY_POOLS: c_int = 115;
 pub(super) const DYNAMIC_SHARED: c_int = 8;
 /// CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 pub(super) const RELEASE_THRESHOLD: c_int = 4;
+/// CU_MEMHOSTALLOC_PORTABLE
+pub(super) const PORTABLE: c_uint = 1;
 /// CU_STREAM_NON_BLOCKING
 pub(super) const NON_BLOCKING: c_uint = 1;
 /// CUDA_ERROR_OUT_OF_MEMORY

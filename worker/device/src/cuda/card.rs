@@ -1,16 +1,20 @@
 //! One card: its context, the stream that all work goes through in order, memory from the driver's pool, launches.
 use super::binding::{
     Address, CAPABILITY_MAJOR, CAPABILITY_MINOR, DYNAMIC_SHARED, Driver, Handle, MEMORY_POOLS,
-    MULTIPROCESSORS, NON_BLOCKING, OUT_OF_MEMORY, RELEASE_THRESHOLD, SHARED_PER_BLOCK,
+    MULTIPROCESSORS, NON_BLOCKING, OUT_OF_MEMORY, PORTABLE, RELEASE_THRESHOLD, SHARED_PER_BLOCK,
 };
 use super::error::{CudaError, Result};
 use super::libs::{Places, Wanted};
+use crate::storage::purpose;
 use std::{
     cell::Cell,
     ffi::{CStr, c_char, c_int, c_void},
     path::PathBuf,
-    ptr,
-    sync::Arc,
+    ptr::{self, NonNull},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 /// The oldest driver: CUDA 12.0, as [`Driver`] reports it.
@@ -49,6 +53,9 @@ pub(super) struct Card {
     context: Handle,
     stream: Handle,
     pub(super) facts: Facts,
+    /// Bytes that this process has of the card now, and the most that it had.
+    used: AtomicU64,
+    peak: AtomicU64,
 }
 
 // SAFETY: the driver's functions may be called from any thread; handles are only passed to it.
@@ -61,26 +68,34 @@ thread_local! {
     static CURRENT: Cell<Handle> = const { Cell::new(ptr::null_mut()) };
 }
 
+/// A driver that is new enough, CUDA's version that it implements, and its path.
+fn driver(places: &Places) -> Result<(Driver, i32, PathBuf)> {
+    let found = places.open(Wanted::Driver)?;
+    let driver_path = found.path.clone();
+    let driver = Driver::of(found)?;
+    // SAFETY: no conditions.
+    driver.check("cuInit", unsafe { (driver.cuInit)(0) })?;
+    let version = driver.number("cuDriverGetVersion", |out| {
+        // SAFETY: one number is written.
+        unsafe { (driver.cuDriverGetVersion)(out) }
+    })?;
+    if version < OLDEST_DRIVER {
+        let what =
+            format!("the NVIDIA driver ({}) implements CUDA {}", driver_path.display(), dotted(version));
+        return Err(CudaError::TooOld { what, needed: format!("CUDA {} or newer", dotted(OLDEST_DRIVER)) });
+    }
+    Ok((driver, version, driver_path))
+}
+
+/// Does a driver see a GPU?
+pub(super) fn find(places: &Places) -> Result<()> {
+    driver(places)?.0.device(0).map(drop)
+}
+
 impl Card {
     /// Opens card `index` of those that the driver shows this process.
     pub(super) fn open(places: &Places, index: usize) -> Result<Arc<Card>> {
-        let found = places.open(Wanted::Driver)?;
-        let driver_path = found.path.clone();
-        let driver = Driver::of(found)?;
-        // SAFETY: no conditions.
-        driver.check("cuInit", unsafe { (driver.cuInit)(0) })?;
-        let version = driver.number("cuDriverGetVersion", |out| {
-            // SAFETY: one number is written.
-            unsafe { (driver.cuDriverGetVersion)(out) }
-        })?;
-        if version < OLDEST_DRIVER {
-            let what =
-                format!("the NVIDIA driver ({}) implements CUDA {}", driver_path.display(), dotted(version));
-            return Err(CudaError::TooOld {
-                what,
-                needed: format!("CUDA {} or newer", dotted(OLDEST_DRIVER)),
-            });
-        }
+        let (driver, version, driver_path) = driver(places)?;
         let device = driver.device(index)?;
         let facts = driver.facts(device, index, version, driver_path)?;
         if facts.capability < OLDEST_CARD {
@@ -98,7 +113,8 @@ impl Card {
         driver.keep_freed_memory(device)?;
         // SAFETY: one handle is written.
         driver.check("cuStreamCreate", unsafe { (driver.cuStreamCreate)(&mut stream, NON_BLOCKING) })?;
-        Ok(Arc::new(Card { driver, device, context, stream, facts }))
+        let (used, peak) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Arc::new(Card { driver, device, context, stream, facts, used, peak }))
     }
 
     /// Makes the card's context this thread's.
@@ -133,20 +149,29 @@ impl Card {
             let code = unsafe { (self.driver.cuMemAllocAsync)(&mut at, bytes, self.stream) };
             if code == OUT_OF_MEMORY {
                 let (free, total) = self.memory()?;
-                return Err(CudaError::OutOfMemory { asked: bytes, free, total });
+                let (used, purpose) = (self.used.load(Relaxed), purpose());
+                return Err(CudaError::OutOfMemory { asked: bytes, free, total, used, purpose });
             }
             self.driver.check("cuMemAllocAsync", code)?;
+            let used = self.used.fetch_add(bytes as u64, Relaxed) + bytes as u64;
+            self.peak.fetch_max(used, Relaxed);
         }
         Ok(Memory { card: self.clone(), at, bytes })
     }
 
     /// Gives back what [`Card::allocate`] gave, once the work before is done.
-    pub(super) fn free(&self, at: Address) {
+    pub(super) fn free(&self, at: Address, bytes: usize) {
+        self.used.fetch_sub(bytes as u64, Relaxed);
         if self.enter().is_ok() {
             // SAFETY: the address came from the pool and is given back once. An error here was one of earlier work; the next
             // call says it.
             let _ = unsafe { (self.driver.cuMemFreeAsync)(at, self.stream) };
         }
+    }
+
+    /// The most bytes that this process had at once.
+    pub(super) fn peak(&self) -> u64 {
+        self.peak.load(Relaxed)
     }
 
     pub(super) fn fill_zero(&self, at: Address, bytes: usize) -> Result<()> {
@@ -183,6 +208,39 @@ impl Card {
             self.driver.check("cuMemcpyDtoHAsync", code)?;
         }
         self.wait()
+    }
+
+    /// Inside the card; the ranges don't overlap.
+    pub(super) fn copy(&self, to: Address, from: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.enter()?;
+        // SAFETY: the caller's ranges.
+        let code = unsafe { (self.driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, self.stream) };
+        self.driver.check("cuMemcpyDtoDAsync", code)
+    }
+
+    /// Memory of the host that the card reads and writes by itself, not filled; at least one byte.
+    pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>> {
+        self.enter()?;
+        let mut at = ptr::null_mut();
+        // SAFETY: one address is written.
+        let code = unsafe { (self.driver.cuMemHostAlloc)(&mut at, bytes.max(1), PORTABLE) };
+        self.driver.check(&format!("cuMemHostAlloc of {bytes} bytes"), code)?;
+        NonNull::new(at.cast()).ok_or_else(|| CudaError::Call {
+            what: "cuMemHostAlloc".to_owned(),
+            code: 0,
+            said: "no address".to_owned(),
+        })
+    }
+
+    /// Gives back what [`Card::allocate_pinned`] gave, which no copy uses any more.
+    pub(super) fn free_pinned(&self, at: Address) {
+        if self.enter().is_ok() {
+            // SAFETY: given back once; nothing can be done about an error.
+            let _ = unsafe { (self.driver.cuMemFreeHost)(at as *mut c_void) };
+        }
     }
 
     /// Waits until everything that was asked for is done; errors of that work come out here at the latest.
@@ -384,7 +442,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            self.card.free(self.at);
+            self.card.free(self.at, self.bytes);
         }
     }
 }

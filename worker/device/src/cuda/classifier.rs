@@ -5,6 +5,7 @@ use super::ops::{Operand, product};
 use super::{Cuda, Tensor, expect_len, floats, number};
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, IGNORE, Write};
+use crate::storage::Storage;
 
 /// Logits that are held at once.
 const LOGITS: usize = 64 << 20;
@@ -19,6 +20,11 @@ pub(super) struct Shape {
     pub(super) cap: Option<f32>,
 }
 
+/// Of `m` rows, those whose `v` logits exist at once.
+pub fn rows_at_once(m: usize, v: usize) -> usize {
+    (LOGITS / v.max(1)).max(FEWEST_ROWS).min(m)
+}
+
 pub(super) fn classifier(
     cuda: &Cuda,
     loss: ViewMut,
@@ -31,9 +37,9 @@ pub(super) fn classifier(
     let Shape { m, d, v, cap } = shape;
     check(loss.len(), x.len(), w.len(), labels, shape, grads.as_ref());
     if let Some(g) = grads.as_mut().filter(|g| g.dw_write == Write::Set && !g.dw.is_empty() && m == 0) {
-        cuda.clear(g.dw.as_view());
+        cuda.clear(g.dw.reborrow());
     }
-    let rows = (LOGITS / v).max(FEWEST_ROWS).min(m);
+    let rows = rows_at_once(m, v);
     let logits = cuda.scratch(rows * v * size_of::<f32>());
     // The gradients' products want both operands of one type: dlogits are rounded to that of the activations and the weights.
     let inner = if x.dtype() == w.dtype() { x.dtype() } else { Dtype::F32 };

@@ -21,7 +21,15 @@ pub enum CudaError {
     /// A kernel doesn't compile.
     Compile { file: &'static str, log: String },
     /// The card's memory doesn't hold what was asked for.
-    OutOfMemory { asked: usize, free: usize, total: usize },
+    OutOfMemory {
+        asked: usize,
+        free: usize,
+        total: usize,
+        /// What this process has already.
+        used: u64,
+        /// What it was for; empty where nobody said.
+        purpose: &'static str,
+    },
     /// A function of a library failed.
     Call { what: String, code: i32, said: String },
     /// The kernel cache can't be written.
@@ -49,15 +57,18 @@ impl fmt::Display for CudaError {
                 write!(f, "there is no GPU {index}: the driver sees {count}, counted from 0")
             }
             CudaError::Compile { file, log } => write!(f, "the kernels of {file} don't compile:\n{log}"),
-            CudaError::OutOfMemory { asked, free, total } => {
-                let gib = |bytes: &usize| *bytes as f64 / f64::from(1 << 30);
+            CudaError::OutOfMemory { asked, free, total, used, purpose } => {
+                let gib = |bytes: f64| bytes / f64::from(1 << 30);
+                let purpose = if purpose.is_empty() { "this step" } else { purpose };
                 write!(
                     f,
-                    "GPU memory is full: {:.2} GiB more were asked for, {:.2} of {:.2} GiB are free; use a smaller micro-batch, \
-                     a shorter seq_len, more GPUs or a higher ZeRO stage",
-                    gib(asked),
-                    gib(free),
-                    gib(total)
+                    "GPU memory is full: {purpose} needs {:.2} GiB more, {:.2} of {:.2} GiB are free, this worker has {:.2} \
+                     GiB; use a smaller batch.micro, a shorter data.seq_len, recompute: block, more GPUs or a higher \
+                     zero.stage",
+                    gib(*asked as f64),
+                    gib(*free as f64),
+                    gib(*total as f64),
+                    gib(*used as f64)
                 )
             }
             CudaError::Call { what, code, said } => write!(f, "{what} failed: {said} ({code})"),

@@ -3,7 +3,7 @@ use super::card::{Launch, Param};
 use super::compile::FLAT;
 use super::{Address, Cuda, Tensor, expect_len, floats, must};
 use crate::mem::{View, ViewMut};
-use crate::ops::{AdamW, Lion, NORM_BLOCK, Sgd};
+use crate::ops::{AdamW, Dropout, Lion, NORM_BLOCK, Sgd};
 
 pub(super) fn cast(cuda: &Cuda, y: ViewMut, x: View) {
     expect_len("cast", "x", x.len(), y.len());
@@ -24,13 +24,78 @@ pub(super) fn scale(cuda: &Cuda, y: ViewMut, factor: f32) {
     cuda.each(FLAT, c"scale", y.len(), &[&Tensor::from(&y), &(y.len() as i64), &factor]);
 }
 
-pub(super) fn norm_blocks(cuda: &Cuda, out: &mut [f64], x: View) {
-    expect_len("norm_blocks", "out", out.len(), x.len().div_ceil(NORM_BLOCK));
-    let sums = cuda.scratch(size_of_val(out));
-    let shape = Launch { grid: [out.len() as u32, 1, 1], block: [256, 1, 1], shared: 0 };
-    let arguments: [&dyn Param; 4] = [&sums.at(), &Tensor::from(x), &(x.len() as i64), &(NORM_BLOCK as i64)];
-    cuda.launch(FLAT, c"norm_blocks", shape, &arguments);
-    must(cuda.card.download(bytemuck::cast_slice_mut(out), sums.at()));
+pub(super) fn offset(cuda: &Cuda, y: ViewMut, by: f32) {
+    cuda.each(FLAT, c"offset", y.len(), &[&Tensor::from(&y), &(y.len() as i64), &by]);
+}
+
+pub(super) fn blend(cuda: &Cuda, y: ViewMut, a: f32, x: View, b: f32) {
+    expect_len("blend", "x", x.len(), y.len());
+    let arguments: [&dyn Param; 5] = [&floats(y.as_view()), &floats(x), &(x.len() as i64), &a, &b];
+    cuda.each(FLAT, c"blend", x.len(), &arguments);
+}
+
+pub(super) fn softcap(cuda: &Cuda, y: ViewMut, cap: f32) {
+    cuda.each(FLAT, c"softcap", y.len(), &[&floats(y.as_view()), &(y.len() as i64), &cap]);
+}
+
+pub(super) fn transpose(cuda: &Cuda, y: ViewMut, x: View, rows: usize, columns: usize) {
+    expect_len("transpose", "x", x.len(), rows * columns);
+    expect_len("transpose", "y", y.len(), rows * columns);
+    let arguments: [&dyn Param; 4] = [&floats(y.as_view()), &floats(x), &(rows as i64), &(columns as i64)];
+    cuda.each(FLAT, c"transpose", x.len(), &arguments);
+}
+
+pub(super) fn nesterov(cuda: &Cuda, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
+    let len = g.len();
+    expect_len("nesterov", "g", len, buffer.len());
+    let (buffer, g) = (floats(buffer.as_view()), floats(g.as_view()));
+    let (mu, rest) = (mu as f32, (1.0 - mu) as f32);
+    cuda.each(FLAT, c"nesterov", len, &[&buffer, &g, &(len as i64), &mu, &rest, &scale]);
+}
+
+/// `DropoutScalars` of flat.cu.
+#[repr(C)]
+struct DropoutScalars {
+    sample: i64,
+    first: i64,
+    threshold: u64,
+    key: [u32; 2],
+    keep: f32,
+    unused: f32,
+}
+
+// SAFETY: struct DropoutScalars of flat.cu.
+unsafe impl Param for DropoutScalars {}
+
+pub(super) fn dropout(cuda: &Cuda, x: ViewMut, d: &Dropout) {
+    let samples = x.len().checked_div(d.sample).unwrap_or(0);
+    expect_len("dropout", "x", x.len(), samples * d.sample);
+    let scalars = DropoutScalars {
+        sample: d.sample as i64,
+        first: d.first as i64,
+        threshold: d.threshold(),
+        key: d.key,
+        keep: d.keep(),
+        unused: 0.0,
+    };
+    let blocks = samples * d.sample.div_ceil(4);
+    cuda.each(FLAT, c"dropout", blocks, &[&floats(x.as_view()), &(blocks as i64), &scalars]);
+}
+
+/// One launch for each vector, one wait for all.
+pub(super) fn norm_blocks(cuda: &Cuda, vectors: &[View]) -> Vec<f64> {
+    let count = |x: &View| x.len().div_ceil(NORM_BLOCK);
+    let mut out = vec![0.0f64; vectors.iter().map(count).sum()];
+    let sums = cuda.scratch(size_of_val(&out[..]));
+    let mut at = sums.at();
+    for x in vectors {
+        let shape = Launch { grid: [count(x) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
+        let arguments: [&dyn Param; 4] = [&at, &Tensor::from(*x), &(x.len() as i64), &(NORM_BLOCK as i64)];
+        cuda.launch(FLAT, c"norm_blocks", shape, &arguments);
+        at += (count(x) * size_of::<f64>()) as u64;
+    }
+    must(cuda.card.download(bytemuck::cast_slice_mut(&mut out), sums.at()));
+    out
 }
 
 /// `AdamScalars` of flat.cu: computed in f64, then rounded once, as torch does.

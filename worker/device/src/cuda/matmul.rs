@@ -18,7 +18,7 @@ use std::{
 };
 
 /// Bytes that a product may use beside its operands.
-const WORKSPACE: usize = 32 << 20;
+pub const WORKSPACE: usize = 32 << 20;
 /// Alignment above which no algorithm gains, bytes.
 const MOST_ALIGNED: u64 = 256;
 

@@ -19,24 +19,38 @@ mod matmul;
 mod norm;
 mod ops;
 mod rows;
+mod storage;
 
 pub use card::Facts;
+pub use classifier::rows_at_once as classifier_rows;
 pub use error::{CudaError, Result};
 pub use libs::{Found, Places, Wanted};
+pub use matmul::WORKSPACE;
 
 use crate::mem::{Buf, Dtype, Memory as Home, View, ViewMut};
+use crate::storage::Stopped;
 use binding::Address;
 use card::{Card, Launch, Memory, Param};
 use compile::{Kernels, Nvrtc, Source};
 use matmul::Products;
-use std::{ffi::CStr, path::PathBuf, sync::Arc};
+use std::{
+    collections::VecDeque,
+    ffi::CStr,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// Ops on one card.
 pub struct Cuda {
     card: Arc<Card>,
     kernels: Kernels,
     products: Products,
+    /// Lists of the host that were sent last, newest first, with where they lie.
+    recent: Mutex<VecDeque<(Vec<u8>, Arc<Memory>)>>,
 }
+
+/// Lists that are kept on a card. Every layer asks for the same few: tokens, labels, where documents begin.
+const RECENT: usize = 8;
 
 /// What was found and opened for a card, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,8 +62,17 @@ pub struct Libraries {
 }
 
 impl Home for Card {
+    fn take_back(&self, address: u64, bytes: usize) {
+        self.free(address, bytes);
+    }
+}
+
+/// Memory of the host that a card knows.
+struct Pinned(Arc<Card>);
+
+impl Home for Pinned {
     fn take_back(&self, address: u64, _: usize) {
-        self.free(address);
+        self.0.free_pinned(address);
     }
 }
 
@@ -61,7 +84,7 @@ impl Cuda {
         let kernels = Kernels::new(Nvrtc::open(places)?, &card, cache)?;
         card.enter()?;
         let products = Products::open(places)?;
-        Ok(Cuda { card, kernels, products })
+        Ok(Cuda { card, kernels, products, recent: Mutex::default() })
     }
 
     /// The card.
@@ -93,29 +116,25 @@ impl Cuda {
         self.kernels.load_all(&self.card)
     }
 
-    /// `len` zeros in the card's memory.
-    pub fn zeroed(&self, dtype: Dtype, len: usize) -> Result<Buf> {
+    /// `len` zeros in the card's memory, or why there are none.
+    pub fn try_zeroed(&self, dtype: Dtype, len: usize) -> Result<Buf> {
         let buf = self.unfilled(dtype, len)?;
-        self.card.fill_zero(buf.view().address().0, len * dtype.size())?;
+        self.card.fill_zero(buf.view().address(), len * dtype.size())?;
         Ok(buf)
     }
 
-    /// A copy of a buffer or view of the host in the card's memory.
-    pub fn upload(&self, from: View) -> Result<Buf> {
-        let buf = self.unfilled(from.dtype(), from.len())?;
-        self.card.upload(buf.view().address().0, from.bytes())?;
-        Ok(buf)
+    /// Makes the card's context the calling thread's, for libraries that work on it.
+    pub fn enter(&self) -> Result<()> {
+        self.card.enter()
     }
 
-    /// A copy of a part of the card's memory on the host, after all work before.
-    pub fn download(&self, from: View) -> Result<Buf> {
-        let mut buf = Buf::zeroed_as(from.dtype(), from.len());
-        self.card.download(buf.view_mut().bytes(), address(from))?;
-        Ok(buf)
+    /// The stream that all work of this backend goes through (a `CUstream`).
+    pub fn stream(&self) -> *mut std::ffi::c_void {
+        self.card.stream()
     }
 
-    /// Waits until everything that was asked for is done.
-    pub fn wait(&self) -> Result<()> {
+    /// Waits until everything that was asked for is done; fails with what failed of it.
+    pub fn try_wait(&self) -> Result<()> {
         self.card.wait()
     }
 
@@ -131,10 +150,20 @@ impl Cuda {
         must(self.card.allocate(bytes))
     }
 
-    /// Numbers of the host, for the length of an op.
-    fn numbers<T: bytemuck::Pod>(&self, numbers: &[T]) -> Memory {
-        let memory = self.scratch(size_of_val(numbers));
-        must(self.card.upload(memory.at(), bytemuck::cast_slice(numbers)));
+    /// Numbers of the host, for the length of an op. What was sent lately is there still: sending can cost a wait for the work
+    /// before.
+    fn numbers<T: bytemuck::Pod>(&self, numbers: &[T]) -> Arc<Memory> {
+        let bytes: &[u8] = bytemuck::cast_slice(numbers);
+        // a panic leaves the lists whole
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = recent.iter().position(|(sent, _)| sent == bytes).and_then(|i| recent.remove(i));
+        let (sent, memory) = known.unwrap_or_else(|| {
+            let memory = self.scratch(bytes.len());
+            must(self.card.upload(memory.at(), bytes));
+            (bytes.to_vec(), Arc::new(memory))
+        });
+        recent.truncate(RECENT - 1);
+        recent.push_front((sent, memory.clone()));
         memory
     }
 
@@ -176,6 +205,14 @@ impl Cuda {
     }
 }
 
+/// Is there a driver that sees a GPU, and every library that training on it needs? No GPU is opened.
+pub fn find(places: &Places) -> Result<()> {
+    card::find(places)?;
+    places.open(Wanted::Compiler)?;
+    places.open(Wanted::Blas)?;
+    Ok(())
+}
+
 /// The images of all kernels for an architecture (`sm_90`), whatever card this machine has or lacks.
 pub fn compile_all(places: &Places, arch: &str) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let nvrtc = Nvrtc::open(places)?;
@@ -185,7 +222,7 @@ pub fn compile_all(places: &Places, arch: &str) -> Result<Vec<(&'static str, Vec
 /// What went wrong stops the worker, which says it.
 #[track_caller]
 fn must<T>(result: Result<T>) -> T {
-    result.unwrap_or_else(|e| panic!("{e}"))
+    result.unwrap_or_else(|e| std::panic::panic_any(Stopped(e.to_string())))
 }
 
 /// An argument in the card's memory with its type, as kernels take it.
@@ -229,9 +266,8 @@ fn number(dtype: Dtype) -> i64 {
 
 #[track_caller]
 fn address(v: View) -> Address {
-    let (at, on_host) = v.address();
-    assert!(!on_host || v.is_empty(), "a buffer in the host's memory is used as a GPU's");
-    at
+    assert!(!v.is_on_host() || v.is_empty(), "a buffer in the host's memory is used as a GPU's");
+    v.address()
 }
 
 /// The address of a view of `f32`.

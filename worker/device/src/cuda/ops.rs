@@ -6,8 +6,8 @@ use super::{
 };
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
-    RouterShape, Sgd, Write,
+    AdamW, AttentionShape, ClassifierGrads, Dropout, Group, HeadRows, LayerNorm, Lion, NORM_BLOCK, Ops,
+    RouterGradient, RouterShape, Sgd, Write,
 };
 
 /// A matrix of a product.
@@ -36,16 +36,11 @@ impl Operand {
     }
 }
 
-impl Cuda {
-    /// Zeros.
-    pub(super) fn clear(&self, v: View) {
-        must(self.card.fill_zero(address(v), v.len() * v.dtype().size()));
-    }
-}
-
 /// `c[m, n] (=|+=) a[m, k] · b[k, n]`.
 ///
-/// The library wants operands of one type and a result of that type or f32. Whatever else is asked for goes through f32.
+/// The library wants operands of one type and a result of that type or f32. Beside a bf16 operand an f32 one is rounded to bf16,
+/// or tensor cores would stand still (the gradient of the residual stream is f32, weights and activations aren't). Whatever
+/// else is asked for goes through f32.
 pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]: [usize; 3], write: Write) {
     if m == 0 || n == 0 {
         return;
@@ -57,15 +52,13 @@ pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]
         return;
     }
     let same = a.dtype == b.dtype;
-    let inputs = if same { a.dtype } else { Dtype::F32 };
-    let (a_wide, b_wide);
-    let (a, b) = if same {
-        (a, b)
-    } else {
-        a_wide = widened(cuda, a, m * k);
-        b_wide = widened(cuda, b, k * n);
-        (a_wide.0, b_wide.0)
+    let inputs = match (a.dtype, b.dtype) {
+        _ if same => a.dtype,
+        (Dtype::F32, Dtype::Bf16) | (Dtype::Bf16, Dtype::F32) => Dtype::Bf16,
+        _ => Dtype::F32,
     };
+    let (a_there, b_there) = (of_type(cuda, a, inputs, m * k), of_type(cuda, b, inputs, k * n));
+    let (a, b) = (a_there.0, b_there.0);
     let add = write == Write::Add;
     let run = |c: Operand, add| {
         let (output, matrices) = (c.dtype, [a, b, c].map(Operand::matrix));
@@ -84,15 +77,15 @@ pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]
     flat::copy(cuda, c.tensor(), sum.tensor(), m * n);
 }
 
-/// The operand as f32, and the memory that it lies in where it had to be copied.
-fn widened(cuda: &Cuda, x: Operand, len: usize) -> (Operand, Option<super::Memory>) {
-    if x.dtype == Dtype::F32 {
+/// The operand as this type, and the memory that it lies in where it had to be copied.
+fn of_type(cuda: &Cuda, x: Operand, dtype: Dtype, len: usize) -> (Operand, Option<super::Memory>) {
+    if x.dtype == dtype {
         return (x, None);
     }
-    let memory = cuda.scratch(len * size_of::<f32>());
-    let wide = Operand { at: memory.at(), dtype: Dtype::F32, ..x };
-    flat::copy(cuda, wide.tensor(), x.tensor(), len);
-    (wide, Some(memory))
+    let memory = cuda.scratch(len * dtype.size());
+    let there = Operand { at: memory.at(), dtype, ..x };
+    flat::copy(cuda, there.tensor(), x.tensor(), len);
+    (there, Some(memory))
 }
 
 /// The rows of a group, in elements.
@@ -413,8 +406,41 @@ impl Ops for Cuda {
         flat::scale(self, y, s);
     }
 
+    fn offset(&self, y: ViewMut, s: f32) {
+        flat::offset(self, y, s);
+    }
+
+    fn blend(&self, y: ViewMut, a: f32, x: View, b: f32) {
+        flat::blend(self, y, a, x, b);
+    }
+
+    fn softcap(&self, y: ViewMut, cap: f32) {
+        flat::softcap(self, y, cap);
+    }
+
+    fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize) {
+        flat::transpose(self, y, x, rows, columns);
+    }
+
+    fn dropout(&self, x: ViewMut, d: &Dropout) {
+        flat::dropout(self, x, d);
+    }
+
+    fn sum_of_squares(&self, x: View) -> f64 {
+        flat::norm_blocks(self, &[x]).iter().sum()
+    }
+
+    fn nesterov(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
+        flat::nesterov(self, buffer, g, mu, scale);
+    }
+
     fn norm_blocks(&self, out: &mut [f64], x: View) {
-        flat::norm_blocks(self, out, x);
+        expect_len("norm_blocks", "out", out.len(), x.len().div_ceil(NORM_BLOCK));
+        out.copy_from_slice(&flat::norm_blocks(self, &[x]));
+    }
+
+    fn norm_blocks_of(&self, vectors: &[View]) -> Vec<f64> {
+        flat::norm_blocks(self, vectors)
     }
 
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW) {

@@ -1,7 +1,7 @@
 //! The cases: each op with its backward on one shape.
 use super::{Given, Outcome, Pair, Random, Worst, any, poison, wide};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Group, HeadRows, IGNORE, LayerNorm, Lion, NORM_BLOCK,
+    AdamW, AttentionShape, ClassifierGrads, Dropout, Group, HeadRows, IGNORE, LayerNorm, Lion, NORM_BLOCK,
     RouterGradient, RouterShape, Sgd, Write,
 };
 use std::cell::RefCell;
@@ -322,5 +322,39 @@ pub(super) fn flat(p: &Pair, seed: u64, n: usize) -> Outcome {
             ops.sgd(q.view_mut(), g.view(), momentum.view_mut().slice(0..0), &h);
         }
     })?;
+    worst += vectors(p, &mut r, n)?;
+    Ok(worst)
+}
+
+/// What few models and Muon need, and copies inside the backend's memory.
+fn vectors(p: &Pair, r: &mut Random, n: usize) -> Outcome {
+    let (rows, columns) = (n.isqrt(), n / n.isqrt());
+    let sums = RefCell::new(Vec::new());
+    let given =
+        [wide(r.vec(n)), wide(r.vec(n)), wide(r.vec(n)), wide(poison(n)), wide(poison(n)), wide(poison(n))];
+    let worst = p.compare(&format!("vectors {n}"), &given, |ops, b| {
+        let [x, y, z, turned, copy, none] = b else { unreachable!("buffers") };
+        ops.offset(x.view_mut(), 0.5);
+        ops.blend(y.view_mut(), 0.75, x.view(), -1.25);
+        ops.softcap(z.view_mut(), 3.0);
+        let dropped = Dropout { key: [n as u32, 7], share: 0.3, sample: n.div_ceil(2), first: (1 << 33) + 5 };
+        ops.dropout(z.view_mut().slice(0..n / 2 * 2 / dropped.sample * dropped.sample), &dropped);
+        ops.nesterov(x.view_mut(), z.view_mut(), 0.95, 0.5);
+        let whole = rows * columns;
+        ops.clear(turned.view_mut());
+        ops.transpose(turned.view_mut().slice(0..whole), y.view().slice(0..whole), rows, columns);
+        ops.copy(copy.view_mut(), x.view());
+        ops.move_down(copy.view_mut(), n / 3..n - n / 5, n / 4);
+        ops.clear(none.view_mut());
+        sums.borrow_mut().push(ops.sum_of_squares(y.view()));
+        let parts = [x.view(), y.view().slice(0..n / 2), z.view()];
+        sums.borrow_mut().push(ops.norm_blocks_of(&parts).iter().sum());
+    })?;
+    for both in sums.into_inner().chunks(4) {
+        let (want, got) = both.split_at(2);
+        if !want.iter().zip(got).all(|(w, g): (&f64, &f64)| (w - g).abs() <= w * 1e-5) {
+            return Err(format!("sums of squares {n}: {got:?}, not {want:?}"));
+        }
+    }
     Ok(worst)
 }

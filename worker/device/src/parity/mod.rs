@@ -2,7 +2,11 @@
 //! anywhere, with outputs that were poisoned. Tests run it on an emulated card, `launch gpu-check` on a real one.
 mod cases;
 
-use crate::{Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut, ops::AttentionShape};
+use crate::{
+    Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut,
+    ops::AttentionShape,
+    storage::{Storage, said},
+};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// How far results of one family of ops lie apart.
@@ -138,11 +142,7 @@ fn row(what: &'static str, cases: impl Iterator<Item = Outcome>) -> Row {
             Ok(None) => return row,
             Ok(Some(Ok(worst))) => row.worst += worst,
             Ok(Some(Err(why))) => row.failed = Some(why),
-            Err(panic) => {
-                let text = panic.downcast_ref::<String>().cloned();
-                let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
-                row.failed = Some(text.unwrap_or_else(|| "a panic without a text".to_owned()));
-            }
+            Err(panic) => row.failed = Some(said(panic.as_ref())),
         }
         row.shapes += 1;
         if row.failed.is_some() {
@@ -229,16 +229,16 @@ impl Pair<'_> {
 
     fn on_card(&self, dtype: Dtype, values: &[f32], shift: usize) -> Part {
         let padded: Vec<f32> = std::iter::repeat_n(7.0, shift).chain(values.iter().copied()).collect();
-        let from = self.cuda.upload((&padded[..]).into()).unwrap_or_else(|e| panic!("{e}"));
-        let mut buf = self.cuda.zeroed(dtype, padded.len()).unwrap_or_else(|e| panic!("{e}"));
+        let from = self.cuda.copied((&padded[..]).into());
+        let mut buf = self.cuda.zeroed(dtype, padded.len());
         self.cuda.cast(buf.view_mut(), from.view());
         Part { buf, shift }
     }
 
     fn to_host(&self, from: View) -> Vec<f32> {
-        let mut wide = self.cuda.zeroed(Dtype::F32, from.len()).unwrap_or_else(|e| panic!("{e}"));
+        let mut wide = self.cuda.zeroed(Dtype::F32, from.len());
         self.cuda.cast(wide.view_mut(), from);
-        self.cuda.download(wide.view()).unwrap_or_else(|e| panic!("{e}")).host().to_vec()
+        self.cuda.downloaded(wide.view()).host().to_vec()
     }
 
     /// The values as this type keeps them.

@@ -5,6 +5,7 @@
 // CARD_FAILS=name:n the n-th call of a function (from 1) fails, with CUDA_ERROR_LAUNCH_FAILED.
 #include "emulator.hpp"
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
@@ -36,6 +37,15 @@ static bool fails(const char* name) {
     return ++calls[name] == strtol(rule.c_str() + colon + 1, nullptr, 10);
 }
 
+// A stream begins with the number of works that another library (the stand-in for NCCL) has put on it and not done: what comes
+// behind them waits.
+struct Stream {
+    std::atomic<int> pending{0};
+};
+static void reach(void* stream) {
+    while (stream && ((Stream*)stream)->pending > 0) usleep(20);
+}
+
 // --- memory ---------------------------------------------------------------------------------------------------------------
 
 struct Allocation {
@@ -54,7 +64,8 @@ static bool inside(uintptr_t at, size_t bytes) {
     return at + bytes <= start + a.bytes;
 }
 
-API cuMemAllocAsync(uintptr_t* out, size_t bytes, void*) {
+API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
+    reach(stream);
     LOCKED;
     MAY_FAIL("cuMemAllocAsync");
     if (bytes == 0) return INVALID_VALUE;
@@ -70,7 +81,8 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void*) {
     *out = at;
     return SUCCESS;
 }
-API cuMemFreeAsync(uintptr_t at, void*) {
+API cuMemFreeAsync(uintptr_t at, void* stream) {
+    reach(stream);
     LOCKED;
     auto found = allocations.find(at);
     if (found == allocations.end()) return INVALID_VALUE;
@@ -92,27 +104,32 @@ API cuMemFreeHost(void* at) {
     free(at);
     return SUCCESS;
 }
-API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void*) {
+API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* stream) {
+    reach(stream);
     LOCKED;
     MAY_FAIL("cuMemcpyHtoDAsync");
     if (!inside(to, bytes)) return INVALID_VALUE;
     memcpy((void*)to, from, bytes);
     return SUCCESS;
 }
-API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void*) {
+API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
+    reach(stream);
     LOCKED;
     MAY_FAIL("cuMemcpyDtoHAsync");
     if (!inside(from, bytes)) return INVALID_VALUE;
     memcpy(to, (void*)from, bytes);
     return SUCCESS;
 }
-API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void*) {
+API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* stream) {
+    reach(stream);
     LOCKED;
     if (!inside(to, bytes) || !inside(from, bytes)) return INVALID_VALUE;
-    memmove((void*)to, (void*)from, bytes);
+    if (to < from + bytes && from < to + bytes && bytes) return INVALID_VALUE; // undefined on a card
+    memcpy((void*)to, (void*)from, bytes);
     return SUCCESS;
 }
-API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void*) {
+API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* stream) {
+    reach(stream);
     LOCKED;
     if (!inside(to, bytes)) return INVALID_VALUE;
     memset((void*)to, value, bytes);
@@ -167,14 +184,15 @@ API cuDeviceGetDefaultMemPool(void** pool, int) {
 }
 API cuMemPoolSetAttribute(void*, int attribute, void*) { return attribute == 4 ? SUCCESS : INVALID_VALUE; }
 API cuStreamCreate(void** stream, unsigned) {
-    *stream = malloc(1);
+    *stream = new Stream;
     return SUCCESS;
 }
 API cuStreamDestroy_v2(void* stream) {
-    free(stream);
+    delete (Stream*)stream;
     return SUCCESS;
 }
-API cuStreamSynchronize(void*) {
+API cuStreamSynchronize(void* stream) {
+    reach(stream);
     LOCKED;
     MAY_FAIL("cuStreamSynchronize");
     return SUCCESS;
@@ -255,8 +273,9 @@ API cuFuncSetAttribute(void* function, int attribute, int value) {
     ((Kernel*)function)->shared = value;
     return SUCCESS;
 }
-API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void*,
+API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
                    void** given, void**) {
+    reach(stream);
     LOCKED;
     MAY_FAIL("cuLaunchKernel");
     Kernel* k = (Kernel*)function;

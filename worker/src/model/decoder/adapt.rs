@@ -75,7 +75,7 @@ impl Decoder {
         ops: &dyn Ops,
         input: &LayerInput,
         group: usize,
-        g: &mut [f32],
+        g: &mut ViewMut,
         xy: (View, View),
         scratch: &mut Scratch,
     ) {

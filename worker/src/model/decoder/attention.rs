@@ -86,7 +86,7 @@ impl Decoder {
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        g: &mut [f32],
+        g: &mut ViewMut,
         dx: ViewMut,
         saved: &mut Activations,
         scratch: &mut Activations,
@@ -100,7 +100,7 @@ impl Decoder {
             None => dx.as_view(),
             Some(at) => {
                 let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view());
-                let (dbranch, dw) = (norm.view_mut(), (&mut g[at.clone()]).into());
+                let (dbranch, dw) = (norm.view_mut(), g.part(at.clone()));
                 ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
                 norm.view()
             }
@@ -115,20 +115,20 @@ impl Decoder {
         ops.rope_backward(dqkv.view_mut(), cos, sin, batch.b, batch.t, rotated, head_dim, width);
         self.qk_norm_backward(ops, p, g, dqkv, raw.view(), head_rstd.view(), room, m);
         if let Some(bias) = &s.qkv_bias {
-            ops.bias_backward((&mut g[bias.clone()]).into(), dqkv.view(), m, width);
+            ops.bias_backward(g.part(bias.clone()), dqkv.view(), m, width);
         }
         let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.n.eps);
         let wanted = self.wanted[input.layer];
         if wanted.qkv {
-            let dw_qkv = (&mut g[s.qkv.clone()]).into();
+            let dw_qkv = g.part(s.qkv.clone());
             ops.matmul_backward_weight(dw_qkv, dqkv.view(), norm.view(), m, width, d, Write::Set);
         }
         let w_qkv = p.slice(s.qkv.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dqkv.view(), w_qkv, m, width, d, Write::Set);
         self.adapters_backward_weight(ops, input, QKV, g, (norm.view(), dqkv.view()), &mut low);
         self.adapters_backward_input(ops, input, QKV, dnorm.view_mut(), &mut low);
-        let dw_in = (&mut g[s.input_norm.clone()]).into();
+        let dw_in = g.part(s.input_norm.clone());
         ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, Write::Add);
     }
 
@@ -137,7 +137,7 @@ impl Decoder {
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        g: &mut [f32],
+        g: &mut ViewMut,
         dx: View,
         o: View,
         d_o: ViewMut,
@@ -145,10 +145,10 @@ impl Decoder {
         let (p, m) = (input.params, input.batch.rows());
         let (s, d, o_width) = (&self.spans, self.n.hidden, self.o_width());
         if let Some(bias) = &s.o_bias {
-            ops.bias_backward((&mut g[bias.clone()]).into(), dx, m, d);
+            ops.bias_backward(g.part(bias.clone()), dx, m, d);
         }
         if self.wanted[input.layer].o {
-            ops.matmul_backward_weight((&mut g[s.o.clone()]).into(), dx, o, m, d, o_width, Write::Set);
+            ops.matmul_backward_weight(g.part(s.o.clone()), dx, o, m, d, o_width, Write::Set);
         }
         ops.matmul_backward_input(d_o, dx, p.slice(s.o.clone()), m, d, o_width, Write::Set);
     }
@@ -178,7 +178,7 @@ impl Decoder {
         &self,
         ops: &dyn Ops,
         p: View,
-        g: &mut [f32],
+        g: &mut ViewMut,
         dqkv: &mut Buf,
         raw: View,
         rstd: View,
@@ -190,7 +190,7 @@ impl Decoder {
         let kept =
             [(raw.slice(0..q), rstd.slice(0..h)), (raw.slice(q..raw.len()), rstd.slice(h..rstd.len()))];
         for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
-            let dw = (&mut g[w.clone()]).into();
+            let dw = g.part(w.clone());
             let w = self.norm_factors(ops, p.slice(w.clone()), room);
             ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, w, shape);
         }

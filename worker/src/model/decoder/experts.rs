@@ -126,9 +126,9 @@ impl Sparse for Decoder {
         scratch: &mut Activations,
     ) {
         let (p, m, d, shape) = (input.params, input.batch.rows(), self.n.hidden, self.shape());
-        let (g, router) = (grads.host(), self.router());
+        let (mut g, router) = (grads, self.router());
         for span in self.spans.summed().filter(|s| s.end <= router.start) {
-            g[span].fill(0.0);
+            ops.clear(g.part(span));
         }
         let [_, _, _, _, mid, rstd2, ..] = each::<9>(saved);
         let [norm, dnorm, _, _, _, _, room, dlogits] = each::<8>(scratch);
@@ -137,14 +137,14 @@ impl Sparse for Decoder {
         let w_post = self.norm_factors(ops, p.slice(self.spans.post_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
         if self.wanted[input.layer].router {
-            let dw = (&mut g[router.clone()]).into();
+            let dw = g.part(router.clone());
             ops.matmul_backward_weight(dw, dlogits.view(), norm.view(), m, shape.experts, d, Write::Set);
         }
         let w = p.slice(router);
         ops.matmul_backward_input(dnorm.view_mut(), dlogits.view(), w, m, shape.experts, d, Write::Add);
-        let dw_post = (&mut g[self.spans.post_norm.clone()]).into();
+        let dw_post = g.part(self.spans.post_norm.clone());
         let (dy, x, rstd) = (dnorm.view(), mid.view(), rstd2.view());
         ops.rmsnorm_backward(dx.reborrow(), dw_post, dy, x, w_post, rstd, m, d, Write::Add);
-        self.attention_backward(ops, input, g, dx, saved, scratch);
+        self.attention_backward(ops, input, &mut g, dx, saved, scratch);
     }
 }

@@ -77,7 +77,7 @@ impl Decoder {
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        g: &mut [f32],
+        g: &mut ViewMut,
         dx: ViewMut,
         saved: &mut Activations,
         scratch: &mut Activations,
@@ -92,17 +92,17 @@ impl Decoder {
             None => dx.as_view(),
             Some(at) => {
                 let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view());
-                let (dbranch, dw) = (norm.view_mut(), (&mut g[at.clone()]).into());
+                let (dbranch, dw) = (norm.view_mut(), g.part(at.clone()));
                 ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
                 norm.view()
             }
         };
         if let Some(bias) = &s.down_bias {
-            ops.bias_backward((&mut g[bias.clone()]).into(), dout, m, d);
+            ops.bias_backward(g.part(bias.clone()), dout, m, d);
         }
         let wanted = self.wanted[input.layer];
         if wanted.down {
-            let dw_down = (&mut g[s.down.clone()]).into();
+            let dw_down = g.part(s.down.clone());
             ops.matmul_backward_weight(dw_down, dout, act.view(), m, d, f, Write::Set);
         }
         self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut low);
@@ -111,19 +111,19 @@ impl Decoder {
         self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut low);
         self.gate_backward(ops, dgate_up.view_mut(), act.view(), gate_up.view(), m);
         if let Some(bias) = &s.gate_up_bias {
-            ops.bias_backward((&mut g[bias.clone()]).into(), dgate_up.view(), m, 2 * f);
+            ops.bias_backward(g.part(bias.clone()), dgate_up.view(), m, 2 * f);
         }
         let w_post = self.norm_factors(ops, p.slice(s.post_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
         if wanted.gate_up {
-            let dw_gate_up = (&mut g[s.gate_up.clone()]).into();
+            let dw_gate_up = g.part(s.gate_up.clone());
             ops.matmul_backward_weight(dw_gate_up, dgate_up.view(), norm.view(), m, 2 * f, d, Write::Set);
         }
         let w_gate_up: View = p.slice(s.gate_up.clone());
         ops.matmul_backward_input(dnorm.view_mut(), dgate_up.view(), w_gate_up, m, 2 * f, d, Write::Set);
         self.adapters_backward_weight(ops, input, GATE_UP, g, (norm.view(), dgate_up.view()), &mut low);
         self.adapters_backward_input(ops, input, GATE_UP, dnorm.view_mut(), &mut low);
-        let dw_post = (&mut g[s.post_norm.clone()]).into();
+        let dw_post = g.part(s.post_norm.clone());
         ops.rmsnorm_backward(dx, dw_post, dnorm.view(), mid.view(), w_post, rstd2.view(), m, d, Write::Add);
     }
 }

@@ -129,24 +129,23 @@ fn project_backward(
     ops: &dyn Ops,
     p: View,
     at: &Pair,
-    g: &mut [f32],
+    g: &mut ViewMut,
     dx: ViewMut,
     dy: View,
     x: View,
     (m, inp, out): Shape,
     wanted: bool,
 ) {
-    ops.bias_backward((&mut g[at.b.clone()]).into(), dy, m, out);
+    ops.bias_backward(g.part(at.b.clone()), dy, m, out);
     if wanted {
-        ops.conv1d_backward_weight((&mut g[at.w.clone()]).into(), dy, x, m, inp, out);
+        ops.conv1d_backward_weight(g.part(at.w.clone()), dy, x, m, inp, out);
     }
     ops.conv1d_backward_input(dx, dy, p.slice(at.w.clone()), m, inp, out);
 }
 
 /// Two ranges of `g`, of which the first ends where the second begins.
-fn adjacent<'a>(g: &'a mut [f32], at: &Pair) -> (ViewMut<'a>, ViewMut<'a>) {
-    let both: ViewMut = (&mut g[at.w.start..at.b.end]).into();
-    both.split_at(at.w.len())
+fn adjacent<'a>(g: &'a mut ViewMut, at: &Pair) -> (ViewMut<'a>, ViewMut<'a>) {
+    g.part(at.w.start..at.b.end).split_at(at.w.len())
 }
 
 impl Gpt2 {
@@ -171,7 +170,7 @@ impl Gpt2 {
         ops: &dyn Ops,
         input: &LayerInput,
         which: usize,
-        g: &mut [f32],
+        g: &mut ViewMut,
         xy: (View, View),
         dx: ViewMut,
         low: &mut Scratch,
@@ -223,7 +222,7 @@ impl Gpt2 {
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        g: &mut [f32],
+        g: &mut ViewMut,
         dx: ViewMut,
         saved: &mut Activations,
         scratch: &mut Activations,
@@ -297,7 +296,7 @@ impl Gpt2 {
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        g: &mut [f32],
+        g: &mut ViewMut,
         dx: ViewMut,
         saved: &mut Activations,
         scratch: &mut Activations,

@@ -13,6 +13,62 @@ KERNEL scale(Tensor y, i64 n, float factor) {
     EACH(i, n) store(y, i, load(y, i) * factor);
 }
 
+KERNEL offset(Tensor y, i64 n, float by) {
+    EACH(i, n) store(y, i, load(y, i) + by);
+}
+
+KERNEL blend(float* y, const float* x, i64 n, float a, float b) {
+    EACH(i, n) y[i] = __fadd_rn(__fmul_rn(a, y[i]), __fmul_rn(b, x[i]));
+}
+
+KERNEL softcap(float* y, i64 n, float cap) {
+    EACH(i, n) y[i] = cap * tanhf(y[i] / cap);
+}
+
+KERNEL transpose(float* y, const float* x, i64 rows, i64 columns) {
+    EACH(i, rows * columns) y[i] = x[i % rows * columns + i / rows];
+}
+
+KERNEL nesterov(float* buffer, float* g, i64 n, float mu, float rest, float scale) {
+    EACH(i, n) {
+        float scaled = __fmul_rn(g[i], scale), b = buffer[i];
+        b = __fadd_rn(b, __fmul_rn(rest, __fadd_rn(scaled, -b)));
+        buffer[i] = b;
+        g[i] = __fadd_rn(scaled, __fmul_rn(mu, __fadd_rn(b, -scaled)));
+    }
+}
+
+struct DropoutScalars {
+    i64 sample, first;
+    u64 threshold;
+    u32 key[2];
+    float keep, unused;
+};
+
+// Each thread draws for four elements of a sample (Philox4x32-10).
+KERNEL dropout(float* x, i64 blocks, DropoutScalars d) {
+    i64 per_sample = (d.sample + 3) / 4;
+    EACH(i, blocks) {
+        i64 sample = i / per_sample, block = i % per_sample, number = d.first + sample;
+        u32 c[4] = {(u32)block, (u32)number, 0, (u32)((u64)block >> 32) | (u32)((u64)number >> 32) << 11};
+        u32 k0 = d.key[0], k1 = d.key[1];
+        for (int round = 0; round < 10; round++) {
+            u64 p0 = (u64)c[0] * 0xD2511F53u, p1 = (u64)c[2] * 0xCD9E8D57u;
+            u32 c1 = c[1], c3 = c[3];
+            c[0] = (u32)(p1 >> 32) ^ c1 ^ k0;
+            c[1] = (u32)p1;
+            c[2] = (u32)(p0 >> 32) ^ c3 ^ k1;
+            c[3] = (u32)p0;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        for (i64 j = 0; j < 4 && 4 * block + j < d.sample; j++) {
+            float* at = x + sample * d.sample + 4 * block + j;
+            *at = (u64)c[j] < d.threshold ? 0.0f : __fmul_rn(*at, d.keep);
+        }
+    }
+}
+
 // One block of threads per `width` elements.
 KERNEL norm_blocks(double* out, Tensor x, i64 n, i64 width) {
     i64 first = (i64)blockIdx.x * width, end = first + width < n ? first + width : n;

@@ -1,0 +1,46 @@
+//! [`Storage`] on the host: what ops compute with lies there anyway.
+use super::Cpu;
+use crate::{
+    mem::{Buf, Dtype, View, ViewMut},
+    storage::Storage,
+};
+use std::ops::Range;
+
+impl Storage for Cpu {
+    fn is_host(&self) -> bool {
+        true
+    }
+
+    fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
+        Buf::zeroed_as(dtype, len)
+    }
+
+    fn staging(&self, dtype: Dtype, len: usize) -> Buf {
+        Buf::zeroed_as(dtype, len)
+    }
+
+    fn copy(&self, to: ViewMut, from: View) {
+        assert!(
+            to.dtype() == from.dtype(),
+            "copy: {:?} to {:?}; a cast says what is meant",
+            from.dtype(),
+            to.dtype()
+        );
+        to.bytes().copy_from_slice(from.bytes());
+    }
+
+    fn clear(&self, x: ViewMut) {
+        x.bytes().fill(0);
+    }
+
+    fn move_down(&self, x: ViewMut, from: Range<usize>, to: usize) {
+        let size = x.dtype().size();
+        x.bytes().copy_within(from.start * size..from.end * size, to * size);
+    }
+
+    fn wait(&self) {}
+
+    fn peak_memory(&self) -> u64 {
+        0
+    }
+}
