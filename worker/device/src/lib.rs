@@ -7,7 +7,6 @@ pub mod parity;
 pub mod philox;
 pub mod storage;
 
-mod pages;
 
 pub use cpu::Cpu;
 pub use cuda::Cuda;

@@ -2,7 +2,6 @@
 //!
 //! A view is an address, a length, an element type and a lifetime, so the same op signatures serve host and device memory
 //! and every precision. On the CPU backend a view of `f32` *is* a slice: [`View::host`] costs nothing.
-use crate::pages;
 use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 
 /// Alignment of every buffer, bytes: one cache line, one AVX-512 register.
@@ -64,11 +63,8 @@ impl Buf {
         }
         let layout = Self::layout(len, dtype);
         // SAFETY: the layout's size is not zero.
-        let raw = unsafe { alloc::alloc(layout) };
+        let raw = unsafe { alloc::alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { alloc::handle_alloc_error(layout) };
-        pages::advise(ptr.as_ptr(), layout.size());
-        // SAFETY: the memory is this buffer's own, and as long as the layout says.
-        unsafe { raw.write_bytes(0, layout.size()) };
         Buf { ptr, len, dtype, on_host: true, home: None }
     }
 
