@@ -7,7 +7,6 @@ pub mod parity;
 pub mod philox;
 pub mod storage;
 
-
 pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use mem::{Buf, Dtype, View, ViewMut};
