@@ -172,7 +172,16 @@ fn a_gpu_for_each_worker() {
         "run.visible_devices"
     );
     assert_eq!(wrong("cluster: {devices: [2]}\nrun: {command: [a]}"), "cluster.devices");
-    assert_eq!(wrong("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), "cluster.devices");
+    let trained = planned(&job("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &facts);
+    let own = |rank: usize| {
+        let env = &trained.nodes[0].workers[rank].env;
+        env.iter().find(|(name, _)| name == "CUDA_VISIBLE_DEVICES").map(|(_, value)| value.clone())
+    };
+    assert_eq!((trained.world, own(0).as_deref(), own(1).as_deref()), (2, Some("0"), Some("1")));
+    let none = Facts { gpus: Vec::new(), ..facts.clone() };
+    let refused =
+        on(&job("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &none).expect_err("refused");
+    assert_eq!(refused[0].path, "cluster.devices");
     assert_eq!(wrong("cluster: {workers_per_host: 9}\nrun: {command: [a], bind: cores}"), "run.bind");
 }
 

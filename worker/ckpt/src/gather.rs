@@ -161,13 +161,16 @@ impl Plan {
         let sizes: Vec<u64> = tensors.iter().map(|t| t.elements() * dtype.size()).collect();
         // PEFT knows one file only
         let limit = if stem == MODEL { options.max_shard_size } else { u64::MAX };
-        let groups = split(&sizes, limit);
+        let units = order::units(&tensors);
+        let unit_sizes: Vec<u64> = units.iter().map(|unit| sizes[unit.clone()].iter().sum()).collect();
+        let groups = split(&unit_sizes, limit);
         let count = groups.len();
         let name = |i: usize| match count {
             1 => format!("{stem}.safetensors"),
             _ => format!("{stem}-{:05}-of-{count:05}.safetensors", i + 1),
         };
-        let files = groups.into_iter().enumerate().map(|(i, group)| (name(i), group)).collect();
+        let members = |group: Vec<usize>| group.into_iter().flat_map(|unit| units[unit].clone()).collect();
+        let files = groups.into_iter().enumerate().map(|(i, group)| (name(i), members(group))).collect();
         Ok(Plan { dtype, tensors, files, bytes: sizes.iter().sum(), left_out })
     }
 

@@ -1,9 +1,9 @@
 //! The order in which `save_pretrained` writes tensors. With it shards are cut at the same places.
 //!
 //! It is that of the modules in the model's code; but where it takes fused experts apart, as transformers 5 does, it sorts
-//! all tensors by name first.
+//! all tensors by name first, and what was one tensor stays in one shard.
 use crate::catalog::TensorInfo;
-use std::collections::HashMap;
+use std::{collections::HashMap, ops::Range};
 
 /// Modules of a decoder layer, in order.
 const MODULES: [&str; 13] = [
@@ -98,6 +98,23 @@ pub(super) fn sort(mut tensors: Vec<TensorInfo>) -> Vec<TensorInfo> {
     placed.into_iter().map(|(_, t)| t).collect()
 }
 
+/// Ranges of sorted tensors that come into one shard: the matrices of a layer's experts are parts of two fused tensors, one
+/// of down and one of gate and up; every other tensor is by itself.
+pub(super) fn units(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
+    let fused = |t: &TensorInfo| of_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which > 0));
+    let mut units: Vec<Range<usize>> = Vec::with_capacity(tensors.len());
+    let mut last = None;
+    for (at, tensor) in tensors.iter().enumerate() {
+        let own = fused(tensor);
+        match units.last_mut() {
+            Some(unit) if own.is_some() && own == last => unit.end = at + 1,
+            _ => units.push(at..at + 1),
+        }
+        last = own;
+    }
+    units
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -153,5 +170,21 @@ mod tests {
         let order: Vec<usize> =
             sorted.iter().map(|t| names.iter().position(|n| *n == t.name).expect("one of them")).collect();
         assert_eq!(order, [0, 2, 4, 3, 5, 1, 6, 7, 8, 9, 10]);
+    }
+
+    #[test]
+    fn what_was_fused_stays_together() {
+        let names = [
+            "model.embed_tokens.weight",
+            "model.layers.0.mlp.experts.0.down_proj.weight",
+            "model.layers.0.mlp.experts.1.down_proj.weight",
+            "model.layers.0.mlp.experts.0.gate_proj.weight",
+            "model.layers.0.mlp.experts.1.gate_proj.weight",
+            "model.layers.0.mlp.experts.0.up_proj.weight",
+            "model.layers.0.mlp.gate.weight",
+            "model.norm.weight",
+        ];
+        let tensors: Vec<TensorInfo> = names.iter().map(tensor).collect();
+        assert_eq!(units(&tensors), [0..1, 1..3, 3..6, 6..7, 7..8]);
     }
 }
