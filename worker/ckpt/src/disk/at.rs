@@ -10,7 +10,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 /// Bytes read past the page cache at a time.
-const DIRECT: usize = 8 << 20;
+const DIRECT: usize = 2 << 20;
 /// Bytes read out of the page cache at a time: they are still in the core's cache when they are looked at.
 const CACHED: usize = 256 << 10;
 /// Fewer bytes than this aren't worth to be read past the page cache.
