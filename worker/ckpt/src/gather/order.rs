@@ -98,10 +98,10 @@ pub(super) fn sort(mut tensors: Vec<TensorInfo>) -> Vec<TensorInfo> {
     placed.into_iter().map(|(_, t)| t).collect()
 }
 
-/// Ranges of sorted tensors that come into one shard: the matrices of a layer's experts are parts of two fused tensors, one
-/// of down and one of gate and up; every other tensor is by itself.
+/// Ranges of sorted tensors that come into one shard: the matrices of a layer's experts are views of three tensors, of down,
+/// gate and up; every other tensor is by itself.
 pub(super) fn units(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
-    let fused = |t: &TensorInfo| of_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which > 0));
+    let fused = |t: &TensorInfo| of_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which));
     let mut units: Vec<Range<usize>> = Vec::with_capacity(tensors.len());
     let mut last = None;
     for (at, tensor) in tensors.iter().enumerate() {
@@ -185,6 +185,6 @@ mod tests {
             "model.norm.weight",
         ];
         let tensors: Vec<TensorInfo> = names.iter().map(tensor).collect();
-        assert_eq!(units(&tensors), [0..1, 1..3, 3..6, 6..7, 7..8]);
+        assert_eq!(units(&tensors), [0..1, 1..3, 3..5, 5..6, 6..7, 7..8]);
     }
 }
