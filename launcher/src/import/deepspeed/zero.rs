@@ -48,7 +48,7 @@ fn gather(draft: &mut Draft, part: &mut Keys<'_>) {
 /// Where optimizer states and parameters lie: states in files of a directory, or in memory with everything else.
 fn offload(draft: &mut Draft, part: &mut Keys<'_>) {
     const OFFLOAD: &str = "train.zero.offload";
-    const TODO: &str = "for states in files: `train.zero.offload: {optimizer: DIRECTORY}`";
+    const INSTEAD: &str = "for states in files: `train.zero.offload: {optimizer: DIRECTORY}`";
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
         let Some(mut inner) = part.section(name) else { continue };
         let device = inner.text("device").unwrap_or_else(|| "none".to_owned());
@@ -59,8 +59,8 @@ fn offload(draft: &mut Draft, part: &mut Keys<'_>) {
                 let place = format!("{{optimizer: {}}}", contract::job::quoted(path));
                 draft.wish(&inner.path("nvme_path"), OFFLOAD, place);
             }
-            ("nvme", true, None) => draft.not_carried(&from, "it names no nvme_path", TODO),
-            (_, true, _) => draft.not_carried(&from, in_memory("optimizer states", &device), TODO),
+            ("nvme", true, None) => draft.not_carried(&from, "it names no nvme_path", INSTEAD),
+            (_, true, _) => draft.not_carried(&from, in_memory("optimizer states", &device), INSTEAD),
             (_, false, _) => draft.not_carried(&from, in_memory("parameters", &device), ""),
         }
         let (rest, problems) = inner.rest();
