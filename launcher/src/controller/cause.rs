@@ -69,7 +69,7 @@ pub(crate) fn advice(cause: &str) -> Option<&'static str> {
         ),
         (
             "driver reports Xid",
-            "31, 13 and 43 are most often the program's; with 48, 62, 64, 74, 79, 94, 95 and 119 the GPU is to be reset or its host left out (`cluster.exclude`): see `dmesg | grep Xid`, and NVIDIA's list of Xid errors",
+            "NVIDIA's list of Xid errors says what the number means and whether the GPU is to be reset: see `dmesg | grep Xid`; `cluster.exclude` leaves the host out",
         ),
         (
             "no rank made progress",
