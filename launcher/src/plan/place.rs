@@ -98,19 +98,25 @@ fn nodes<'c>(cores: &[&'c Core]) -> BTreeMap<u32, Vec<&'c Core>> {
     nodes
 }
 
-/// The nodes of each worker: its GPU's, or else the nodes in equal parts, neighbours together.
+/// The nodes of each worker, equal to another's or disjoint from it: its GPU's; where that isn't known, those that no GPU
+/// has claimed, in equal parts, neighbours together, or else the one with the fewest workers.
 fn places(nodes: &BTreeMap<u32, Vec<&Core>>, near: &[Option<u32>]) -> Vec<Vec<u32>> {
-    let all: Vec<u32> = nodes.keys().copied().collect();
-    let workers = near.len();
-    let spread = |worker: usize| match all.len() / workers.max(1) {
-        0 => all.get(worker * all.len() / workers).copied().into_iter().collect(),
-        many => all[worker * many..][..many].to_vec(),
-    };
-    let place = |(worker, near): (usize, &Option<u32>)| match near {
-        Some(node) if nodes.contains_key(node) => vec![*node],
-        _ => spread(worker),
-    };
-    near.iter().enumerate().map(place).collect()
+    let known = |near: &Option<u32>| near.filter(|node| nodes.contains_key(node));
+    let mut waiting: BTreeMap<u32, usize> = nodes.keys().map(|node| (*node, 0)).collect();
+    near.iter().filter_map(known).for_each(|node| *waiting.entry(node).or_default() += 1);
+    let free: Vec<u32> =
+        waiting.iter().filter(|(_, workers)| **workers == 0).map(|(node, _)| *node).collect();
+    let unknown = near.iter().filter(|near| known(near).is_none()).count();
+    let mut spread = (0..unknown).map(|worker| match free.len() / unknown {
+        0 if free.is_empty() => {
+            let least = waiting.iter_mut().min_by_key(|(_, workers)| **workers);
+            least.map(|(node, workers)| (*node, *workers += 1).0).into_iter().collect()
+        }
+        0 => vec![free[worker * free.len() / unknown]],
+        many => free[worker * many..][..many].to_vec(),
+    });
+    let place = |near| known(near).map(|node| vec![node]).or_else(|| spread.next()).unwrap_or_default();
+    near.iter().map(place).collect()
 }
 
 fn cpus(cores: &[&Core]) -> Vec<u32> {

@@ -53,7 +53,7 @@ fn two_sockets_and_eight_gpus() {
     let crossed = [Some(1), Some(0), Some(1), None];
     assert_eq!(
         placed(&facts, &crossed, Bind::Cores),
-        ["32-41,96-105x10", "0-9,64-73x10", "42-51,106-115x10", "52-61,116-125x10"].map(str::to_owned)
+        ["32-47,96-111x16", "0-15,64-79x16", "48-63,112-127x16", "16-31,80-95x16"].map(str::to_owned)
     );
     assert_eq!(placed(&facts, &GPUS, Bind::None), ["x8"; 8]);
 }
@@ -95,6 +95,14 @@ fn a_time_limit_lowers_the_threads() {
     let facts = facts(machine(1, 8, 2).topology, Some(5.5));
     assert_eq!(placed(&facts, &NO_GPU[..2], Bind::Auto), ["0-3,8-11x2", "4-7,12-15x2"]);
     assert_eq!(placed(&facts, &NO_GPU, Bind::None), ["x1"; 8]);
+}
+
+#[test]
+fn a_gpu_whose_node_is_unknown_gets_cores_that_no_other_has_claimed() {
+    let four = machine(4, 2, 1);
+    assert_eq!(placed(&four, &[Some(2), None], Bind::Cores), ["4-5x2", "0-1x2"]);
+    let two = machine(2, 4, 1);
+    assert_eq!(placed(&two, &[Some(0), Some(1), None], Bind::Cores), ["0-1x2", "4-5x2", "2-3x2"]);
 }
 
 #[test]
