@@ -136,10 +136,11 @@ fn collect(
     }
 }
 
+/// One more than there are cores: while one ends a file and begins the next, the disk works for the others.
 fn workers(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let affordable = (memory.saturating_sub(BESIDE) / PER_WORKER) as usize;
-    cores.min(affordable).min(files).clamp(1, WORKERS_MAX)
+    (cores + 1).min(affordable).min(files).clamp(1, WORKERS_MAX)
 }
 
 fn make_folders(dir: &Path, files: &[FilePlan]) -> Result<()> {
