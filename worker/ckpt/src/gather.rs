@@ -1,7 +1,7 @@
 //! Writes the weights and buffers of a checkpoint as a Hugging Face folder, streaming: read ahead, convert, write behind.
 //!
-//! Extra memory is the same for every model size: three windows of 16 MiB, one converted window, and the buffers of
-//! one read and one write (24 MiB each).
+//! Extra memory is the same for every model size: six windows of 4 MiB, one converted window, and the buffers of the
+//! readers (2 MiB each) and of one write (24 MiB).
 mod adapters;
 mod order;
 pub(crate) mod output;
@@ -21,12 +21,15 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{channel, sync_channel};
+use std::sync::mpsc::{Receiver, channel, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Elements converted at a time: 16 MiB of f32.
-const WINDOW_ELEMENTS: usize = 4 << 20;
-/// Windows between the reading and the writing thread.
-const WINDOWS: usize = 3;
+/// Elements converted at a time: 4 MiB of f32.
+const WINDOW_ELEMENTS: usize = 1 << 20;
+/// Windows between the reading threads and the writing one.
+const WINDOWS: usize = 6;
+/// Threads that read: while one sums what it has read, the disk works for another.
+const READERS: usize = 3;
 /// Says that a folder is ours and which files in it are.
 const GATHERED: &str = "gathered.json";
 const GATHERED_FORMAT: &str = "launch gathered weights";
@@ -349,28 +352,40 @@ impl Window {
     }
 }
 
-/// Writes the weight files into `dir`; one thread reads ahead while this one converts and hands over to the writer.
+/// What a reading thread hands over: which window, and what was read for it.
+type Read = (usize, Result<(Window, Vec<f32>)>);
+
+/// Writes the weight files into `dir`; some threads read ahead while this one converts and hands over to the writer.
 fn write_weights(
     checkpoint: &dyn Source,
     plan: &Plan,
     dir: &Path,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<(Vec<GatheredFile>, BTreeSet<String>)> {
+    let all = Mutex::new((0..plan.files.len()).flat_map(|file| plan.windows(file)).enumerate());
     std::thread::scope(|scope| {
-        let (full, inbox) = sync_channel::<Result<(Window, Vec<f32>)>>(1);
+        let (full, inbox) = sync_channel::<Read>(WINDOWS);
         let (outbox, empty) = channel::<Vec<f32>>();
         for _ in 0..WINDOWS {
             let _ = outbox.send(Vec::new());
         }
-        scope.spawn(move || {
-            for window in (0..plan.files.len()).flat_map(|file| plan.windows(file)) {
-                // the other side is gone after an error
-                let Ok(buffer) = empty.recv() else { return };
-                if full.send(read_window(checkpoint, plan, window, buffer)).is_err() {
-                    return;
+        let empty = Arc::new(Mutex::new(empty));
+        for _ in 0..READERS {
+            let (full, empty, all) = (full.clone(), empty.clone(), &all);
+            scope.spawn(move || {
+                loop {
+                    // memory first: so the window that is waited for always has some
+                    let memory = lock(&empty).recv();
+                    // the other side is gone after an error
+                    let (Ok(buffer), Some((i, window))) = (memory, lock(all).next()) else { return };
+                    if full.send((i, read_window(checkpoint, plan, window, buffer))).is_err() {
+                        return;
+                    }
                 }
-            }
-        });
+            });
+        }
+        drop((full, empty));
+        let mut read = InOrder { inbox, next: 0, early: BTreeMap::new() };
         let mut files = Vec::with_capacity(plan.files.len());
         let mut done = 0;
         let mut narrow = Narrow::default();
@@ -379,9 +394,7 @@ fn write_weights(
             let mut writer = FileWriter::create(dir.join(name), WritePath::Direct, false)?;
             writer.write(&plan.header(i)?)?;
             for _ in 0..plan.windows(i).len() {
-                let received =
-                    inbox.recv().map_err(|_| CkptError::invalid("the reading thread ended early"))?;
-                let (window, buffer) = received?;
+                let (window, buffer) = read.next()?;
                 narrow.write(plan, &window, &buffer, &mut writer)?;
                 window.add_not_finite(plan, &buffer, &mut not_finite);
                 done += buffer.len() as u64 * plan.dtype.size();
@@ -392,6 +405,32 @@ fn write_weights(
         }
         Ok((files, not_finite))
     })
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    // a reader that panics ends the others' work when it is joined
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Windows in their order, whichever is read first.
+struct InOrder {
+    inbox: Receiver<Read>,
+    next: usize,
+    early: BTreeMap<usize, Result<(Window, Vec<f32>)>>,
+}
+
+impl InOrder {
+    fn next(&mut self) -> Result<(Window, Vec<f32>)> {
+        loop {
+            if let Some(read) = self.early.remove(&self.next) {
+                self.next += 1;
+                return read;
+            }
+            let ended = |_| CkptError::invalid("the reading threads ended early");
+            let (i, read) = self.inbox.recv().map_err(ended)?;
+            self.early.insert(i, read);
+        }
+    }
 }
 
 fn read_window(

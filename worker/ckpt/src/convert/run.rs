@@ -7,7 +7,7 @@ use super::state::State;
 use super::steps::{Loaded, Step, WINDOW, steps};
 use crate::catalog::TensorInfo;
 use crate::checkpoint::Request;
-use crate::disk::{self, FileWriter, Folder, WritePath};
+use crate::disk::{self, Buffers, FileWriter, Folder, NARROW, WritePath};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors::{self, Planned};
@@ -22,6 +22,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// Windows of one worker: one being read, one waiting, one being written.
@@ -52,6 +53,10 @@ struct Shared<'a> {
     next: AtomicUsize,
     stop: AtomicBool,
     bytes: AtomicU64,
+    /// Of the writing threads.
+    buffers: Buffers,
+    /// Windows that no file uses now.
+    windows: Mutex<Vec<Vec<f32>>>,
 }
 
 /// Writes all files into the output's folder.
@@ -79,6 +84,8 @@ pub(super) fn run(
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         bytes: AtomicU64::new(0),
+        buffers: Buffers::of(NARROW),
+        windows: Mutex::default(),
     };
     let workers = workers(memory, shared.files.len());
     let mut done = Done { reused: 0, shards: Vec::new() };
@@ -129,10 +136,11 @@ fn collect(
     }
 }
 
+/// One more than there are cores: while one ends a file and begins the next, the disk works for the others.
 fn workers(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let affordable = (memory.saturating_sub(BESIDE) / PER_WORKER) as usize;
-    cores.min(affordable).min(files).clamp(1, WORKERS_MAX)
+    (cores + 1).min(affordable).min(files).clamp(1, WORKERS_MAX)
 }
 
 fn make_folders(dir: &Path, files: &[FilePlan]) -> Result<()> {
@@ -179,7 +187,8 @@ impl Shared<'_> {
                 (done.bytes, done.shard) = (shard.bytes, Some(shard));
             }
             Content::Torch(plan) => {
-                let writer = TorchWriter::create(path, file.stem(), &plan.value, plan.bytes())?;
+                let writer =
+                    TorchWriter::create(path, file.stem(), &plan.value, plan.bytes(), &self.buffers)?;
                 let (bytes, members) = self.torch(plan, writer)?;
                 (done.bytes, done.members) = (bytes, Some(members));
             }
@@ -232,7 +241,7 @@ impl Shared<'_> {
             })
             .collect();
         let header = safetensors::shard_header(rank, self.world, &planned).map_err(CkptError::invalid)?;
-        let mut writer = FileWriter::narrow(path.to_owned(), WritePath::Direct, true)?;
+        let mut writer = FileWriter::with(path.to_owned(), WritePath::Direct, true, self.buffers.clone())?;
         writer.write(&header)?;
         let spans: Vec<Span> = pieces.iter().map(|(i, r)| Span::Of(*i, r.clone())).collect();
         let steps: Vec<Step> = steps(Dtype::F32, &spans);
@@ -259,7 +268,7 @@ impl Shared<'_> {
     ) -> Result<()> {
         let windows = steps.iter().filter(|s| matches!(s, Step::Window { .. } | Step::Raw { .. })).count();
         if windows <= 1 || steps.iter().map(Step::elements).sum::<usize>() <= WINDOW {
-            let mut buffer = Vec::new();
+            let mut buffer = self.window();
             for step in steps {
                 let loaded = self.load(step, std::mem::take(&mut buffer))?;
                 self.told(step, &mut sink, &loaded)?;
@@ -267,13 +276,14 @@ impl Shared<'_> {
                     buffer = values;
                 }
             }
+            self.give(buffer);
             return Ok(());
         }
         std::thread::scope(|scope| {
             let (full, inbox) = sync_channel::<Result<Loaded>>(1);
             let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOWS);
             for _ in 0..WINDOWS {
-                let _ = outbox.send(Vec::new());
+                let _ = outbox.send(self.window());
             }
             scope.spawn(move || {
                 for step in steps {
@@ -287,6 +297,9 @@ impl Shared<'_> {
                         return;
                     }
                 }
+                // the other side has ended, or ends when this does
+                drop(full);
+                empty.iter().for_each(|window| self.give(window));
             });
             for step in steps {
                 if self.stop.load(Ordering::Relaxed) {
@@ -301,6 +314,20 @@ impl Shared<'_> {
             }
             Ok(())
         })
+    }
+
+    fn windows(&self) -> std::sync::MutexGuard<'_, Vec<Vec<f32>>> {
+        self.windows.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A window of an earlier file, or a new one.
+    fn window(&self) -> Vec<f32> {
+        self.windows().pop().unwrap_or_default()
+    }
+
+    /// Keeps a window for the next file.
+    fn give(&self, window: Vec<f32>) {
+        self.windows().push(window);
     }
 
     fn told(

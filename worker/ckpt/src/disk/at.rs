@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
-/// Bytes read past the page cache at a time.
+/// Bytes read past the page cache at a time: a huge page, which is one stretch of memory for the disk.
 const DIRECT: usize = 2 << 20;
 /// Bytes read out of the page cache at a time: they are still in the core's cache when they are looked at.
 const CACHED: usize = 256 << 10;
@@ -23,8 +23,8 @@ pub(crate) struct Scratch {
 
 impl Default for Scratch {
     fn default() -> Scratch {
-        // room for what is before and after what is wanted
-        Scratch { buffers: Buffers::of(DIRECT + 2 * ALIGN) }
+        // pieces end where blocks do, so with what is before them they are no longer
+        Scratch { buffers: Buffers::of(DIRECT) }
     }
 }
 

@@ -1,13 +1,54 @@
-//! Page-aligned buffers, kept for the next use.
+//! Buffers in huge pages, kept for the next use.
+//!
+//! A disk is given a request as stretches of physical memory: in small pages 2 MiB are 512 of them, in a huge page one. On
+//! virtual disks that makes the difference between 1 and 3 GB/s.
 use super::WINDOW;
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, PoisonError};
 
-/// A store of buffers of equal size.
+/// Bytes of a huge page (of x86-64, and of AArch64 with pages of 4 KiB).
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Memory that begins where a huge page does.
+#[derive(Debug)]
+pub(crate) struct Buffer {
+    map: MmapMut,
+    start: usize,
+    size: usize,
+}
+
+impl Buffer {
+    fn new(size: usize) -> io::Result<Buffer> {
+        // whole huge pages, wherever the kernel puts the map; what isn't touched costs nothing
+        let mut map = MmapMut::map_anon(size.next_multiple_of(HUGE_PAGE) + HUGE_PAGE)?;
+        // a kernel without huge pages goes on with small ones
+        let _ = map.advise(Advice::HugePage);
+        let start = map.as_mut_ptr().align_offset(HUGE_PAGE);
+        Ok(Buffer { map, start, size })
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.map[self.start..self.start + self.size]
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.map[self.start..self.start + self.size]
+    }
+}
+
+/// A store of buffers of equal size; clones share it.
+#[derive(Clone)]
 pub(crate) struct Buffers {
     size: usize,
-    kept: Mutex<Vec<MmapMut>>,
+    kept: Arc<Mutex<Vec<Buffer>>>,
 }
 
 /// Of [`WINDOW`] bytes.
@@ -20,25 +61,37 @@ impl Default for Buffers {
 impl Buffers {
     /// Of `size` bytes.
     pub(crate) fn of(size: usize) -> Buffers {
-        Buffers { size, kept: Mutex::default() }
+        Buffers { size, kept: Arc::default() }
     }
 
     /// A buffer with arbitrary content.
-    pub(crate) fn take(&self) -> io::Result<MmapMut> {
+    pub(crate) fn take(&self) -> io::Result<Buffer> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        match kept {
-            Some(buffer) => Ok(buffer),
-            None => {
-                let buffer = MmapMut::map_anon(self.size)?;
-                // fewer page faults and cheaper pinning; a kernel without huge pages goes on with small ones
-                let _ = buffer.advise(memmap2::Advice::HugePage);
-                Ok(buffer)
-            }
-        }
+        kept.map_or_else(|| Buffer::new(self.size), Ok)
     }
 
     /// Keeps a buffer for the next [`Buffers::take`].
-    pub(crate) fn give(&self, buffer: MmapMut) {
+    pub(crate) fn give(&self, buffer: Buffer) {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_begin_at_huge_pages_and_come_back() {
+        for size in [4096, HUGE_PAGE, HUGE_PAGE + 4096, 4 * HUGE_PAGE] {
+            let buffers = Buffers::of(size);
+            let mut one = buffers.take().expect("memory");
+            assert_eq!((one.len(), one.as_ptr() as usize % HUGE_PAGE), (size, 0));
+            one.fill(7);
+            let place = one.as_ptr();
+            buffers.clone().give(one);
+            let (again, other) = (buffers.take().expect("memory"), buffers.take().expect("memory"));
+            assert_eq!(again.as_ptr(), place);
+            assert_ne!(other.as_ptr(), place, "while the first is in use");
+        }
     }
 }

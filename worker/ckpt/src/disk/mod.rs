@@ -6,13 +6,13 @@ mod read;
 mod write;
 
 pub(crate) use at::{ReadAt, Scratch};
-pub(crate) use buffer::Buffers;
+pub(crate) use buffer::{Buffer, Buffers};
 pub(crate) use folder::{
     DirLock, Folder, exists, free_bytes, lock_dir, make_dir, make_dirs, parent_of, remove_tree, sync_all_of,
     sync_dir, unlink,
 };
 pub(crate) use read::{BlockFile, Job, stream};
-pub(crate) use write::{FileWriter, Path as WritePath, write_file};
+pub(crate) use write::{FileWriter, NARROW, Path as WritePath, write_file};
 
 /// Unit of hashing: bytes per block of a file.
 pub(crate) const BLOCK: usize = 1 << 20;

@@ -1,7 +1,6 @@
 //! Blocks of files, read ahead by a thread while the caller checks and uses the ones before.
-use super::{ALIGN, BLOCK, Buffers, Folder, WINDOW};
+use super::{ALIGN, BLOCK, Buffer, Buffers, Folder, WINDOW};
 use crate::error::{CkptError, Result};
-use memmap2::MmapMut;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::fs::File;
 use std::io;
@@ -42,7 +41,7 @@ impl BlockFile {
     }
 
     /// Reads `bytes` (starting at a block) into the start of `window`; a file that ends early is damage.
-    fn read(&mut self, bytes: Range<u64>, window: &mut MmapMut) -> Result<()> {
+    fn read(&mut self, bytes: Range<u64>, window: &mut [u8]) -> Result<()> {
         match self.fill(bytes, window) {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                 Err(CkptError::damaged(&self.folder, &self.name, "it is cut short"))
@@ -51,7 +50,7 @@ impl BlockFile {
         }
     }
 
-    fn fill(&mut self, bytes: Range<u64>, window: &mut MmapMut) -> io::Result<()> {
+    fn fill(&mut self, bytes: Range<u64>, window: &mut [u8]) -> io::Result<()> {
         let len = (bytes.end - bytes.start) as usize;
         let mut done = 0;
         while done < len {
@@ -122,7 +121,7 @@ pub(crate) fn stream(
         return result;
     }
     std::thread::scope(|scope| {
-        let (full, inbox) = sync_channel::<(Job, io::Result<MmapMut>, Result<()>)>(1);
+        let (full, inbox) = sync_channel::<(Job, io::Result<Buffer>, Result<()>)>(1);
         let ahead = std::iter::once(first).chain(windows);
         scope.spawn(move || {
             for job in ahead {
@@ -156,7 +155,7 @@ struct Reader<F> {
 }
 
 impl<F: Fn(usize) -> Result<BlockFile>> Reader<F> {
-    fn read(&mut self, job: &Job, window: &mut MmapMut) -> Result<()> {
+    fn read(&mut self, job: &Job, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));
         }

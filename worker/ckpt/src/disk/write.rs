@@ -1,9 +1,8 @@
 //! A new file, written in large aligned blocks while the next ones are hashed.
-use super::{ALIGN, BLOCK, Buffers};
+use super::{ALIGN, BLOCK, Buffer, Buffers};
 use crate::error::{CkptError, Result};
 use crate::fault;
 use crate::hash::Hash;
-use memmap2::MmapMut;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -57,7 +56,7 @@ impl Target {
     }
 
     /// Appends `len` bytes; only the last window of a file may be shorter than the others.
-    fn append(&mut self, window: &mut MmapMut, len: usize) -> io::Result<()> {
+    fn append(&mut self, window: &mut [u8], len: usize) -> io::Result<()> {
         let padded = len.next_multiple_of(ALIGN);
         window[len..padded].fill(0);
         let mut done = 0;
@@ -103,8 +102,8 @@ enum Back {
     Here(Target),
     /// A thread of its own.
     Thread {
-        full: SyncSender<(MmapMut, usize)>,
-        empty: Receiver<MmapMut>,
+        full: SyncSender<(Buffer, usize)>,
+        empty: Receiver<Buffer>,
         thread: JoinHandle<io::Result<Target>>,
     },
     /// After an error.
@@ -115,7 +114,7 @@ enum Back {
 pub(crate) struct FileWriter {
     path: PathBuf,
     back: Back,
-    window: MmapMut,
+    window: Buffer,
     filled: usize,
     buffers: Buffers,
     taken: usize,
@@ -130,13 +129,8 @@ impl FileWriter {
         FileWriter::with(path, how, hashed, Buffers::default())
     }
 
-    /// The same with [`NARROW`] windows.
-    pub(crate) fn narrow(path: PathBuf, how: Path, hashed: bool) -> Result<FileWriter> {
-        FileWriter::with(path, how, hashed, Buffers::of(NARROW))
-    }
-
-    /// The same with three windows of these.
-    fn with(path: PathBuf, how: Path, hashed: bool, buffers: Buffers) -> Result<FileWriter> {
+    /// The same with three windows of these, which come back to them.
+    pub(crate) fn with(path: PathBuf, how: Path, hashed: bool, buffers: Buffers) -> Result<FileWriter> {
         let target = Target::create(&path, how).map_err(CkptError::io("create", &path))?;
         let window = buffers.take().map_err(CkptError::io("get memory to write", &path))?;
         let hashes = hashed.then(Vec::new);
@@ -208,8 +202,9 @@ impl FileWriter {
             Back::Here(target) => Ok(target),
             Back::Thread { full, empty, thread } => {
                 drop(full);
-                drop(empty);
-                thread.join().unwrap_or_else(|_| Err(io::Error::other("the writing thread panicked")))
+                let done = thread.join();
+                empty.try_iter().for_each(|window| self.buffers.give(window));
+                done.unwrap_or_else(|_| Err(io::Error::other("the writing thread panicked")))
             }
             Back::Gone => Err(io::Error::other("an earlier write failed")),
         }
@@ -234,14 +229,15 @@ impl FileWriter {
             target.finish(self.len, sync)
         });
         done.map_err(CkptError::io("write", &self.path))?;
+        self.buffers.give(self.window);
         Ok((self.len, self.hashes.take().unwrap_or_default()))
     }
 }
 
 /// Moves the target to a thread that writes what it is sent and gives the windows back.
 fn spawn(mut target: Target) -> io::Result<Back> {
-    let (full, inbox) = sync_channel::<(MmapMut, usize)>(WINDOWS);
-    let (outbox, empty): (Sender<MmapMut>, _) = channel();
+    let (full, inbox) = sync_channel::<(Buffer, usize)>(WINDOWS);
+    let (outbox, empty): (Sender<Buffer>, _) = channel();
     let write = move || {
         for (mut window, len) in inbox {
             target.append(&mut window, len)?;
@@ -307,7 +303,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("file");
         let mut target = Target::create(&path, Path::Direct).expect("made");
-        let mut window = MmapMut::map_anon(WINDOW).expect("memory");
+        let mut window = vec![0; WINDOW];
         window.fill(7);
         target.append(&mut window, WINDOW).expect("written");
         target.leave_direct().expect("left");

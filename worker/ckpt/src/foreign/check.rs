@@ -1,5 +1,5 @@
-//! Every byte of a checkpoint's files against their CRC-32: pieces of files, taken in turn by as many threads as there
-//! are cores, so that one large file is checked as fast as many small ones.
+//! Every byte of a checkpoint's files against their CRC-32: pieces of files, taken in turn by one thread more than there
+//! are cores, so that one large file is checked as fast as many small ones and the disk never waits for a sum.
 use super::store::{Part, Store, StoredFile, Stretch};
 use super::sums::joined;
 use crate::disk::ReadAt;
@@ -140,7 +140,7 @@ impl Store {
 /// Threads that are worth it for this many bytes.
 fn threads(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    cores.min(THREADS_MAX).min((bytes / PER_THREAD) as usize + 1)
+    (cores + 1).min(THREADS_MAX).min((bytes / PER_THREAD) as usize + 1)
 }
 
 #[cfg(test)]

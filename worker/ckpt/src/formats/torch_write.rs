@@ -2,7 +2,7 @@
 //!
 //! Nothing of a storage is kept: its bytes go through to the disk and into a CRC-32. Every member's CRC and sizes also
 //! follow its bytes (a data descriptor), because they are known only then.
-use crate::disk::{FileWriter, WritePath};
+use crate::disk::{Buffers, FileWriter, WritePath};
 use crate::error::{CkptError, Result};
 use crate::pickle::{self, Object};
 use std::path::PathBuf;
@@ -39,9 +39,15 @@ pub(crate) struct TorchWriter {
 impl TorchWriter {
     /// A new file of about `size` bytes: everything but the storages of `value` is written. `root` is the folder inside
     /// it, by custom the file's name without its ending.
-    pub(crate) fn create(path: PathBuf, root: &str, value: &Object, size: u64) -> Result<TorchWriter> {
+    pub(crate) fn create(
+        path: PathBuf,
+        root: &str,
+        value: &Object,
+        size: u64,
+        buffers: &Buffers,
+    ) -> Result<TorchWriter> {
         let pickle = pickle::encode(value).map_err(CkptError::invalid)?;
-        let mut writer = TorchWriter::empty(path, root, size)?;
+        let mut writer = TorchWriter::empty(path, root, size, buffers)?;
         writer.member("data.pkl", &pickle)?;
         writer.member(".format_version", b"1")?;
         writer.member(".storage_alignment", ALIGNMENT.to_string().as_bytes())?;
@@ -50,9 +56,9 @@ impl TorchWriter {
     }
 
     /// A new file without members, for [`TorchWriter::begin`].
-    pub(crate) fn empty(path: PathBuf, root: &str, size: u64) -> Result<TorchWriter> {
+    pub(crate) fn empty(path: PathBuf, root: &str, size: u64, buffers: &Buffers) -> Result<TorchWriter> {
         let how = if size < SMALL { WritePath::Buffered } else { WritePath::Direct };
-        let out = FileWriter::narrow(path, how, false)?;
+        let out = FileWriter::with(path, how, false, buffers.clone())?;
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 

@@ -1,7 +1,7 @@
 //! Model files of stage 3 that can stand in for lost ones: without frozen weights every rank's says the same.
 use super::names::Names;
 use super::states::{GLOBALS, ModelStates, OptimizerStates};
-use crate::disk::{self, Folder};
+use crate::disk::{self, Buffers, Folder, NARROW};
 use crate::error::{CkptError, Result};
 use crate::foreign::sweep;
 use crate::formats::torch_file::TorchFile;
@@ -109,7 +109,7 @@ pub(crate) fn write(path: &Path, donor: &Donor) -> Result<()> {
     let members = TorchFile::open(&folder, &donor.from, GLOBALS)?.members;
     let root = donor.lost.strip_suffix(".pt").unwrap_or(&donor.lost);
     disk::unlink(&path.join(&donor.lost))?;
-    let mut writer = TorchWriter::empty(path.join(&donor.lost), root, size)?;
+    let mut writer = TorchWriter::empty(path.join(&donor.lost), root, size, &Buffers::of(NARROW))?;
     let mut buffer = vec![0u8; CHUNK as usize];
     for member in &members {
         let Some((_, name)) = member.name.split_once('/') else { continue };
