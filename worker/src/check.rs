@@ -11,7 +11,7 @@ use crate::{
     stages::{dtype_of, resolve, resolve_lora},
     train::{experts, workspace::Workspace},
     trained::{self, LORA_FROM, first_backward},
-    zero::{Policy, Slots, fold::buffers, live, partition::Partition, pool::PoolPlan},
+    zero::{Policy, Slots, fold::buffers, groups, live, partition::Partition, pool::PoolPlan},
 };
 use contract::{
     job::{JobSpec, OptimizerName, TrainSpec},
@@ -175,6 +175,7 @@ impl Memory<'_> {
                 Workspace::bytes(self.model, layers, b, t, self.train.recompute, first, dtype),
             ),
             ("rows of experts".into(), self.experts(b * t, dtype)),
+            ("messages of experts".into(), self.messages(policy, rank as usize, dtype)),
         ];
         if on_gpu {
             parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t, dtype)));
@@ -193,16 +194,37 @@ impl Memory<'_> {
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
     }
 
-    /// Of layers with experts, when rows are spread evenly: rows, and what of gradients by several slots travels.
+    /// Of layers with experts: rows, when they are spread evenly, and what of gradients by several slots is summed.
     fn experts(&self, rows: usize, dtype: Dtype) -> u64 {
         let parallel = self.train.experts.parallel as usize;
         let rows = experts::bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel);
         let spread =
             self.units.iter().filter(|u| u.owners.stride > 1).map(Unit::trained_len).max().unwrap_or(0);
-        // Of the unit that travels and of the next one: sums by the slots of the group; and on the way copies of what is
-        // sent, of what is received, and of the parameters that a gather sends to each owner.
+        // Of the unit that travels and of the next one.
         let sums = (1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT) * buffers(parallel, true);
-        (rows + 4 * spread * (sums + 3)) as u64
+        (rows + 4 * spread * sums) as u64
+    }
+
+    /// Messages that are put together for the owners of a unit of experts, and what arrives.
+    fn messages(&self, policy: Policy, rank: usize, dtype: Dtype) -> u64 {
+        let slots = self.slots(policy);
+        let (mut gathered, mut sent, mut received) = (0, 0, 0);
+        for unit in self.units {
+            let own = Partition::new(unit, self.world).range(rank);
+            let own = (own.len(), unit.trained_range(own).len());
+            let of = groups::messages(unit, &slots, rank, own);
+            (gathered, sent, received) = (gathered.max(of.0), sent.max(of.1), received.max(of.2));
+        }
+        let sent = match dtype {
+            Dtype::F32 => 4 * sent.max(gathered),
+            Dtype::Bf16 | Dtype::F16 => 4 * sent + dtype.size() * gathered,
+        };
+        (sent + 4 * received) as u64
+    }
+
+    fn slots(&self, policy: Policy) -> Slots {
+        let slots = (self.train.batch.global / self.train.batch.micro) as usize;
+        Slots { slots, world: self.world, interleaved: policy.shard_gradients }
     }
 
     /// Units that this rank has a part of.
@@ -222,12 +244,11 @@ impl Memory<'_> {
 
     /// Elements of gathered parameters and of gradients at their peak, by the decisions that the engine's pools take.
     fn moving(&self, policy: Policy, rank: usize) -> (u64, u64) {
-        let slots = (self.train.batch.global / self.train.batch.micro) as usize;
+        let s = self.slots(policy);
         let whole: usize = self.mine(rank).map(Unit::trained_len).sum();
         let own: usize = self.own_trained(rank).iter().sum();
         let trained = self.mine(rank).filter(|u| u.any_trained());
         if !policy.shard_gradients || self.world == 1 {
-            let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
             // The finished part of every unit waits for the update. Twice in stage 1 is fitted to measured peaks; that the allocator
             // keeps what is freed in between is a guess.
@@ -249,7 +270,7 @@ impl Memory<'_> {
                 pool.give(in_flight.pop_front().unwrap_or(0));
             }
         }
-        let gradients = pool.allocated + own * buffers(slots, false);
+        let gradients = pool.allocated + own * buffers(s.slots, false);
         (self.gathered(policy, rank), gradients as u64)
     }
 

@@ -4,14 +4,15 @@
 use super::{
     Policy, Slots,
     fold::{FoldStack, Run, maximal_runs},
+    groups::{Messages, gather, runs_of, trade_runs},
     live::{self, Fetch},
     partition::Partition,
     pool::Pool,
     queue::{Queue, Ticket},
 };
-use crate::params::{Owners, Unit};
+use crate::params::Unit;
 use comm::{Comm, Result};
-use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
+use device::{Buf, Dtype, Ops, View, needed_for};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -65,6 +66,7 @@ pub struct Engine {
     whole_grads: Arc<Mutex<Pool>>,
     /// Emptied stacks of [`Engine::runs`].
     run_grads: Arc<Mutex<Vec<FoldStack>>>,
+    messages: Arc<Mutex<Messages>>,
     /// Fetches still to come in this pass, in order.
     coming: VecDeque<Fetch>,
     /// Those of them for which no gather has begun, and is wanted.
@@ -125,6 +127,7 @@ impl Engine {
             gathered: Arc::new(Mutex::new(Pool::of(dtype))),
             whole_grads: Arc::new(Mutex::new(Pool::of(Dtype::F32))),
             run_grads: Arc::default(),
+            messages: Arc::default(),
             coming: VecDeque::new(),
             ahead: VecDeque::new(),
             live: Mutex::default(),
@@ -253,12 +256,13 @@ impl Engine {
     fn gather(&self, u: usize) -> Ticket<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let take = || lock(&self.gathered).take(self.ops.as_ref(), len);
-        let (mut whole, ops) = (needed_for("gathered parameters", take), self.ops.clone());
+        let mut whole = needed_for("gathered parameters", take);
+        let (ops, messages) = (self.ops.clone(), self.messages.clone());
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let own = read(s.values());
-            let to = whole.view_mut().slice(0..len);
-            gather(comm, ops.as_ref(), s.unit.owners, s.part.counts(), to, own.view())?;
+            let (to, messages) = (whole.view_mut().slice(0..len), &mut lock(&messages));
+            gather(comm, ops.as_ref(), messages, s.unit.owners, s.part.counts(), to, own.view())?;
             Ok(whole)
         })
     }
@@ -379,15 +383,16 @@ impl Engine {
     /// computed in this round, folded as far as they go. Every rank calls this for a unit of its own in every round, also with
     /// nothing.
     pub fn reduce_runs(&mut self, u: usize, round: usize, runs: FoldStack) -> Result<()> {
-        let (shards, slots, ops, pool) =
-            (self.shards.clone(), self.slots, self.ops.clone(), self.run_grads.clone());
+        let (shards, slots, ops) = (self.shards.clone(), self.slots, self.ops.clone());
+        let (pool, messages) = (self.run_grads.clone(), self.messages.clone());
         self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let sent = runs_of(&slots, s.unit.owners, comm.rank(), round);
             assert!(runs.partials().map(|(run, _)| run).eq(sent), "gradients of other slots than were dealt");
             let mut fold = lock(&s.grads);
-            let ops = ops.as_ref();
-            trade_runs(comm, ops, s, &slots, round, &runs, &mut |run, piece| fold.push(ops, run, piece))?;
+            let (ops, messages) = (ops.as_ref(), &mut lock(&messages));
+            let mut sink = |run, piece: View| fold.push(ops, run, piece);
+            trade_runs(comm, ops, messages, (&s.unit, &s.part), &slots, round, &runs, &mut sink)?;
             let mut runs = runs;
             runs.clear();
             lock(&pool).push(runs);
@@ -447,10 +452,10 @@ impl Engine {
 
     /// Every rank's own part of a trained vector of unit `u`, put together in `whole`.
     pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
-        let (shards, ops) = (self.shards.clone(), self.ops.clone());
+        let (shards, ops, messages) = (self.shards.clone(), self.ops.clone(), self.messages.clone());
         self.queue.run(move |comm: &dyn Comm| {
-            let s = &shards[u];
-            gather(comm, ops.as_ref(), s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
+            let (s, messages) = (&shards[u], &mut lock(&messages));
+            gather(comm, ops.as_ref(), messages, s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
             Ok(whole)
         })
     }
@@ -467,14 +472,14 @@ impl Engine {
         }
         let (shards, ops, own) = (self.shards.clone(), self.ops.clone(), self.own(u));
         let (resident, computed) = (self.resident(u), self.computed(u));
-        let keeps_own = self.policy.keeps_own(self.dtype);
+        let (keeps_own, messages) = (self.policy.keeps_own(self.dtype), self.messages.clone());
         self.publishing.push(self.queue.submit(move |comm: &dyn Comm| {
-            let s = &shards[u];
+            let (s, messages) = (&shards[u], &mut lock(&messages));
             if keeps_own {
                 s.round(ops.as_ref(), resident, computed.clone());
-                return s.gather_in_place(comm, ops.as_ref(), s.values(), own, computed);
+                return s.gather_in_place(comm, ops.as_ref(), messages, s.values(), own, computed);
             }
-            s.gather_in_place(comm, ops.as_ref(), &s.params, own, resident.clone())?;
+            s.gather_in_place(comm, ops.as_ref(), messages, &s.params, own, resident.clone())?;
             s.round(ops.as_ref(), resident, computed);
             Ok(())
         }));
@@ -506,13 +511,14 @@ impl Shard {
         &self,
         comm: &dyn Comm,
         ops: &dyn Ops,
+        messages: &mut Messages,
         values: &RwLock<Buf>,
         own: Range<usize>,
         here: Range<usize>,
     ) -> Result<()> {
         let mut whole = write(values);
         let mine = ops.copied(whole.view().slice(own.start - here.start..own.end - here.start));
-        gather(comm, ops, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
+        gather(comm, ops, messages, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
     }
 }
 
@@ -522,76 +528,6 @@ fn write(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
 
 fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// `whole` becomes the owners' `parts` of a unit, on its owners. Every rank takes part; those that own nothing of the unit give
-/// and get nothing, and `own` and `whole` are empty.
-fn gather(
-    comm: &dyn Comm,
-    ops: &dyn Ops,
-    owners: Owners,
-    parts: &[usize],
-    whole: ViewMut,
-    own: View,
-) -> Result<()> {
-    if owners.all() {
-        return comm.all_gather(whole, own, parts);
-    }
-    let world = comm.world();
-    let mine = owners.has(comm.rank());
-    let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
-        (0..world).map(|r| if mine && owners.has(r) { counts(r) } else { 0 }).collect()
-    };
-    let (sent, received) = (only(&|_| own.len()), only(&|r| parts[r]));
-    let mut send = ops.zeroed(own.dtype(), sent.iter().sum());
-    for copy in 0..send.len().checked_div(own.len()).unwrap_or(0) {
-        ops.copy(send.view_mut().slice(copy * own.len()..(copy + 1) * own.len()), own);
-    }
-    comm.all_to_all(whole, &received, send.view(), &sent)
-}
-
-/// The runs of slots that the group of `rank` has in `round`, folded as far as they go.
-fn runs_of(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Vec<Run> {
-    let first = rank / owners.stride * owners.stride;
-    let dealt: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
-    dealt.first().map_or_else(Vec::new, |&a| maximal_runs(a..a + dealt.len()))
-}
-
-/// Each owner gets its part of every owner's runs, in the order of the slots.
-fn trade_runs(
-    comm: &dyn Comm,
-    ops: &dyn Ops,
-    s: &Shard,
-    slots: &Slots,
-    round: usize,
-    runs: &FoldStack,
-    sink: &mut dyn FnMut(Run, View),
-) -> Result<()> {
-    let (owners, world, me) = (s.unit.owners, comm.world(), comm.rank());
-    let own = s.trained[me];
-    let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
-    let theirs: Vec<Vec<Run>> = (0..world)
-        .map(|r| if owners.has(r) { runs_of(slots, owners, r, round) } else { Vec::new() })
-        .collect();
-    let sent: Vec<usize> = s.trained.iter().map(|n| n * kept.len()).collect();
-    let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * own).collect();
-    let mut send = ops.zeroed(Dtype::F32, sent.iter().sum());
-    let mut end = 0;
-    for r in 0..world {
-        for v in &kept {
-            let part = v.slice(s.unit.trained_range(s.part.range(r)));
-            end += part.len();
-            ops.copy(send.view_mut().slice(end - part.len()..end), part);
-        }
-    }
-    let mut room = ops.zeroed(Dtype::F32, received.iter().sum());
-    comm.all_to_all(room.view_mut(), &received, send.view(), &sent)?;
-    let mut at = 0;
-    for run in theirs.into_iter().flatten() {
-        sink(run, room.view().slice(at..at + own));
-        at += own;
-    }
-    Ok(())
 }
 
 /// The run of slots behind the `index`-th partial that rank `from` kept.
