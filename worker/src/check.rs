@@ -11,10 +11,17 @@ use crate::{
     stages::{dtype_of, resolve, resolve_lora},
     train::{experts, workspace::Workspace},
     trained::{self, LORA_FROM, first_backward},
-    zero::{Policy, Slots, fold::buffers, groups, live, partition::Partition, pool::PoolPlan},
+    zero::{
+        Policy, Slots,
+        fold::buffers,
+        groups,
+        live::{self, Fetch},
+        partition::Partition,
+        pool::PoolPlan,
+    },
 };
 use contract::{
-    job::{JobSpec, OptimizerName, TrainSpec},
+    job::{Count, Hosts, JobSpec, OptimizerName, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
 };
 use device::Dtype;
@@ -320,12 +327,17 @@ impl Memory<'_> {
         }
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let tied = self.model.tied();
+        let common = self.reads_in_common();
+        let own = self.own_lengths(rank);
         let len = |u: usize| self.units[u].len();
         // What stays after one slot is there for the next.
         let once = self.fetches(rank);
         let order = if self.train.batch.global > self.train.batch.micro { once.repeat(2) } else { once };
         let order = order.into_iter().filter(|&u| self.units[u].owners.below(self.world) > 1);
         let fetches = live::plan(order, len, self.train.zero.max_live_parameters);
+        if common {
+            return self.peers_parts(&fetches, |u| len(u) - own[u]);
+        }
         let mut ahead: VecDeque<usize> = fetches.iter().filter(|f| !f.here).map(|f| f.unit).collect();
         let mut pool = PoolPlan::default();
         let (mut gathering, mut staying, mut used) = (VecDeque::new(), HashMap::new(), Vec::new());
@@ -348,6 +360,36 @@ impl Memory<'_> {
             }
         }
         pool.allocated as u64
+    }
+
+    /// Do the ranks read each other's parameters where those lie? On one host they have memory in common.
+    fn reads_in_common(&self) -> bool {
+        let cluster = &self.job.cluster;
+        let one_host = match cluster.workers_per_host {
+            Count::Exactly(n) => self.world <= n as usize,
+            Count::Auto => matches!(cluster.hosts, Hosts::Auto | Hosts::Local),
+        };
+        one_host && !cluster.trains_on_gpus()
+    }
+
+    /// The most elements of other ranks' parts that are mapped at once, `theirs` of each unit.
+    fn peers_parts(&self, fetches: &[Fetch], theirs: impl Fn(usize) -> usize) -> u64 {
+        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
+        let (mut mapped, mut most, mut used) = (0, 0, Vec::new());
+        let mut backward = false;
+        for (at, fetch) in fetches.iter().enumerate() {
+            mapped += if fetch.here { 0 } else { theirs(fetch.unit) };
+            most = most.max(mapped);
+            used.push(*fetch);
+            let next = fetches.get(at + 1).map_or(0, |f| f.unit);
+            backward = (backward || fetch.unit == head) && next != 1;
+            // Held together: head and tied embedding, and in a backward a layer and its experts.
+            let together = (fetch.unit == head && next == 0) || (backward && next > head);
+            if !together {
+                mapped -= used.drain(..).filter(|f| !f.stays).map(|f| theirs(f.unit)).sum::<usize>();
+            }
+        }
+        most as u64
     }
 
     fn staging(&self) -> u64 {

@@ -11,7 +11,7 @@ use super::{
     queue::{Queue, Ticket},
 };
 use crate::params::Unit;
-use comm::{Comm, Result};
+use comm::{Comm, Result, Whole};
 use device::{Buf, Dtype, Ops, View, needed_for};
 use std::{
     collections::{HashMap, VecDeque},
@@ -34,6 +34,8 @@ pub struct Shard {
     params: RwLock<Buf>,
     /// With a 16-bit precision: what ops compute with, the owned part or everything (policy), rounded from `params`.
     rounded: Option<RwLock<Buf>>,
+    /// Everybody's part of what ops compute with, where ranks have memory in common: nothing is gathered then.
+    whole: Option<Whole>,
     /// Partial sums of gradients: of the owned part, or of everything (policy).
     grads: Mutex<FoldStack>,
 }
@@ -44,6 +46,8 @@ pub enum Held {
     Resident(usize),
     /// Gathered for this use, and for the next where they stay.
     Gathered(Fetch, Buf),
+    /// Read where their owners keep them.
+    Common(Fetch),
 }
 
 /// ZeRO's state of one rank.
@@ -73,6 +77,8 @@ pub struct Engine {
     ahead: VecDeque<usize>,
     /// Gathered parameters that stay until their next use, by unit.
     live: Mutex<HashMap<usize, Buf>>,
+    /// Ranks have parameters in common: a pass may begin when all ranks have entered it, having written theirs.
+    entered: Option<Ticket<()>>,
     /// Gathers under way, oldest first.
     gathering: VecDeque<(usize, Ticket<Buf>)>,
     reducing: VecDeque<Ticket<()>>,
@@ -96,24 +102,36 @@ impl Engine {
         dtype: Dtype,
         queue: Queue,
         ops: Arc<dyn Ops>,
-    ) -> Self {
+    ) -> Result<Self> {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
         let parameters = |dtype, len| needed_for("the parameters", || ops.zeroed(dtype, len));
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
+            let common = match policy.shard_parameters && unit.owners.below(world) > 1 {
+                true => {
+                    let counts = part.counts().to_vec();
+                    queue.run(move |comm| comm.common(dtype, &counts))?
+                }
+                false => None,
+            };
+            let (shared, whole) = common.map_or((None, None), |c| (Some(c.own), Some(c.whole)));
+            let whole = whole.filter(|_| unit.owners.has(rank));
             let own = part.range(rank).len();
-            let whole = |len: usize| if unit.owners.has(rank) { len } else { 0 };
-            let part_of = |sharded: bool| if sharded { own } else { whole(unit.len()) };
-            let rounded = (dtype != Dtype::F32)
-                .then(|| RwLock::new(parameters(dtype, part_of(policy.shard_parameters))));
-            let params = RwLock::new(parameters(Dtype::F32, part_of(policy.keeps_own(dtype))));
+            let of_owners = |len: usize| if unit.owners.has(rank) { len } else { 0 };
+            let part_of = |sharded: bool| if sharded { own } else { of_owners(unit.len()) };
+            let computed = shared.unwrap_or_else(|| parameters(dtype, part_of(policy.shard_parameters)));
+            let (params, rounded) = match dtype {
+                Dtype::F32 => (computed, None),
+                _ => (parameters(Dtype::F32, part_of(policy.keeps_own(dtype))), Some(RwLock::new(computed))),
+            };
+            let params = RwLock::new(params);
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
-            let summed = if policy.shard_gradients { trained[rank] } else { whole(unit.trained_len()) };
+            let summed = if policy.shard_gradients { trained[rank] } else { of_owners(unit.trained_len()) };
             let grads = Mutex::new(FoldStack::new(summed));
-            Shard { unit, part, trained, params, rounded, grads }
+            Ok(Shard { unit, part, trained, params, rounded, whole, grads })
         });
-        let shards = Arc::new(shards.collect());
-        Engine {
+        let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
+        Ok(Engine {
             shards,
             policy,
             slots: Slots { slots, world, interleaved: policy.shard_gradients },
@@ -131,10 +149,11 @@ impl Engine {
             coming: VecDeque::new(),
             ahead: VecDeque::new(),
             live: Mutex::default(),
+            entered: None,
             gathering: VecDeque::new(),
             reducing: VecDeque::new(),
             publishing: Vec::new(),
-        }
+        })
     }
 
     /// This rank.
@@ -225,7 +244,10 @@ impl Engine {
         assert!(self.coming.is_empty() && self.gathering.is_empty(), "the last pass was not finished");
         let gathered = order.into_iter().filter(|&u| self.needs_gather(u));
         self.coming = live::plan(gathered, |u| self.shards[u].unit.len(), self.max_live).into();
-        self.ahead = self.coming.iter().filter(|f| !f.here).map(|f| f.unit).collect();
+        let gathered = |f: &&Fetch| !f.here && self.shards[f.unit].whole.is_none();
+        self.ahead = self.coming.iter().filter(gathered).map(|f| f.unit).collect();
+        let common = self.policy.shard_parameters && self.shards.iter().any(|s| s.whole.is_some());
+        self.entered = common.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
     fn needs_gather(&self, u: usize) -> bool {
@@ -244,6 +266,10 @@ impl Engine {
         }
         let fetch = self.coming.pop_front().expect("every fetch was announced");
         assert_eq!(fetch.unit, u, "fetches come in the announced order");
+        if self.shards[u].whole.is_some() {
+            self.entered.take().map_or(Ok(()), Ticket::wait)?;
+            return Ok(Held::Common(fetch));
+        }
         if fetch.here {
             let stayed = lock(&self.live).remove(&u).expect("it was released before it is fetched again");
             return Ok(Held::Gathered(fetch, stayed));
@@ -272,6 +298,7 @@ impl Engine {
         match held {
             Held::Resident(u) => f(read(self.shards[*u].values()).view()),
             Held::Gathered(of, buf) => f(buf.view().slice(0..self.shards[of.unit].unit.len())),
+            Held::Common(of) => f(self.shards[of.unit].whole.as_ref().expect("it is common").view()),
         }
     }
 
@@ -281,6 +308,8 @@ impl Engine {
             Held::Resident(_) => {}
             Held::Gathered(of, buf) if of.stays => drop(lock(&self.live).insert(of.unit, buf)),
             Held::Gathered(_, buf) => lock(&self.gathered).give(buf),
+            Held::Common(of) if of.stays => {}
+            Held::Common(of) => self.shards[of.unit].whole.iter().for_each(Whole::let_go),
         }
     }
 
