@@ -295,15 +295,22 @@ fn two_jobs_on_the_same_hosts_never_touch_each_other() {
 }
 
 #[test]
-fn ten_starts_in_a_row_leave_nothing_on_the_hosts() {
-    let Some((place, hosts)) = up("cluster::ten_starts_in_a_row_leave_nothing_on_the_hosts") else { return };
-    let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo met";
+fn fifty_starts_in_a_row_leave_nothing_on_the_hosts() {
+    let Some((place, hosts)) = up("cluster::fifty_starts_in_a_row_leave_nothing_on_the_hosts") else {
+        return;
+    };
+    let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo $WORLD_SIZE > met.$RANK";
     let job =
         format!("name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [bash, -c, '{script}']}}\n");
     let args = on(&place, &hosts, "row", &job, ALL);
-    for _ in 0..10 {
+    for n in 0..50 {
         let ran = start(&place, &args, &[]).end();
-        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        assert_eq!(ran.code, 0, "start {n}: {}", ran.stderr);
+        for rank in 0..8 {
+            let met = place.path(&format!("met.{rank}"));
+            assert_eq!(fs::read_to_string(&met).unwrap(), "8\n", "start {n}, rank {rank}");
+            fs::remove_file(met).unwrap();
+        }
         nothing_stays(&hosts, &HOSTS);
     }
     for host in HOSTS {

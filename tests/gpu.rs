@@ -181,6 +181,50 @@ fn a_job_trains_on_a_card() {
     assert!(said.contains("cluster.workers_per_gpu"), "{said}");
 }
 
+/// `launch check` of a job for GPUs names every library's version and path, and what is missing.
+#[test]
+fn check_names_the_libraries() {
+    let place = Place::new();
+    let check = |devices: &str, libraries: &Path| {
+        let output = place
+            .command(&["check", "job.yaml", "--json", "--set", &format!("cluster.devices={devices}")])
+            .env("LD_LIBRARY_PATH", libraries)
+            .output()
+            .expect("launch starts");
+        let all: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let checks = all["hosts"][0]["checks"].as_array().expect("checks").clone();
+        let lines = checks.iter().filter(|c| c["check"] == "cuda" || c["check"] == "nccl");
+        let lines = lines.map(|c| {
+            format!("{} {} {}", c["check"].as_str()?, c["result"].as_str()?, c["found"].as_str()?).into()
+        });
+        (output.status.code(), lines.collect::<Option<Vec<String>>>().expect("texts"))
+    };
+    let list = std::env::join_paths([card::folder(), stand_in::folder()]).expect("paths");
+    let (_, found) = check("cuda", Path::new(&list));
+    let begins = [
+        "cuda ok driver CUDA 13.0 (/",
+        "cuda ok NVRTC 13.0 (/",
+        "cuda ok cuBLASLt 13.1.0 (/",
+        "cuda ok NCCL 2.",
+    ];
+    assert_eq!(found.len(), begins.len(), "{found:#?}");
+    for (line, begin) in found.iter().zip(begins) {
+        assert!(line.starts_with(begin), "{begin}: {line}");
+    }
+    let nowhere = place.path("nowhere");
+    let (code, missing) = check("cuda", &nowhere);
+    if !missing[0].starts_with("cuda ok") {
+        assert_eq!(code, Some(3), "{missing:#?}");
+        assert!(
+            missing[0].starts_with("cuda failed driver: ") && missing[0].contains("libcuda.so.1"),
+            "{missing:#?}"
+        );
+        assert!(missing[0].contains(&nowhere.display().to_string()), "{missing:#?}");
+    }
+    let (_, found) = check("cpu", Path::new(&list));
+    assert!(found.len() == 1 && found[0].starts_with("nccl "), "{found:#?}");
+}
+
 /// A card without memory, without itself, or that fails: one message that says what, and what to do.
 #[test]
 fn what_ends_training_on_a_card_is_said_once() {

@@ -336,12 +336,17 @@ fn a_failure_ends_every_node_and_is_named() {
 
 #[test]
 fn the_time_limit_and_scancel_find_a_saved_job_that_goes_on() {
-    let Some(c) = Cluster::up("the_time_limit_and_scancel_find_a_saved_job_that_goes_on", 4) else { return };
+    let Some(c) = Cluster::up("the_time_limit_and_scancel_find_a_saved_job_that_goes_on", 5) else { return };
+    // A program on a node of its own runs into its real time limit, meanwhile.
+    let script = "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; while :; do sleep 0.1; done";
+    c.program("{nodes: 1, time: 1m, notice: 10s}", "grace: 8s", script);
+    fs::rename(c.shared("job.yaml"), c.shared("limited.yaml")).unwrap();
+    let limited = c.ok("h0", "./launch sbatch limited.yaml");
     let want = c.training(4, 400);
     let job = c.ok("h0", "./launch sbatch job.yaml");
     let begun = || (c.last_step("tiny") >= 10).then_some(());
     await_that("the first steps", || c.told(&job), begun);
-    // What Slurm sends before the time limit (--signal=B:USR1@…): to the batch script alone.
+    // The same signal as before the limit (--signal=B:USR1@…), sooner: to the batch script alone.
     c.ok("h0", &format!("scancel -b -s USR1 {job}"));
     let again = || (c.field(&job, "Restarts") == "1" && c.field(&job, "JobState") == "RUNNING").then_some(());
     await_that("the requeue", || c.told(&job), again);
@@ -361,6 +366,10 @@ fn the_time_limit_and_scancel_find_a_saved_job_that_goes_on() {
     c.ended(&job, "COMPLETED");
     assert_eq!(resumes(&c), 2, "{}", c.told(&job));
     assert!(c.losses("tiny") == want, "the losses differ from an undisturbed run's");
+    c.ended(&limited, "COMPLETED");
+    assert!(c.shared("saved").exists());
+    assert_eq!(c.field(&limited, "Restarts"), "1", "{}", c.told(&limited));
+    c.said(&limited, "is put back into the queue");
     c.nothing_left();
 }
 

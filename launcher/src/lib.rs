@@ -25,7 +25,7 @@ use error::{Failure, Kind};
 use std::ffi::OsString;
 
 /// Does what the command line (the program's name first) asks for; the exit code.
-pub fn main(args: impl Iterator<Item = OsString>, judge: &dyn TrainJudge) -> u8 {
+pub fn main(args: impl Iterator<Item = OsString>, judge: &'static dyn TrainJudge) -> u8 {
     let args: Vec<OsString> = args.collect();
     let typed = args.iter().map(|a| a.to_string_lossy().into_owned()).collect();
     let Cli { command, json } = match cli::parse(args.into_iter()) {
@@ -49,6 +49,7 @@ pub fn main(args: impl Iterator<Item = OsString>, judge: &dyn TrainJudge) -> u8 
             marker: args.marker,
             join: args.join,
             remove_own_file: args.remove_own_file,
+            judge,
         }),
     }
 }

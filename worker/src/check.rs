@@ -23,9 +23,13 @@ use crate::{
 use contract::{
     job::{Count, Hosts, JobSpec, OptimizerName, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
+    probe::LibraryLook,
 };
 use device::Dtype;
-use std::collections::{HashMap, VecDeque};
+use std::{
+    collections::{HashMap, VecDeque},
+    path::{Path, PathBuf},
+};
 
 /// The worker's judgement, handed to the launcher.
 pub struct Judge;
@@ -40,6 +44,10 @@ const CHECKPOINT_WINDOWS: u64 = 24 << 20;
 impl TrainJudge for Judge {
     fn gpus(&self, job: &JobSpec) -> Result<(), String> {
         device::cuda::find(&places(&job.cluster.cuda_libs, &job.run.workdir)).map_err(|e| e.to_string())
+    }
+
+    fn libraries(&self, folders: &[PathBuf]) -> Vec<LibraryLook> {
+        crate::gpu::libraries(&places(folders, Path::new("/")))
     }
 
     fn judge(&self, job: &JobSpec, world: u32, threads: u32) -> Verdict {

@@ -13,6 +13,7 @@ use contract::{
     control::Welcome,
     env,
     job::{ClusterSpec, Collectives},
+    probe::LibraryLook,
 };
 use device::{
     Cuda, Ops,
@@ -42,6 +43,20 @@ pub(crate) fn places(libs: &[PathBuf], workdir: &Path) -> Places {
         python: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
         toolkits: paths(&[env::CUDA_HOME, env::CUDA_PATH]),
     }
+}
+
+/// What training opens: on one GPU, and NCCL between several.
+pub(crate) fn libraries(places: &Places) -> Vec<LibraryLook> {
+    let look = |name: &str, needed, found: std::result::Result<_, String>| LibraryLook {
+        name: name.to_owned(),
+        needed,
+        found,
+    };
+    let of_one = device::cuda::libraries(places);
+    let of_one = of_one.into_iter().map(|(name, found)| look(name, true, found.map_err(|e| e.to_string())));
+    let nccl = Nccl::open(&places.folders(Wanted::Nccl));
+    let nccl = nccl.map(|nccl| (nccl.version(), nccl.path().to_owned())).map_err(|e| e.to_string());
+    of_one.chain([look("NCCL", false, nccl)]).collect()
 }
 
 /// Where compiled kernels are kept: nowhere on a machine without a home.

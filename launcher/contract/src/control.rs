@@ -31,7 +31,7 @@ pub enum ToAgent {
     /// Bind the rendezvous of an epoch, which begins on this node; answered by [`FromAgent::Bound`].
     Bind(Bind),
     /// Start these workers. Sent once per epoch.
-    Start(NodePlan),
+    Start(Box<NodePlan>),
     /// Ask workers to save at the next step boundary and stop (built-in) or send them SIGTERM (commands).
     /// With `deadline_ms`, kill what is left after it.
     Stop { epoch: u32, deadline_ms: Option<u64> },

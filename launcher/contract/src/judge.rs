@@ -1,7 +1,8 @@
 //! What the worker's side knows about a `train:` section without running it: asked by `launch plan` and before a start.
 //!
 //! The launcher never depends on the worker's crate; the executable's `main` hands it this trait.
-use crate::{ids::Rank, job::JobSpec};
+use crate::{ids::Rank, job::JobSpec, probe::LibraryLook};
+use std::path::PathBuf;
 
 /// A problem of job.yaml found by meaning, not by syntax. `path` is the key, e.g. `train.batch.global`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +38,8 @@ pub struct Verdict {
 pub trait TrainJudge: Sync {
     /// Can this machine's GPUs be used for a job that trains on them? If not, why: what was looked for, and where.
     fn gpus(&self, job: &JobSpec) -> Result<(), String>;
+    /// The libraries that training on this machine's GPUs opens; the job's own folders are looked through first.
+    fn libraries(&self, folders: &[PathBuf]) -> Vec<LibraryLook>;
     /// Reads what the job names (data file sizes, tokenizer), writes nothing.
     fn judge(&self, job: &JobSpec, world: u32, threads: u32) -> Verdict;
 }

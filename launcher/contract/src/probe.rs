@@ -14,6 +14,8 @@ pub enum Probe {
         nonce: String,
         /// Where the job will write, absolute; their nearest existing parents are looked at.
         dirs: Vec<PathBuf>,
+        /// The built-in runtime will train on GPUs: are its libraries there? These absolute folders of the job come first.
+        cuda: Option<Vec<PathBuf>>,
     },
     /// Can these be connected to, and which of these nonces lie in the directories of `Look`?
     Reach { peers: Vec<Peer>, nonces: Vec<String>, timeout_ms: u64 },
@@ -84,6 +86,17 @@ pub struct DirLook {
     pub writable: Result<(), String>,
 }
 
+/// A library that training on GPUs opens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LibraryLook {
+    /// Short, lower case: `cublaslt`.
+    pub name: String,
+    /// Training on one GPU can't do without it.
+    pub needed: bool,
+    /// Its version and path, or why it can't be used.
+    pub found: Result<(String, PathBuf), String>,
+}
+
 /// GPUs and what they need.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuLook {
@@ -96,6 +109,8 @@ pub struct GpuLook {
     pub gpus: Vec<Gpu>,
     /// Where libnccl.so.2 is, and its version.
     pub nccl: Option<(String, String)>,
+    /// What training on GPUs opens, when that was asked for.
+    pub libraries: Vec<LibraryLook>,
 }
 
 /// One GPU.

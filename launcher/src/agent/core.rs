@@ -357,7 +357,7 @@ impl Core {
         }
     }
 
-    fn start(&mut self, now: Duration, plan: NodePlan) {
+    fn start(&mut self, now: Duration, plan: Box<NodePlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != State::Idle {
             return self.refuse("the controller started workers while others run".into());
@@ -373,7 +373,7 @@ impl Core {
         self.ended.clear();
         self.kill_at = None;
         self.next = 0;
-        let plan = Rc::new(plan);
+        let plan: Rc<NodePlan> = plan.into();
         self.plan = Some(plan.clone());
         self.out.push(Command::Begin(plan));
         self.spawn_next();

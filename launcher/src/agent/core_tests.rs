@@ -42,7 +42,7 @@ impl Rig {
     fn started(builtin: &[bool]) -> Rig {
         let mut rig = Rig { core: Core::new(7, HostFacts::default()), now: ms(0), next_pid: 100 };
         rig.tell(ToAgent::Hello { version: VERSION });
-        rig.tell(ToAgent::Start(plan(builtin)));
+        rig.tell(ToAgent::Start(Box::new(plan(builtin))));
         rig
     }
 
@@ -156,7 +156,7 @@ fn plans_that_contradict_themselves_are_refused() {
     for bad in [twice, outside] {
         let mut core = Core::new(7, HostFacts::default());
         core.handle(ms(0), Input::Controller(ToAgent::Hello { version: VERSION }));
-        assert_eq!(exits(&core.handle(ms(0), Input::Controller(ToAgent::Start(bad)))), Some(1));
+        assert_eq!(exits(&core.handle(ms(0), Input::Controller(ToAgent::Start(Box::new(bad))))), Some(1));
     }
 }
 
@@ -164,7 +164,8 @@ fn plans_that_contradict_themselves_are_refused() {
 fn a_failed_start_starts_no_more_and_still_ends_clean() {
     let mut core = Core::new(7, HostFacts::default());
     core.handle(ms(0), Input::Controller(ToAgent::Hello { version: VERSION }));
-    let commands = core.handle(ms(0), Input::Controller(ToAgent::Start(plan(&[false, false, false]))));
+    let commands =
+        core.handle(ms(0), Input::Controller(ToAgent::Start(Box::new(plan(&[false, false, false])))));
     assert!(matches!(commands[..], [Command::Begin(_), Command::Spawn(0)]));
     let commands = core.handle(ms(0), Input::Spawned { rank: 0, pid: 5 });
     assert!(matches!(
@@ -341,7 +342,7 @@ fn a_restart_begins_afresh() {
     rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: String::new(), grace_ms: 0 });
     rig.end(0, ExitStatus::Signal(9, false));
     rig.feed(Input::Swept { left: vec![] });
-    let commands = rig.tell(ToAgent::Start(NodePlan { epoch: 1, ..plan(&[false, false]) }));
+    let commands = rig.tell(ToAgent::Start(Box::new(NodePlan { epoch: 1, ..plan(&[false, false]) })));
     assert_eq!(commands.iter().filter(|c| matches!(c, Command::Spawn(_))).count(), 2);
     assert!(signals(&rig.at(ms(60_000))).is_empty());
 }

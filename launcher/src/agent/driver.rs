@@ -19,6 +19,7 @@ use contract::{
     env,
     event::Event,
     ids::Rank,
+    judge::TrainJudge,
 };
 use nix::sys::signal::{SigHandler, Signal, signal};
 use std::{
@@ -52,7 +53,7 @@ const LAST_MESSAGES: Duration = Duration::from_secs(2);
 const INBOX: usize = 256;
 
 /// How an agent was started.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone)]
 pub struct Started {
     /// The first thing it says, on a line of its own.
     pub marker: Option<String>,
@@ -60,6 +61,8 @@ pub struct Started {
     pub join: bool,
     /// Its executable is a copy that was made for it alone.
     pub remove_own_file: bool,
+    /// Knows what training needs.
+    pub judge: &'static dyn TrainJudge,
 }
 
 /// Runs the agent role; its exit code.
@@ -82,7 +85,7 @@ pub fn main(started: Started) -> u8 {
         .and_then(|streams| if started.join { join::join(streams.0) } else { Ok(streams) });
     match streams.and_then(|(input, output)| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(serve(input, output))
+        runtime.block_on(serve(input, output, started.judge))
     }) {
         Ok(code) => code,
         Err(error) => {
@@ -116,7 +119,7 @@ fn prepare(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((input, output))
 }
 
-async fn serve(input: OwnedFd, output: OwnedFd) -> io::Result<u8> {
+async fn serve(input: OwnedFd, output: OwnedFd, judge: &'static dyn TrainJudge) -> io::Result<u8> {
     for fd in [&input, &output] {
         nonblocking(fd)?;
     }
@@ -126,7 +129,7 @@ async fn serve(input: OwnedFd, output: OwnedFd) -> io::Result<u8> {
     let (inbox, controller) = mpsc::channel(INBOX);
     tokio::spawn(read_into((), input, inbox));
     let writer = tokio::spawn(write_from(output, outgoing));
-    let mut driver = Driver::new(outbox, controller)?;
+    let mut driver = Driver::new(outbox, controller, Prober::new(judge))?;
     let code = driver.run().await;
     drop(driver); // the pumps end, and with them the last outboxes
     _ = timeout(LAST_MESSAGES, writer).await;
@@ -190,7 +193,7 @@ struct Driver {
 }
 
 impl Driver {
-    fn new(outbox: Outbox<FromAgent>, controller: FromController) -> io::Result<Self> {
+    fn new(outbox: Outbox<FromAgent>, controller: FromController, prober: Prober) -> io::Result<Self> {
         let facts = crate::discover::local::facts()?;
         let mut clock = Clock::start();
         clock.now();
@@ -219,7 +222,7 @@ impl Driver {
             sweeping: None,
             lost_events: 0,
             exit: None,
-            prober: Prober::default(),
+            prober,
         })
     }
 

@@ -3,7 +3,10 @@ mod gpu;
 mod look;
 mod nvml;
 
-use contract::probe::{MAX_PEERS, Peer, Probe, Probed};
+use contract::{
+    judge::TrainJudge,
+    probe::{MAX_PEERS, Peer, Probe, Probed},
+};
 use std::{
     fs,
     io::{self, Read, Write},
@@ -22,8 +25,9 @@ const MAX_GREETING: u64 = 256;
 const GREET: Duration = Duration::from_secs(2);
 
 /// What a check has put on this node; goes with the agent.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone)]
 pub(super) struct Prober {
+    judge: &'static dyn TrainJudge,
     state: Arc<Mutex<State>>,
 }
 
@@ -37,6 +41,10 @@ struct State {
 }
 
 impl Prober {
+    pub(super) fn new(judge: &'static dyn TrainJudge) -> Self {
+        Prober { judge, state: Arc::default() }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -49,8 +57,9 @@ impl Prober {
 
     fn find(&self, probe: Probe) -> Probed {
         match probe {
-            Probe::Look { nonce, dirs } => {
+            Probe::Look { nonce, dirs, cuda } => {
                 let mut found = look::look(&dirs);
+                found.gpus.libraries = cuda.map_or_else(Vec::new, |folders| self.judge.libraries(&folders));
                 let at: Vec<PathBuf> = found.dirs.iter().map(|d| d.at.clone()).collect();
                 self.put(&nonce, &at);
                 if let Some((port, greeting)) = self.listen(&nonce) {
@@ -162,13 +171,44 @@ fn greeting(address: SocketAddr, timeout: Duration) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use contract::{job::JobSpec, judge::Verdict, probe::LibraryLook};
+
+    struct Judge;
+
+    impl TrainJudge for Judge {
+        fn gpus(&self, _: &JobSpec) -> Result<(), String> {
+            Ok(())
+        }
+
+        fn libraries(&self, folders: &[PathBuf]) -> Vec<LibraryLook> {
+            let found = Err(format!("not in {folders:?}"));
+            vec![LibraryLook { name: "one".into(), needed: true, found }]
+        }
+
+        fn judge(&self, _: &JobSpec, _: u32, _: u32) -> Verdict {
+            Verdict::default()
+        }
+    }
+
+    #[test]
+    fn libraries_are_looked_for_when_that_is_asked() {
+        let libraries =
+            |cuda| match Prober::new(&Judge).find(Probe::Look { nonce: "n".into(), dirs: vec![], cuda }) {
+                Probed::Look(found) => found.gpus.libraries,
+                other => panic!("{other:?}"),
+            };
+        assert!(libraries(None).is_empty());
+        let found = libraries(Some(vec!["/own".into()]));
+        assert_eq!(found[0].found, Err("not in [\"/own\"]".into()));
+    }
 
     #[test]
     fn a_node_looks_at_itself() {
         let dir = tempfile::tempdir().expect("a directory");
-        let prober = Prober::default();
+        let prober = Prober::new(&Judge);
         let dirs = vec![dir.path().join("not/yet"), dir.path().to_owned()];
-        let Probed::Look(found) = prober.find(Probe::Look { nonce: "n-1/..".into(), dirs }) else {
+        let Probed::Look(found) = prober.find(Probe::Look { nonce: "n-1/..".into(), dirs, cuda: None })
+        else {
             panic!("another answer")
         };
         assert!(!found.hostname.is_empty() && found.cpus > 0 && found.memory > 0 && found.unix_ns > 0);

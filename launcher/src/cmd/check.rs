@@ -106,7 +106,7 @@ fn check(args: &JobArgs) -> Result<Checked, Failure> {
             }
             (None, None) => (vec![here()], None),
         };
-        let asked = ask::ask(started, dirs(&job), &nonce(), &limits(&job)).await;
+        let asked = ask::ask(started, &wanted(&job), &nonce(), &limits(&job)).await;
         if let Some(step) = step {
             step.end().await;
         }
@@ -134,13 +134,18 @@ fn elsewhere(job: &JobSpec, hosts: &[ClusterHost]) -> Result<Vec<Started>, Failu
     Ok(hosts.iter().map(start).collect())
 }
 
-/// Where the job works, logs and saves.
-fn dirs(job: &JobSpec) -> Vec<PathBuf> {
+/// Where the job works, logs and saves; what it trains on.
+fn wanted(job: &JobSpec) -> ask::Wanted {
     let workdir = &job.run.workdir;
     let logs = workdir.join(job.run.logs.dir.replace("{name}", &job.name));
     let logs = logs.to_string_lossy().split("{run}").next().map(PathBuf::from).unwrap_or_default();
     let checkpoints = job.train.is_some().then(|| workdir.join(&job.checkpoint.dir));
-    [workdir.clone(), logs].into_iter().chain(checkpoints).collect()
+    let on_gpus = job.train.is_some() && job.cluster.trains_on_gpus();
+    let folders = || job.cluster.cuda_libs.iter().map(|folder| workdir.join(folder)).collect();
+    ask::Wanted {
+        dirs: [workdir.clone(), logs].into_iter().chain(checkpoints).collect(),
+        cuda: on_gpus.then(folders),
+    }
 }
 
 fn limits(job: &JobSpec) -> ask::Limits {

@@ -414,6 +414,7 @@ impl Core {
     /// To every agent that has workers of this epoch.
     fn tell_all(&mut self, message: &ToAgent) {
         let active = self.members.iter().filter(|id| self.nodes[**id].active);
+        self.out.reserve(self.active);
         self.out.extend(active.map(|id| Output::Tell(*id, message.clone())));
     }
 

@@ -11,7 +11,7 @@ use binding::{Api, Config, Handle, IN_PROGRESS, SUCCESS};
 use std::{
     ffi::{CStr, c_int, c_void},
     fmt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
@@ -120,9 +120,19 @@ impl Nccl {
         Ok(nccl)
     }
 
-    /// Version (`2.27.3`) and path.
+    /// `2.27.3`
+    pub fn version(&self) -> String {
+        dotted(self.version)
+    }
+
+    /// Only its name where the system's loader found it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Version and path, for people.
     pub fn describe(&self) -> String {
-        format!("NCCL {} ({})", dotted(self.version), self.path.display())
+        format!("NCCL {} ({})", self.version(), self.path.display())
     }
 
     /// The id of a new group: made by one rank, told to the others.

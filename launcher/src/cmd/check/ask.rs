@@ -22,6 +22,15 @@ const MAX_TALK: u64 = 4 << 10;
 /// Neighbours that each host connects to, beside the first host.
 const NEIGHBOURS: usize = 4;
 
+/// What each host is to look at.
+#[derive(Clone, Debug)]
+pub(super) struct Wanted {
+    /// Where the job will write, absolute.
+    pub(super) dirs: Vec<PathBuf>,
+    /// Of a job that trains on GPUs: its own folders of libraries, absolute.
+    pub(super) cuda: Option<Vec<PathBuf>>,
+}
+
 /// How long to wait.
 pub(super) struct Limits {
     /// For a connection between two hosts, milliseconds.
@@ -48,16 +57,11 @@ pub(super) struct Asked {
 }
 
 /// Asks all hosts; the answers in their order. Within a `LocalSet`.
-pub(super) async fn ask(
-    started: Vec<Started>,
-    dirs: Vec<PathBuf>,
-    nonce: &str,
-    limits: &Limits,
-) -> Vec<Asked> {
+pub(super) async fn ask(started: Vec<Started>, wanted: &Wanted, nonce: &str, limits: &Limits) -> Vec<Asked> {
     let mut looks = Vec::new();
     for (index, host) in started.into_iter().enumerate() {
         let nonce = format!("{nonce}-{index}");
-        looks.push(spawn_local(look(host, dirs.clone(), nonce)));
+        looks.push(spawn_local(look(host, wanted.clone(), nonce)));
     }
     let mut talks = Vec::new();
     for look in looks {
@@ -123,7 +127,7 @@ impl Link {
     }
 }
 
-async fn look(mut host: Started, dirs: Vec<PathBuf>, nonce: String) -> Talk {
+async fn look(mut host: Started, wanted: Wanted, nonce: String) -> Talk {
     let mut asked = Asked {
         name: host.name.clone(),
         stage: Stage::Agent,
@@ -154,7 +158,7 @@ async fn look(mut host: Started, dirs: Vec<PathBuf>, nonce: String) -> Talk {
         link = Some(Link { outbox, inbox });
     }
     let result = match &mut link {
-        Some(link) => questions(link, dirs, nonce).await,
+        Some(link) => questions(link, wanted, nonce).await,
         None => Err("it could not be started".to_owned()),
     };
     match result {
@@ -191,7 +195,7 @@ async fn refusal(host: &Started, why: String, said: Option<tokio::task::JoinHand
 
 async fn questions(
     link: &mut Link,
-    dirs: Vec<PathBuf>,
+    Wanted { dirs, cuda }: Wanted,
     nonce: String,
 ) -> Result<(NodeLook, (f64, f64)), String> {
     link.outbox.send(Priority::Must, ToAgent::Hello { version: VERSION });
@@ -204,7 +208,7 @@ async fn questions(
     if version != VERSION {
         return Err(format!("the agent speaks version {version} of the protocol, not {VERSION}"));
     }
-    link.outbox.send(Priority::Must, ToAgent::Probe(Probe::Look { nonce, dirs }));
+    link.outbox.send(Priority::Must, ToAgent::Probe(Probe::Look { nonce, dirs, cuda }));
     let sent = unix_seconds();
     let look = link.wait(Some(ANSWER), |m| match m {
         FromAgent::Probed(Probed::Look(look)) => Some(look),

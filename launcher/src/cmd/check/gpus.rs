@@ -4,7 +4,7 @@ use super::{
     judge::{bad, ok},
 };
 use crate::cmd::plan::bytes;
-use contract::probe::{GpuLook, NodeLook};
+use contract::probe::{GpuLook, LibraryLook, NodeLook};
 
 /// How many there are, and whether they are fit to compute with. `slots`: as the hostfile promises.
 pub(super) fn judge(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Vec<Check> {
@@ -43,7 +43,19 @@ pub(super) fn judge(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Ve
             None => ok("driver", driver.clone()),
         });
     }
-    checks.push(match (&gpus.nccl, &theirs.nccl) {
+    match gpus.libraries.is_empty() {
+        true => checks.push(nccl(gpus, first)),
+        false => checks.extend(libraries(gpus, first)),
+    }
+    checks.extend(memory(gpus));
+    checks.extend(health(gpus));
+    checks.extend(links(gpus));
+    checks
+}
+
+/// NCCL as a program may find it.
+fn nccl(gpus: &GpuLook, first: &NodeLook) -> Check {
+    match (&gpus.nccl, &first.gpus.nccl) {
         (Some((_, own)), Some((_, other))) if own != other => bad(
             Level::Warn,
             "nccl",
@@ -52,11 +64,32 @@ pub(super) fn judge(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Ve
         ),
         (Some((path, version)), _) => ok("nccl", format!("{version} ({path})")),
         (None, _) => ok("nccl", "not found by the loader (programs may bring their own)"),
+    }
+}
+
+/// What the built-in runtime opens to train on GPUs: there, and the same as on the first host.
+fn libraries(gpus: &GpuLook, first: &NodeLook) -> Vec<Check> {
+    const WHAT: &str = "cuda";
+    let theirs = |name: &str| {
+        let library = first.gpus.libraries.iter().find(|library| library.name == name)?;
+        library.found.as_ref().ok().map(|(version, _)| version)
+    };
+    let judged = gpus.libraries.iter().map(|LibraryLook { name, needed, found }| match found {
+        Ok((version, _)) if theirs(name).is_some_and(|other| other != version) => {
+            let other = theirs(name).map_or("", String::as_str);
+            let found = format!("{name} {version}, {} has {other}", first.hostname);
+            bad(Level::Warn, WHAT, found, "install the same version on all hosts")
+        }
+        Ok((version, path)) => ok(WHAT, format!("{name} {version} ({})", path.display())),
+        Err(why) => {
+            let (level, hint) = match needed {
+                true => (Level::Fail, "a job with `cluster.devices: cuda` needs it; `cluster.cuda_libs` may name its folder"),
+                false => (Level::Warn, "only workers with a GPU of their own each need it; the host's memory serves instead (`cluster.collectives`)"),
+            };
+            bad(level, WHAT, format!("{name}: {why}"), hint)
+        }
     });
-    checks.extend(memory(gpus));
-    checks.extend(health(gpus));
-    checks.extend(links(gpus));
-    checks
+    judged.collect()
 }
 
 /// Broken memory, clocks that are held down, modes in which ranks can't use it as they do.

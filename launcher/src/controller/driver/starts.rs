@@ -129,7 +129,7 @@ impl Driver {
             }
             // From here on they are in the message to the agent only.
             plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
-            let start = ToAgent::Start(plan);
+            let start = ToAgent::Start(Box::new(plan));
             match encode(&start) {
                 Ok(_) => self.tell(node, start),
                 Err(error) => {

@@ -200,7 +200,9 @@ fn controller_at_scale() {
     println!("| agents | undisturbed | a worker killed | a host lost | an agent killed, all started again |");
     println!("|---|---|---|---|---|");
     let at = Duration::from_secs(4);
-    for hosts in [100, 1000, 10_000] {
+    // one size alone, for a profiler
+    let alone: Option<usize> = std::env::var("LAUNCH_SCALE_AGENTS").ok().and_then(|n| n.parse().ok());
+    for hosts in alone.map_or(vec![100, 1000, 10_000], |n| vec![n]) {
         let cases = [vec![], vec![(at, Fault::WorkerKilled(3))], vec![(at, Fault::HostDies(2))]];
         let restarts = Scene { restarts: 1, ..calm(hosts, vec![(at, Fault::AgentKilled(2))]) };
         let scenes = cases.into_iter().map(|faults| calm(hosts, faults)).chain([restarts]);

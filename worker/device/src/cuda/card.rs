@@ -87,6 +87,11 @@ fn driver(places: &Places) -> Result<(Driver, i32, PathBuf)> {
     Ok((driver, version, driver_path))
 }
 
+/// CUDA's version that the driver implements (`13.0`), and its path.
+pub(super) fn version(places: &Places) -> Result<(String, PathBuf)> {
+    driver(places).map(|(_, version, path)| (dotted(version), path))
+}
+
 /// Does a driver see a GPU?
 pub(super) fn find(places: &Places) -> Result<()> {
     driver(places)?.0.device(0).map(drop)

@@ -119,6 +119,16 @@ fn alignment(at: Address) -> u32 {
     (1u64 << at.trailing_zeros().min(63)).min(MOST_ALIGNED) as u32
 }
 
+/// The library's version (`13.1.0`) and path. Nothing is made on a card.
+pub(super) fn version(places: &Places) -> Result<(String, PathBuf)> {
+    let found = places.open(Wanted::Blas)?;
+    let path = found.path.clone();
+    let library = Blas::of(found)?;
+    // SAFETY: no conditions.
+    let version = unsafe { (library.cublasLtGetVersion)() };
+    Ok((format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100), path))
+}
+
 impl Products {
     /// The card's context must be the thread's.
     pub(super) fn open(places: &Places) -> Result<Products> {

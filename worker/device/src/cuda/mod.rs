@@ -213,6 +213,16 @@ pub fn find(places: &Places) -> Result<()> {
     Ok(())
 }
 
+/// Version and path of each library that training on one GPU opens, by a short name, or why it can't be used.
+pub fn libraries(places: &Places) -> [(&'static str, Result<(String, PathBuf)>); 3] {
+    let driver = card::version(places).map(|(version, path)| (format!("CUDA {version}"), path));
+    let compiler = Nvrtc::open(places).map(|nvrtc| {
+        let (major, minor) = nvrtc.version;
+        (format!("{major}.{minor}"), nvrtc.path.clone())
+    });
+    [("driver", driver), ("NVRTC", compiler), ("cuBLASLt", matmul::version(places))]
+}
+
 /// The images of all kernels for an architecture (`sm_90`), whatever card this machine has or lacks.
 pub fn compile_all(places: &Places, arch: &str) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let nvrtc = Nvrtc::open(places)?;
