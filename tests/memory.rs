@@ -70,10 +70,8 @@ fn the_plan_counts_rows_and_gradients_of_experts() {
         let set = ["cluster.workers_per_host=4", "train.batch.micro=2", &parallel];
         let (planned, measured) = planned_and_measured(&place, &set);
         let ratio = planned / measured;
-        // Where experts are spread the plan is too low: 0.83 to 0.91 were seen. What it misses isn't known yet.
-        let least = if parallel.ends_with("=1") { 0.9 } else { 0.75 };
         assert!(
-            (least..=1.1).contains(&ratio),
+            (0.9..=1.1).contains(&ratio),
             "{set:?}: planned {planned}, measured {measured}, ratio {ratio:.3}"
         );
     }

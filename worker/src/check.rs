@@ -11,10 +11,17 @@ use crate::{
     stages::{dtype_of, resolve, resolve_lora},
     train::{experts, workspace::Workspace},
     trained::{self, LORA_FROM, first_backward},
-    zero::{Policy, Slots, fold::buffers, live, partition::Partition, pool::PoolPlan},
+    zero::{
+        Policy, Slots,
+        fold::buffers,
+        groups,
+        live::{self, Fetch},
+        partition::Partition,
+        pool::PoolPlan,
+    },
 };
 use contract::{
-    job::{JobSpec, OptimizerName, TrainSpec},
+    job::{Count, Hosts, JobSpec, OptimizerName, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
     probe::LibraryLook,
 };
@@ -183,6 +190,7 @@ impl Memory<'_> {
                 Workspace::bytes(self.model, layers, b, t, self.train.recompute, first, dtype),
             ),
             ("rows of experts".into(), self.experts(b * t, dtype)),
+            ("messages of experts".into(), self.messages(policy, rank as usize, dtype)),
         ];
         if on_gpu {
             parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t, dtype)));
@@ -201,16 +209,37 @@ impl Memory<'_> {
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
     }
 
-    /// Of layers with experts, when rows are spread evenly: rows, and what of gradients by several slots travels.
+    /// Of layers with experts: rows, when they are spread evenly, and what of gradients by several slots is summed.
     fn experts(&self, rows: usize, dtype: Dtype) -> u64 {
         let parallel = self.train.experts.parallel as usize;
         let rows = experts::bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel);
         let spread =
             self.units.iter().filter(|u| u.owners.stride > 1).map(Unit::trained_len).max().unwrap_or(0);
-        // Of the unit that travels and of the next one: sums by the slots of the group; and on the way copies of what is
-        // sent, of what is received, and of the parameters that a gather sends to each owner.
+        // Of the unit that travels and of the next one.
         let sums = (1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT) * buffers(parallel, true);
-        (rows + 4 * spread * (sums + 3)) as u64
+        (rows + 4 * spread * sums) as u64
+    }
+
+    /// Messages that are put together for the owners of a unit of experts, and what arrives.
+    fn messages(&self, policy: Policy, rank: usize, dtype: Dtype) -> u64 {
+        let slots = self.slots(policy);
+        let (mut gathered, mut sent, mut received) = (0, 0, 0);
+        for unit in self.units {
+            let own = Partition::new(unit, self.world).range(rank);
+            let own = (own.len(), unit.trained_range(own).len());
+            let of = groups::messages(unit, &slots, rank, own);
+            (gathered, sent, received) = (gathered.max(of.0), sent.max(of.1), received.max(of.2));
+        }
+        let sent = match dtype {
+            Dtype::F32 => 4 * sent.max(gathered),
+            Dtype::Bf16 | Dtype::F16 => 4 * sent + dtype.size() * gathered,
+        };
+        (sent + 4 * received) as u64
+    }
+
+    fn slots(&self, policy: Policy) -> Slots {
+        let slots = (self.train.batch.global / self.train.batch.micro) as usize;
+        Slots { slots, world: self.world, interleaved: policy.shard_gradients }
     }
 
     /// Units that this rank has a part of.
@@ -230,12 +259,11 @@ impl Memory<'_> {
 
     /// Elements of gathered parameters and of gradients at their peak, by the decisions that the engine's pools take.
     fn moving(&self, policy: Policy, rank: usize) -> (u64, u64) {
-        let slots = (self.train.batch.global / self.train.batch.micro) as usize;
+        let s = self.slots(policy);
         let whole: usize = self.mine(rank).map(Unit::trained_len).sum();
         let own: usize = self.own_trained(rank).iter().sum();
         let trained = self.mine(rank).filter(|u| u.any_trained());
         if !policy.shard_gradients || self.world == 1 {
-            let s = Slots { slots, world: self.world, interleaved: policy.shard_gradients };
             let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
             // The finished part of every unit waits for the update. Twice in stage 1 is fitted to measured peaks; that the allocator
             // keeps what is freed in between is a guess.
@@ -257,7 +285,7 @@ impl Memory<'_> {
                 pool.give(in_flight.pop_front().unwrap_or(0));
             }
         }
-        let gradients = pool.allocated + own * buffers(slots, false);
+        let gradients = pool.allocated + own * buffers(s.slots, false);
         (self.gathered(policy, rank), gradients as u64)
     }
 
@@ -307,12 +335,17 @@ impl Memory<'_> {
         }
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let tied = self.model.tied();
+        let common = self.reads_in_common();
+        let own = self.own_lengths(rank);
         let len = |u: usize| self.units[u].len();
         // What stays after one slot is there for the next.
         let once = self.fetches(rank);
         let order = if self.train.batch.global > self.train.batch.micro { once.repeat(2) } else { once };
         let order = order.into_iter().filter(|&u| self.units[u].owners.below(self.world) > 1);
         let fetches = live::plan(order, len, self.train.zero.max_live_parameters);
+        if common {
+            return self.peers_parts(&fetches, |u| len(u) - own[u]);
+        }
         let mut ahead: VecDeque<usize> = fetches.iter().filter(|f| !f.here).map(|f| f.unit).collect();
         let mut pool = PoolPlan::default();
         let (mut gathering, mut staying, mut used) = (VecDeque::new(), HashMap::new(), Vec::new());
@@ -335,6 +368,36 @@ impl Memory<'_> {
             }
         }
         pool.allocated as u64
+    }
+
+    /// Do the ranks read each other's parameters where those lie? On one host they have memory in common.
+    fn reads_in_common(&self) -> bool {
+        let cluster = &self.job.cluster;
+        let one_host = match cluster.workers_per_host {
+            Count::Exactly(n) => self.world <= n as usize,
+            Count::Auto => matches!(cluster.hosts, Hosts::Auto | Hosts::Local),
+        };
+        one_host && !cluster.trains_on_gpus()
+    }
+
+    /// The most elements of other ranks' parts that are mapped at once, `theirs` of each unit.
+    fn peers_parts(&self, fetches: &[Fetch], theirs: impl Fn(usize) -> usize) -> u64 {
+        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
+        let (mut mapped, mut most, mut used) = (0, 0, Vec::new());
+        let mut backward = false;
+        for (at, fetch) in fetches.iter().enumerate() {
+            mapped += if fetch.here { 0 } else { theirs(fetch.unit) };
+            most = most.max(mapped);
+            used.push(*fetch);
+            let next = fetches.get(at + 1).map_or(0, |f| f.unit);
+            backward = (backward || fetch.unit == head) && next != 1;
+            // Held together: head and tied embedding, and in a backward a layer and its experts.
+            let together = (fetch.unit == head && next == 0) || (backward && next > head);
+            if !together {
+                mapped -= used.drain(..).filter(|f| !f.stays).map(|f| theirs(f.unit)).sum::<usize>();
+            }
+        }
+        most as u64
     }
 
     fn staging(&self) -> u64 {

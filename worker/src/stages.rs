@@ -162,7 +162,7 @@ impl Parameters {
         let slots = (train.batch.global / train.batch.micro) as usize;
         let (zero, dtype) = (&train.zero, dtype_of(train.precision));
         let held = (zero.prefetch as usize, zero.max_live_parameters);
-        let engine = Engine::new(units, policy, slots, held, dtype, queue, ops.clone());
+        let engine = Engine::new(units, policy, slots, held, dtype, queue, ops.clone())?;
         let mut model = self.model;
         model.place(ops.as_ref());
         Ok(Sharded { train, model: model.into(), engine, ops, placement })

@@ -19,10 +19,11 @@ pub(crate) enum Kind {
     AllToAll,
     AllGatherBytes,
     Barrier,
+    Common,
 }
 
 impl Kind {
-    const ALL: [Kind; 8] = [
+    const ALL: [Kind; 9] = [
         Kind::AllGather,
         Kind::ReduceScatterFold,
         Kind::ReduceScatter,
@@ -31,6 +32,7 @@ impl Kind {
         Kind::AllToAll,
         Kind::AllGatherBytes,
         Kind::Barrier,
+        Kind::Common,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -43,6 +45,7 @@ impl Kind {
             Kind::AllToAll => "all_to_all",
             Kind::AllGatherBytes => "all_gather_bytes",
             Kind::Barrier => "barrier",
+            Kind::Common => "common",
         }
     }
 }
@@ -178,6 +181,11 @@ impl Call {
             return Err(format!("all_gather_bytes: {len} bytes; at most {cap} per rank"));
         }
         Ok(Call::new(Kind::AllGatherBytes, 0, []))
+    }
+
+    pub(crate) fn common(at: Place, counts: &[usize], element: usize) -> Result<Self, String> {
+        let total = total(Kind::Common, "counts", counts, at.world)?;
+        Ok(Call::new(Kind::Common, total, counts.iter().copied()).of_size(element))
     }
 
     pub(crate) fn barrier() -> Self {

@@ -5,15 +5,18 @@
 //!
 //! Three transports: [`local`] (ranks are threads of one process, for tests of a whole engine), [`shm`] (ranks are
 //! processes of one node) and [`tcp`] (nodes are connected by a network; the ranks of each meet in shared memory). Every collective is also a barrier: it returns only after every rank has entered it.
-use device::{View, ViewMut};
+use device::{Dtype, View, ViewMut};
 
 mod call;
+mod common;
 pub mod local;
 pub mod nccl;
 pub mod shm;
 pub mod staged;
 mod sum;
 pub mod tcp;
+
+pub use common::{Common, Whole};
 
 /// The most bytes that one rank gives to [`Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;
@@ -87,6 +90,13 @@ pub trait Comm: Send + Sync {
 
     /// Every rank's bytes, by rank. For small things (reports, errors); at most 16 MiB each.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Memory that all ranks have in common: `counts[r]` elements of rank r, zeros at first, one rank's after the other's.
+    /// Each rank writes its own and reads all; a barrier has to lie between. `None`: these ranks have none; then no rank waited.
+    fn common(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<Common>> {
+        let _ = (dtype, counts);
+        Ok(None)
+    }
 
     /// Returns when every rank has called it.
     fn barrier(&self) -> Result<()>;

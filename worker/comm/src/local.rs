@@ -5,12 +5,15 @@
 //! addresses sound: **no rank leaves an exchange while a peer still reads**, not even when the group was aborted. After
 //! an abort nobody begins to read, and those who read already never wait for anybody, so that wait ends.
 use crate::{
-    Comm, CommError, Result, Sink,
+    Comm, CommError, Common, Result, Sink,
     call::{self, Call, Place},
+    common::Pages,
     sum::tree_sum,
 };
-use device::{View, ViewMut};
+use device::{Buf, Dtype, View, ViewMut};
 use std::{
+    ops::Range,
+    ptr::NonNull,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -43,6 +46,7 @@ pub fn group_with(world: usize, wait: Duration) -> Vec<LocalComm> {
         finished: vec![0; world],
         left: vec![false; world],
         reading: 0,
+        common: None,
         aborted: None,
     };
     let wait = wait.min(LONGEST);
@@ -85,7 +89,26 @@ struct State {
     left: Vec<bool>,
     /// Ranks that are reading their peers' memory now.
     reading: usize,
+    /// What rank 0 allocated for a [`Comm::common`] under way.
+    common: Option<Arc<Region>>,
     aborted: Option<String>,
+}
+
+/// Memory that all ranks have in common.
+struct Region {
+    start: NonNull<u8>,
+    /// Never used as a whole: ranks have buffers over parts of it.
+    _memory: Buf,
+}
+
+// SAFETY: an address and the memory behind it, which the ranks use by the rule of `Comm::common`.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Pages for Region {
+    /// Threads of one process have nothing to let go of.
+    fn let_go(&self, _: Range<usize>) {}
 }
 
 /// What a rank shows to its peers in one exchange.
@@ -482,6 +505,24 @@ impl Comm for LocalComm {
             all.extend(posts.iter().map(|p| unsafe { p.parts[0].bytes() }.to_vec()));
         })?;
         Ok(all)
+    }
+
+    fn common(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<Common>> {
+        let call = Call::common(self.at, counts, dtype.size());
+        let (mut turn, call) = self.enter(call)?;
+        if self.at.rank == 0 {
+            let mut memory = Buf::zeroed_as(dtype, counts.iter().sum());
+            let start = NonNull::from(memory.view_mut().bytes()).cast();
+            self.shared.lock().common = Some(Arc::new(Region { start, _memory: memory }));
+        }
+        let mut region = None;
+        let post = Post { call, parts: Vec::new(), expects: Vec::new() };
+        // Rank 0 replaces it in a later call only, and nobody leaves this one before all have read it.
+        self.exchange(&mut turn, post, |_| region = self.shared.lock().common.clone())?;
+        let region = region.ok_or_else(|| self.disagree("rank 0 gave no common memory".into()))?;
+        let start = region.start;
+        // SAFETY: the region has this many elements of this type: all ranks gave the same counts.
+        Ok(Some(unsafe { Common::new(region, start, dtype, counts, self.at.rank) }))
     }
 
     fn barrier(&self) -> Result<()> {

@@ -10,14 +10,14 @@
 //! buffer of at most 8 × staging or two of the largest pieces, whichever is more: see `fold.rs`. Pages of the segment are
 //! taken when they are first touched; a machine that has none left then ends the rank with SIGBUS.
 use crate::{
-    Comm, CommError, Result, Sink,
+    Comm, CommError, Common, Result, Sink,
     call::{self, Call, Place},
 };
-use device::{Buf, View, ViewMut};
-use segment::{HeaderMap, Segment};
+use device::{Buf, Dtype, View, ViewMut};
+use segment::{CommonMap, HeaderMap, Segment};
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Mutex, MutexGuard, atomic::Ordering},
+    sync::{Arc, Mutex, MutexGuard, atomic::Ordering},
     time::Duration,
 };
 use wait::{Stopped, publish};
@@ -66,6 +66,8 @@ pub struct ShmComm {
     /// May a wait begin with a short spin? Only when every rank can have a processor of its own.
     spin: bool,
     seg: Segment,
+    /// The segment's file: common memory lies behind the segment.
+    fd: OwnedFd,
     /// Serialises the collectives of one rank.
     turn: Mutex<Turn>,
 }
@@ -84,6 +86,8 @@ pub(crate) struct Turn {
     round: u64,
     /// Where pieces are put together that don't fit into staging; kept for the next time.
     scratch: Buf,
+    /// Bytes of common memory behind the segment.
+    common: usize,
 }
 
 impl Turn {
@@ -116,7 +120,7 @@ impl ShmComm {
         // The processor count of the machine, not of this process: ranks that are pinned have one each.
         // SAFETY: asks for a number.
         let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-        let turn = Mutex::new(Turn { seq: 0, round: 0, scratch: Buf::zeroed(0) });
+        let turn = Mutex::new(Turn { seq: 0, round: 0, scratch: Buf::zeroed(0), common: 0 });
         let spin = usize::try_from(cpus).is_ok_and(|cpus| cpus >= world);
         let pid = std::process::id();
         let joined = &seg.line(rank).joined;
@@ -125,7 +129,7 @@ impl ShmComm {
             seg.header().abort(&what);
             return Err(CommError::Io(what));
         }
-        let comm = ShmComm { at: Place { rank, world }, names, limits, spin, seg, turn };
+        let comm = ShmComm { at: Place { rank, world }, names, limits, spin, seg, fd, turn };
         comm.seg.header().ring();
         match comm.seg.await_join(limits.join) {
             Ok(()) => comm.healthy().map(|()| comm),
@@ -455,6 +459,20 @@ impl Comm for ShmComm {
         let mut all: Vec<Vec<u8>> = lens.iter().map(|&n| Vec::with_capacity(n)).collect();
         self.gather(&mut turn, &call, bytes, &lens, |from, _, chunk| all[from].extend_from_slice(chunk))?;
         Ok(all)
+    }
+
+    fn common(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<Common>> {
+        let (mut turn, call) = self.enter(Call::common(self.at, counts, dtype.size()))?;
+        let bytes = counts.iter().sum::<usize>() * dtype.size();
+        let (at, end) = self.seg.behind(turn.common, bytes)?;
+        // A rank that hasn't the memory's address space ends the group before anybody believes in it.
+        let map = CommonMap::open(self.fd.as_fd(), at, bytes).inspect_err(|e| self.abort(&e.to_string()))?;
+        turn.common = end;
+        self.post(&mut turn, &call);
+        self.meet(&turn, &call)?;
+        let start = map.start();
+        // SAFETY: mapped with this length; page-aligned; all ranks gave the same counts and element.
+        Ok(Some(unsafe { Common::new(Arc::new(map), start, dtype, counts, self.at.rank) }))
     }
 
     fn barrier(&self) -> Result<()> {

@@ -79,6 +79,18 @@ impl Buf {
         Buf { ptr, len, dtype, on_host: true, home: Some(home) }
     }
 
+    /// `len` elements of the host's memory at `ptr`, which `home` keeps for as long as the buffer lives.
+    ///
+    /// # Safety
+    /// They are valid, aligned to their type, and nobody else reads or writes them while a view of the buffer is used.
+    pub unsafe fn kept_by(home: Arc<dyn Send + Sync>, ptr: NonNull<u8>, dtype: Dtype, len: usize) -> Self {
+        struct Kept(#[allow(dead_code)] Arc<dyn Send + Sync>); // dropped with the buffer, which is all that it is for
+        impl Memory for Kept {
+            fn take_back(&self, _: u64, _: usize) {}
+        }
+        Self::on_host_of(Arc::new(Kept(home)), ptr, dtype, len)
+    }
+
     /// A copy of `src`.
     pub fn from_slice(src: &[f32]) -> Self {
         let mut b = Self::zeroed(src.len());

@@ -19,7 +19,10 @@ use crate::{
         },
     },
     params::Unit,
-    zero::engine::{Engine, Held},
+    zero::{
+        engine::{Engine, Held},
+        pool,
+    },
 };
 use contract::job::Recompute;
 use device::{Buf, Dtype, Ops, ViewMut, needed_for};
@@ -94,13 +97,9 @@ impl Room {
     }
 }
 
-/// At least `len` elements, whatever they hold.
+/// The first `len` elements of a buffer of rows, whatever they hold.
 pub(super) fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
-    if buf.len() < len {
-        let larger = || ops.zeroed(buf.dtype(), len.next_multiple_of(1024));
-        *buf = needed_for("rows of experts", larger);
-    }
-    buf.view_mut().slice(0..len)
+    needed_for("rows of experts", || pool::grow(ops, buf, len))
 }
 
 impl Experts {

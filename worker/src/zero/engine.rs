@@ -4,14 +4,15 @@
 use super::{
     Policy, Slots,
     fold::{FoldStack, Run, maximal_runs},
+    groups::{Messages, gather, runs_of, trade_runs},
     live::{self, Fetch},
     partition::Partition,
     pool::Pool,
     queue::{Queue, Ticket},
 };
-use crate::params::{Owners, Unit};
-use comm::{Comm, Result};
-use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
+use crate::params::Unit;
+use comm::{Comm, Result, Whole};
+use device::{Buf, Dtype, Ops, View, needed_for};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -33,6 +34,8 @@ pub struct Shard {
     params: RwLock<Buf>,
     /// With a 16-bit precision: what ops compute with, the owned part or everything (policy), rounded from `params`.
     rounded: Option<RwLock<Buf>>,
+    /// Everybody's part of what ops compute with, where ranks have memory in common: nothing is gathered then.
+    whole: Option<Whole>,
     /// Partial sums of gradients: of the owned part, or of everything (policy).
     grads: Mutex<FoldStack>,
 }
@@ -43,6 +46,8 @@ pub enum Held {
     Resident(usize),
     /// Gathered for this use, and for the next where they stay.
     Gathered(Fetch, Buf),
+    /// Read where their owners keep them.
+    Common(Fetch),
 }
 
 /// ZeRO's state of one rank.
@@ -65,12 +70,15 @@ pub struct Engine {
     whole_grads: Arc<Mutex<Pool>>,
     /// Emptied stacks of [`Engine::runs`].
     run_grads: Arc<Mutex<Vec<FoldStack>>>,
+    messages: Arc<Mutex<Messages>>,
     /// Fetches still to come in this pass, in order.
     coming: VecDeque<Fetch>,
     /// Those of them for which no gather has begun, and is wanted.
     ahead: VecDeque<usize>,
     /// Gathered parameters that stay until their next use, by unit.
     live: Mutex<HashMap<usize, Buf>>,
+    /// Ranks have parameters in common: a pass may begin when all ranks have entered it, having written theirs.
+    entered: Option<Ticket<()>>,
     /// Gathers under way, oldest first.
     gathering: VecDeque<(usize, Ticket<Buf>)>,
     reducing: VecDeque<Ticket<()>>,
@@ -94,24 +102,36 @@ impl Engine {
         dtype: Dtype,
         queue: Queue,
         ops: Arc<dyn Ops>,
-    ) -> Self {
+    ) -> Result<Self> {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
         let parameters = |dtype, len| needed_for("the parameters", || ops.zeroed(dtype, len));
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
+            let common = match policy.shard_parameters && unit.owners.below(world) > 1 {
+                true => {
+                    let counts = part.counts().to_vec();
+                    queue.run(move |comm| comm.common(dtype, &counts))?
+                }
+                false => None,
+            };
+            let (shared, whole) = common.map_or((None, None), |c| (Some(c.own), Some(c.whole)));
+            let whole = whole.filter(|_| unit.owners.has(rank));
             let own = part.range(rank).len();
-            let whole = |len: usize| if unit.owners.has(rank) { len } else { 0 };
-            let part_of = |sharded: bool| if sharded { own } else { whole(unit.len()) };
-            let rounded = (dtype != Dtype::F32)
-                .then(|| RwLock::new(parameters(dtype, part_of(policy.shard_parameters))));
-            let params = RwLock::new(parameters(Dtype::F32, part_of(policy.keeps_own(dtype))));
+            let of_owners = |len: usize| if unit.owners.has(rank) { len } else { 0 };
+            let part_of = |sharded: bool| if sharded { own } else { of_owners(unit.len()) };
+            let computed = shared.unwrap_or_else(|| parameters(dtype, part_of(policy.shard_parameters)));
+            let (params, rounded) = match dtype {
+                Dtype::F32 => (computed, None),
+                _ => (parameters(Dtype::F32, part_of(policy.keeps_own(dtype))), Some(RwLock::new(computed))),
+            };
+            let params = RwLock::new(params);
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
-            let summed = if policy.shard_gradients { trained[rank] } else { whole(unit.trained_len()) };
+            let summed = if policy.shard_gradients { trained[rank] } else { of_owners(unit.trained_len()) };
             let grads = Mutex::new(FoldStack::new(summed));
-            Shard { unit, part, trained, params, rounded, grads }
+            Ok(Shard { unit, part, trained, params, rounded, whole, grads })
         });
-        let shards = Arc::new(shards.collect());
-        Engine {
+        let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
+        Ok(Engine {
             shards,
             policy,
             slots: Slots { slots, world, interleaved: policy.shard_gradients },
@@ -125,13 +145,15 @@ impl Engine {
             gathered: Arc::new(Mutex::new(Pool::of(dtype))),
             whole_grads: Arc::new(Mutex::new(Pool::of(Dtype::F32))),
             run_grads: Arc::default(),
+            messages: Arc::default(),
             coming: VecDeque::new(),
             ahead: VecDeque::new(),
             live: Mutex::default(),
+            entered: None,
             gathering: VecDeque::new(),
             reducing: VecDeque::new(),
             publishing: Vec::new(),
-        }
+        })
     }
 
     /// This rank.
@@ -222,7 +244,10 @@ impl Engine {
         assert!(self.coming.is_empty() && self.gathering.is_empty(), "the last pass was not finished");
         let gathered = order.into_iter().filter(|&u| self.needs_gather(u));
         self.coming = live::plan(gathered, |u| self.shards[u].unit.len(), self.max_live).into();
-        self.ahead = self.coming.iter().filter(|f| !f.here).map(|f| f.unit).collect();
+        let gathered = |f: &&Fetch| !f.here && self.shards[f.unit].whole.is_none();
+        self.ahead = self.coming.iter().filter(gathered).map(|f| f.unit).collect();
+        let common = self.policy.shard_parameters && self.shards.iter().any(|s| s.whole.is_some());
+        self.entered = common.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
     fn needs_gather(&self, u: usize) -> bool {
@@ -241,6 +266,10 @@ impl Engine {
         }
         let fetch = self.coming.pop_front().expect("every fetch was announced");
         assert_eq!(fetch.unit, u, "fetches come in the announced order");
+        if self.shards[u].whole.is_some() {
+            self.entered.take().map_or(Ok(()), Ticket::wait)?;
+            return Ok(Held::Common(fetch));
+        }
         if fetch.here {
             let stayed = lock(&self.live).remove(&u).expect("it was released before it is fetched again");
             return Ok(Held::Gathered(fetch, stayed));
@@ -253,12 +282,13 @@ impl Engine {
     fn gather(&self, u: usize) -> Ticket<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let take = || lock(&self.gathered).take(self.ops.as_ref(), len);
-        let (mut whole, ops) = (needed_for("gathered parameters", take), self.ops.clone());
+        let mut whole = needed_for("gathered parameters", take);
+        let (ops, messages) = (self.ops.clone(), self.messages.clone());
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let own = read(s.values());
-            let to = whole.view_mut().slice(0..len);
-            gather(comm, ops.as_ref(), s.unit.owners, s.part.counts(), to, own.view())?;
+            let (to, messages) = (whole.view_mut().slice(0..len), &mut lock(&messages));
+            gather(comm, ops.as_ref(), messages, s.unit.owners, s.part.counts(), to, own.view())?;
             Ok(whole)
         })
     }
@@ -268,6 +298,7 @@ impl Engine {
         match held {
             Held::Resident(u) => f(read(self.shards[*u].values()).view()),
             Held::Gathered(of, buf) => f(buf.view().slice(0..self.shards[of.unit].unit.len())),
+            Held::Common(of) => f(self.shards[of.unit].whole.as_ref().expect("it is common").view()),
         }
     }
 
@@ -277,6 +308,8 @@ impl Engine {
             Held::Resident(_) => {}
             Held::Gathered(of, buf) if of.stays => drop(lock(&self.live).insert(of.unit, buf)),
             Held::Gathered(_, buf) => lock(&self.gathered).give(buf),
+            Held::Common(of) if of.stays => {}
+            Held::Common(of) => self.shards[of.unit].whole.iter().for_each(Whole::let_go),
         }
     }
 
@@ -379,15 +412,16 @@ impl Engine {
     /// computed in this round, folded as far as they go. Every rank calls this for a unit of its own in every round, also with
     /// nothing.
     pub fn reduce_runs(&mut self, u: usize, round: usize, runs: FoldStack) -> Result<()> {
-        let (shards, slots, ops, pool) =
-            (self.shards.clone(), self.slots, self.ops.clone(), self.run_grads.clone());
+        let (shards, slots, ops) = (self.shards.clone(), self.slots, self.ops.clone());
+        let (pool, messages) = (self.run_grads.clone(), self.messages.clone());
         self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let sent = runs_of(&slots, s.unit.owners, comm.rank(), round);
             assert!(runs.partials().map(|(run, _)| run).eq(sent), "gradients of other slots than were dealt");
             let mut fold = lock(&s.grads);
-            let ops = ops.as_ref();
-            trade_runs(comm, ops, s, &slots, round, &runs, &mut |run, piece| fold.push(ops, run, piece))?;
+            let (ops, messages) = (ops.as_ref(), &mut lock(&messages));
+            let mut sink = |run, piece: View| fold.push(ops, run, piece);
+            trade_runs(comm, ops, messages, (&s.unit, &s.part), &slots, round, &runs, &mut sink)?;
             let mut runs = runs;
             runs.clear();
             lock(&pool).push(runs);
@@ -447,10 +481,10 @@ impl Engine {
 
     /// Every rank's own part of a trained vector of unit `u`, put together in `whole`.
     pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
-        let (shards, ops) = (self.shards.clone(), self.ops.clone());
+        let (shards, ops, messages) = (self.shards.clone(), self.ops.clone(), self.messages.clone());
         self.queue.run(move |comm: &dyn Comm| {
-            let s = &shards[u];
-            gather(comm, ops.as_ref(), s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
+            let (s, messages) = (&shards[u], &mut lock(&messages));
+            gather(comm, ops.as_ref(), messages, s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
             Ok(whole)
         })
     }
@@ -467,14 +501,14 @@ impl Engine {
         }
         let (shards, ops, own) = (self.shards.clone(), self.ops.clone(), self.own(u));
         let (resident, computed) = (self.resident(u), self.computed(u));
-        let keeps_own = self.policy.keeps_own(self.dtype);
+        let (keeps_own, messages) = (self.policy.keeps_own(self.dtype), self.messages.clone());
         self.publishing.push(self.queue.submit(move |comm: &dyn Comm| {
-            let s = &shards[u];
+            let (s, messages) = (&shards[u], &mut lock(&messages));
             if keeps_own {
                 s.round(ops.as_ref(), resident, computed.clone());
-                return s.gather_in_place(comm, ops.as_ref(), s.values(), own, computed);
+                return s.gather_in_place(comm, ops.as_ref(), messages, s.values(), own, computed);
             }
-            s.gather_in_place(comm, ops.as_ref(), &s.params, own, resident.clone())?;
+            s.gather_in_place(comm, ops.as_ref(), messages, &s.params, own, resident.clone())?;
             s.round(ops.as_ref(), resident, computed);
             Ok(())
         }));
@@ -506,13 +540,14 @@ impl Shard {
         &self,
         comm: &dyn Comm,
         ops: &dyn Ops,
+        messages: &mut Messages,
         values: &RwLock<Buf>,
         own: Range<usize>,
         here: Range<usize>,
     ) -> Result<()> {
         let mut whole = write(values);
         let mine = ops.copied(whole.view().slice(own.start - here.start..own.end - here.start));
-        gather(comm, ops, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
+        gather(comm, ops, messages, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
     }
 }
 
@@ -522,76 +557,6 @@ fn write(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
 
 fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// `whole` becomes the owners' `parts` of a unit, on its owners. Every rank takes part; those that own nothing of the unit give
-/// and get nothing, and `own` and `whole` are empty.
-fn gather(
-    comm: &dyn Comm,
-    ops: &dyn Ops,
-    owners: Owners,
-    parts: &[usize],
-    whole: ViewMut,
-    own: View,
-) -> Result<()> {
-    if owners.all() {
-        return comm.all_gather(whole, own, parts);
-    }
-    let world = comm.world();
-    let mine = owners.has(comm.rank());
-    let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
-        (0..world).map(|r| if mine && owners.has(r) { counts(r) } else { 0 }).collect()
-    };
-    let (sent, received) = (only(&|_| own.len()), only(&|r| parts[r]));
-    let mut send = ops.zeroed(own.dtype(), sent.iter().sum());
-    for copy in 0..send.len().checked_div(own.len()).unwrap_or(0) {
-        ops.copy(send.view_mut().slice(copy * own.len()..(copy + 1) * own.len()), own);
-    }
-    comm.all_to_all(whole, &received, send.view(), &sent)
-}
-
-/// The runs of slots that the group of `rank` has in `round`, folded as far as they go.
-fn runs_of(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Vec<Run> {
-    let first = rank / owners.stride * owners.stride;
-    let dealt: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
-    dealt.first().map_or_else(Vec::new, |&a| maximal_runs(a..a + dealt.len()))
-}
-
-/// Each owner gets its part of every owner's runs, in the order of the slots.
-fn trade_runs(
-    comm: &dyn Comm,
-    ops: &dyn Ops,
-    s: &Shard,
-    slots: &Slots,
-    round: usize,
-    runs: &FoldStack,
-    sink: &mut dyn FnMut(Run, View),
-) -> Result<()> {
-    let (owners, world, me) = (s.unit.owners, comm.world(), comm.rank());
-    let own = s.trained[me];
-    let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
-    let theirs: Vec<Vec<Run>> = (0..world)
-        .map(|r| if owners.has(r) { runs_of(slots, owners, r, round) } else { Vec::new() })
-        .collect();
-    let sent: Vec<usize> = s.trained.iter().map(|n| n * kept.len()).collect();
-    let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * own).collect();
-    let mut send = ops.zeroed(Dtype::F32, sent.iter().sum());
-    let mut end = 0;
-    for r in 0..world {
-        for v in &kept {
-            let part = v.slice(s.unit.trained_range(s.part.range(r)));
-            end += part.len();
-            ops.copy(send.view_mut().slice(end - part.len()..end), part);
-        }
-    }
-    let mut room = ops.zeroed(Dtype::F32, received.iter().sum());
-    comm.all_to_all(room.view_mut(), &received, send.view(), &sent)?;
-    let mut at = 0;
-    for run in theirs.into_iter().flatten() {
-        sink(run, room.view().slice(at..at + own));
-        at += own;
-    }
-    Ok(())
 }
 
 /// The run of slots behind the `index`-th partial that rank `from` kept.

@@ -3,6 +3,7 @@
 //! Knows units of parameters, never a model family.
 pub mod engine;
 pub mod fold;
+pub mod groups;
 pub mod live;
 pub mod partition;
 pub mod pool;

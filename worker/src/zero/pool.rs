@@ -1,5 +1,19 @@
 //! Buffers that are used again: gathered parameters and whole gradients of one unit at a time.
-use device::{Buf, Dtype, Ops};
+use device::{Buf, Dtype, Ops, ViewMut};
+
+/// Elements by which [`grow`] makes a buffer larger.
+const GROWTH: usize = 1024;
+
+/// The first `len` elements of a buffer that becomes as large as it has to be, whatever it held.
+pub fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
+    if buf.len() < len {
+        let dtype = buf.dtype();
+        // The old one goes first: both at once would be a peak for nothing.
+        *buf = ops.zeroed(dtype, 0);
+        *buf = ops.zeroed(dtype, len.next_multiple_of(GROWTH));
+    }
+    buf.view_mut().slice(0..len)
+}
 
 /// A pool of buffers of one element type and any length. The best fit is handed out; a new one is allocated when none fits.
 pub struct Pool {

@@ -6,14 +6,16 @@
 //! …      tables        per rank and slot 2 × world words: numbers that peers need (lengths, counts)
 //! …      staging       per rank 2 slots of `staging` bytes
 //! …      tail          one page, never used but for its last byte, which sizes the file
+//! …      common        memory that all ranks have in common, each followed by a tail, in the order of the calls
 //! ```
 //! All offsets come from this rank's own `world` and `staging`; nothing that a peer wrote is ever used as one. The file is
 //! sparse: pages cost memory only when they are touched.
 use super::Limits;
-use crate::{CommError, Result};
+use crate::{CommError, Result, common::Pages};
 use nix::sys::stat::fstat;
 use std::{
     num::NonZeroUsize,
+    ops::Range,
     os::fd::{AsFd, BorrowedFd},
     ptr::NonNull,
     sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::SeqCst},
@@ -110,12 +112,17 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        Mapping::at(fd, 0, len)
+    }
+
+    /// `at`: a multiple of a page.
+    fn at(fd: BorrowedFd<'_>, at: usize, len: usize) -> Result<Self> {
         use nix::sys::mman::{MapFlags, ProtFlags, mmap};
         let size = NonZeroUsize::new(len).ok_or_else(|| CommError::Io("empty shared memory".into()))?;
         let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let base = unsafe { mmap(None, size, prot, flags, fd, 0) }
+        let base = unsafe { mmap(None, size, prot, flags, fd, at as i64) }
             .map_err(|e| CommError::Io(format!("can't map {len} bytes of shared memory: {e}")))?;
         Ok(Mapping { base: base.cast(), len })
     }
@@ -125,6 +132,34 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: mapped in `new` with this length; nothing refers to it any more.
         let _ = unsafe { nix::sys::mman::munmap(self.base.cast(), self.len) };
+    }
+}
+
+/// Memory behind the segment that all ranks have in common.
+pub(super) struct CommonMap(Mapping);
+
+impl CommonMap {
+    /// `len` bytes from `at` on, a multiple of a page, with a page behind them that sizes the file.
+    pub(super) fn open(fd: BorrowedFd<'_>, at: usize, len: usize) -> Result<Self> {
+        grow(fd, at + len.next_multiple_of(PAGE) + PAGE)?;
+        Ok(CommonMap(Mapping::at(fd, at, len.max(1))?))
+    }
+
+    pub(super) fn start(&self) -> NonNull<u8> {
+        self.0.base.cast()
+    }
+}
+
+impl Pages for CommonMap {
+    fn let_go(&self, bytes: Range<usize>) {
+        let (from, to) = (bytes.start.next_multiple_of(PAGE), bytes.end.min(self.0.len) / PAGE * PAGE);
+        if from < to {
+            // SAFETY: whole pages inside the mapping. They are shared: what is in them stays in the file, and the next access
+            // maps them again. Should it fail, they go on to count as this process's memory, which changes no result.
+            let _ = unsafe {
+                libc::madvise(self.0.base.add(from).as_ptr().cast(), to - from, libc::MADV_DONTNEED)
+            };
+        }
     }
 }
 
@@ -195,6 +230,17 @@ impl Segment {
         let at = self.layout.tables + (rank * 2 + slot) * words * size_of::<u64>();
         // SAFETY: inside the tables, aligned to 8 (they begin at a page), made of atomics.
         unsafe { std::slice::from_raw_parts(self.map.base.add(at).cast().as_ptr(), words) }
+    }
+
+    /// Where `bytes` of common memory lie in the file, when `before` bytes are taken behind the segment, and how many are
+    /// then.
+    pub(super) fn behind(&self, before: usize, bytes: usize) -> Result<(usize, usize)> {
+        let taken = bytes.checked_next_multiple_of(PAGE).and_then(|n| n.checked_add(PAGE + before));
+        let at = self.layout.size.next_multiple_of(PAGE) + before;
+        match taken.filter(|&n| n <= isize::MAX as usize - at) {
+            Some(end) => Ok((at, end)),
+            None => Err(CommError::Io(format!("{bytes} bytes of common memory don't fit the address space"))),
+        }
     }
 
     fn slot_at(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {

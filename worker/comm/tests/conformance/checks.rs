@@ -86,7 +86,7 @@ pub(crate) fn run(comm: &dyn Comm, seed: u64, steps: usize, max: usize) -> Resul
     let mut rng = Rng(seed);
     for step in 0..steps {
         let id = rng.next();
-        let kind = if step < 8 { step } else { rng.below(8) };
+        let kind = if step < 9 { step } else { rng.below(9) };
         one(comm, kind, id, &mut rng, max)
             .map_err(|e| format!("rank {} of {}, step {step}: {e}", comm.rank(), comm.world()))?;
     }
@@ -110,6 +110,7 @@ fn one(comm: &dyn Comm, kind: usize, id: u64, rng: &mut Rng, max: usize) -> Resu
             all_to_all(comm, id, &matrix)
         }
         6 => all_gather_bytes(comm, id, &rng.counts(comm.world(), max * 4)),
+        7 => common(comm, id, &rng.counts(comm.world(), max)),
         _ => comm.barrier().map_err(failed("barrier")),
     }
 }
@@ -224,6 +225,26 @@ pub(crate) fn all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -> Resu
     let want: Vec<Vec<u8>> = (0..comm.world()).map(bytes).collect();
     if got != want {
         return Err("all_gather_bytes: wrong bytes".into());
+    }
+    Ok(())
+}
+
+/// Memory in common: what each rank writes the others read, also after it was let go and after it was written again.
+pub(crate) fn common(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), String> {
+    let Some(mut memory) = comm.common(Dtype::F32, counts).map_err(failed("common"))? else { return Ok(()) };
+    let total: usize = counts.iter().sum();
+    same("common at first", memory.whole.view().host(), vec![0.0; total].into_iter())?;
+    for id in [id, id.wrapping_add(1)] {
+        comm.barrier().map_err(failed("barrier"))?;
+        let mine = tensor(id, comm.rank(), counts[comm.rank()]);
+        memory.own.host_mut().copy_from_slice(mine.host());
+        comm.barrier().map_err(failed("barrier"))?;
+        let want: Vec<f32> =
+            counts.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| value(id, r, i))).collect();
+        for _ in 0..2 {
+            same("common", memory.whole.view().host(), want.iter().copied())?;
+            memory.whole.let_go();
+        }
     }
     Ok(())
 }
