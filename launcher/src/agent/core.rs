@@ -34,7 +34,6 @@ pub(crate) const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What happened.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "made and taken apart one at a time, never stored")]
 pub(crate) enum Input {
     Controller(ToAgent),
     /// The control stream ended or broke.

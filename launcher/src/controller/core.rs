@@ -159,7 +159,6 @@ pub(crate) enum Input {
 
 /// What to do.
 #[derive(Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "made and taken apart one at a time, hardly stored")]
 pub(crate) enum Output {
     Tell(NodeId, ToAgent),
     /// A host's agent has introduced itself.
