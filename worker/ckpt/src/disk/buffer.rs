@@ -1,7 +1,7 @@
 //! Buffers in huge pages, kept for the next use.
 //!
-//! A disk is given a request as stretches of physical memory: in small pages 2 MiB are 512 of them, in a huge page one. On
-//! virtual disks that makes the difference between 1 and 3 GB/s.
+//! A disk is given a request as stretches of physical memory: in small pages 2 MiB are 512 of them, in a huge page one. On the
+//! disk of docs/benchmarks/checkpoints.md that made the difference between 1 and 3 GB/s.
 use super::WINDOW;
 use memmap2::{Advice, MmapMut};
 use std::io;
