@@ -196,7 +196,7 @@ impl Memory<'_> {
             parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t, dtype)));
         } else {
             parts.extend([
-                ("operator scratch".into(), self.scratch() + if half { self.widened(b, t) } else { 0 }),
+                ("operator scratch".into(), self.scratch(b, t) + if half { self.widened(b, t) } else { 0 }),
                 ("collectives' staging".into(), self.staging()),
                 ("checkpoint copy (async)".into(), copies),
                 ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
@@ -431,7 +431,8 @@ impl Memory<'_> {
     }
 
     /// What the backend keeps for tiles, packed panels and chunks of logits.
-    fn scratch(&self) -> u64 {
-        (4 * 128 * self.model.vocab() + (2 << 20)) as u64 * self.threads as u64
+    fn scratch(&self, b: usize, t: usize) -> u64 {
+        let logits = 4 * device::cpu::classifier_rows(b * t, self.model.vocab()) * self.model.vocab();
+        (logits + (2 << 20) * (1 + self.threads)) as u64
     }
 }

@@ -1,7 +1,7 @@
 //! Speed of every op at the shapes of a small Llama, beside what the machine can do at most.
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT] [--level NAME]]`
-use device::ops::{AdamW, AttentionShape, ClassifierGrads, NORM_BLOCK, Write};
+use device::ops::{AdamW, AttentionShape, ClassifierGrads, Group, NORM_BLOCK, Write};
 use device::{Buf, Cpu, Ops};
 use std::time::{Duration, Instant};
 
@@ -9,8 +9,10 @@ const HIDDEN: usize = 384;
 const INTERMEDIATE: usize = 1024;
 const HEADS: usize = 6;
 const HEAD_DIM: usize = HIDDEN / HEADS;
+const EXPERTS: usize = 8;
 const VOCABULARY: usize = 8192;
 const SEQUENCE: usize = 256;
+const LAYERS: usize = 6;
 
 fn main() {
     let mut threads = Vec::new();
@@ -42,6 +44,7 @@ fn main() {
             println!("rows {m}");
             let bench = Bench { cpu: &cpu, peak, only: &only, m };
             bench.matmuls();
+            bench.experts();
             bench.attention();
             bench.classifier();
             bench.elementwise();
@@ -112,7 +115,6 @@ struct Layer {
 /// Outputs and inputs of a layer's matrices: qkv, o, gate_up, down.
 const MATRICES: [(usize, usize); 4] =
     [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
-const LAYERS: usize = 6;
 
 impl<'a> Step<'a> {
     fn new(cpu: &'a Cpu, m: usize) -> Self {
@@ -349,6 +351,32 @@ impl Bench<'_> {
             });
             self.flops(&format!("{name} backward weight"), flops, || {
                 cpu.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, Write::Add);
+            });
+        }
+    }
+
+    /// Two of eight experts for each row, whose matrices come from memory each time: other layers' lie between.
+    fn experts(&self) {
+        let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
+        for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {
+            let (x, w, dy) = (random(rows * k), random(LAYERS * EXPERTS * n * k), random(rows * n));
+            let (mut y, mut dx) = (Buf::zeroed(rows * n), Buf::zeroed(rows * k));
+            let mut dw = Buf::zeroed(EXPERTS * n * k);
+            let group = |e| Group { rows: e * rows / EXPERTS..(e + 1) * rows / EXPERTS, matrix: e * n * k };
+            let groups: Vec<Group> = (0..EXPERTS).map(group).collect();
+            let (flops, mut layer) = (2 * rows * n * k, 0);
+            let mut next = || {
+                layer = (layer + 1) % LAYERS;
+                w.view().slice(layer * EXPERTS * n * k..(layer + 1) * EXPERTS * n * k)
+            };
+            self.flops(&format!("{name} forward"), flops, || {
+                cpu.grouped_forward(y.view_mut(), x.view(), next(), &groups, n, k);
+            });
+            self.flops(&format!("{name} backward input"), flops, || {
+                cpu.grouped_backward_input(dx.view_mut(), dy.view(), next(), &groups, n, k);
+            });
+            self.flops(&format!("{name} backward weight"), flops, || {
+                cpu.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);
             });
         }
     }

@@ -1,6 +1,7 @@
 //! Crate `device`: buffers, and the forward and backward of every op, on each kind of device.
 pub mod cpu;
 pub mod cuda;
+mod huge;
 pub mod mem;
 pub mod ops;
 pub mod parity;

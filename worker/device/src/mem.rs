@@ -2,6 +2,7 @@
 //!
 //! A view is an address, a length, an element type and a lifetime, so the same op signatures serve host and device memory
 //! and every precision. On the CPU backend a view of `f32` *is* a slice: [`View::host`] costs nothing.
+use crate::huge;
 use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 
 /// Alignment of every buffer, bytes: one cache line, one AVX-512 register.
@@ -28,7 +29,7 @@ impl Dtype {
     }
 }
 
-/// Memory that isn't the host's, to which buffers on it are given back.
+/// Memory that isn't the allocator's, to which buffers on it are given back.
 pub(crate) trait Memory: Send + Sync {
     /// Takes back what a buffer had: its address and bytes.
     fn take_back(&self, address: u64, bytes: usize);
@@ -40,7 +41,7 @@ pub struct Buf {
     len: usize,
     dtype: Dtype,
     on_host: bool,
-    /// None: this program's own allocator.
+    /// Whose the memory is. None: this program's own allocator.
     home: Option<Arc<dyn Memory>>,
 }
 
@@ -62,6 +63,10 @@ impl Buf {
             return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, home: None };
         }
         let layout = Self::layout(len, dtype);
+        if layout.size() >= huge::PAGE {
+            let Some((home, ptr)) = huge::zeroed(layout.size()) else { alloc::handle_alloc_error(layout) };
+            return Buf { ptr, len, dtype, on_host: true, home: Some(home) };
+        }
         // SAFETY: the layout's size is not zero.
         let raw = unsafe { alloc::alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { alloc::handle_alloc_error(layout) };

@@ -14,11 +14,16 @@ use std::ops::Range;
 
 /// Logits that are held at once; the chunks of rows follow from the vocabulary alone.
 const LOGITS: usize = 4 << 20;
-/// Most rows in a chunk, and fewest (below which packing `w` again for each chunk would cost too much).
-const MOST_ROWS: usize = 256;
-const FEWEST_ROWS: usize = 128;
+/// Most rows in a chunk, and fewest: for each chunk `w` is packed twice, and its gradient read and written.
+const MOST_ROWS: usize = 512;
+const FEWEST_ROWS: usize = 256;
 /// Columns in a block of the vocabulary.
 const BLOCK: usize = 512;
+
+/// Of how many of `m` rows the logits, `v` each, are held at once.
+pub fn classifier_rows(m: usize, v: usize) -> usize {
+    (LOGITS / v.max(1)).clamp(FEWEST_ROWS, MOST_ROWS).min(m)
+}
 
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
@@ -52,7 +57,7 @@ pub(crate) fn classifier(
     {
         g.dw.fill(0.0);
     }
-    let rows = (LOGITS / v).clamp(FEWEST_ROWS, MOST_ROWS).min(m);
+    let rows = classifier_rows(m, v);
     let mut logits = cpu.scratch.take(rows * v);
     let mut sums = cpu.scratch.take(rows * RowSums::FLOATS);
     for start in (0..m).step_by(rows.max(1)) {

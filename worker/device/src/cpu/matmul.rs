@@ -2,7 +2,8 @@
 //!
 //! The depth is cut into equal blocks by its length alone; each element is the sum of its blocks' chains in rising
 //! order. Everything else about the cutting is free (see [`super::kernel`]) and follows caches and threads: of each
-//! block of the depth the smaller operand is packed once for all tasks, the larger by the task that uses it, just before.
+//! block of the depth the smaller operand is packed once for all tasks, the larger by the task that uses it, just before. A left
+//! operand whose rows are contiguous is not packed at all.
 use super::Cpu;
 use super::bias::add_to_rows;
 use super::half::{In, Old, Out};
@@ -19,8 +20,9 @@ const DEPTH: usize = 512;
 const SHARED: usize = 1 << 20;
 /// Elements of the operand that a task packs for itself: half of a second-level cache.
 const OWN: usize = 96 << 10;
-/// Elements of the right operand's panels that stay in the second-level cache while the left one's strips go by.
-const RESIDENT: usize = 96 << 10;
+/// Elements of the right operand's panels that stay in the second-level cache while the left one's strips go by; with what comes
+/// of them, and what is fetched ahead, there is no room for more.
+const RESIDENT: usize = 48 << 10;
 
 /// Shape of one product and how its result is written.
 #[derive(Clone, Copy)]
@@ -68,15 +70,30 @@ pub(crate) fn product(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: P
     let (shared, own) = if a_shared { (a, b) } else { (b, a) };
     let kc = depth_block(k);
     let held = (SHARED / kc / shared.width).max(1) * shared.width;
-    let mut packed = cpu.scratch.take(held.min(shared.count.next_multiple_of(shared.width)) * kc + 8);
+    let as_it_lies = Rows::of(a.operand, m, mr);
+    let needs_packing = !(a_shared && as_it_lies.is_some());
+    let room = if needs_packing { held.min(shared.count.next_multiple_of(shared.width)) * kc + 8 } else { 0 };
+    let mut packed = cpu.scratch.take(room);
     let c = Parts::new(c);
     for p0 in (0..k).step_by(kc) {
         let depth = p0..(p0 + kc).min(k);
         for i0 in (0..shared.count).step_by(held) {
             let range = i0..(i0 + held).min(shared.count);
-            pack_shared(cpu, &mut packed, shared, range.clone(), depth.clone());
+            if needs_packing {
+                pack_shared(cpu, &mut packed, shared, range.clone(), depth.clone());
+            }
             let add = p0 > 0 || write == Write::Add;
-            let pass = Pass { c: &c, ldc, add, packed: &packed, a_shared, range, own, depth: depth.clone() };
+            let pass = Pass {
+                c: &c,
+                ldc,
+                add,
+                packed: &packed,
+                a_shared,
+                as_it_lies,
+                range,
+                own,
+                depth: depth.clone(),
+            };
             pass.run(cpu, shared.width);
         }
     }
@@ -175,6 +192,8 @@ struct Pass<'a> {
     packed: &'a [f32],
     /// The shared operand is the left one.
     a_shared: bool,
+    /// The left operand, where it isn't packed.
+    as_it_lies: Option<Rows<'a>>,
     /// Rows or columns of the shared operand.
     range: Range<usize>,
     own: Side<'a>,
@@ -196,16 +215,23 @@ impl Pass<'_> {
             let first = task / groups * per_block * width;
             let rows = (per_block * width).min(self.own.count - first);
             let block = Block { i0: first, rows, depth: self.depth.clone(), width };
-            let mut own = cpu.scratch.take(block.packed_len());
-            pack(cpu.level, &mut own, self.own.operand, block);
+            let needs_packing = self.a_shared || self.as_it_lies.is_none();
+            let mut own = cpu.scratch.take(if needs_packing { block.packed_len() } else { 0 });
+            if needs_packing {
+                pack(cpu.level, &mut own, self.own.operand, block);
+            }
             let from = task % groups * per_group * shared_width;
             let to = (from + per_group * shared_width).min(self.range.len());
-            let shared = &self.packed[from * k..];
+            let shared = self.packed.get(from * k..).unwrap_or_default();
             let of_shared = (self.range.start + from, to - from);
             let ((i0, rows), (j0, columns), a, b) = if self.a_shared {
                 (of_shared, (first, rows), shared, &own[..])
             } else {
                 ((first, rows), of_shared, &own[..], shared)
+            };
+            let a = match self.as_it_lies {
+                Some(all) => Left::Rows(all, i0, self.depth.start),
+                None => Left::Packed(a),
             };
             // SAFETY: row i0, column j0 lie in c.
             let c = unsafe { self.c.as_mut_ptr().add(i0 * self.ldc + j0) };
@@ -213,6 +239,39 @@ impl Pass<'_> {
             multiply_packed(cpu.level, tiles, a, b);
         });
     }
+}
+
+/// A left operand that is contiguous along the depth: the micro tile takes its rows where they lie.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    data: &'a [f32],
+    /// Elements between rows.
+    stride: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// `None`: it has to be packed, as another type, as columns, or since it has too few rows for a tile.
+    fn of(a: Operand<'a>, m: usize, mr: usize) -> Option<Self> {
+        match a.data {
+            In::F32(data) if a.depth == 1 && m >= mr => Some(Rows { data, stride: a.row }),
+            _ => None,
+        }
+    }
+
+    /// Where the `rows` rows from `i` on begin at depth `p`, all of which are there `k` deep.
+    fn at(&self, i: usize, rows: usize, p: usize, k: usize) -> *const f32 {
+        let from = i * self.stride + p;
+        self.data[from..from + (rows - 1) * self.stride + k].as_ptr()
+    }
+}
+
+/// The left operand of a part of the result.
+#[derive(Clone, Copy)]
+enum Left<'a> {
+    /// Strips of this part's rows and depth.
+    Packed(&'a [f32]),
+    /// All rows, and where this part begins: row, depth.
+    Rows(Rows<'a>, usize, usize),
 }
 
 /// The part of the result that packed strips × packed panels make.
@@ -227,24 +286,33 @@ struct Tiles {
 }
 
 multiversion! {
-    fn multiply_packed = multiply_tiles(t: Tiles, a: &[f32], b: &[f32])
+    fn multiply_packed = multiply_tiles(t: Tiles, a: Left, b: &[f32])
 }
 
 #[inline(always)]
-fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: &[f32], b: &[f32]) {
+fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: Left, b: &[f32]) {
     let resident = (RESIDENT / (t.k * S::NR)).max(1);
     let panels = t.columns.div_ceil(S::NR);
     for first in (0..panels).step_by(resident) {
         let last = (first + resident).min(panels);
         for i in (0..t.rows).step_by(S::MR) {
+            let rows = S::MR.min(t.rows - i);
+            let (a, rs, ks, above) = match a {
+                Left::Packed(a) => (a[i * t.k..].as_ptr(), 1, S::MR, 0),
+                // The last tile begins above its rows, so that it is whole.
+                Left::Rows(all, i0, p) => {
+                    let above = S::MR - rows;
+                    (all.at(i0 + i - above, S::MR, p, t.k), all.stride, 1, above)
+                }
+            };
             for panel in first..last {
                 let j = panel * S::NR;
                 let columns = S::NR.min(t.columns - j);
                 let tile = Tile {
                     k: t.k,
-                    a: a[i * t.k..].as_ptr(),
-                    rs: 1,
-                    ks: S::MR,
+                    a,
+                    rs,
+                    ks,
                     b: b[j * t.k..].as_ptr(),
                     ldb: S::NR,
                     // SAFETY: row i, column j lie in c.
@@ -252,19 +320,20 @@ fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: &[f32], b: &[f32]) {
                     ldc: t.ldc,
                     add: t.add,
                 };
-                // SAFETY: the packed panels are whole, and `write_tile` writes only the rows and columns given.
-                unsafe { write_tile(s, &tile, S::MR.min(t.rows - i), columns) };
+                // SAFETY: the operands are whole, and `write_tile` writes only the rows and columns given.
+                unsafe { write_tile(s, &tile, above, rows, columns) };
             }
         }
     }
 }
 
-/// A tile of which `rows` and `columns` exist; a cut one goes through a buffer.
+/// A tile of which `rows` below the first `above`, and `columns`, are wanted; a cut one goes through a buffer. `t.c` is the first
+/// wanted row's.
 ///
 /// # Safety
 /// `t`'s operands are whole panels; the rows and columns of `c` that exist are writable by this thread alone.
 #[inline(always)]
-unsafe fn write_tile<S: Simd>(s: S, t: &Tile, rows: usize, columns: usize) {
+unsafe fn write_tile<S: Simd>(s: S, t: &Tile, above: usize, rows: usize, columns: usize) {
     let nv = columns.div_ceil(LANES);
     if rows == S::MR && columns == nv * LANES {
         // SAFETY: the tile is whole.
@@ -276,7 +345,7 @@ unsafe fn write_tile<S: Simd>(s: S, t: &Tile, rows: usize, columns: usize) {
     for i in 0..rows {
         // SAFETY: row i < rows exists, `columns` long.
         let c = unsafe { std::slice::from_raw_parts_mut(t.c.add(i * t.ldc), columns) };
-        for (c, x) in c.iter_mut().zip(&whole[i * nv * LANES..]) {
+        for (c, x) in c.iter_mut().zip(&whole[(above + i) * nv * LANES..]) {
             *c = if t.add { *c + x } else { *x };
         }
     }

@@ -34,6 +34,7 @@ use crate::ops::{
     AdamW, AttentionShape, ClassifierGrads, Dropout, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
     RouterShape, Sgd, Write,
 };
+pub use classifier::classifier_rows;
 use half::Out;
 use matmul::{Product, product_bias, product_to};
 use pack::Operand;

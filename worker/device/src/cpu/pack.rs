@@ -105,9 +105,9 @@ fn copy_panels<S: Simd, E: Element>(
             let to = &mut dst[(panel * k + p) * width..][..width];
             // Chunks of a fixed size become vector moves.
             if width.is_multiple_of(8) {
-                to.chunks_exact_mut(8).zip(from.chunks_exact(8)).for_each(|(d, f)| widen(d, f));
+                copy_chunks::<E, 8>(to, from);
             } else {
-                to.chunks_exact_mut(2).zip(from.chunks_exact(2)).for_each(|(d, f)| widen(d, f));
+                copy_chunks::<E, 2>(to, from);
             }
         }
         if whole < panels.len() {
@@ -116,6 +116,13 @@ fn copy_panels<S: Simd, E: Element>(
             widen(&mut to[..rest.len()], rest);
             to[rest.len()..].fill(0.0);
         }
+    }
+}
+
+#[inline(always)]
+fn copy_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
+    for (to, from) in to.as_chunks_mut::<N>().0.iter_mut().zip(from.as_chunks::<N>().0) {
+        *to = from.map(E::wide);
     }
 }
 

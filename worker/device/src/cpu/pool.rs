@@ -2,7 +2,7 @@
 //!
 //! A job is a number of tasks and a function; the calling thread takes tasks like every other. A helper that wakes too
 //! late finds the job closed and is not waited for, so short jobs on a busy machine cost no more than running alone.
-use crate::mem::Buf;
+use crate::{huge, mem::Buf};
 use std::any::Any;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
@@ -244,6 +244,9 @@ impl<'a, T> Parts<'a, T> {
     }
 }
 
+/// Elements from which scratch fills huge pages.
+const HUGE: usize = 64 << 10;
+
 /// Buffers that wait for their next use.
 #[derive(Default)]
 pub(crate) struct Scratch {
@@ -264,8 +267,8 @@ impl Scratch {
             Some(buf) if buf.len() >= len => buf,
             smaller => {
                 let dropped = smaller.map_or(0, |b| b.len() * 4);
-                // Whole pages: sizes that differ little share a buffer.
-                let len = len.next_multiple_of(1024);
+                // Whole pages: sizes that differ little share a buffer, and panels that fill caches lie in huge ones.
+                let len = len.next_multiple_of(if len < HUGE { 1024 } else { huge::PAGE / 4 });
                 self.bytes.fetch_add(len * 4, Ordering::Relaxed);
                 self.bytes.fetch_sub(dropped, Ordering::Relaxed);
                 Buf::zeroed(len)
