@@ -9,7 +9,7 @@ stage 3; needs deepspeed). fp32, random tokens, SDPA attention; a global batch i
 baseline: transformers' LlamaForCausalLM: hidden 384, 6 layers, 6 heads, intermediate 1024, vocabulary 8192, untied (16.9M parameters);
 sequences of 256, 8 in a global batch. gpt2-124m: GPT2LMHeadModel without dropout; sequences of 64, 4 in a global batch.
 moe: the baseline as Qwen3MoeForCausalLM, 8 experts of width 512, 2 for each token, with its load-balancing loss, experts as transformers
-computes them by default.
+computes them by default. moe-128: the same with Qwen3-30B-A3B's proportions: 128 experts of width 144 (3/8 of the hidden size), 8 for each token.
 torch AdamW, lr 1e-3, betas 0.9 / 0.95, weight decay 0.1; neither clipping nor activation checkpointing. Median of the measured steps.
 """
 import argparse
@@ -20,7 +20,9 @@ import statistics
 import time
 
 # vocabulary, length of a sequence, sequences in a global batch
-MODELS = {"baseline": (8192, 256, 8), "gpt2-124m": (50257, 64, 4), "moe": (8192, 256, 8)}
+MODELS = {"baseline": (8192, 256, 8), "gpt2-124m": (50257, 64, 4), "moe": (8192, 256, 8), "moe-128": (8192, 256, 8)}
+# experts, how many of them for each token, their width
+EXPERTS = {"moe": (8, 2, 512), "moe-128": (128, 8, 144)}
 
 
 def arguments():
@@ -46,9 +48,10 @@ def make(name):
     shared = dict(vocab_size=vocab, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
                   num_key_value_heads=6, max_position_embeddings=seq, tie_word_embeddings=False, use_cache=False,
                   attn_implementation="sdpa")
-    if name == "moe":
+    if name in EXPERTS:
+        experts, per_token, width = EXPERTS[name]
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-            **shared, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512, norm_topk_prob=True,
+            **shared, head_dim=64, num_experts=experts, num_experts_per_tok=per_token, moe_intermediate_size=width, norm_topk_prob=True,
             output_router_logits=True, router_aux_loss_coef=0.001))
     else:
         model = LlamaForCausalLM(LlamaConfig(**shared))
