@@ -3,7 +3,7 @@
 //! The depth is cut into equal blocks by its length alone; each element is the sum of its blocks' chains in rising
 //! order. Everything else about the cutting is free (see [`super::kernel`]) and follows caches and threads: of each
 //! block of the depth the smaller operand is packed once for all tasks, the larger by the task that uses it, just before. A left
-//! operand whose rows are contiguous is not packed at all.
+//! operand whose rows are contiguous is not packed at all, nor a right one whose columns lie side by side.
 use super::Cpu;
 use super::bias::add_to_rows;
 use super::half::{In, Old, Out};
@@ -70,8 +70,8 @@ pub(crate) fn product(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: P
     let (shared, own) = if a_shared { (a, b) } else { (b, a) };
     let kc = depth_block(k);
     let held = (SHARED / kc / shared.width).max(1) * shared.width;
-    let as_it_lies = Rows::of(a.operand, m, mr);
-    let needs_packing = !(a_shared && as_it_lies.is_some());
+    let lies = Lies { a: Lines::of_rows(a.operand, m, mr), b: Lines::of_columns(b.operand, n) };
+    let needs_packing = !lies.has(a_shared);
     let room = if needs_packing { held.min(shared.count.next_multiple_of(shared.width)) * kc + 8 } else { 0 };
     let mut packed = cpu.scratch.take(room);
     let c = Parts::new(c);
@@ -83,17 +83,8 @@ pub(crate) fn product(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: P
                 pack_shared(cpu, &mut packed, shared, range.clone(), depth.clone());
             }
             let add = p0 > 0 || write == Write::Add;
-            let pass = Pass {
-                c: &c,
-                ldc,
-                add,
-                packed: &packed,
-                a_shared,
-                as_it_lies,
-                range,
-                own,
-                depth: depth.clone(),
-            };
+            let pass =
+                Pass { c: &c, ldc, add, packed: &packed, a_shared, lies, range, own, depth: depth.clone() };
             pass.run(cpu, shared.width);
         }
     }
@@ -192,8 +183,7 @@ struct Pass<'a> {
     packed: &'a [f32],
     /// The shared operand is the left one.
     a_shared: bool,
-    /// The left operand, where it isn't packed.
-    as_it_lies: Option<Rows<'a>>,
+    lies: Lies<'a>,
     /// Rows or columns of the shared operand.
     range: Range<usize>,
     own: Side<'a>,
@@ -215,7 +205,7 @@ impl Pass<'_> {
             let first = task / groups * per_block * width;
             let rows = (per_block * width).min(self.own.count - first);
             let block = Block { i0: first, rows, depth: self.depth.clone(), width };
-            let needs_packing = self.a_shared || self.as_it_lies.is_none();
+            let needs_packing = !self.lies.has(!self.a_shared);
             let mut own = cpu.scratch.take(if needs_packing { block.packed_len() } else { 0 });
             if needs_packing {
                 pack(cpu.level, &mut own, self.own.operand, block);
@@ -229,10 +219,9 @@ impl Pass<'_> {
             } else {
                 ((first, rows), of_shared, &own[..], shared)
             };
-            let a = match self.as_it_lies {
-                Some(all) => Left::Rows(all, i0, self.depth.start),
-                None => Left::Packed(a),
-            };
+            let p = self.depth.start;
+            let a = self.lies.a.map_or(Place::Packed(a), |all| Place::AsItLies(all, i0, p));
+            let b = self.lies.b.map_or(Place::Packed(b), |all| Place::AsItLies(all, j0, p));
             // SAFETY: row i0, column j0 lie in c.
             let c = unsafe { self.c.as_mut_ptr().add(i0 * self.ldc + j0) };
             let tiles = Tiles { c, ldc: self.ldc, rows, columns, k, add: self.add };
@@ -241,37 +230,59 @@ impl Pass<'_> {
     }
 }
 
-/// A left operand that is contiguous along the depth: the micro tile takes its rows where they lie.
+/// Rows of a left operand that are contiguous along the depth, or columns of a right one that lie side by side: the micro tile
+/// takes them from there.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+struct Lines<'a> {
     data: &'a [f32],
-    /// Elements between rows.
+    /// Elements between rows of the left operand, or between places of the depth of the right one.
     stride: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> Lines<'a> {
     /// `None`: it has to be packed, as another type, as columns, or since it has too few rows for a tile.
-    fn of(a: Operand<'a>, m: usize, mr: usize) -> Option<Self> {
+    fn of_rows(a: Operand<'a>, m: usize, mr: usize) -> Option<Self> {
         match a.data {
-            In::F32(data) if a.depth == 1 && m >= mr => Some(Rows { data, stride: a.row }),
+            In::F32(data) if a.depth == 1 && m >= mr => Some(Lines { data, stride: a.row }),
             _ => None,
         }
     }
 
-    /// Where the `rows` rows from `i` on begin at depth `p`, all of which are there `k` deep.
-    fn at(&self, i: usize, rows: usize, p: usize, k: usize) -> *const f32 {
-        let from = i * self.stride + p;
-        self.data[from..from + (rows - 1) * self.stride + k].as_ptr()
+    /// `None`: it has to be packed, as another type, as rows, or since the last columns are no whole vector.
+    fn of_columns(b: Operand<'a>, n: usize) -> Option<Self> {
+        match b.data {
+            In::F32(data) if b.row == 1 && n.is_multiple_of(LANES) => Some(Lines { data, stride: b.depth }),
+            _ => None,
+        }
+    }
+
+    /// The first of `lines` runs of `len` elements, all of which are there.
+    fn at(&self, first: usize, lines: usize, len: usize) -> *const f32 {
+        self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
 }
 
-/// The left operand of a part of the result.
+/// What isn't packed of the operands.
 #[derive(Clone, Copy)]
-enum Left<'a> {
-    /// Strips of this part's rows and depth.
+struct Lies<'a> {
+    a: Option<Lines<'a>>,
+    b: Option<Lines<'a>>,
+}
+
+impl Lies<'_> {
+    /// Is the left operand, or the right one, taken as it lies?
+    fn has(&self, left: bool) -> bool {
+        if left { self.a.is_some() } else { self.b.is_some() }
+    }
+}
+
+/// Where an operand of a part of the result is.
+#[derive(Clone, Copy)]
+enum Place<'a> {
+    /// Strips or panels of this part's rows or columns and depth.
     Packed(&'a [f32]),
-    /// All rows, and where this part begins: row, depth.
-    Rows(Rows<'a>, usize, usize),
+    /// All of it, and where this part begins: row or column, depth.
+    AsItLies(Lines<'a>, usize, usize),
 }
 
 /// The part of the result that packed strips × packed panels make.
@@ -286,11 +297,11 @@ struct Tiles {
 }
 
 multiversion! {
-    fn multiply_packed = multiply_tiles(t: Tiles, a: Left, b: &[f32])
+    fn multiply_packed = multiply_tiles(t: Tiles, a: Place, b: Place)
 }
 
 #[inline(always)]
-fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: Left, b: &[f32]) {
+fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: Place, b: Place) {
     let resident = (RESIDENT / (t.k * S::NR)).max(1);
     let panels = t.columns.div_ceil(S::NR);
     for first in (0..panels).step_by(resident) {
@@ -298,23 +309,29 @@ fn multiply_tiles<S: Simd>(s: S, t: Tiles, a: Left, b: &[f32]) {
         for i in (0..t.rows).step_by(S::MR) {
             let rows = S::MR.min(t.rows - i);
             let (a, rs, ks, above) = match a {
-                Left::Packed(a) => (a[i * t.k..].as_ptr(), 1, S::MR, 0),
+                Place::Packed(a) => (a[i * t.k..].as_ptr(), 1, S::MR, 0),
                 // The last tile begins above its rows, so that it is whole.
-                Left::Rows(all, i0, p) => {
+                Place::AsItLies(all, i0, p) => {
                     let above = S::MR - rows;
-                    (all.at(i0 + i - above, S::MR, p, t.k), all.stride, 1, above)
+                    (all.at((i0 + i - above) * all.stride + p, S::MR, t.k), all.stride, 1, above)
                 }
             };
             for panel in first..last {
                 let j = panel * S::NR;
                 let columns = S::NR.min(t.columns - j);
+                let (b, ldb) = match b {
+                    Place::Packed(b) => (b[j * t.k..].as_ptr(), S::NR),
+                    Place::AsItLies(all, j0, p) => {
+                        (all.at(p * all.stride + j0 + j, t.k, columns), all.stride)
+                    }
+                };
                 let tile = Tile {
                     k: t.k,
                     a,
                     rs,
                     ks,
-                    b: b[j * t.k..].as_ptr(),
-                    ldb: S::NR,
+                    b,
+                    ldb,
                     // SAFETY: row i, column j lie in c.
                     c: unsafe { t.c.add(i * t.ldc + j) },
                     ldc: t.ldc,
