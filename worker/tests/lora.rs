@@ -18,7 +18,6 @@ use worker::{
     resume::{Origin, Place, begin, check_adapters, resume},
     stages::Running,
     storage::Layout,
-    train::step::Word,
 };
 
 const CASES: [&str; 7] = ["q_v", "all_linear", "rslora", "one_module", "gemma", "gpt2", "experts"];
