@@ -233,3 +233,36 @@ fn every_rate_of_a_folder_is_had() {
     let absent = on_ranks(1, |c| steps(&mut started(&spec, c), 2)).remove(0);
     assert_eq!(absent, losses("gpt2", &[], Some(0.1), 7));
 }
+
+/// Embedding, attention and MLP of GPT-2 each drop their own output, which then adds nothing and passes no gradient on.
+#[test]
+fn each_module_of_gpt2_drops_its_output() {
+    let rate = 0.3;
+    let mut spec = spec(gpt2(), rate, 0);
+    spec.batch = BatchSpec { global: 1, micro: 1 };
+    let mut running = build(&spec, alone(), 1).fresh();
+    running.trainer.accumulate(&MadeUp { vocab: 131 }, 0, worker::train::step::Word::default()).unwrap();
+    let positions = running.trainer.engine.shards[0].unit.range(1);
+    let gradients = running.trainer.engine.finish(0).unwrap();
+    let (work, layers) = (&running.trainer.work, spec.model.num_hidden_layers as usize);
+    let share = |what: &str, dropped: &[bool]| {
+        let share = dropped.iter().filter(|d| **d).count() as f64 / dropped.len() as f64;
+        // four standard errors of 11 rows of 42
+        assert!((share - rate).abs() < 0.086, "{what}: {share}");
+    };
+    let dropped: Vec<bool> = work.x[0].host().iter().map(|x| *x == 0.0).collect();
+    share("embedding", &dropped);
+    let gradients = &gradients.host()[positions][..dropped.len()];
+    assert!(gradients.iter().any(|g| *g != 0.0));
+    assert!(dropped.iter().zip(gradients).all(|(dropped, g)| !dropped || *g == 0.0), "of positions");
+    let same = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a == b).collect::<Vec<_>>();
+    let mut masks = vec![dropped];
+    for l in 0..layers {
+        let (before, middle, after) = (work.x[l].host(), work.saved[l].0[4].host(), work.x[l + 1].host());
+        for (what, mask) in [("attention", same(before, middle)), ("mlp", same(middle, after))] {
+            share(&format!("{what} of layer {l}"), &mask);
+            assert!(!masks.contains(&mask), "{what} of layer {l} has a mask of its own");
+            masks.push(mask);
+        }
+    }
+}
