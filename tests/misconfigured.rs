@@ -149,6 +149,12 @@ const CASES: &[Case] = &[
     ),
     ("  model: {max_position_embeddings: 31} #!", "train.model.max_position_embeddings", "smaller than"),
     ("  model: {from: bare} #!", "train.model.from", "config.json"),
+    ("  model: {dropout: 1} #!", "train.model.dropout", "must be a number from 0 to below 1"),
+    (
+        "  model: {from: dropped} #!",
+        "train.model.from",
+        "`attention_dropout` is 1.5, not a number from 0 to below 1",
+    ),
     ("  model: {from: short} #!", "train.model.from", "16 is shorter than data.seq_len 32"),
     ("  model: {from: gelu} #!", "train.model.from", "`hidden_act: \"gelu\"` is not supported"),
     ("  model: {from: narrow} #!", "train.model.from", "num_key_value_heads 3 does not divide"),
@@ -173,12 +179,31 @@ const CASES: &[Case] = &[
         "`train.eval.sample` has no prompt",
     ),
     ("  eval: {files: [none.txt]} #!", "train.eval.files", "none.txt"),
+    ("  eval: {files: [body.jsonl]} #!", "train.eval.files", "body.jsonl:1: the object has no field `text`"),
     ("  learning_rate: 1e-3 #!", "train.learning_rate", "is not a key of `train`"),
 ];
 
 /// Cases whose `data` is part of what is wrong.
 const DATA_CASES: &[Case] = &[
     ("  data: {files: [none.txt]} #!", "train.data.files", "none.txt"),
+    ("  data: {files: [empty.txt]} #!", "train.data.files", "empty.txt is empty"),
+    (
+        "  data: {files: [body.jsonl]} #!",
+        "train.data.files",
+        "body.jsonl:1: the object has no field `text`; it has `body`",
+    ),
+    ("  data: {files: [number.jsonl]} #!", "train.data.files", "number.jsonl:2: invalid type: integer `3`"),
+    ("  data: {mixture: {a: {files: [number.jsonl]}}} #!", "train.data.mixture", "source `a`: "),
+    (
+        "  data: {files: [body.jsonl], format: chat, tokenizer: five.json, chat_template: chat.jinja} #!",
+        "train.data.files",
+        "body.jsonl:1: the object has no field `messages`; it has `body`",
+    ),
+    (
+        "  data: {files: [corpus.txt], format: chat, tokenizer: five.json, chat_template: chat.jinja} #!",
+        "train.data.files",
+        "it holds running text, not chats",
+    ),
     ("  data: {files: [corpus.txt], held_out: 1} #!", "train.data.held_out", "from 0 to below 1"),
     ("  data: {files: [corpus.txt], tokenizer: none.json} #!", "train.data.tokenizer", "none.json"),
     (
@@ -200,14 +225,21 @@ fn place() -> tempfile::TempDir {
     let path = |name: &str| dir.path().join(name);
     fs::write(path("corpus.txt"), "a b c ".repeat(2000)).expect("text");
     fs::write(path("five.json"), FIVE).expect("tokenizer");
-    for (name, act, kv, positions) in
-        [("short", "silu", 2, 16), ("gelu", "gelu", 2, 64), ("narrow", "silu", 3, 64)]
-    {
+    fs::write(path("empty.txt"), "").expect("text");
+    fs::write(path("body.jsonl"), "{\"body\": \"a\"}\n").expect("records");
+    fs::write(path("number.jsonl"), "\n{\"text\": 3}\n").expect("records");
+    fs::write(path("chat.jinja"), "{{ messages }}").expect("template");
+    for (name, act, kv, positions, dropout) in [
+        ("short", "silu", 2, 16, 0.0),
+        ("gelu", "gelu", 2, 64, 0.0),
+        ("narrow", "silu", 3, 64, 0.0),
+        ("dropped", "silu", 2, 64, 1.5),
+    ] {
         let config = serde_json::json!({
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 16,
             "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv,
             "max_position_embeddings": positions, "hidden_act": act, "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": false,
+            "tie_word_embeddings": false, "attention_dropout": dropout,
         });
         fs::create_dir(path(name)).expect("folder");
         fs::write(path(name).join("config.json"), config.to_string()).expect("config");
@@ -267,7 +299,7 @@ fn each_is_refused_by_name_and_line() {
     assert!(complaints.is_empty(), "{} cases:\n{}", complaints.len(), complaints.join("\n"));
     let made: Vec<_> =
         fs::read_dir(dir.path()).expect("directory").map(|e| e.expect("entry").file_name()).collect();
-    assert_eq!(made.len(), 9, "nothing was started: {made:?}");
+    assert_eq!(made.len(), 14, "nothing was started: {made:?}");
 }
 
 #[test]
@@ -279,7 +311,14 @@ fn all_at_once() {
     let second =
         "  data: {files: [corpus.txt], seq_len: 8}\n  eval: {files: [none.txt]}\n  freeze: [x, \"*\", y]";
     let third = "  data: {files: [corpus.txt], seq_len: 8}\n  optimizer: {groups: [{match: [x]}, {match: [\"*\", y]}], no_decay: [\"[\"]}";
-    for (train, lines) in [(first, vec![4, 5, 6, 6, 7, 8]), (second, vec![5, 6, 6]), (third, vec![5, 5, 5])] {
+    // found in the data
+    let fourth = "  data: {files: [body.jsonl, number.jsonl], seq_len: 8}\n  eval: {files: [empty.txt]}\n  freeze: [x]";
+    for (train, lines) in [
+        (first, vec![4, 5, 6, 6, 7, 8]),
+        (second, vec![5, 6, 6]),
+        (third, vec![5, 5, 5]),
+        (fourth, vec![4, 4, 5, 6]),
+    ] {
         let output = plan(dir.path(), train);
         let talk = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success());

@@ -67,10 +67,14 @@ fn judge(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, v: &mut Ver
     let dir = &job.run.workdir;
     let facts = data::estimate(&train.data, dir);
     let problem = |e: &DataError| finding(e.key(), e.to_string(), e.hint());
-    v.problems.extend(facts.as_ref().err().map(problem));
+    v.problems.extend(facts.as_ref().err().into_iter().flatten().map(problem));
     if let Some(eval) = train.eval.as_ref().filter(|e| !e.files.is_empty()) {
-        let missing = data::count_files(&eval.files, dir).err();
-        v.problems.extend(missing.map(|e| finding("train.eval.files", e.to_string(), e.hint())));
+        let faults = data::look_at_held_out(&train.data, &eval.files, dir);
+        let of_eval = |e: &DataError| match e.key() {
+            "train.data.files" => finding("train.eval.files", e.to_string(), e.hint()),
+            key => finding(key, e.to_string(), e.hint()),
+        };
+        v.problems.extend(faults.iter().map(of_eval));
     }
     // Without the data the model can still be judged, all but its vocabulary.
     let (vocab, tokens) =

@@ -4,6 +4,7 @@
 //! unit, and writes whole gradients. Units: embedding, then the layers, then the head.
 mod config;
 mod decoder;
+mod dropout;
 pub mod experts;
 mod gemma;
 mod gpt2;
@@ -128,6 +129,8 @@ pub trait Model: Send + Sync {
     fn units(&self) -> Vec<Unit>;
     /// Puts adapters beside matrices of its layers; [`Model::units`] then has their parameters too.
     fn adapt(&mut self, lora: &lora::Lora) -> Result<(), String>;
+    /// Says the run's seed, which decides what dropout drops; until then it is 0.
+    fn seed(&mut self, _seed: u64) {}
     /// Says which parameters of its own units (not those of experts) are trained. Gradients of the others needn't be written: they are not read.
     fn train(&mut self, _units: &[Unit]) {}
     /// Moves what it keeps beside its parameters to where ops compute.
@@ -230,6 +233,8 @@ pub struct Family {
     build: Build,
     /// The config.json of a model that job.yaml describes.
     describe: fn(&ModelSpec) -> Map<String, Value>,
+    /// Its rates of dropout in config.json.
+    dropout: &'static [&'static str],
 }
 
 /// Every family the runtime trains. To add one: a file in `model/` and a line here.
@@ -297,16 +302,15 @@ pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
     if let Some(folder) = &spec.from {
         let mut config = config::read(folder)?;
         let family = family_of(&config)?;
-        if spec.dropout.is_some() {
-            config::without_dropout(&mut config, family.name == gpt2::FAMILY.name);
-        }
+        config::set_dropout(&mut config, family.dropout, spec.dropout);
         return (family.build)(&config, tokens as usize);
     }
     let family = FAMILIES
         .iter()
         .find(|f| f.name == spec.family)
         .ok_or_else(|| format!("unknown model family `{}`; known: {}", spec.family, known(|f| f.name)))?;
-    let config = (family.describe)(spec);
+    let mut config = (family.describe)(spec);
+    config::set_dropout(&mut config, family.dropout, spec.dropout);
     let asked = [
         ("num_experts", spec.num_experts, ["num_experts", "num_local_experts"]),
         ("num_experts_per_tok", spec.num_experts_per_tok, ["num_experts_per_tok"; 2]),

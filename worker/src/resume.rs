@@ -332,6 +332,15 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
             train.seed, facts.run_seed
         ));
     }
+    let there = facts.job["train"]["model"]["dropout"].as_f64();
+    if there != train.model.dropout {
+        let said = |rate: Option<f64>| rate.map_or("not given".to_owned(), |rate| rate.to_string());
+        out.push(format!(
+            "train.model.dropout is {} here and {} in the checkpoint",
+            said(train.model.dropout),
+            said(there)
+        ));
+    }
     if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data) {
         out.push("the training data is not what the checkpoint was trained on: sample numbers go on, their content differs".into());
     }

@@ -31,6 +31,7 @@ pub fn units(
         let key = if spec.from.is_some() { LORA_FROM } else { "train.lora.targets" };
         model.adapt(&lora).map_err(|message| vec![Fault { key, message }])?;
     }
+    model.seed(train.seed);
     let mut units = experts::units(model, placement);
     choose(&mut units, &model.ties(), train)?;
     let own = units.iter().filter(|u| !u.holds_experts()).count();

@@ -106,8 +106,14 @@ fn other_families_adapters_and_optimizers() {
     adapters.lora = Some(lora);
     let mut frozen = spec(2, Precision::Fp32);
     frozen.freeze = vec!["*q_proj*".into(), "*norm*".into(), "*embed*".into()];
+    let dropped = |spec: TrainSpec| {
+        let model = ModelSpec { dropout: Some(0.2), ..spec.model.clone() };
+        TrainSpec { model, ..spec }
+    };
     for (what, spec) in [
         ("gpt2", folder("gpt2")),
+        ("gpt2 with dropout", dropped(folder("gpt2"))),
+        ("gemma2 with dropout", dropped(folder("gemma2"))),
         ("gemma2", folder("gemma2")),
         ("muon", muon),
         ("adapters", adapters),
@@ -118,6 +124,18 @@ fn other_families_adapters_and_optimizers() {
         assert_near(&one, &cpu, 2e-5, what);
         assert_eq!(run(&spec, 2, 2), one, "{what}: 2 ranks");
     }
+}
+
+/// On tensor cores, and vectors of 16 bits.
+#[test]
+fn dropout_in_bf16() {
+    let model = |rate| ModelSpec { dropout: Some(rate), ..families::from(&families::folder("gpt2")) };
+    let spec = |rate| TrainSpec { precision: Precision::Bf16, ..train_spec(model(rate), 0, 2, 1, 7) };
+    let cpu = fresh_run(&spec(0.3), 1, 1, 2);
+    let one = run(&spec(0.3), 1, 2);
+    assert_near(&one, &cpu, 2e-2, "gpt2");
+    assert_eq!(run(&spec(0.3), 2, 2), one, "2 ranks");
+    assert!(apart(&run(&spec(0.0), 1, 2), &cpu) > 5e-2, "dropout is seen at this tolerance");
 }
 
 #[test]

@@ -136,7 +136,10 @@ fn what_is_not_supported_is_refused_by_name() {
     };
     for (key, value, said) in [
         ("hidden_act", json!("gelu"), "`hidden_act: \"gelu\"` is not supported"),
-        ("attention_dropout", json!(0.1), "`attention_dropout: 0.1`"),
+        ("attention_dropout", json!(1), "`attention_dropout` is 1, not a number from 0 to below 1"),
+        ("attention_dropout", json!(-0.1), "`attention_dropout` is -0.1, not a number"),
+        ("attention_dropout", json!("0.1"), "`attention_dropout` is \"0.1\", not a number"),
+        ("resid_pdrop", json!(0.1), "`resid_pdrop: 0.1`"),
         ("pretraining_tp", json!(2), "`pretraining_tp: 2`"),
         ("partial_rotary_factor", json!(0.5), "`partial_rotary_factor: 0.5`"),
         ("rope_interleaved", json!(true), "`rope_interleaved: true`"),
@@ -185,8 +188,13 @@ fn what_is_not_supported_is_refused_by_name() {
     for (name, key, value, said) in [
         ("gpt2", "activation_function", json!("relu"), "`activation_function: \"relu\"`"),
         ("gpt2", "add_cross_attention", json!(true), "`add_cross_attention: true`"),
-        ("gpt2", "attn_pdrop", json!(0.1), "`attn_pdrop: 0.1` is not supported; train without dropout by"),
-        ("gpt2", "resid_pdrop", json!(null), "`resid_pdrop: 0.1`"),
+        (
+            "gpt2",
+            "attn_pdrop",
+            json!(1.5),
+            "`attn_pdrop` is 1.5, not a number from 0 to below 1; `train.model.dropout`",
+        ),
+        ("gpt2", "resid_pdrop", json!(null), "`resid_pdrop` is null, not a number"),
         ("gpt2", "n_head", json!(3), "n_head 3 does not divide n_embd 20"),
         ("gpt2", "rope_theta", json!(1e4), "`rope_theta: 10000.0`"),
         ("gpt2", "scale_attn_weights", json!(1), "`scale_attn_weights` is 1, not true or false"),
@@ -296,12 +304,11 @@ fn gpt2_as_the_hub_has_it() {
         all.push((format!("h.{layer}.attn.masked_bias"), (vec![], vec![-1e4])));
     }
     std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();
-    let refused = worker::model::build(&from(dir.path()), 16).err().unwrap();
-    assert!(refused.contains("`train.model.dropout: 0`"), "{refused}");
-
-    let model = |folder: &Path| ModelSpec { dropout: Some(0.0), ..from(folder) };
+    let model = |folder: &Path| ModelSpec { dropout: Some(0.1), ..from(folder) };
     let run = |folder: &Path| {
-        let spec = train_spec(model(folder), 3, 4, 1, 13);
+        let own = folder == dir.path();
+        let model = if own { from(folder) } else { model(folder) };
+        let spec = train_spec(model, 3, 4, 1, 13);
         on_ranks(2, |c| {
             let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
             let mut bound = build(&spec, c, 1);
@@ -317,9 +324,9 @@ fn gpt2_as_the_hub_has_it() {
         .remove(0)
     };
     let (losses, said, config) = run(dir.path());
-    assert_eq!(losses, run(&folder("gpt2")).0);
+    assert_eq!(losses, run(&folder("gpt2")).0, "its own rates, and the job's");
     assert!(said.len() == 1 && said[0].contains("h.0.attn.bias"), "{said:?}");
-    assert_eq!(config["embd_pdrop"], 0.0);
+    assert_eq!(config["embd_pdrop"], 0.1);
 
     all.retain(|(name, _)| name != "h.1.ln_2.bias");
     std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();

@@ -18,7 +18,6 @@ use worker::{
     resume::{Origin, Place, begin, check_adapters, resume},
     stages::Running,
     storage::Layout,
-    train::step::Word,
 };
 
 const CASES: [&str; 7] = ["q_v", "all_linear", "rslora", "one_module", "gemma", "gpt2", "experts"];
@@ -237,12 +236,6 @@ fn a_run_with_adapters_goes_on_with_the_same_bits() {
     }
 }
 
-/// Loss of the first step, and with `direction` the gradient's norm and the adapters moved by so much of it.
-fn loss(running: &mut Running) -> f64 {
-    let source = MadeUp { vocab: running.train().model.vocab_size };
-    running.trainer.accumulate(&source, 0, Word::default()).unwrap().loss
-}
-
 #[test]
 fn the_loss_changes_as_the_gradient_says_with_dropout() {
     for (family, targets) in [("llama", LoraTargets::AllLinear), ("gpt2", LoraTargets::AllLinear)] {
@@ -255,35 +248,7 @@ fn the_loss_changes_as_the_gradient_says_with_dropout() {
         let mut running = build(&spec, alone(), 1).fresh();
         // away from the beginning, where A has no gradient
         steps(&mut running, 4);
-        let source = MadeUp { vocab: 131 };
-        let outcome = running.trainer.accumulate(&source, 0, Word::default()).unwrap();
-        let scale = (8.0 * 11.0 / outcome.targets as f64) as f32;
-        let gradients: Vec<Vec<f32>> = (0..running.trainer.engine.shards.len())
-            .map(|u| running.trainer.engine.finish(u).unwrap().host().iter().map(|g| g * scale).collect())
-            .collect();
-        let squares: f64 = gradients.iter().flatten().map(|g| f64::from(*g).powi(2)).sum();
-        let norm = squares.sqrt();
-        assert!(norm > 1e-3, "{norm}");
-        let step = 0.02;
-        let mut shifted = |by: f64| {
-            for (u, gradient) in gradients.iter().enumerate() {
-                let unit = running.trainer.engine.shards[u].unit.clone();
-                let mut at = 0;
-                running.trainer.engine.with_resident(u, |params| {
-                    for s in unit.trained_segments(0..unit.len()) {
-                        for x in &mut params.host_mut()[s.flat] {
-                            *x += (by * f64::from(gradient[at]) / norm) as f32;
-                            at += 1;
-                        }
-                    }
-                });
-            }
-            let found = loss(&mut running);
-            (0..gradients.len()).for_each(|u| drop(running.trainer.engine.finish(u).unwrap()));
-            found
-        };
-        let (up, down) = (shifted(step), shifted(-2.0 * step));
-        let slope = (up - down) / (2.0 * step);
+        let (slope, norm) = slope_and_norm(&mut running, 0.02);
         assert!(
             (slope - norm).abs() < 0.01 * norm,
             "{family}: {slope} by differences, {norm} by the backward"

@@ -29,6 +29,8 @@ const JOBS: &[&str] = &[
     "train: {model: {from: m}, data: {files: [a]}, experts: {parallel: 4, placement: {1: {0: 3}, 7: {0: 1, 1: 2}}}}",
     "train: {model: {from: './a b', dropout: 0}, data: {files: [a]}, steps: 0}",
     "train: {model: {family: gpt2, dropout: 0}, data: {files: [a]}}",
+    "train: {model: {family: gpt2, dropout: 0.125}, data: {files: [a]}}",
+    "train: {model: {from: m, dropout: 0.5}, data: {files: [a]}}",
     "train: {data: {mixture: {web: {files: ['w/*.parquet'], weight: 0.7}, talk: {files: [t.jsonl], format: chat, field: chat, loss_on: all}}, \
      tokenizer: t.json, chat_template: 'a b.jinja'}}",
     "train: {data: {files: [t.jsonl], format: chat}}",

@@ -35,13 +35,50 @@ pub struct AttentionShape {
     pub scale: f32,
     /// A score s becomes `cap·tanh(s / cap)`.
     pub softcap: Option<f32>,
+    /// What is dropped of the probabilities.
+    pub dropout: Option<AttentionDropout>,
+}
+
+/// What dropout drops of attention's probabilities; what is kept is multiplied by `1 / (1 − share)`.
+///
+/// The probability of key `k` for query `q` (positions in their sequence) of query head `h` is dropped by word `k / 16 mod 4` of the
+/// block `16·⌊k / 64⌋ + k mod 16`, the sample `first` + sequence and the step `h·2²⁴ + q` ([`crate::philox::words`]), when it is below
+/// `share·2³²`, rounded down. So it depends on nothing but these numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionDropout {
+    /// Of the random numbers.
+    pub key: [u32; 2],
+    /// Share that is dropped, at least 0 and below 1.
+    pub share: f64,
+    /// Number of the first sequence.
+    pub first: u64,
+}
+
+impl AttentionDropout {
+    /// A word below it drops its probability.
+    pub(crate) fn threshold(&self) -> u32 {
+        (self.share * 4_294_967_296.0) as u32
+    }
+
+    /// Factor of what is kept.
+    pub(crate) fn keep(&self) -> f32 {
+        (1.0 / (1.0 - self.share)) as f32
+    }
+
+    /// Refuses what has no numbers of its own.
+    pub(crate) fn check(&self, op: &str, shape: &AttentionShape) {
+        assert!((0.0..1.0).contains(&self.share), "{op}: a share of {} is dropped", self.share);
+        let (t, heads) = (shape.t, shape.heads);
+        assert!(t <= 1 << 24 && heads <= 1 << 16, "{op}: dropout of {t} positions, {heads} heads");
+        assert!(self.first + shape.b as u64 <= 1 << 43, "{op}: dropout of sequence {}", self.first);
+    }
 }
 
 impl AttentionShape {
     /// Scores times 1/√head_dim, without a cap.
     pub fn new(b: usize, t: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
         let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
-        AttentionShape { b, t, heads, kv_heads, head_dim, scale, softcap: None }
+        AttentionShape { b, t, heads, kv_heads, head_dim, scale, softcap: None, dropout: None }
     }
 }
 
@@ -140,7 +177,7 @@ pub struct Lion {
     pub grad_scale: f32,
 }
 
-/// What dropout drops of a vector of `f32`, whose samples lie one after the other.
+/// What dropout drops of a vector whose samples lie one after the other.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
     /// Of the random numbers ([`crate::philox::words`]).
@@ -358,7 +395,7 @@ pub trait Ops: Storage {
     ///
     /// `qkv[b·t, (heads + 2·kv_heads)·head_dim]` holds q, then k, then v in each row; `o[b·t, heads·head_dim]`;
     /// `lse[b, heads, t]` is kept for the backward. `starts[b·t]`: position in its sequence of the first token that
-    /// this token may attend to (its document's start; all 0 without packing).
+    /// this token may attend to (its document's start; all 0 without packing). `lse` is of all probabilities, dropped or not.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape);
     /// `dqkv` is overwritten; same layout as `qkv`.
     fn attention_backward(
@@ -485,7 +522,7 @@ pub trait Ops: Storage {
     fn softcap(&self, y: ViewMut, cap: f32);
     /// `y[columns, rows] = x[rows, columns]ᵀ`
     fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize);
-    /// Zeros what is dropped of a vector of `f32`, scales the rest.
+    /// Zeros what is dropped, scales the rest.
     fn dropout(&self, x: ViewMut, d: &Dropout);
     /// Sum of squares in f64.
     fn sum_of_squares(&self, x: View) -> f64;

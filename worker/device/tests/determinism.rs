@@ -1,7 +1,9 @@
 //! Results don't depend on threads, on where the buffers lie, or (with fused multiply-add) on the instruction set.
 mod reference;
 
-use device::ops::{AdamW, AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Sgd, Write};
+use device::ops::{
+    AdamW, AttentionDropout, AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Sgd, Write,
+};
 use device::{Cpu, Ops, View, ViewMut};
 use proptest::prelude::*;
 use reference::Random;
@@ -82,7 +84,8 @@ proptest! {
         seed: u64, b in 1usize..3, t in 1usize..150, kv_heads in 1usize..4, group in 1usize..4, head_dim in 1usize..40,
     ) {
         let shape = AttentionShape::new(b, t, kv_heads * group, kv_heads, head_dim);
-        attention_case(seed, AttentionShape { softcap: (t % 2 == 0).then_some(4.0), ..shape });
+        let dropout = (t % 3 == 0).then_some(AttentionDropout { key: [seed as u32, 1], share: 0.2, first: seed >> 22 });
+        attention_case(seed, AttentionShape { softcap: (t % 2 == 0).then_some(4.0), dropout, ..shape });
     }
 
     #[test]

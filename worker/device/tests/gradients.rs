@@ -2,7 +2,7 @@
 //! every instruction set of this machine.
 mod reference;
 
-use device::ops::{AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Write};
+use device::ops::{AttentionDropout, AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Write};
 use device::{Cpu, Ops};
 use reference::*;
 
@@ -265,6 +265,25 @@ fn attention_within_documents() {
     let shape = AttentionShape::new(1, 150, 1, 1, 4);
     let starts: Vec<u32> = (0..150).map(|q| r.below(q + 1) as u32).collect();
     attention_case(&mut r, shape, &starts);
+}
+
+/// Odd shapes, grouped heads, packed documents, sliding windows, with and without a cap: the same elements are dropped forwards and
+/// backwards.
+#[test]
+fn attention_with_dropout() {
+    let mut r = Random::new(16);
+    for (b, t, heads, kv_heads, head_dim, share) in
+        [(2, 9, 4, 2, 5, 0.1), (1, 130, 2, 1, 3, 0.5), (1, 67, 3, 3, 18, 0.25), (3, 5, 2, 2, 4, 0.9)]
+    {
+        let dropout = Some(AttentionDropout { key: [7, 11], share, first: (1 << 40) - 1 });
+        let shape = AttentionShape { dropout, ..AttentionShape::new(b, t, heads, kv_heads, head_dim) };
+        attention_case(&mut r, shape, &vec![0; b * t]);
+        let softcap = Some(2.0);
+        let packed = r.starts(b, t, 12);
+        attention_case(&mut r, AttentionShape { softcap, ..shape }, &packed);
+        let window: Vec<u32> = (0..b * t).map(|i| (i % t).saturating_sub(6) as u32).collect();
+        attention_case(&mut r, shape, &window);
+    }
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! Ops on 16-bit elements: the bits of the same op in `f32` on the widened values, rounded once; for any number of threads.
 mod reference;
 
-use device::ops::{AttentionShape, ClassifierGrads, Group, HeadRows, IGNORE, LayerNorm, Write};
+use device::ops::{
+    AttentionDropout, AttentionShape, ClassifierGrads, Group, HeadRows, IGNORE, LayerNorm, Write,
+};
 use device::{Buf, Cpu, Dtype, Ops};
 use reference::Random;
 
@@ -183,8 +185,12 @@ fn rotations_and_swiglu() {
 fn attention() {
     for (b, t, kv_heads, group, head_dim, softcap) in [(2, 11, 1, 3, 14, None), (1, 150, 2, 2, 24, Some(3.0))]
     {
-        let shape =
-            AttentionShape { softcap, ..AttentionShape::new(b, t, kv_heads * group, kv_heads, head_dim) };
+        let dropout = softcap.map(|_| AttentionDropout { key: [4, 2], share: 0.25, first: 3 });
+        let shape = AttentionShape {
+            softcap,
+            dropout,
+            ..AttentionShape::new(b, t, kv_heads * group, kv_heads, head_dim)
+        };
         let mut r = Random::new(6);
         let (qkv, d_o) =
             (r.vec(b * t * (shape.heads + 2 * kv_heads) * head_dim), r.vec(b * t * shape.heads * head_dim));

@@ -105,21 +105,62 @@ pub(crate) fn read_file(
     choice: Choice,
     sink: &mut Sink,
 ) -> Result<blake3::Hash, DataError> {
-    refuse_what_is_packed(path)?;
-    let file = File::open(path).map_err(|source| DataError::Read { path: path.to_path_buf(), source })?;
+    let (kind, file) = open(path, reading)?;
     let mut input = Hashing { inner: file, hasher: blake3::Hasher::new() };
     let mut take = |record: Record| take_record(record, reading, choice, sink);
+    match kind {
+        Kind::Text => read_text(&mut input, path, choice, sink)?,
+        Kind::JsonLines => read_json_lines(&mut input, path, reading, u64::MAX, &mut take)?,
+        Kind::Parquet => parquet::read(&mut input, path, reading, &mut take)?,
+    }
+    Ok(input.hasher.finalize())
+}
+
+/// Looks at the first record of a file, or the beginning of a text, and reads no further: can it be used? False: there is none.
+pub(crate) fn has_record(path: &Path, reading: Reading) -> Result<bool, DataError> {
+    let (kind, mut file) = open(path, reading)?;
+    let mut found = false;
+    let mut take = |record: Record| {
+        found = true;
+        take_record(record, reading, Choice::All, &mut |_| Ok(()))
+    };
+    match kind {
+        Kind::Text => return begins_with_text(&mut file, path),
+        Kind::JsonLines => read_json_lines(&mut file, path, reading, 1, &mut take)?,
+        Kind::Parquet => parquet::read_rows(file, path, reading, 1, &mut take)?,
+    }
+    Ok(found)
+}
+
+/// A file and how its bytes are to be read.
+fn open(path: &Path, reading: Reading) -> Result<(Kind, File), DataError> {
+    refuse_what_is_packed(path)?;
+    let file = File::open(path).map_err(|source| DataError::Read { path: path.to_path_buf(), source })?;
     match Kind::of(path) {
         Kind::Text if reading.chat.is_some() => {
             let why =
                 "it holds running text, not chats: chats are records of .jsonl or .parquet files".into();
-            return Err(DataError::BadFile { path: path.to_path_buf(), why });
+            Err(DataError::BadFile { path: path.to_path_buf(), why })
         }
-        Kind::Text => read_text(&mut input, path, choice, sink)?,
-        Kind::JsonLines => read_json_lines(&mut input, path, reading, &mut take)?,
-        Kind::Parquet => parquet::read(&mut input, path, reading, &mut take)?,
+        kind => Ok((kind, file)),
     }
-    Ok(input.hasher.finalize())
+}
+
+/// Is the first piece of a file text? False: it is empty.
+fn begins_with_text(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
+    let mut bytes = vec![0; PIECE];
+    let n =
+        fill_up(input, &mut bytes).map_err(|source| DataError::Read { path: path.to_path_buf(), source })?;
+    bytes.truncate(n);
+    match std::str::from_utf8(&bytes) {
+        // The cut may go through a character.
+        Err(e) if e.error_len().is_some() || n < PIECE => Err(DataError::NotUtf8 {
+            path: path.to_path_buf(),
+            line: 1 + newlines(&bytes[..e.valid_up_to()]),
+            offset: e.valid_up_to() as u64,
+        }),
+        _ => Ok(n > 0),
+    }
 }
 
 /// A document of one record, if it is wanted; or why there is none.

@@ -21,6 +21,8 @@ pub enum DataError {
     BadFile { path: PathBuf, why: String },
     /// A line of a JSON lines file, or a row of a Parquet file, that can't be used.
     BadLine { path: PathBuf, line: u64, why: String },
+    /// None of a source's files holds anything.
+    Empty { path: PathBuf, more: usize },
     /// A file's content changed between two looks at it.
     Changed { path: PathBuf },
     /// The tokenizer can't be used.
@@ -56,6 +58,8 @@ impl fmt::Display for DataError {
             }
             BadFile { path, why } => write!(f, "{}: {why}", path.display()),
             BadLine { path, line, why } => write!(f, "{}:{line}: {why}", path.display()),
+            Empty { path, more: 0 } => write!(f, "{} is empty", path.display()),
+            Empty { path, more } => write!(f, "{} and {more} more files are empty", path.display()),
             Changed { path } => write!(f, "{} changed while it was read", path.display()),
             Tokenizer { path, why } => write!(f, "the tokenizer {} can't be used: {why}", path.display()),
             Encode { why } => write!(f, "the tokenizer failed: {why}"),
@@ -114,6 +118,7 @@ impl DataError {
             BadLine { .. } => {
                 "each record's `train.data.field` is its text or, with `format: chat`, its messages".into()
             }
+            Empty { .. } => "a text, or a record in each line of a .jsonl file, is needed".into(),
             Changed { .. } => "start again when nothing writes to it".into(),
             Cache { .. } => "set train.data.cache to a directory that is writable and has room".into(),
             NothingHeldOut => "set train.data.held_out, e.g. 0.05, or name train.eval.files".into(),

@@ -22,7 +22,7 @@ pub use documents::Split;
 pub use error::DataError;
 pub use mix::Order;
 pub use pack::IGNORE;
-pub use peek::{DataFacts, count_files, estimate};
+pub use peek::{DataFacts, estimate, look_at_held_out};
 pub use tokenize::TextTokenizer;
 
 use cache::TokenCache;

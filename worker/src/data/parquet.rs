@@ -31,15 +31,26 @@ pub(crate) fn read<R: Read + AsFile>(
     reading: Reading,
     take: &mut Take,
 ) -> Result<(), DataError> {
-    let bad = |why: String| DataError::BadFile { path: path.to_path_buf(), why };
     let read = |source| DataError::Read { path: path.to_path_buf(), source };
     let file = input.as_file().try_clone().map_err(read)?;
-    // The library promises errors for damaged files; should it break that promise, the file is still only a bad file.
-    let rows = catch_unwind(AssertUnwindSafe(|| rows(file, path, reading, take)));
-    rows.unwrap_or_else(|_| Err(bad("it is damaged: its reader gave up".into())))?;
+    read_rows(file, path, reading, u64::MAX, take)?;
     input.as_file().rewind().map_err(read)?;
     std::io::copy(input, &mut std::io::sink()).map_err(read)?;
     Ok(())
+}
+
+/// Reads `most` rows.
+pub(crate) fn read_rows(
+    file: File,
+    path: &Path,
+    reading: Reading,
+    most: u64,
+    take: &mut Take,
+) -> Result<(), DataError> {
+    // The library promises errors for damaged files; should it break that promise, the file is still only a bad file.
+    let rows = catch_unwind(AssertUnwindSafe(|| rows(file, path, reading, most, take)));
+    let why = "it is damaged: its reader gave up".into();
+    rows.unwrap_or_else(|_| Err(DataError::BadFile { path: path.to_path_buf(), why }))
 }
 
 /// What is read here is a file.
@@ -47,13 +58,13 @@ pub(crate) trait AsFile {
     fn as_file(&mut self) -> &mut File;
 }
 
-fn rows(file: File, path: &Path, reading: Reading, take: &mut Take) -> Result<(), DataError> {
+fn rows(file: File, path: &Path, reading: Reading, most: u64, take: &mut Take) -> Result<(), DataError> {
     let bad = |why: String| DataError::BadFile { path: path.to_path_buf(), why };
     let broken = |e: parquet::errors::ParquetError| bad(format!("not a Parquet file that can be read: {e}"));
     let reader = SerializedFileReader::new(file).map_err(broken)?;
     let schema = reader.metadata().file_metadata().schema();
     let columns = columns(schema, reading).map_err(bad)?;
-    for (row, number) in reader.get_row_iter(Some(columns)).map_err(broken)?.zip(1u64..) {
+    for (row, number) in reader.get_row_iter(Some(columns)).map_err(broken)?.zip(1..=most) {
         let bad = |why: String| DataError::BadLine { path: path.to_path_buf(), line: number, why };
         let row = row.map_err(|e| bad(e.to_string()))?;
         take(record(row, reading).map_err(bad)?)?.map_err(bad)?;

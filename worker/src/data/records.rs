@@ -23,16 +23,17 @@ pub(crate) enum Record {
 /// Takes a record; the inner error is why it can't be used.
 pub(crate) type Take<'a> = dyn FnMut(Record) -> Result<Result<(), String>, DataError> + 'a;
 
-/// Reads a JSON lines file. Memory holds one line.
+/// Reads a JSON lines file, `most` records of it. Memory holds one line.
 pub(crate) fn read_json_lines(
     input: &mut impl Read,
     path: &Path,
     reading: Reading,
+    most: u64,
     take: &mut Take,
 ) -> Result<(), DataError> {
     let mut input = BufReader::with_capacity(1 << 16, input);
-    let (mut bytes, mut line, mut offset) = (Vec::new(), 0u64, 0u64);
-    loop {
+    let (mut bytes, mut line, mut offset, mut taken) = (Vec::new(), 0u64, 0u64, 0u64);
+    while taken < most {
         bytes.clear();
         line += 1;
         let n = (&mut input)
@@ -40,7 +41,7 @@ pub(crate) fn read_json_lines(
             .read_until(b'\n', &mut bytes)
             .map_err(|source| DataError::Read { path: path.to_path_buf(), source })?;
         if n == 0 {
-            return Ok(());
+            break;
         }
         let bad = |why: String| DataError::BadLine { path: path.to_path_buf(), line, why };
         if n > MAX_LINE {
@@ -55,8 +56,10 @@ pub(crate) fn read_json_lines(
         let text = if line == 1 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text };
         if !text.trim().is_empty() {
             take(record(text, reading).map_err(bad)?)?.map_err(bad)?;
+            taken += 1;
         }
     }
+    Ok(())
 }
 
 fn record(line: &str, reading: Reading) -> Result<Record, String> {

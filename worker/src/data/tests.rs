@@ -147,11 +147,50 @@ fn estimates() {
     let facts = estimate(&spec(&["*.txt"], 4), dir.path()).unwrap();
     assert_eq!(facts, DataFacts { files: 2, bytes: 8, tokens: 10, vocab_size: 257 });
     assert_eq!(train(&spec(&["*.txt"], 4), &dir).unwrap().tokens(), facts.tokens);
-    assert!(matches!(estimate(&spec(&["*.md"], 4), dir.path()), Err(DataError::NoMatch { .. })));
+    let none = estimate(&spec(&["*.md"], 4), dir.path()).unwrap_err();
+    assert!(matches!(none[..], [DataError::NoMatch { .. }]));
     assert!(estimate(&spec(&["*.txt"], 0), dir.path()).is_err());
     let tokenizer = Tokenizer::File("none.json".into());
     let e = estimate(&DataSpec { tokenizer, ..spec(&["*.txt"], 4) }, dir.path()).unwrap_err();
-    assert_eq!(e.key(), "train.data.tokenizer");
+    assert_eq!(e.iter().map(DataError::key).collect::<Vec<_>>(), ["train.data.tokenizer"]);
+}
+
+/// What the plan says of files whose first records can't be used: all at once, and no more than was read.
+#[test]
+fn first_records_are_looked_at() {
+    let long = "é".repeat(20_000);
+    let dir = folder(&[
+        ("empty.txt", ""),
+        ("blank.jsonl", "\n \n"),
+        ("good.jsonl", "{\"text\": \"a\"}\nthis line is not looked at"),
+        ("other.jsonl", "\n{\"body\": \"a\"}\n"),
+        ("number.jsonl", "{\"text\": 3}"),
+        ("cut.jsonl", "{\"text\": \"a"),
+        ("long.txt", &format!("x{long}")),
+        ("packed.gz", "x"),
+    ]);
+    std::fs::write(dir.path().join("latin.txt"), b"a\nb\xe9").unwrap();
+    let said = |files: &[&str]| match estimate(&spec(files, 4), dir.path()) {
+        Ok(_) => Vec::new(),
+        Err(faults) => {
+            assert!(faults.iter().all(|e| e.key() == "train.data.files"));
+            let prefix = format!("{}/", dir.path().display());
+            faults.iter().map(|e| e.to_string().replace(&prefix, "")).collect()
+        }
+    };
+    assert_eq!(said(&["long.txt", "good.jsonl", "empty.txt"]), [""; 0]);
+    assert_eq!(said(&["empty.txt"]), ["empty.txt is empty"]);
+    assert_eq!(said(&["empty.txt", "blank.jsonl"]), ["blank.jsonl and 1 more files are empty"]);
+    let all = said(&["other.jsonl", "latin.txt", "long.txt", "number.jsonl"]);
+    assert_eq!(all[0], "latin.txt:2: not UTF-8 text at byte 3 of the file");
+    assert!(all[1].starts_with("number.jsonl:1: invalid type: integer `3`, expected a string"), "{all:?}");
+    assert_eq!(all[2], "other.jsonl:2: the object has no field `text`; it has `body`");
+    assert_eq!(all.len(), 3);
+    assert!(said(&["cut.jsonl"])[0].starts_with("cut.jsonl:1: EOF"));
+    assert!(said(&["packed.gz"])[0].contains("unpack it first"));
+    assert_eq!(said(&["*"]).len(), 4, "no more are told");
+    let held_out = look_at_held_out(&spec(&["long.txt"], 4), &["number.jsonl".into()], dir.path());
+    assert!(matches!(held_out[..], [DataError::BadLine { line: 1, .. }]), "{held_out:?}");
 }
 
 /// A tokenizer.json gives the same stream as the embedded tokenizer that it describes.
@@ -224,7 +263,7 @@ fn what_is_wrong_with_a_source_names_it() {
     let e = error(train(&spec, &dir));
     assert!(e.to_string().starts_with("source `b`: `none*.jsonl` matches no file"), "{e}");
     assert_eq!(e.key(), "train.data.mixture");
-    assert!(estimate(&spec, dir.path()).unwrap_err().to_string().starts_with("source `b`"));
+    assert!(estimate(&spec, dir.path()).unwrap_err()[0].to_string().starts_with("source `b`"));
     let (dir, mut spec) = mixture();
     spec.sources[2].field = "txt".into();
     assert!(error(train(&spec, &dir)).to_string().contains("has no field `txt`"));

@@ -72,16 +72,10 @@ pub(super) fn read(folder: &Path) -> Result<Map<String, Value>, String> {
 /// More layers than this are no model.
 const LAYERS_MAX: usize = 1 << 14;
 
-/// Rates of dropout, by the names of the families.
-const DROPOUT: [&str; 4] = ["attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"];
-
-/// Sets every rate of dropout to 0, also those of GPT-2 (`pdrop`) that are absent and not 0 by themselves.
-pub(super) fn without_dropout(config: &mut Map<String, Value>, pdrop: bool) {
-    for key in DROPOUT {
-        if config.contains_key(key) || (pdrop && key.ends_with("_pdrop")) {
-            config.insert(key.into(), 0.0.into());
-        }
-    }
+/// Sets every rate of dropout of these names to the one that the job gives, if it gives one.
+pub(super) fn set_dropout(config: &mut Map<String, Value>, names: &[&str], rate: Option<f64>) {
+    let Some(rate) = rate else { return };
+    config.extend(names.iter().map(|name| (String::from(*name), Value::from(rate))));
 }
 
 /// The fields of a configuration; remembers which were asked for.
@@ -156,15 +150,16 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Refuses a rate of dropout other than 0; `absent` is the family's own.
-    pub(super) fn dropout(&self, key: &'static str, absent: f64) -> Result<(), String> {
-        let rate = self.opt_number(key)?.unwrap_or(absent);
-        match rate == 0.0 {
-            true => Ok(()),
-            false => Err(format!(
-                "config.json: `{key}: {rate}` is not supported; train without dropout by `train.model.dropout: 0`"
-            )),
-        }
+    /// A rate of dropout; `absent` is the family's own.
+    pub(super) fn dropout(&self, key: &'static str, absent: f64) -> Result<f64, String> {
+        self.asked.borrow_mut().insert(key);
+        let Some(v) = self.map.get(key) else { return Ok(absent) };
+        v.as_f64().filter(|rate| (0.0..1.0).contains(rate)).ok_or_else(|| {
+            format!(
+                "config.json: `{key}` is {}, not a number from 0 to below 1; `train.model.dropout` sets all rates of dropout",
+                shown(v)
+            )
+        })
     }
 
     /// Refuses any value of `key` but these; absent and null are fine.

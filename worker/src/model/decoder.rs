@@ -7,6 +7,7 @@ mod layout;
 mod mlp;
 
 use super::config::Fields;
+use super::dropout::Module;
 use super::experts::{ExpertShape, Sparse, losses};
 use super::lora::{self, Adapters, Lora};
 use super::rotary::{Rope, Tables};
@@ -23,6 +24,8 @@ use serde_json::{Map, Value, json};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const LM_HEAD: &str = "lm_head.weight";
+/// Rate of dropout in config.json: of attention's probabilities.
+pub(super) const DROPOUT: &str = "attention_dropout";
 
 /// What a family says of a model.
 pub(super) struct Numbers {
@@ -60,6 +63,8 @@ pub(super) struct Numbers {
     pub(super) attention_cap: Option<f32>,
     /// The same of the logits.
     pub(super) logit_cap: Option<f32>,
+    /// Share of attention's probabilities that is dropped.
+    pub(super) dropout: f64,
     /// Rotation of sliding layers, where it isn't that of the others.
     pub(super) sliding_rope: Option<Rope>,
     /// The token whose embedding learns nothing where it is an input.
@@ -81,7 +86,7 @@ impl Numbers {
 
     /// As [`Numbers::read`], all but `hidden_act` and the rotation.
     pub(super) fn read_but_activation(f: &Fields, rope: Rope) -> Result<Self, String> {
-        f.dropout("attention_dropout", 0.0)?;
+        let dropout = f.dropout(DROPOUT, 0.0)?;
         f.only("pretraining_tp", &[json!(1)])?;
         f.only("is_encoder_decoder", &[json!(false)])?;
         f.only("add_cross_attention", &[json!(false)])?;
@@ -127,6 +132,7 @@ impl Numbers {
             embedding_scale: None,
             attention_scale: (1.0 / f64::from(head_dim).sqrt()) as f32,
             attention_cap: None,
+            dropout,
             logit_cap: None,
             sliding_rope: None,
             padding: padding(f, vocab),
@@ -266,6 +272,8 @@ pub(super) struct Decoder {
     head_wanted: bool,
     /// Of each layer; empty without adapters.
     adapters: Vec<Adapters>,
+    /// Of each layer's attention.
+    dropout: Vec<Module>,
 }
 
 /// Which matrices of a layer have a trained part; the gradients of the others are not computed.
@@ -293,7 +301,7 @@ pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> B
     };
     let matrices = (0..n.layers).map(of).sum();
     let wanted = vec![Wanted { qkv: true, o: true, gate_up: true, down: true, router: true }; n.layers];
-    Box::new(Decoder {
+    let mut model = Decoder {
         n,
         config: config.clone(),
         tables,
@@ -303,7 +311,10 @@ pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> B
         wanted,
         head_wanted: true,
         adapters: Vec::new(),
-    })
+        dropout: Vec::new(),
+    };
+    model.seed(0);
+    Box::new(model)
 }
 
 impl Decoder {
@@ -359,6 +370,11 @@ impl Model for Decoder {
 
     fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
         self.add_adapters(lora)
+    }
+
+    fn seed(&mut self, seed: u64) {
+        let module = |l| Module::new(self.n.dropout, seed, &format!("model.layers.{l}.self_attn.dropout"));
+        self.dropout = (0..self.n.layers).map(module).collect();
     }
 
     fn train(&mut self, units: &[Unit]) {

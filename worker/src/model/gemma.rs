@@ -21,6 +21,7 @@ pub(super) const GEMMA2: Family = Family {
             json!({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096});
         describe(spec, "gemma2", "Gemma2ForCausalLM", own)
     },
+    dropout: &[decoder::DROPOUT],
 };
 
 pub(super) const GEMMA3: Family = Family {
@@ -48,6 +49,7 @@ pub(super) const GEMMA3: Family = Family {
         }
         config
     },
+    dropout: &[decoder::DROPOUT],
 };
 
 /// What both have; without `layer_types` every `pattern`-th layer attends to the whole document.

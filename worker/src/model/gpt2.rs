@@ -2,6 +2,7 @@
 mod layer;
 
 use super::config::Fields;
+use super::dropout::Module;
 use super::lora::{self, Adapters, Lora};
 use super::{Activations, Batch, Family, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
@@ -10,9 +11,11 @@ use device::{
     Ops, View, ViewMut,
     ops::{ClassifierGrads, LayerNorm, Write},
 };
-use layer::{Spans, Wanted, layer_unit};
+use layer::{Drops, Spans, Wanted, layer_unit};
 use serde_json::{Map, Value, json};
 
+/// Rates of dropout in config.json: of attention's probabilities, of the embedding, of what is added to the residual stream.
+const RATES: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
 /// Before every stored name but the head's; files without a head leave it out.
 const PREFIX: &str = "transformer.";
 const EMBEDDING: &str = "transformer.wte.weight";
@@ -29,9 +32,22 @@ pub(super) const FAMILY: Family = Family {
         let matrices = unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
         let (wanted, adapters) = (vec![Wanted::ALL; n.layers], Vec::new());
         let config = config.clone();
-        Ok(Box::new(Gpt2 { n, config, spans, matrices, wanted, head_wanted: true, adapters }))
+        let mut model = Gpt2 {
+            dropout: Module::new(n.rates.embedding, 0, ""),
+            drops: Vec::new(),
+            n,
+            config,
+            spans,
+            matrices,
+            wanted,
+            head_wanted: true,
+            adapters,
+        };
+        model.seed(0);
+        Ok(Box::new(model))
     },
     describe,
+    dropout: &RATES,
 };
 
 /// What config.json says.
@@ -50,6 +66,14 @@ struct Numbers {
     scaled: bool,
     /// They are also divided by the layer's number, counted from 1.
     by_layer: bool,
+    rates: Rates,
+}
+
+/// Rates of dropout.
+struct Rates {
+    attention: f64,
+    embedding: f64,
+    residual: f64,
 }
 
 /// Keys of heads for other tasks than text, and of settings that matter in 16 bit only.
@@ -72,9 +96,7 @@ impl Numbers {
         f.only("add_cross_attention", &[json!(false)])?;
         f.only("is_encoder_decoder", &[json!(false)])?;
         f.only("chunk_size_feed_forward", &[json!(0)])?;
-        for key in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
-            f.dropout(key, 0.1)?;
-        }
+        let [attention, embedding, residual] = RATES.map(|key| f.dropout(key, 0.1));
         for key in WITHOUT_EFFECT {
             f.get(key);
         }
@@ -94,6 +116,7 @@ impl Numbers {
             std: f.positive("initializer_range", 0.02)? as f32,
             scaled: f.flag_or("scale_attn_weights", true)?,
             by_layer: f.flag("scale_attn_by_inverse_layer_idx")?,
+            rates: Rates { attention: attention?, embedding: embedding?, residual: residual? },
         })
     }
 }
@@ -136,6 +159,10 @@ struct Gpt2 {
     head_wanted: bool,
     /// Of each layer; empty without adapters.
     adapters: Vec<Adapters>,
+    /// After the embedding.
+    dropout: Module,
+    /// Of each layer.
+    drops: Vec<Drops>,
 }
 
 impl Gpt2 {
@@ -192,6 +219,11 @@ impl Model for Gpt2 {
     fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
         self.adapters = layer::adapters(&self.n, lora)?;
         Ok(())
+    }
+
+    fn seed(&mut self, seed: u64) {
+        self.dropout = Module::new(self.n.rates.embedding, seed, "transformer.drop");
+        self.drops = (0..self.n.layers).map(|l| Drops::new(&self.n, l, seed)).collect();
     }
 
     fn train(&mut self, units: &[Unit]) {
@@ -272,11 +304,13 @@ impl Model for Gpt2 {
         let (b, t, d) = (batch.b, batch.t, self.n.hidden);
         ops.embedding_forward(x.reborrow(), params.slice(0..self.table()), &batch.tokens, d);
         // The rows of all sequences, one after the other, get the same t·d numbers.
-        ops.bias_forward(x, params.slice(self.positions(t)), b, t * d);
+        ops.bias_forward(x.reborrow(), params.slice(self.positions(t)), b, t * d);
+        self.dropout.apply(ops, batch, d, x);
     }
 
-    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: ViewMut) {
+    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, mut dx: ViewMut) {
         let (b, t, d) = (batch.b, batch.t, self.n.hidden);
+        self.dropout.apply(ops, batch, d, dx.reborrow());
         let (tokens, positions) = grads.split_at(self.table());
         ops.embedding_backward(tokens, dx.as_view(), &batch.tokens, d);
         ops.bias_backward(positions.slice(0..t * d), dx.as_view(), b, t * d);

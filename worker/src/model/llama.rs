@@ -19,4 +19,5 @@ pub(super) const FAMILY: Family = Family {
         let own = json!({"attention_bias": false, "mlp_bias": false});
         decoder::describe(spec, "llama", "LlamaForCausalLM", own)
     },
+    dropout: &[decoder::DROPOUT],
 };

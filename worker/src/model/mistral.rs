@@ -16,4 +16,5 @@ pub(super) const FAMILY: Family = Family {
     describe: |spec| {
         decoder::describe(spec, "mistral", "MistralForCausalLM", json!({"sliding_window": null}))
     },
+    dropout: &[decoder::DROPOUT],
 };

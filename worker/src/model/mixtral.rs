@@ -34,4 +34,5 @@ pub(super) const FAMILY: Family = Family {
         });
         decoder::describe(spec, "mixtral", "MixtralForCausalLM", own)
     },
+    dropout: &[decoder::DROPOUT],
 };

@@ -18,4 +18,5 @@ pub(super) const FAMILY: Family = Family {
         let own = json!({"use_sliding_window": false, "sliding_window": null});
         decoder::describe(spec, "qwen2", "Qwen2ForCausalLM", own)
     },
+    dropout: &[decoder::DROPOUT],
 };

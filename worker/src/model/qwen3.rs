@@ -20,4 +20,5 @@ pub(super) const FAMILY: Family = Family {
         let own = json!({"attention_bias": false, "use_sliding_window": false, "sliding_window": null});
         decoder::describe(spec, "qwen3", "Qwen3ForCausalLM", own)
     },
+    dropout: &[decoder::DROPOUT],
 };

@@ -56,6 +56,7 @@ pub(super) const FAMILY: Family = Family {
         });
         decoder::describe(spec, "qwen3_moe", "Qwen3MoeForCausalLM", own)
     },
+    dropout: &[decoder::DROPOUT],
 };
 
 /// `num_experts`, which newer versions of transformers call `num_local_experts`.

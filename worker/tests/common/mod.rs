@@ -195,6 +195,39 @@ pub(crate) fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) 
     all.into_iter().next().unwrap()
 }
 
+/// Slope of the first global batch's loss along its gradient, by differences over `step`, and the gradient's norm.
+pub(crate) fn slope_and_norm(running: &mut Running, step: f64) -> (f64, f64) {
+    let source = MadeUp { vocab: running.train().model.vocab_size };
+    let units = running.trainer.engine.shards.len();
+    let positions = (running.trainer.global_batch() * running.trainer.batch.t as u64) as f64;
+    let outcome = running.trainer.accumulate(&source, 0, Word::default()).unwrap();
+    let scale = (positions / outcome.targets as f64) as f32;
+    let gradients: Vec<Vec<f32>> = (0..units)
+        .map(|u| running.trainer.engine.finish(u).unwrap().host().iter().map(|g| g * scale).collect())
+        .collect();
+    let norm = gradients.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+    assert!(norm > 1e-3, "{norm}");
+    let mut shifted = |by: f64| {
+        for (u, gradient) in gradients.iter().enumerate() {
+            let unit = running.trainer.engine.shards[u].unit.clone();
+            let mut at = 0;
+            running.trainer.engine.with_resident(u, |params| {
+                for s in unit.trained_segments(0..unit.len()) {
+                    for x in &mut params.host_mut()[s.flat] {
+                        *x += (by * f64::from(gradient[at]) / norm) as f32;
+                        at += 1;
+                    }
+                }
+            });
+        }
+        let found = running.trainer.accumulate(&source, 0, Word::default()).unwrap().loss;
+        (0..units).for_each(|u| drop(running.trainer.engine.finish(u).unwrap()));
+        found
+    };
+    let (up, down) = (shifted(step), shifted(-2.0 * step));
+    ((up - down) / (2.0 * step), norm)
+}
+
 /// A job that trains this in `dir`.
 pub(crate) fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
     let text = format!(

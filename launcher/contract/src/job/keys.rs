@@ -107,7 +107,11 @@ pub static KEYS: &[Key] = &[
     section("train.model"),
     key("train.model.family", "text", "llama"),
     computed("train.model.from", "path", "none: the keys here describe a new model"),
-    computed("train.model.dropout", "`0`", "the rates in the folder's config.json"),
+    computed(
+        "train.model.dropout",
+        "number from 0 to below 1",
+        "0; with `from` the rates in its config.json",
+    ),
     key("train.model.vocab_size", "`auto` or integer from 1 to 16777216", "auto"),
     key("train.model.hidden_size", "integer from 1 to 1048576", "256"),
     computed(

@@ -326,15 +326,15 @@ fn source(y: &mut Yaml, s: &DataSource) {
 fn model(y: &mut Yaml, m: &ModelSpec) {
     if let Some(folder) = &m.from {
         y.key("from", text(&folder.to_string_lossy()));
-        if m.dropout.is_some() {
-            y.key("dropout", 0);
+        if let Some(rate) = m.dropout {
+            y.key("dropout", number(rate));
         }
         return;
     }
     let or_auto = |n: u32| if n == 0 { "auto".to_owned() } else { n.to_string() };
     y.key("family", text(&m.family));
-    if m.dropout.is_some() {
-        y.key("dropout", 0);
+    if let Some(rate) = m.dropout {
+        y.key("dropout", number(rate));
     }
     y.key("vocab_size", or_auto(m.vocab_size));
     y.key("hidden_size", m.hidden_size);

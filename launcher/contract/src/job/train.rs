@@ -52,7 +52,7 @@ pub struct ModelSpec {
     /// to the workdir.
     #[serde(default)]
     pub from: Option<PathBuf>,
-    /// Rates of dropout that stand in for those of the folder's config.json; only 0 can be had.
+    /// All rates of dropout, instead of those of the folder's config.json; in a new model `None` is 0.
     #[serde(default)]
     pub dropout: Option<f64>,
     /// A name of the families table, e.g. `llama`.
@@ -312,7 +312,7 @@ fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
     let tied = gpt2 || family.starts_with("gemma");
     ModelSpec {
         from: d.opt(&t, "train.model.from", path),
-        dropout: d.opt(&t, "train.model.dropout", number("0", |x| x == 0.0)),
+        dropout: d.opt(&t, "train.model.dropout", share("a number from 0 to below 1")),
         family,
         vocab_size: d.get(&t, "train.model.vocab_size", auto(1..=1 << 24)),
         hidden_size,

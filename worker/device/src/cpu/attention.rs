@@ -2,6 +2,7 @@
 //!
 //! Keys and values of a sequence are laid out once, tile by tile, for all heads; the scores exist only as one strip of a
 //! few queries × one tile of keys. A query's result depends on the tiles of keys, not on which queries share its tile.
+use super::attention_dropout::{HeadDropout, multiply};
 use super::half::{Element, In, Old, Out, with_elements};
 use super::kernel::{Tile, small_product};
 use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store, tanh};
@@ -40,6 +41,9 @@ impl Geometry {
             "{op}: {kv_heads} key heads don't divide {heads} query heads"
         );
         assert!(head_dim > 0, "{op}: head_dim is 0");
+        if let Some(d) = &shape.dropout {
+            d.check(op, &shape);
+        }
         let stride = (heads + 2 * kv_heads) * head_dim;
         expect_len(op, "qkv", qkv, b * t * stride);
         expect_len(op, "starts", starts.len(), b * t);
@@ -271,6 +275,7 @@ fn attend_tile<S: Simd>(
     out.fill(0.0);
     sums.fill(0.0);
     let starts = &starts[seq * t + rows.start..seq * t + rows.end];
+    let dropout = g.shape.dropout.map(|d| HeadDropout::new(&d, seq, h));
     let earliest = starts.iter().min().map_or(0, |&k| k as usize);
     for (index, kv) in kv.chunks_exact(KEYS * (head_dim + g.padded)).enumerate() {
         let k0 = index * KEYS;
@@ -285,7 +290,7 @@ fn attend_tile<S: Simd>(
                 sums: &mut sums[i * LANES..][..S::MR * LANES],
                 max: &mut max[i..i + S::MR],
             };
-            let seen = Seen { q0: rows.start + i, starts: &starts[i..i + count], k0 };
+            let seen = Seen { q0: rows.start + i, starts: &starts[i..i + count], k0, dropout };
             strip.attend(s, g, &q[i * g.padded..][..S::MR * g.padded], kv, seen);
         }
     }
@@ -312,7 +317,7 @@ fn normalise<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// Which queries meet which keys.
+/// Which queries meet which keys, and what of their probabilities is dropped.
 struct Seen<'a> {
     /// Position of the first query.
     q0: usize,
@@ -320,6 +325,7 @@ struct Seen<'a> {
     starts: &'a [u32],
     /// Position of the first key.
     k0: usize,
+    dropout: Option<HeadDropout>,
 }
 
 impl Strip<'_> {
@@ -353,6 +359,13 @@ impl Strip<'_> {
             }
         }
         softmax_strip(s, self.scores, self.sums, self.out, self.max, g.padded, columns, &seen);
+        if let Some(dropout) = &seen.dropout {
+            let rows = self.scores.chunks_exact_mut(KEYS).take(seen.starts.len());
+            for (i, row) in rows.enumerate() {
+                let width = columns.next_multiple_of(LANES);
+                multiply(s, &mut row[..width], &dropout.factors(seen.q0 + i, seen.k0));
+            }
+        }
         let outputs = Tile {
             k: columns,
             a: self.scores.as_ptr(),

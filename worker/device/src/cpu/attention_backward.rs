@@ -6,6 +6,7 @@
 use super::attention::{
     Geometry, KEYS, MAX_MR, QUERIES, Rows, SLACK, cap_scores, copy_rows, transpose_rows, visible,
 };
+use super::attention_dropout::{HeadDropout, multiply};
 use super::half::{Element, In, Old, Out, with_elements};
 use super::kernel::{Tile, small_product};
 use super::simd::{LANES, Simd, exp, get, load, multiversion, put, store};
@@ -254,12 +255,14 @@ impl Task<'_> {
         copy_rows(s, tiles.d_o, d_o, g.padded, height, 1.0);
     }
 
-    /// `p = e^(q·k − lse)` and `ds = p·(dO·v − delta)`, 0 where a query doesn't see a key.
+    /// `p = e^(q·k − lse)` and `ds = p·(dO·v − delta)`, 0 where a query doesn't see a key. With dropout's factors f it is
+    /// `ds = p·(f·dO·v − delta)`, and p leaves as `f·p`.
     #[inline(always)]
     fn scores<S: Simd>(&self, s: S, tiles: &mut Tiles, pair: &Pair) {
         let (g, t) = (self.g, self.g.shape.t);
         let lse = &self.given.lse[(self.seq * g.shape.heads + pair.h) * t + pair.q0..][..pair.rows];
         let member = pair.h - self.kv * g.group;
+        let dropout = g.shape.dropout.map(|d| HeadDropout::new(&d, self.seq, pair.h));
         for i in (0..pair.rows).step_by(S::MR) {
             let last = (i + S::MR).min(pair.rows) - 1;
             let nvecs = pair.columns(last).div_ceil(LANES);
@@ -281,6 +284,10 @@ impl Task<'_> {
             }
             for i in i..=last {
                 let (p, ds) = (&mut tiles.p[i * KEYS..][..KEYS], &mut tiles.ds[i * KEYS..][..KEYS]);
+                let factors = dropout.map(|d| d.factors(pair.q0 + i, pair.k0));
+                if let Some(factors) = &factors {
+                    multiply(s, &mut ds[..nvecs * LANES], factors);
+                }
                 let delta = tiles.delta[member * t + pair.q0 + i];
                 let (lse, delta) = (s.splat(lse[i]), s.splat(delta));
                 let cap = g.shape.softcap;
@@ -293,6 +300,9 @@ impl Task<'_> {
                     store(s, p, e);
                     let slope = s.mul(e, s.sub(load(s, ds), delta));
                     store(s, ds, cap.map_or(slope, |cap| before_cap(s, slope, score, cap)));
+                }
+                if let Some(factors) = &factors {
+                    multiply(s, &mut p[..nvecs * LANES], factors);
                 }
                 let sees = visible(pair.q0 + i, pair.starts[i], pair.k0);
                 if sees.len() < KEYS {

@@ -1,4 +1,5 @@
 //! Small elementwise ops on vectors of `f32`, and the matrix transpose: what few models and Muon need.
+use super::half::{Old, Out};
 use super::{Cpu, Parts, expect_len};
 use crate::{ops::Dropout, philox::words};
 
@@ -63,25 +64,28 @@ pub(crate) fn nesterov(cpu: &Cpu, buffer: &mut [f32], g: &mut [f32], mu: f64, sc
     });
 }
 
-pub(crate) fn dropout(cpu: &Cpu, x: &mut [f32], d: &Dropout) {
+pub(crate) fn dropout(cpu: &Cpu, x: Out, d: &Dropout) {
     let (len, threshold, keep) = (x.len(), d.threshold(), d.keep());
     if d.sample == 0 {
         return expect_len("dropout", "x", len, 0);
     }
     let per_sample = d.sample.div_ceil(4);
     expect_len("dropout", "x", len % d.sample, 0);
-    let x = Parts::new(x);
+    // Elements before a block, counted over all samples.
+    let before = |block: usize| block / per_sample * d.sample + 4 * (block % per_sample);
     cpu.by_rows(len / d.sample * per_sample, 4, |range| {
+        let first = before(range.start);
+        // SAFETY: blocks have elements of their own.
+        let mut own = unsafe { x.part(first..before(range.end), Old::Read) };
+        let mut rest = &mut own[..];
         for block in range {
-            let (sample, block) = (block / per_sample, block % per_sample);
-            let drawn = words(d.key, block as u64, d.first + sample as u64, 0);
-            let start = sample * d.sample + 4 * block;
-            let end = (start + 4).min((sample + 1) * d.sample);
-            // SAFETY: blocks have elements of their own.
-            let own = unsafe { x.part(start..end) };
-            for (value, word) in own.iter_mut().zip(drawn) {
+            let (sample, block_of_sample) = (block / per_sample, block % per_sample);
+            let drawn = words(d.key, block_of_sample as u64, d.first + sample as u64, 0);
+            let (values, after) = rest.split_at_mut((before(block + 1) - before(block)).min(4));
+            for (value, word) in values.iter_mut().zip(drawn) {
                 *value = if u64::from(word) < threshold { 0.0 } else { *value * keep };
             }
+            rest = after;
         }
     });
 }

@@ -4,6 +4,7 @@
 //! fused multiply-add excepted), and neither does the machine's C library: logarithms and powers are our own build's.
 mod attention;
 mod attention_backward;
+mod attention_dropout;
 mod bias;
 mod classifier;
 mod elementwise;
@@ -476,7 +477,7 @@ impl Ops for Cpu {
     }
 
     fn dropout(&self, x: ViewMut, d: &Dropout) {
-        elementwise::dropout(self, x.host(), d);
+        elementwise::dropout(self, self.out(x), d);
     }
 
     fn sum_of_squares(&self, x: View) -> f64 {

@@ -27,6 +27,10 @@ struct Shape {
     dim: i64,
     scale: f32,
     cap: f32,
+    number: i64,
+    key: [u32; 2],
+    threshold: u32,
+    keep: f32,
 }
 
 // SAFETY: struct Attention of attention.cuh.
@@ -35,7 +39,10 @@ unsafe impl Param for Shape {}
 impl Shape {
     fn new(s: AttentionShape) -> Self {
         let [t, heads, kv_heads, dim] = [s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
-        Shape { t, heads, kv_heads, dim, scale: s.scale, cap: s.softcap.unwrap_or(0.0) }
+        let (number, key, threshold, keep) =
+            s.dropout.map_or((0, [0; 2], 0, 0.0), |d| (d.first as i64, d.key, d.threshold(), d.keep()));
+        let cap = s.softcap.unwrap_or(0.0);
+        Shape { t, heads, kv_heads, dim, scale: s.scale, cap, number, key, threshold, keep }
     }
 }
 
@@ -91,6 +98,9 @@ fn check(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: Attentio
     expect_len(op, "lse", lse, s.b * s.heads * s.t);
     expect_len(op, "qkv", qkv, s.b * s.t * (s.heads + 2 * s.kv_heads) * s.head_dim);
     expect_len(op, "starts", starts.len(), s.b * s.t);
+    if let Some(d) = &s.dropout {
+        d.check(op, &s);
+    }
 }
 
 pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], s: AttentionShape) {

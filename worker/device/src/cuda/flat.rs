@@ -79,7 +79,7 @@ pub(super) fn dropout(cuda: &Cuda, x: ViewMut, d: &Dropout) {
         unused: 0.0,
     };
     let blocks = samples * d.sample.div_ceil(4);
-    cuda.each(FLAT, c"dropout", blocks, &[&floats(x.as_view()), &(blocks as i64), &scalars]);
+    cuda.each(FLAT, c"dropout", blocks, &[&Tensor::from(&x), &(blocks as i64), &scalars]);
 }
 
 /// One launch for each vector, one wait for all.

@@ -330,15 +330,24 @@ pub(super) fn flat(p: &Pair, seed: u64, n: usize) -> Outcome {
 fn vectors(p: &Pair, r: &mut Random, n: usize) -> Outcome {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());
-    let given =
-        [wide(r.vec(n)), wide(r.vec(n)), wide(r.vec(n)), wide(poison(n)), wide(poison(n)), wide(poison(n))];
+    let given = [
+        wide(r.vec(n)),
+        wide(r.vec(n)),
+        wide(r.vec(n)),
+        wide(poison(n)),
+        wide(poison(n)),
+        wide(poison(n)),
+        any(r.vec(n)),
+    ];
     let worst = p.compare(&format!("vectors {n}"), &given, |ops, b| {
-        let [x, y, z, turned, copy, none] = b else { unreachable!("buffers") };
+        let [x, y, z, turned, copy, none, narrow] = b else { unreachable!("buffers") };
         ops.offset(x.view_mut(), 0.5);
         ops.blend(y.view_mut(), 0.75, x.view(), -1.25);
         ops.softcap(z.view_mut(), 3.0);
         let dropped = Dropout { key: [n as u32, 7], share: 0.3, sample: n.div_ceil(2), first: (1 << 33) + 5 };
-        ops.dropout(z.view_mut().slice(0..n / 2 * 2 / dropped.sample * dropped.sample), &dropped);
+        let whole = 0..n / 2 * 2 / dropped.sample * dropped.sample;
+        ops.dropout(z.view_mut().slice(whole.clone()), &dropped);
+        ops.dropout(narrow.view_mut().slice(whole), &dropped);
         ops.nesterov(x.view_mut(), z.view_mut(), 0.95, 0.5);
         let whole = rows * columns;
         ops.clear(turned.view_mut());

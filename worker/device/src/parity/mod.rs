@@ -4,7 +4,7 @@ mod cases;
 
 use crate::{
     Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut,
-    ops::AttentionShape,
+    ops::{AttentionDropout, AttentionShape},
     storage::{Storage, said},
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -95,11 +95,14 @@ fn attention(p: &Pair, r: &mut Random) -> Outcome {
     let kv_heads = r.from(1, 3);
     let shape =
         AttentionShape::new(r.from(1, 3), r.from(1, 80), kv_heads * r.from(1, 3), kv_heads, r.from(1, 40));
-    cases::attention(
-        p,
-        r.next(),
-        AttentionShape { softcap: shape.t.is_multiple_of(2).then_some(2.0), ..shape },
-    )
+    let softcap = shape.t.is_multiple_of(2).then_some(2.0);
+    let dropout = if shape.t.is_multiple_of(3) { dropped(r.next()) } else { None };
+    cases::attention(p, r.next(), AttentionShape { softcap, dropout, ..shape })
+}
+
+/// Of sequences with high numbers.
+fn dropped(first: u64) -> Option<AttentionDropout> {
+    Some(AttentionDropout { key: [first as u32, 5], share: 0.3, first: first >> 22 })
 }
 
 fn experts(p: &Pair, r: &mut Random) -> Outcome {
@@ -122,6 +125,14 @@ fn edges<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
         }),
         Box::new(move || cases::attention(p, 12, AttentionShape::new(1, 70, 2, 1, 128))),
         Box::new(move || cases::attention(p, 13, AttentionShape::new(1, 130, 2, 2, 96))),
+        Box::new(move || {
+            let dropout = dropped(u64::MAX);
+            cases::attention(p, 15, AttentionShape { dropout, ..AttentionShape::new(2, 130, 4, 2, 40) })
+        }),
+        Box::new(move || {
+            let dropout = dropped(1 << 60);
+            cases::attention(p, 16, AttentionShape { dropout, ..AttentionShape::new(1, 100, 2, 1, 256) })
+        }),
         Box::new(move || cases::attention(p, 14, AttentionShape::new(1, 40, 2, 1, 64))),
         Box::new(move || cases::classifier(p, 5, 130, 3, 700, None)),
         Box::new(move || cases::experts(p, 6, 3, 1024, 9, 4)),

@@ -1,7 +1,10 @@
 //! Every op as its definition says, in f64, and helpers to compare with it.
 #![allow(dead_code)] // each test binary uses a part
 
-use device::ops::{AttentionShape, IGNORE};
+use device::{
+    ops::{AttentionShape, IGNORE},
+    philox::words,
+};
 
 /// A small generator of reproducible numbers.
 pub(crate) struct Random(u64);
@@ -166,6 +169,15 @@ pub(crate) fn rope(
     y
 }
 
+/// What dropout makes of a probability of 1.
+fn kept(shape: &AttentionShape, seq: usize, h: usize, q: usize, k: usize) -> f64 {
+    let Some(d) = shape.dropout else { return 1.0 };
+    let block = (16 * (k / 64) + k % 16) as u64;
+    let step = (h as u64) * (1 << 24) + q as u64;
+    let word = words(d.key, block, d.first + seq as u64, step)[k / 16 % 4];
+    if f64::from(word) < (d.share * 4_294_967_296.0).floor() { 0.0 } else { 1.0 / (1.0 - d.share) }
+}
+
 /// Outputs and log-sum-exps.
 pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (Vec<f64>, Vec<f64>) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
@@ -190,7 +202,7 @@ pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (
                 let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
                 lse[(seq * heads + h) * t + q] = max + total.ln();
                 for (k, s) in keys.iter().zip(&scores) {
-                    let p = (s - max).exp() / total;
+                    let p = (s - max).exp() / total * kept(&shape, seq, h, q, *k);
                     for (j, v) in at(*k, heads + kv_heads + kv).iter().enumerate() {
                         o[((seq * t + q) * heads + h) * head_dim + j] += p * v;
                     }

@@ -3,18 +3,20 @@ use super::{
     Decoder,
     adapt::{O, QKV},
 };
-use crate::model::{Activations, Batch, LayerInput, each, lora::Scratch};
+use crate::model::{Activations, LayerInput, each, lora::Scratch};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{AttentionShape, HeadRows, Write},
 };
 
 impl Decoder {
-    fn shape(&self, batch: &Batch) -> AttentionShape {
+    fn shape(&self, input: &LayerInput) -> AttentionShape {
+        let batch = input.batch;
         let (heads, kv_heads, head_dim) = (self.n.heads, self.n.kv_heads, self.n.head_dim);
         AttentionShape {
             scale: self.n.attention_scale,
             softcap: self.n.attention_cap,
+            dropout: self.dropout[input.layer].of_attention(batch),
             ..AttentionShape::new(batch.b, batch.t, heads, kv_heads, head_dim)
         }
     }
@@ -68,7 +70,7 @@ impl Decoder {
             lse.view_mut(),
             qkv.view(),
             self.starts(input),
-            self.shape(batch),
+            self.shape(input),
         );
         let w_o = p.slice(s.o.clone());
         let mut out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
@@ -108,7 +110,7 @@ impl Decoder {
         self.output_backward(ops, input, g, dout, o.view(), d_o.view_mut());
         self.adapters_backward_weight(ops, input, O, g, (o.view(), dout), &mut low);
         self.adapters_backward_input(ops, input, O, d_o.view_mut(), &mut low);
-        let (starts, shape) = (self.starts(input), self.shape(batch));
+        let (starts, shape) = (self.starts(input), self.shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         let (cos, sin) = self.angles(input);
         let (rotated, head_dim) = (self.n.heads + self.n.kv_heads, self.n.head_dim);

@@ -1,7 +1,9 @@
 //! A layer of GPT-2: its tensors, attention and MLP, each after a LayerNorm.
 use super::{Gpt2, Numbers};
 use crate::model::{
-    Activations, LayerInput, each,
+    Activations, LayerInput,
+    dropout::Module,
+    each,
     lora::{Adapters, Lora, Scratch, Together},
 };
 use crate::params::{Init, ParamSpec, Unit};
@@ -60,6 +62,24 @@ pub(super) struct Wanted {
 
 impl Wanted {
     pub(super) const ALL: Self = Wanted { c_attn: true, attn_proj: true, c_fc: true, mlp_proj: true };
+}
+
+/// Where a layer drops.
+pub(super) struct Drops {
+    attention: Module,
+    attention_out: Module,
+    mlp_out: Module,
+}
+
+impl Drops {
+    pub(super) fn new(n: &Numbers, layer: usize, seed: u64) -> Self {
+        let module = |rate, name| Module::new(rate, seed, &format!("{}h.{layer}.{name}", super::PREFIX));
+        Drops {
+            attention: module(n.rates.attention, "attn.attn_dropout"),
+            attention_out: module(n.rates.residual, "attn.resid_dropout"),
+            mlp_out: module(n.rates.residual, "mlp.dropout"),
+        }
+    }
 }
 
 /// A layer's tensors, and where they lie.
@@ -192,6 +212,7 @@ impl Gpt2 {
         let by = if self.n.by_layer { (input.layer + 1) as f64 } else { 1.0 };
         AttentionShape {
             scale: (scale / by) as f32,
+            dropout: self.drops[input.layer].attention.of_attention(input.batch),
             ..AttentionShape::new(input.batch.b, input.batch.t, self.n.heads, self.n.heads, head_dim)
         }
     }
@@ -215,6 +236,7 @@ impl Gpt2 {
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
         project(ops, p, &s.attn_proj, mid.view_mut(), o.view(), (m, d, d));
         self.adapters_forward(ops, input, ATTN_PROJ, o.view(), mid.view_mut(), &mut low);
+        self.drops[input.layer].attention_out.apply(ops, input.batch, d, mid.view_mut());
     }
 
     /// `dx` becomes the gradient of the layer's input.
@@ -232,18 +254,19 @@ impl Gpt2 {
         let [stats, qkv, o, lse, ..] = each::<7>(saved);
         let [rows, drows, _, _, d_o, dqkv, _, low @ ..] = each::<12>(scratch);
         let mut low = Scratch::new(low);
+        let dout = self.drops[input.layer].attention_out.backward(ops, input.batch, d, dx.as_view(), rows);
         project_backward(
             ops,
             p,
             &s.attn_proj,
             g,
             d_o.view_mut(),
-            dx.as_view(),
+            dout,
             o.view(),
             (m, d, d),
             wanted.attn_proj,
         );
-        self.adapters_backward(ops, input, ATTN_PROJ, g, (o.view(), dx.as_view()), d_o.view_mut(), &mut low);
+        self.adapters_backward(ops, input, ATTN_PROJ, g, (o.view(), dout), d_o.view_mut(), &mut low);
         let (starts, shape) = (&input.batch.starts, self.shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
@@ -288,6 +311,7 @@ impl Gpt2 {
         ops.gelu_forward(act.view_mut(), fc.view());
         project(ops, p, &s.mlp_proj, y.reborrow(), act.view(), (m, f, d));
         self.adapters_forward(ops, input, MLP_PROJ, act.view(), y.reborrow(), &mut low);
+        self.drops[input.layer].mlp_out.apply(ops, input.batch, d, y.reborrow());
         ops.add(y, mid.view());
     }
 
@@ -307,18 +331,19 @@ impl Gpt2 {
         let [rows, drows, act, dfc, _, _, _, low @ ..] = each::<12>(scratch);
         let (wanted, mut low) = (self.wanted[input.layer], Scratch::new(low));
         ops.gelu_forward(act.view_mut(), fc.view());
+        let dout = self.drops[input.layer].mlp_out.backward(ops, input.batch, d, dx.as_view(), rows);
         project_backward(
             ops,
             p,
             &s.mlp_proj,
             g,
             dfc.view_mut(),
-            dx.as_view(),
+            dout,
             act.view(),
             (m, f, d),
             wanted.mlp_proj,
         );
-        self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dx.as_view()), dfc.view_mut(), &mut low);
+        self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dout), dfc.view_mut(), &mut low);
         ops.gelu_backward(act.view_mut(), dfc.view(), fc.view());
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view(), self.norm(p, &s.ln_2), m);
         project_backward(

@@ -62,8 +62,8 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
         float keep = above == NEGATIVE_INFINITY ? 1.0f : expf(most - above), sum = 0;
         for (int i = 0; i < TILE / LANES; i++) {
             float p = s[i] == NEGATIVE_INFINITY ? 0.0f : expf(s[i] - above);
-            ps[row * (TILE + 1) + lane + LANES * i] = p;
             sum += p;
+            ps[row * (TILE + 1) + lane + LANES * i] = p * kept(sequence, head, query, key + lane + LANES * i, a);
         }
         total = total * keep + row_sum(sum);
         most = above;
@@ -115,7 +115,7 @@ KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* ls
             float d = 0;
             if (key + j >= start && key + j <= query && query < a.t) {
                 float s = capped_score(dot_rows(qs + row * stride, ks + j * stride, a.dim), a);
-                float dp = dot_rows(gs + row * stride, vs + j * stride, a.dim);
+                float dp = dot_rows(gs + row * stride, vs + j * stride, a.dim) * kept(sequence, head, query, key + j, a);
                 d = expf(s - lse[stat]) * (dp - dots[stat]) * score_slope(s, a);
             }
             ds[row * (TILE + 1) + j] = d;
@@ -159,9 +159,11 @@ KERNEL attention_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* l
                 float p = 0, d = 0;
                 if (query < a.t && key <= query && key >= start_of(starts, sequence, query, a)) {
                     float s = capped_score(dot_rows(qs + j * stride, ks + row * stride, a.dim), a);
-                    float dp = dot_rows(gs + j * stride, vs + row * stride, a.dim);
+                    float factor = kept(sequence, head, query, key, a);
+                    float dp = dot_rows(gs + j * stride, vs + row * stride, a.dim) * factor;
                     p = expf(s - lse[stats + query]);
                     d = p * (dp - dots[stats + query]) * score_slope(s, a);
+                    p *= factor;
                 }
                 ps[row * (TILE + 1) + j] = p;
                 ds[row * (TILE + 1) + j] = d;

@@ -57,6 +57,23 @@ DEVICE void store(Tensor y, i64 i, float x) {
     else ((u16*)y.at)[i] = y.type == BF16 ? to_bf16(x) : to_f16(x);
 }
 
+// Philox4x32-10: the four words of a block of a sample at a step (philox.rs).
+DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample, u64 step) {
+    u32 k0 = key[0], k1 = key[1];
+    c[0] = (u32)block, c[1] = (u32)sample, c[2] = (u32)step;
+    c[3] = (u32)(block >> 32) | (u32)(sample >> 32) << 11 | (u32)(step >> 32) << 22;
+    for (int round = 0; round < 10; round++) {
+        u64 p0 = (u64)c[0] * 0xD2511F53u, p1 = (u64)c[2] * 0xCD9E8D57u;
+        u32 c1 = c[1], c3 = c[3];
+        c[0] = (u32)(p1 >> 32) ^ c1 ^ k0;
+        c[1] = (u32)p1;
+        c[2] = (u32)(p0 >> 32) ^ c3 ^ k1;
+        c[3] = (u32)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
 // Every element of a flat vector once, whatever the size of the launch.
 #define EACH(i, n) \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (i64)gridDim.x * blockDim.x)

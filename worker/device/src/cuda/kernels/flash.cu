@@ -106,6 +106,22 @@ template <int D> DEVICE void store_rows(Tensor to, const float (&x)[D / 8][4], c
         }
 }
 
+// Dropout of p[16, 8·N]: rows are queries, columns keys from `key` on, a multiple of 8·N. A lane's words are for every second 8 keys.
+template <int N> DEVICE void drop_keys(float (&p)[N][4], i64 sequence, i64 head, const i64 (&query)[2], i64 key, const Attention& a) {
+    if (a.keep == 0) return;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            i64 first = key + 8 * n + 2 * turn_of_lane() + i % 2;
+            u32 c[4];
+            dropout_words(c, sequence, head, query[i / 2], first, a);
+            int w = (int)(first / 16 % 4);
+#pragma unroll
+            for (int m = n; m < N; m += 2) p[m][i] *= kept_by(c, w + m / 2, a);
+        }
+}
+
 #define TILE_F 64 // keys of a step of the forward
 #define TILE_B 32 // rows of a step of the backward
 
@@ -167,6 +183,7 @@ template <int D> DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32
         for (int n = 0; n < D / 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) out[n][i] *= keep[i / 2];
+        drop_keys(s, sequence, head, query, key, a);
         add_rows<D, TILE_F / 8>(out, s, vs);
     }
     float factor[2] = {1.0f / total[0], 1.0f / total[1]};
@@ -202,6 +219,7 @@ template <int D> DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, con
         zero(d);
         scores<D, TILE_B / 8>(s, qs, row, ks);
         scores<D, TILE_B / 8>(d, gs, row, vs);
+        drop_keys(d, sequence, head, query, key, a);
 #pragma unroll
         for (int n = 0; n < TILE_B / 8; n++)
 #pragma unroll
@@ -253,8 +271,10 @@ template <int D> DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, co
                         int i = 2 * h + j;
                         bool seen = query < a.t && key <= query && key >= start;
                         float score = capped_score(p[n][i], a);
+                        float factor = kept(sequence, head, query, key, a);
                         p[n][i] = seen ? exp2f(score * LOG2E - l) : 0.0f;
-                        d[n][i] = seen ? p[n][i] * (d[n][i] - dot) * score_slope(score, a) : 0.0f;
+                        d[n][i] = seen ? p[n][i] * (d[n][i] * factor - dot) * score_slope(score, a) : 0.0f;
+                        p[n][i] *= factor;
                     }
                 }
             add_rows<D, TILE_B / 8>(dv, p, gs);

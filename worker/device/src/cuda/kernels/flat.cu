@@ -46,25 +46,15 @@ struct DropoutScalars {
 };
 
 // Each thread draws for four elements of a sample (Philox4x32-10).
-KERNEL dropout(float* x, i64 blocks, DropoutScalars d) {
+KERNEL dropout(Tensor x, i64 blocks, DropoutScalars d) {
     i64 per_sample = (d.sample + 3) / 4;
     EACH(i, blocks) {
-        i64 sample = i / per_sample, block = i % per_sample, number = d.first + sample;
-        u32 c[4] = {(u32)block, (u32)number, 0, (u32)((u64)block >> 32) | (u32)((u64)number >> 32) << 11};
-        u32 k0 = d.key[0], k1 = d.key[1];
-        for (int round = 0; round < 10; round++) {
-            u64 p0 = (u64)c[0] * 0xD2511F53u, p1 = (u64)c[2] * 0xCD9E8D57u;
-            u32 c1 = c[1], c3 = c[3];
-            c[0] = (u32)(p1 >> 32) ^ c1 ^ k0;
-            c[1] = (u32)p1;
-            c[2] = (u32)(p0 >> 32) ^ c3 ^ k1;
-            c[3] = (u32)p0;
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
+        i64 sample = i / per_sample, block = i % per_sample;
+        u32 c[4];
+        random_words(c, d.key, (u64)block, (u64)(d.first + sample), 0);
         for (i64 j = 0; j < 4 && 4 * block + j < d.sample; j++) {
-            float* at = x + sample * d.sample + 4 * block + j;
-            *at = (u64)c[j] < d.threshold ? 0.0f : __fmul_rn(*at, d.keep);
+            i64 at = sample * d.sample + 4 * block + j;
+            store(x, at, (u64)c[j] < d.threshold ? 0.0f : __fmul_rn(load(x, at), d.keep));
         }
     }
 }
