@@ -1,6 +1,7 @@
 //! A ZeRO checkpoint in DeepSpeed's own layout, for any stage and number of ranks.
 use super::file::{FilePlan, Span, Storages};
-use super::state::{Group, State};
+use super::groups::Group;
+use super::state::State;
 use super::{Content, ConvertOptions, Plan};
 use crate::catalog::Role;
 use crate::dtype::Dtype;

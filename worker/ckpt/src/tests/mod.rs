@@ -7,6 +7,7 @@ mod foreign;
 mod forged;
 mod full;
 mod gather;
+mod groups;
 mod kill;
 mod kinds;
 mod parity;

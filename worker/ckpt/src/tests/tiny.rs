@@ -48,7 +48,7 @@ fn reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
 }
 
 /// Everything that a source holds is the reference's, and the reverse.
-fn assert_is(source: &dyn Source, name: &str, what: &str) {
+pub(super) fn assert_is(source: &dyn Source, name: &str, what: &str) {
     let expected = reference(name);
     let mut seen = 0;
     for t in source.tensors() {
