@@ -67,8 +67,7 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
             false => facts,
         };
     }
-    let samples = state.extras.model.iter().find(|(k, _)| k == "global_samples").map(|(_, v)| v.json());
-    let samples = samples.as_ref().and_then(Value::as_u64);
+    let samples = state.samples;
     let told = match samples {
         Some(n) => format!(
             "the source says neither the order of its data nor its seed: a run goes on with sample {n} of its own data, seed 0"

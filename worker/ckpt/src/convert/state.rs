@@ -38,6 +38,8 @@ pub(super) struct State {
     /// States that the optimizer keeps of each weight.
     pub(super) roles: Vec<Role>,
     pub(super) step: u64,
+    /// Samples consumed, where the source says it.
+    pub(super) samples: Option<u64>,
     pub(super) tokens: u64,
     pub(super) config: Map<String, Value>,
     pub(super) texts: Vec<crate::catalog::TextFile>,
@@ -116,6 +118,7 @@ impl State {
             buffers,
             roles,
             step,
+            samples: said.samples,
             tokens: source.tokens().unwrap_or(0),
             config: source.hf_config().cloned().unwrap_or_default(),
             texts: source.texts().to_vec(),
