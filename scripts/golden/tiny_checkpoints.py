@@ -38,7 +38,7 @@ def mixture():
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
     torch.manual_seed(7)
-    return MixtralForCausalLM(MixtralConfig(vocab_size=12, hidden_size=4, intermediate_size=5, num_hidden_layers=1, num_attention_heads=1,
+    return MixtralForCausalLM(MixtralConfig(vocab_size=12, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
                                             num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=8,
                                             initializer_range=0.5, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
 
