@@ -2,6 +2,7 @@
 mod convert;
 mod damage;
 mod diff;
+mod experts;
 mod flips;
 mod foreign;
 mod forged;
