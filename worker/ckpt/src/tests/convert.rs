@@ -242,6 +242,25 @@ fn real_folders_of_every_kind_are_converted() {
     }
 }
 
+/// Groups that don't say their names: each weight keeps the updates that it has had, whether one group has them all or nobody knows.
+#[test]
+fn updates_stay_with_their_weights_where_groups_have_no_names() {
+    for (groups, to) in [(2, Target::Native), (1, Target::Universal), (1, Target::Native)] {
+        let dir = fast_dir();
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir(at("made")).expect("made");
+        let mut source = made(&at("made"), &[vec![vec![3]], vec![vec![2, 2]]], &[]);
+        for group in &mut source.extras.groups {
+            let steps = group.steps.drain(..).map(|s| s.expect("known") as u64);
+            source.state.steps.extend(group.names.drain(..).zip(steps));
+        }
+        source.extras.groups.truncate(groups);
+        convert(&source, &at("out"), &ConvertOptions::to(to), |_, _| {}).expect("converted");
+        let steps = open(&at("out")).state().steps;
+        assert_eq!((steps["g0.p0"], steps["g1.p0"]), (4, 3), "{groups} groups to {to:?}");
+    }
+}
+
 /// Where the data stood goes along as far as it is known: a number that nobody wrote would be taken for one.
 #[test]
 fn samples_are_those_of_the_source_or_none() {
