@@ -36,6 +36,9 @@ fn python_draws_what_the_rule_says() {
         ("b", "trainer 1", 1, "--cuda one"),
         ("c", "accelerate 3", 3, "--per-rank python"),
         ("d", "trainer 4", 4, "--per-rank numpy torch_cpu"),
+        // nothing differs: strict can be had for any number of ranks
+        ("e", "trainer 2", 2, ""),
+        ("f", "accelerate 3", 3, "--cuda one"),
     ];
     let dir = |name: &str| place.path(&format!("{name}/checkpoint-5"));
     let mut calls = Vec::new();
@@ -47,9 +50,12 @@ fn python_draws_what_the_rule_says() {
     oracle(&python, &calls);
     let originals: Vec<_> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
     let mut checks = Vec::new();
-    for (name, _, world, _) in sources {
+    for (name, _, world, differs) in sources {
         for new in [1, 2, 3, 4] {
-            for option in ["--seed=99", "--reseed"] {
+            // as many ranks, or nothing that each rank has of its own
+            let strict = new == world || (world > 1 && !differs.contains("per-rank"));
+            let strict = strict.then_some("--strict");
+            for option in ["--seed=99", "--reseed"].into_iter().chain(strict) {
                 let out = place.path(&format!("{name}-{new}{option}"));
                 let (world_size, out) = (format!("--world-size={new}"), out.display().to_string());
                 let from = dir(name).display().to_string();
@@ -64,12 +70,13 @@ fn python_draws_what_the_rule_says() {
     assert_eq!(judged.len(), checks.len());
     for (check, judged) in checks.iter().zip(&judged) {
         let (new, old) = (check[2].parse::<u64>().unwrap(), check[4].parse::<u64>().unwrap());
-        let reseeded = check[1].ends_with("--reseed");
+        let (reseeded, strict) = (check[1].ends_with("--reseed"), check[1].ends_with("--strict"));
         assert_eq!(judged["record"]["generation"], 1);
         for (kind, mode) in judged["modes"].as_object().unwrap() {
             let expected: &[&str] = match (reseeded, new == old) {
                 (true, _) => &["reseeded"],
                 (false, true) => &["restored"],
+                (false, false) if strict => &["replicated"],
                 (false, false) => &["reseeded", "replicated"],
             };
             assert!(expected.contains(&mode.as_str().unwrap()), "{kind}: {judged}");
@@ -79,7 +86,8 @@ fn python_draws_what_the_rule_says() {
             assert_eq!(judged["different"][kind], different, "{kind}: {judged}");
         }
     }
-    assert!(judged[16]["steps"] == 7, "Accelerate's counter stays: {}", judged[16]);
+    let accelerate = checks.iter().position(|check| check[3].contains("/c/")).unwrap();
+    assert!(judged[accelerate]["steps"] == 7, "Accelerate's counter stays: {}", judged[accelerate]);
     let after: Vec<_> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
     assert!(originals == after, "an original was changed");
     refusals(&place, &dir("a"));
@@ -95,7 +103,10 @@ fn refusals(place: &Place, a: &Path) {
         text
     };
     assert!(said(&["--world-size=3", "--strict"], 4).contains("strict refuses to seed new ones"));
+    said(&["--world-size=2", "--strict", "--reseed"], 2);
+    let before = contents(a);
     said(&["--world-size=2", "--strict"], 0);
+    assert!(contents(a) == before, "the original was changed");
     let text = said(&["--world-size=3", "--replicated=torch_cpu"], 4);
     assert!(text.contains("that of rank 1 isn't that of rank 0"), "{text}");
     assert!(said(&["--world-size=3", "--out=corpus.txt"], 2).contains("it is there already"));

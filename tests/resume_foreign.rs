@@ -56,6 +56,65 @@ fn the_losses_are_those_of_deepspeed_by_way_of_its_universal_format() {
     }
 }
 
+/// The same folder with a model file of another writer, which doesn't say which parameter is in which of the two groups.
+#[test]
+fn a_folder_that_does_not_say_its_groups_is_gone_on_from() {
+    let mut continued = Continued::of("z2");
+    continued.from = golden("z2_universal");
+    let open = continued.copy_without(&["next.json"]);
+    let made_by_hand =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/worker/ckpt/tests/golden/tiny/hybrid/global_step3_universal");
+    let model = "mp_rank_00_model_states.pt";
+    fs::copy(format!("{made_by_hand}/{model}"), open.join("global_step3_universal").join(model)).unwrap();
+    let convert = |out: &str, to: &str, more: &[&str], code: i32| {
+        let (from, out) = (open.display().to_string(), continued.place.path(out));
+        let all = [&["ckpt", "convert", &from, out.to_str().unwrap(), "--to", to], more].concat();
+        let ran = continued.place.launch(&all);
+        let said = String::from_utf8_lossy(&ran.stderr).into_owned();
+        assert_eq!((ran.status.code(), out.exists()), (Some(code), code == 0), "{said}");
+        (out, said)
+    };
+    let (native, said) = convert("native", "native", &[], 0);
+    assert_eq!(said.matches("it has 2 groups of parameters and doesn't say").count(), 1, "{said}");
+    let (_, said) = convert("out", "deepspeed", &[], 4);
+    assert!(said.contains("--group 'PATTERN=N'") && said.contains("--to native"), "{said}");
+    let norms = "--group=*norm*=1";
+    for (more, reason) in [
+        (&["--group=norm"][..], "give a pattern of names and the number of a group"),
+        (&["--group=*norm*=one"], "give a pattern of names and the number of a group"),
+        (&["--group=[=1"], "bad pattern"),
+        (&["--group=*norm*=2"], "the checkpoint has the groups 0 to 1"),
+        (&[norms, "--group=*.bias=1"], "the pattern `*.bias` matches no parameter whose group is open"),
+        (&[norms, "--group=model.norm.*=1"], "both `*norm*` and `model.norm.*` match model.norm.weight"),
+    ] {
+        let (_, said) = convert("out", "deepspeed", more, 2);
+        assert!(said.contains(reason), "{said} lacks {reason}");
+    }
+    let (_, said) = convert("out", "safetensors", &[norms], 2);
+    assert!(said.contains("--group has no meaning for --to safetensors"), "{said}");
+    let (deepspeed, _) = convert("deepspeed", "deepspeed", &[norms, "--world=3"], 0);
+    let known = continued.place.launch(&[
+        "ckpt",
+        "convert",
+        deepspeed.to_str().unwrap(),
+        "again",
+        "--to=universal",
+        norms,
+    ]);
+    assert_eq!(known.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&known.stderr).contains("leaves no parameter's group open"));
+    for from in [open.clone(), native, deepspeed] {
+        continued.from = from;
+        for workers in [1, 3] {
+            let workers = format!("cluster.workers_per_host={workers}");
+            let ran = continued.run(&[&workers, "checkpoint.every=never"]).succeeded();
+            continued.follows(&ran);
+            let told = notices(&ran);
+            assert!(!told.iter().any(|m| m.contains("parameter group")), "nothing differs: {told:?}");
+        }
+    }
+}
+
 #[test]
 fn what_differs_is_told_and_what_does_not_fit_is_refused() {
     let continued = Continued::of("z2");

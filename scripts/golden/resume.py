@@ -25,7 +25,7 @@ LENGTH, DOCUMENTS, EOD, BEFORE, AFTER, BATCH, LR, TOTAL = 20, 24, 256, 3, 3, 4, 
 FP16_SCALE = 18  # so large that the first gradients overflow
 BETAS, EPS, DECAY, WARMUP, CLIP, SGD_LR = (0.9, 0.95), 1e-8, 0.1, 2, 1.0, 5e-2
 # distributed checkpoints have a container for each part of each tensor, so theirs are of one layer
-LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp", "lion", "fp16")) else 2
+LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp", "lion", "fp16", "qwen3_moe")) else 2
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.set_num_threads(1)
 
@@ -49,12 +49,17 @@ def rows(first, count):
 
 
 def build(family):
-    """A small Llama, or a Qwen2 with biases and a tied head. Nothing divides evenly by three."""
+    """A small Llama, a Qwen2 with biases and a tied head, or a mixture of experts. Nothing divides evenly by three."""
     sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=20, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
                  max_position_embeddings=64, rms_norm_eps=1e-6, initializer_range=0.1, attn_implementation="eager")
     torch.manual_seed(3)
     if family == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
+    if family == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, tie_word_embeddings=False, num_local_experts=3, num_experts_per_tok=2))
+    if family == "qwen3_moe":
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
+                                                                            moe_intermediate_size=12, norm_topk_prob=True, head_dim=4))
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, tie_word_embeddings=True))
 
 
@@ -322,6 +327,9 @@ CASES = dict(
     z2_frozen=(2, "llama", engine, dict(stage=2, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
     z3_frozen=(2, "llama", engine, dict(stage=3, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
     trainer_frozen=(1, "llama", trainer, dict(freeze="layers.0.")),
+    # transformers trains the experts of a layer as one tensor, and saves them one by one
+    trainer_mixtral=(1, "mixtral", trainer, {}),
+    trainer_qwen3_moe=(1, "qwen3_moe", trainer, {}),
     z2_fp16=(2, "llama", engine, dict(stage=2, own=adamw, fp16=True)),
     # what can't be gone on from
     z2_lion=(2, "llama", engine, dict(stage=2, own=lambda model: Lion(groups(model)))),

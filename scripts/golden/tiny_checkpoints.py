@@ -2,8 +2,9 @@
 """Makes worker/ckpt/tests/golden/tiny: checkpoints of a model of some 200 numbers, as real programs write them on two ranks. They are
 small enough that a test may spoil each of their bytes in turn.
 
-    PYTHON scripts/golden/tiny_checkpoints.py all           # or one kind:
+    PYTHON scripts/golden/tiny_checkpoints.py all           # or `hybrid` alone, which is made of z3, or one of the others:
     PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 scripts/golden/tiny_checkpoints.py z0_tied
+    PYTHONPATH=OLD PYTHON -m …                                       z2_old      # OLD: pip install --no-deps --target OLD deepspeed==0.14.5
 
 PYTHON has torch, transformers, Accelerate and DeepSpeed (scripts/bench/setup makes one). Each kind is made by two processes that
 torch's launcher starts with this script. AdamW, two groups (weight decay 0.1 and 0), a linear schedule, three steps. `reference.json`
@@ -18,7 +19,8 @@ import sys
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "worker/ckpt/tests/golden/tiny"
-KINDS = ["z0_tied", "z1", "z2", "z3", "accelerate_z2", "fsdp_full", "dcp", "trainer"]
+KINDS = ["z0_tied", "z1", "z2", "z3", "z2_fp16_moe", "z3_offload", "z3_tiny_group", "accelerate_z2", "fsdp_full", "dcp", "trainer"]
+OLD = "z2_old"  # of a DeepSpeed that PYTHON doesn't have: kept as it is by `all`
 STEPS, LR = 3, 1e-2
 
 
@@ -31,6 +33,16 @@ def model(tied=False):
                                         bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
 
 
+def mixture():
+    """Of experts, which transformers has as two tensors a layer."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+    torch.manual_seed(7)
+    return MixtralForCausalLM(MixtralConfig(vocab_size=12, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                                            num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=8,
+                                            initializer_range=0.5, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
+
+
 def batch(step, rank):
     import torch
     ids = torch.randint(0, 12, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
@@ -41,7 +53,11 @@ def optimizer_of(m):
     import torch
     decay = [p for n, p in m.named_parameters() if "norm" not in n]
     rest = [p for n, p in m.named_parameters() if "norm" in n]
-    optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)], lr=LR)
+    groups = [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
+    if hasattr(m, "temperature"):
+        groups[0]["params"] = [p for p in decay if p is not m.temperature]
+        groups.append(dict(params=[m.temperature], weight_decay=0.0))
+    optimizer = torch.optim.AdamW(groups, lr=LR)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, linear)
 
 
@@ -49,9 +65,9 @@ def linear(step):
     return 1 - step / 20
 
 
-def zero(stage):
-    return dict(train_micro_batch_size_per_gpu=2, zero_optimization=dict(stage=stage, overlap_comm=False, stage3_param_persistence_threshold=0),
-                zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
+def zero(stage, **more):
+    return dict(train_micro_batch_size_per_gpu=2,
+                zero_optimization=dict(stage=stage, overlap_comm=False, stage3_param_persistence_threshold=0, **more), zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
 
 
 def whole(t):
@@ -85,12 +101,20 @@ def of_torch(m, optimizer):
             yield f"{key}/{n}", whole(optimizer.state[p][key])
 
 
-def deepspeed_folder(out, stage):
+def deepspeed_folder(out, stage, kind):
     import deepspeed
+    import torch
     deepspeed.init_distributed(dist_backend="gloo")
-    m = model(tied=stage == 0)
+    m = mixture() if kind == "z2_fp16_moe" else model(tied=stage == 0)
+    config = zero(stage, **(dict(offload_optimizer=dict(device="cpu")) if kind == "z3_offload" else {}))
+    if kind == "z2_fp16_moe":
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
+        config["fp16"] = dict(enabled=True, initial_scale_power=4)
+    if kind == "z3_tiny_group":
+        # fewer elements than ranks; it never has a gradient
+        m.register_parameter("temperature", torch.nn.Parameter(torch.ones(1)))
     optimizer, schedule = optimizer_of(m)
-    engine, *_ = deepspeed.initialize(model=m, optimizer=optimizer, lr_scheduler=schedule, config=zero(stage))
+    engine, *_ = deepspeed.initialize(model=m, optimizer=optimizer, lr_scheduler=schedule, config=config)
     for step in range(STEPS):
         engine.backward(engine(**batch(step, engine.global_rank)).loss)
         engine.step()
@@ -198,12 +222,13 @@ def one(kind):
     import torch._dynamo  # before DeepSpeed patches torch.Tensor.__new__
     import torch.distributed as dist
     import deepspeed
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would be compiled first
+    if hasattr(sys.modules["deepspeed.comm.torch"], "build_shm_op"):
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would be compiled first
     torch.set_num_threads(1)
     out = GOLDEN / kind
     out.mkdir(parents=True, exist_ok=True)
-    stages = {"z0_tied": 0, "z1": 1, "z2": 2, "z3": 3}
-    deepspeed_folder(out, stages[kind]) if kind in stages else globals()[kind](out)
+    stage = int(kind[1]) if kind[0] == "z" else None
+    globals()[kind](out) if stage is None else deepspeed_folder(out, stage, kind)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -218,13 +243,51 @@ def universal():
     shutil.copy(GOLDEN / "z2/reference.json", out)
 
 
+def hybrid():
+    """A universal folder by torch.save alone, for DeepSpeed's loaders of all stages, with no more in it than they need: nothing says
+    which parameter is in which group."""
+    import torch
+    tag = f"global_step{STEPS}"
+    of_z3 = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+    torch_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+    groups = [dict(g, params=[i]) for i, g in enumerate(torch_state["optimizer_state_dict"]["param_groups"])]
+    step = torch.tensor(float(STEPS))
+    shutil.rmtree(GOLDEN / "hybrid", ignore_errors=True)
+    out = GOLDEN / f"hybrid/{tag}_universal"
+    for name, told in json.loads((GOLDEN / "z3/reference.json").read_text()).items():
+        role, name = name.split("/")
+        folder = out / "zero" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        tensor = torch.tensor(told["values"], dtype=torch.float32).reshape(told["shape"])
+        torch.save(dict(param=tensor, cat_dim=0), folder / f"{dict(weight='fp32').get(role, role)}.pt")
+        torch.save(step, folder / "step.pt")
+    # the loader of stage 3 copies these settings over those of every group
+    common = {k: v for k, v in groups[0].items() if k == "params" or all(g[k] == v for g in groups)}
+    third = dict(state={0: dict(step=step)}, param_groups=[common])
+    torch.save(dict(dynamic_loss_scale=False, overflow=False, clip_grad=1.0, ds_version=of_z3["ds_version"], param_groups=groups, zero_stage=3,
+                    optimizer_state_dict=third), out / "zero/optimizer_state.pt")
+    taken = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version")
+    states = dict(module={}, buffer_names=[], optimizer=None, param_shapes=[], frozen_param_shapes=None, shared_params={},
+                  frozen_param_fragments=None, data_sampler=None, random_ltd=None, ds_config={}, **{key: of_z3[key] for key in taken},
+                  universal_checkpoint_info=dict(universal_checkpoint_version=0.4))
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(states, out / name)
+    (GOLDEN / "hybrid/latest_universal").write_text(out.name)
+    shutil.copy(GOLDEN / "z3/reference.json", GOLDEN / "hybrid")
+
+
 def main():
+    if sys.argv[1] == "hybrid":
+        return hybrid()
     if sys.argv[1] != "all":
         return one(sys.argv[1])
-    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for folder in GOLDEN.iterdir():
+        if folder.name != OLD:
+            shutil.rmtree(folder)
     for kind in KINDS:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, kind], check=True)
     universal()
+    hybrid()
     for name in ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin"):
         for file in GOLDEN.rglob(name):
             file.unlink()

@@ -4,8 +4,8 @@
     random_states.py check DIR WORLD SOURCE SOURCE_WORLD
 
 `make` writes the files of WORLD ranks. `check` loads those of DIR as the programs do, sets every generator to them, and
-compares the next 1,000 draws of each with what they must be by docs/numerics.md: those of SOURCE, or of a generator that
-is seeded here from the rule, with a BLAKE3 of its own. Prints one line of JSON.
+compares the states themselves and the next 1,000 draws of each with what they must be by docs/numerics.md: those of SOURCE, or
+of a generator that is seeded here from the rule, with a BLAKE3 of its own. Prints one line of JSON.
 """
 import argparse
 import json
@@ -101,19 +101,34 @@ def draws(states):
         torch_cpu=torch.randn(1).tolist() + torch.randint(0, 1 << 31, (DRAWS,)).tolist())
 
 
+def exact(state):
+    """A state as something that is equal only to the very same."""
+    if isinstance(state, tuple) and state[0] == "MT19937":
+        name, words, *rest = state
+        return name, str(words.dtype), words.tolist(), *rest
+    return bytes(state.tolist()) if torch.is_tensor(state) else state
+
+
 def seeded(record, kind, rank):
-    """A new stream by the rule: its draws, and the seed."""
+    """A new stream by the rule: its draws, the seed, and the state before any draw."""
     number = lambda n: struct.pack("<Q", n)
     digest = blake3(number(record["run_seed"]) + b"rng-reconcile" + number(record["generation"]) + number(record["step"]) + kind.encode() + number(rank))
     words, seed = list(struct.unpack("<8I", digest)), struct.unpack("<Q", digest[:8])[0]
     if kind == "python":
         random.seed(int.from_bytes(digest, "little"))
-        return [random.gauss(0, 1) for _ in range(3)] + [random.random() for _ in range(DRAWS)], seed
+        state = random.getstate()
+        return [random.gauss(0, 1) for _ in range(3)] + [random.random() for _ in range(DRAWS)], seed, state
     np.random.seed(words)
+    state = np.random.get_state()
     if kind == "numpy":
-        return np.random.standard_normal(3).tolist() + np.random.random(DRAWS).tolist(), seed
-    # torch's generator is the same Mersenne Twister: draws of 32 bits
-    return [int(w) for w in np.random.randint(0, 1 << 32, DRAWS, dtype=np.uint32)], seed
+        return np.random.standard_normal(3).tolist() + np.random.random(DRAWS).tolist(), seed, exact(state)
+    if kind == "torch_cuda":
+        return [], seed, struct.pack("<Qq", seed, 0)
+    # torch's generator is the same Mersenne Twister: draws of 32 bits; its state is as after manual_seed, with these words
+    torch.manual_seed(seed)
+    fresh = bytes(torch.get_rng_state().tolist())
+    state = fresh[:24] + struct.pack("<624Q", *state[1].tolist()) + fresh[24 + 8 * 624:]
+    return [int(w) for w in np.random.randint(0, 1 << 32, DRAWS, dtype=np.uint32)], seed, state
 
 
 def check(args):
@@ -132,16 +147,17 @@ def check(args):
                 want = draws(old).get(kind)
             else:
                 scope = next(s["scope"] for s in record["streams"] if s["kind"] == kind)
-                want, seed = seeded(record, kind, 0 if scope == "replicated" else rank)
+                want, seed, state = seeded(record, kind, 0 if scope == "replicated" else rank)
             if kind == "torch_cuda":
                 own = new[kind] if torch.is_tensor(new[kind]) else new[kind][rank % len(new[kind])]
                 if mode == "reseeded":
-                    assert bytes(own.tolist()) == struct.pack("<Qq", seed, 0), (kind, rank)
+                    assert exact(own) == state, (kind, rank)
                 else:
                     before = old[kind] if torch.is_tensor(old[kind]) else old[kind][(rank if mode == "restored" else 0) % len(old[kind])]
                     assert torch.equal(own, before), (kind, rank)
                 streams.add((kind, bytes(own.tolist())))
                 continue
+            assert exact(new[kind]) == (state if mode == "reseeded" else exact(old[kind])), (kind, rank, mode)
             if kind == "torch_cpu" and mode == "reseeded":
                 torch.set_rng_state(new[kind])
                 assert torch.initial_seed() == seed, (kind, rank)

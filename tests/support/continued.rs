@@ -45,7 +45,16 @@ impl Continued {
             other => &format!("family: {other}, tie_word_embeddings: true"),
         };
         let model = format!("{model}, {SMALL}, num_hidden_layers: {}", told["layers"]);
-        fs::write(place.path("job.yaml"), job_of(&model)).unwrap();
+        let job = match told["family"].as_str() {
+            // its config.json says more; the program's loss was without that of the router
+            Some("mixtral" | "qwen3_moe") => {
+                let folder = at.join(told["folder"].as_str().unwrap());
+                let job = job_of(&format!("from: {}", folder.display())) + "  experts: {aux_loss: 0}\n";
+                job.replace("data: {", "data: {tokenizer: bytes, ")
+            }
+            _ => job_of(&model),
+        };
+        fs::write(place.path("job.yaml"), job).unwrap();
         // a program that trained in bf16 had other losses; those of its state in fp32 were computed beside
         let next = if told["next_fp32"].is_null() { &told["next"] } else { &told["next_fp32"] };
         let from = at.join(told["folder"].as_str().unwrap());

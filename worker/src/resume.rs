@@ -374,14 +374,14 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
     for g in &here {
         match there.iter().find(|t| t.name == g.name) {
             Some(t) if t == g => {}
-            Some(t) => out.push(group_difference(g, t)),
+            Some(t) => out.extend(group_difference(g, t)),
             None => out.push(format!("parameter group `{}` is new", g.name)),
         }
     }
     out
 }
 
-fn group_difference(here: &Group, there: &Group) -> String {
+fn group_difference(here: &Group, there: &Group) -> Option<String> {
     let fields = [
         ("lr", here.lr.to_string(), there.lr.to_string()),
         ("betas", format!("{:?}", here.betas), format!("{:?}", there.betas)),
@@ -390,10 +390,13 @@ fn group_difference(here: &Group, there: &Group) -> String {
         ("weight_decay", here.weight_decay.to_string(), there.weight_decay.to_string()),
         ("parameters", here.params.len().to_string(), there.params.len().to_string()),
     ];
+    // which parameters were in it may not be known of another program's group
+    let counted = |name: &str| name != "parameters" || !there.params.is_empty();
     let changed: Vec<String> = fields
         .iter()
-        .filter(|(_, h, t)| h != t)
+        .filter(|(name, h, t)| h != t && counted(name))
         .map(|(name, h, t)| format!("{name} {h} (checkpoint: {t})"))
         .collect();
-    format!("parameter group `{}` goes on with {}", here.name, changed.join(", "))
+    let said = || format!("parameter group `{}` goes on with {}", here.name, changed.join(", "));
+    (!changed.is_empty()).then(said)
 }

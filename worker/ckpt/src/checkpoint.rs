@@ -371,6 +371,7 @@ impl Source for Checkpoint {
         let trained = facts.model.weights.iter().filter(|w| !facts.model.frozen.contains(&w.name));
         TrainingState {
             step: Some(facts.step),
+            samples: facts.cursor["at"]["consumed_samples"].as_u64(),
             world: Some(facts.world),
             stage: Some(facts.stage),
             // the worker writes them in this form; other forms are none

@@ -51,7 +51,7 @@ pub enum CkptError {
     Fetch { path: PathBuf, why: String },
     /// The checkpoint is sound but of something else than was asked for.
     Mismatch { path: PathBuf, what: String, expected: String, found: String },
-    /// Written by a program that knows a newer format.
+    /// It is sound, but of a form or with contents that this can't be done with.
     Unsupported { path: PathBuf, what: String },
     /// Not enough free space; found out before anything was written.
     NoSpace { path: PathBuf, needed: u64, free: u64 },
@@ -143,7 +143,7 @@ impl fmt::Display for CkptError {
                 path.display()
             ),
             Unsupported { path, what } => {
-                write!(f, "checkpoint {} can't be read by this version: {what}", path.display())
+                write!(f, "checkpoint {} can't be used here: {what}", path.display())
             }
             NoSpace { path, needed, free } => write!(
                 f,

@@ -50,7 +50,7 @@ mod watch;
 pub use catalog::{Facts, ModelCard, Role, TensorInfo, TextFile, Tie, WeightShape};
 pub use checkpoint::{Checkpoint, Fetch, Request, Run, Sink};
 pub use commit::{Committed, commit, commit_parity, prune};
-pub use convert::{ConvertOptions, ConvertReport, Target, convert};
+pub use convert::{ConvertOptions, ConvertReport, Target, Ungrouped, convert, ungrouped};
 pub use diff::{
     At, BytesDiff, Cast, DiffOptions, DiffReport, DtypeDiff, ShapeDiff, Side, TensorDiff, Values, diff,
 };

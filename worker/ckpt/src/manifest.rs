@@ -216,7 +216,7 @@ impl Manifest {
         let head: Head = serde_json::from_slice(&zeroed).map_err(|e| bad(e.to_string()))?;
         if head.format != FORMAT || !(VERSION..=EXTENDED_VERSION).contains(&head.version) {
             let what = format!(
-                "it is {:?} version {}, not {FORMAT:?} version {VERSION} or {EXTENDED_VERSION}",
+                "it is {:?} version {}, and this program reads {FORMAT:?} version {VERSION} or {EXTENDED_VERSION}",
                 head.format, head.version
             );
             return Err(CkptError::Unsupported { path: path.to_owned(), what });

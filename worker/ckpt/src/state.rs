@@ -22,6 +22,8 @@ pub struct Group {
 pub struct TrainingState {
     /// Steps done, skipped ones included.
     pub step: Option<u64>,
+    /// Samples consumed by all ranks together.
+    pub samples: Option<u64>,
     /// Ranks that wrote it.
     pub world: Option<u32>,
     /// ZeRO stage.

@@ -1,10 +1,12 @@
 //! `launch ckpt convert`.
 use super::describe::{clean, human};
 use super::{Failure, Precision, Progress, gather, open, print, say, size};
-use ckpt::{ConvertOptions, Dtype, Found, GatherOptions, Source, Target};
+use ckpt::{ConvertOptions, Dtype, Found, GatherOptions, Source, Target, Ungrouped};
 use clap::{Args, ValueEnum};
 use contract::exit;
+use globset::{Glob, GlobMatcher};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// Arguments of `launch ckpt convert`.
@@ -29,6 +31,10 @@ pub(super) struct ConvertArgs {
     /// Type of the model's own copies of its weights; that of the source when not given
     #[arg(long, value_enum)]
     dtype: Option<Precision>,
+    /// Parameters whose names match PATTERN are in group N of the optimizer, counted from 0, where the checkpoint doesn't say it;
+    /// of those, what no pattern matches is in group 0. May be given several times
+    #[arg(long = "group", value_name = "PATTERN=N", value_parser = rule)]
+    groups: Vec<Rule>,
     /// Memory to use at most, 64 MiB or more
     #[arg(long, default_value = "512MB", value_parser = memory)]
     memory: u64,
@@ -62,6 +68,62 @@ fn memory(text: &str) -> Result<u64, String> {
     }
 }
 
+/// One `--group`.
+#[derive(Clone, Debug)]
+struct Rule {
+    pattern: GlobMatcher,
+    group: usize,
+}
+
+fn rule(text: &str) -> Result<Rule, String> {
+    let (pattern, group) = text
+        .rsplit_once('=')
+        .and_then(|(pattern, group)| Some((pattern, group.parse().ok()?)))
+        .filter(|(pattern, _)| !pattern.is_empty())
+        .ok_or("give a pattern of names and the number of a group, such as '*norm*=1'")?;
+    let pattern = Glob::new(pattern).map_err(|e| format!("bad pattern: {}", e.kind()))?.compile_matcher();
+    Ok(Rule { pattern, group })
+}
+
+/// The group of each parameter that a rule matches. Each rule has a use, and none says anything twice.
+fn grouped(source: &dyn Source, rules: &[Rule]) -> Result<BTreeMap<String, usize>, Failure> {
+    let mut all: BTreeMap<String, &Rule> = BTreeMap::new();
+    if rules.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let refused = |why: String| Err(Failure::Usage(format!("--group: {why}")));
+    let Ungrouped { names, groups } = ckpt::ungrouped(source)?;
+    if names.is_empty() {
+        return refused("the checkpoint leaves no parameter's group open: leave the option out".into());
+    }
+    for rule in rules {
+        let pattern = rule.pattern.glob();
+        if rule.group >= groups {
+            let last = groups - 1;
+            return refused(format!("{pattern}={}: the checkpoint has the groups 0 to {last}", rule.group));
+        }
+        let mut matched = names.iter().filter(|name| rule.pattern.is_match(name)).peekable();
+        if matched.peek().is_none() {
+            let some = names.iter().take(3).cloned().collect::<Vec<_>>().join(", ");
+            return refused(format!(
+                "the pattern `{pattern}` matches no parameter whose group is open; those are like {}",
+                clean(&some)
+            ));
+        }
+        for name in matched {
+            if let Some(other) = all.insert(name.clone(), rule) {
+                return refused(format!(
+                    "both `{}` and `{pattern}` match {}: give patterns that don't overlap, or one with alternatives \
+                     ('{{*norm*,*.bias}}=1')",
+                    other.pattern.glob(),
+                    clean(name)
+                ));
+            }
+        }
+    }
+    Ok(all.into_iter().map(|(name, rule)| (name, rule.group)).collect())
+}
+
 /// Refuses what has no meaning for the format that is asked for.
 fn check(args: &ConvertArgs) -> Result<(), Failure> {
     let weights = args.to == Format::Safetensors;
@@ -72,6 +134,9 @@ fn check(args: &ConvertArgs) -> Result<(), Failure> {
                 "{option} has no meaning for --to safetensors: weights alone aren't cut"
             ));
         }
+    }
+    if weights && !args.groups.is_empty() {
+        return refused("--group has no meaning for --to safetensors: weights alone have no groups".into());
     }
     if args.sub_group_size.is_some() && args.to != Format::Deepspeed {
         return refused("--sub-group-size has a meaning for --to deepspeed alone".into());
@@ -100,8 +165,14 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> Result<u8, Failure> {
             return gather(&args.dir, &args.out, &options, json);
         }
     };
+    let found = open(&args.dir)?;
+    let source: &dyn Source = match &found {
+        Found::Native(newest) => &newest.checkpoint,
+        Found::Foreign(foreign) => &**foreign,
+    };
     let defaults = ConvertOptions::to(to);
     let options = ConvertOptions {
+        groups: grouped(source, &args.groups)?,
         to,
         stage: args.stage,
         world: args.world,
@@ -109,11 +180,6 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> Result<u8, Failure> {
         dtype,
         memory: args.memory,
         force: args.force,
-    };
-    let found = open(&args.dir)?;
-    let source: &dyn Source = match &found {
-        Found::Native(newest) => &newest.checkpoint,
-        Found::Foreign(foreign) => &**foreign,
     };
     let mut progress = Progress::of("converting");
     let done = ckpt::convert(source, &args.out, &options, |done, total| progress.show(done, total));

@@ -1,6 +1,7 @@
 //! A ZeRO checkpoint in DeepSpeed's own layout, for any stage and number of ranks.
 use super::file::{FilePlan, Span, Storages};
-use super::state::{Group, State};
+use super::groups::Group;
+use super::state::State;
 use super::{Content, ConvertOptions, Plan};
 use crate::catalog::Role;
 use crate::dtype::Dtype;
@@ -423,7 +424,8 @@ pub(super) fn engine(state: &State, storages: &mut Storages, world: u32) -> Vec<
     }
     pairs.push(("skipped_steps".into(), Object::count(state.extras.skipped)));
     pairs.push(("global_steps".into(), Object::count(state.step)));
-    pairs.push(("global_samples".into(), taken("global_samples").cloned().unwrap_or(Object::Int(0))));
+    // without it DeepSpeed counts steps × batch
+    pairs.extend(state.samples.map(|n| ("global_samples".to_owned(), Object::count(n))));
     pairs.push(("dp_world_size".into(), Object::count(world.into())));
     pairs.push(("mp_world_size".into(), Object::Int(1)));
     pairs.push(("ds_config".into(), storages.taken(&config(state))));

@@ -7,6 +7,7 @@ mod beside;
 mod deepspeed;
 mod earlier;
 mod file;
+mod groups;
 mod native;
 pub(crate) mod output;
 mod run;
@@ -14,12 +15,15 @@ mod state;
 mod steps;
 mod universal;
 
+pub use self::groups::{Ungrouped, ungrouped};
+
 use self::file::{Content, FilePlan};
 use self::output::Output;
 use self::state::State;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::source::Source;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// What is written.
@@ -45,6 +49,9 @@ pub struct ConvertOptions {
     pub sub_group_size: u64,
     /// Type of the module's copies of trained weights; that of the source when it has one, else F32.
     pub dtype: Option<Dtype>,
+    /// Groups, counted from 0, of weights of which the checkpoint doesn't say it (those of [`ungrouped`]). When any is given,
+    /// the others of those are in group 0.
+    pub groups: BTreeMap<String, usize>,
     /// Bytes that may be used beside the plan.
     pub memory: u64,
     /// Replace a folder that was made by converting.
@@ -65,6 +72,7 @@ impl ConvertOptions {
             world: None,
             sub_group_size: 1_000_000_000,
             dtype: None,
+            groups: BTreeMap::new(),
             memory: 512 << 20,
             force: false,
         }

@@ -1,7 +1,8 @@
 //! A checkpoint of ours from one of another program, or of ours for another number of ranks.
 use super::file::{Content, FilePlan};
+use super::groups::Group;
 use super::run::Done;
-use super::state::{Group, State};
+use super::state::State;
 use super::{ConvertOptions, Plan};
 use crate::catalog::{Facts, LATE, ModelCard, Role, WeightShape};
 use crate::commit::write_manifest;
@@ -60,10 +61,13 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);
     if let Some(own) = &state.extras.native {
-        return Facts { world: plan.world, stage, ..(**own).clone() };
+        let facts = Facts { world: plan.world, stage, ..(**own).clone() };
+        return match state.regrouped {
+            true => Facts { groups: groups(state), ..facts },
+            false => facts,
+        };
     }
-    let samples = state.extras.model.iter().find(|(k, _)| k == "global_samples").map(|(_, v)| v.json());
-    let samples = samples.as_ref().and_then(Value::as_u64);
+    let samples = state.samples;
     let told = match samples {
         Some(n) => format!(
             "the source says neither the order of its data nor its seed: a run goes on with sample {n} of its own data, seed 0"
@@ -102,7 +106,7 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
         program,
         cursor,
         rng: Value::Null,
-        groups: state.groups.iter().map(|g| group(state, g)).collect(),
+        groups: groups(state),
         model: ModelCard {
             family: family.into(),
             hf_config: Value::Object(state.config.clone()),
@@ -119,9 +123,13 @@ fn facts(state: &mut State, plan: &Plan) -> Facts {
 
 /// Updates by which weights are behind the run, of those that are.
 fn late(state: &State) -> Map<String, Value> {
-    let each = state.groups.iter().flat_map(|g| g.weights.iter().zip(&g.steps));
+    let each = state.groups.iter().chain(&state.loose).flat_map(|g| g.weights.iter().zip(&g.steps));
     let behind = each.map(|(&w, &steps)| (state.name(w).to_owned(), state.step.saturating_sub(steps as u64)));
     behind.filter(|(_, late)| *late > 0).map(|(name, late)| (name, late.into())).collect()
+}
+
+fn groups(state: &State) -> Value {
+    state.groups.iter().map(|g| group(state, g)).collect()
 }
 
 /// A group as the built-in runtime lists its own, with everything else that the source says of it.

@@ -166,9 +166,11 @@ fn task(source: &dyn Source, options: &ConvertOptions) -> Result<Value> {
         Target::DeepSpeed => "deepspeed",
         Target::Universal => "universal",
     };
+    let groups = Hash::of(format!("{:?}", options.groups).as_bytes()).hex();
     Ok(json!({
         "program": env!("CARGO_PKG_VERSION"), "source": path, "files": files, "to": to, "stage": options.stage,
         "world": options.world, "sub_group_size": options.sub_group_size, "dtype": options.dtype,
+        "groups": groups,
     }))
 }
 

@@ -1,9 +1,10 @@
 //! The training state of a source, put in the order that every target needs.
+use super::groups::{self, Group, Groups};
 use super::{ConvertOptions, Target};
 use crate::catalog::{Role, TensorInfo, Tie, is_plain_file_name};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::extras::{Extras, ParamGroup};
+use crate::extras::Extras;
 use crate::pickle::Object;
 use crate::source::Source;
 use crate::state::LossScale;
@@ -25,7 +26,11 @@ pub(super) struct State {
     index: HashMap<(Role, String), usize>,
     /// Indices of weights per group, in the optimizer's order.
     pub(super) groups: Vec<Group>,
-    /// Weights that no group has.
+    /// Trained weights of which nothing says in which group they are; only a checkpoint of ours is written with them.
+    pub(super) loose: Option<Group>,
+    /// The caller says more of the groups than the source.
+    pub(super) regrouped: bool,
+    /// Weights that are not trained.
     pub(super) frozen: Vec<usize>,
     /// Weights that are frozen now, also if a group has them.
     pub(super) said_frozen: Vec<usize>,
@@ -33,6 +38,8 @@ pub(super) struct State {
     /// States that the optimizer keeps of each weight.
     pub(super) roles: Vec<Role>,
     pub(super) step: u64,
+    /// Samples consumed, where the source says it.
+    pub(super) samples: Option<u64>,
     pub(super) tokens: u64,
     pub(super) config: Map<String, Value>,
     pub(super) texts: Vec<crate::catalog::TextFile>,
@@ -49,21 +56,10 @@ pub(super) struct State {
     pub(super) notices: Vec<String>,
 }
 
-/// A group of the optimizer.
-pub(super) struct Group {
-    /// Indices of tensors.
-    pub(super) weights: Vec<usize>,
-    /// Updates that each has had.
-    pub(super) steps: Vec<f64>,
-    pub(super) options: Vec<(String, Object)>,
-}
-
 impl State {
     pub(super) fn of(source: &dyn Source, options: &ConvertOptions) -> Result<State> {
         let (said, mut extras) = (source.state(), source.extras()?);
-        if extras.groups.is_empty() {
-            extras.groups = said.groups.iter().map(|group| ParamGroup::of(group, &said.steps)).collect();
-        }
+        let given = groups::listed(&said, &mut extras);
         if extras.scheduler == Object::None {
             extras.scheduler = Object::from_json(&said.scheduler);
         }
@@ -72,7 +68,6 @@ impl State {
             tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
         let step = source.step();
         let refused = |what: String| CkptError::Unsupported { path: source.path().to_owned(), what };
-        let has = |name: &str, role: Role| index.contains_key(&(role, name.to_owned()));
         let states = Role::ALL.into_iter().filter(|r| r.is_optimizer_state());
         let roles: Vec<Role> = states.filter(|&r| tensors.iter().any(|t| t.role == r)).collect();
         if let Some(why) = source.unread().filter(|_| roles.is_empty()) {
@@ -85,25 +80,27 @@ impl State {
                 0
             }
             false => {
-                let listed = extras.native.is_some() || !extras.groups.is_empty();
+                let listed = extras.native.is_some() || !given.is_empty();
                 training_step(step, !roles.is_empty(), listed, alone, options.to).map_err(refused)?
             }
         };
-        let trained = |t: &&TensorInfo| t.role == Role::Weight && roles.iter().any(|&r| has(&t.name, r));
-        let names: Vec<String> = tensors.iter().filter(trained).map(|t| t.name.clone()).collect();
-        let given = named_groups(std::mem::take(&mut extras.groups), &names).map_err(refused)?;
-        let groups = given
-            .into_iter()
-            .map(|g| group(g, &index, &roles, step))
-            .collect::<std::result::Result<Vec<_>, String>>();
-        let groups = groups.map_err(refused)?;
+        let Groups { groups, loose } = groups::complete(given, &tensors, &said.steps, options)
+            .and_then(|given| given.found(&index, &roles, step))
+            .map_err(refused)?;
+        if let Some(loose) = &loose {
+            extras.notices.push(format!(
+                "{}: their states go along by name, and the job says the hyper-parameters of each (--group says which is in which)",
+                groups::unknown(loose.weights.len(), groups.len())
+            ));
+        }
+        let all_trained = || groups.iter().chain(&loose);
         let step = match options.to {
-            Target::Native if extras.native.is_none() => counted(step, &groups, &mut extras.notices),
+            Target::Native if extras.native.is_none() => counted(step, all_trained(), &mut extras.notices),
             _ => step,
         };
         let all = tensors.as_slice();
         let of_role = |role: Role| (0..all.len()).filter(move |&i| all[i].role == role);
-        let grouped: HashSet<usize> = groups.iter().flat_map(|g| g.weights.iter().copied()).collect();
+        let grouped: HashSet<usize> = all_trained().flat_map(|g| g.weights.iter().copied()).collect();
         // weights alone are neither trained nor frozen
         let frozen = of_role(Role::Weight).filter(|i| !alone && !grouped.contains(i)).collect();
         let late: HashSet<&str> = said.frozen.iter().chain(&extras.frozen_late).map(String::as_str).collect();
@@ -114,11 +111,14 @@ impl State {
         Ok(State {
             path: source.path().to_owned(),
             groups,
+            loose,
+            regrouped: !options.groups.is_empty(),
             frozen,
             said_frozen,
             buffers,
             roles,
             step,
+            samples: said.samples,
             tokens: source.tokens().unwrap_or(0),
             config: source.hf_config().cloned().unwrap_or_default(),
             texts: source.texts().to_vec(),
@@ -179,9 +179,8 @@ impl State {
 }
 
 /// The step at which a run of ours goes on: it counts those that updated the weights.
-fn counted(step: u64, groups: &[Group], notices: &mut Vec<String>) -> u64 {
+fn counted<'a>(step: u64, groups: impl Iterator<Item = &'a Group>, notices: &mut Vec<String>) -> u64 {
     let most = groups
-        .iter()
         .flat_map(|g| &g.steps)
         .copied()
         .fold(None, |most: Option<f64>, s| Some(most.map_or(s, |most| most.max(s))));
@@ -212,51 +211,4 @@ fn training_step(
         }
         (Some(step), _) => Ok(step),
     }
-}
-
-/// Groups with the names of their parameters. One group needs none: it is all that is trained.
-fn named_groups(
-    mut given: Vec<ParamGroup>,
-    trained: &[String],
-) -> std::result::Result<Vec<ParamGroup>, String> {
-    given.retain(|g| !g.names.is_empty() || !g.options.is_empty());
-    let unnamed = given.iter().all(|g| g.names.is_empty());
-    match given.len() {
-        _ if trained.is_empty() => return Ok(given),
-        0 => given.push(ParamGroup { names: trained.to_vec(), ..ParamGroup::default() }),
-        1 if unnamed => given[0].names = trained.to_vec(),
-        n if unnamed => {
-            return Err(format!(
-                "it has {n} groups of parameters and doesn't say which parameter is in which"
-            ));
-        }
-        _ => {}
-    }
-    let grouped: HashSet<&str> = given.iter().flat_map(|g| g.names.iter().map(String::as_str)).collect();
-    match trained.iter().find(|n| !grouped.contains(n.as_str())) {
-        Some(name) => Err(format!("{name} has optimizer state but is in no group")),
-        None if grouped.len() != given.iter().map(|g| g.names.len()).sum::<usize>() => {
-            Err("a parameter is in two groups".into())
-        }
-        None => Ok(given),
-    }
-}
-
-fn group(
-    given: ParamGroup,
-    index: &HashMap<(Role, String), usize>,
-    roles: &[Role],
-    step: u64,
-) -> std::result::Result<Group, String> {
-    let mut weights = Vec::with_capacity(given.names.len());
-    for name in &given.names {
-        for &role in [Role::Weight].iter().chain(roles) {
-            if !index.contains_key(&(role, name.clone())) {
-                return Err(format!("{name} is in a group but has no {role}"));
-            }
-        }
-        weights.extend(index.get(&(Role::Weight, name.clone())));
-    }
-    let steps = (0..weights.len()).map(|i| given.steps.get(i).copied().flatten().unwrap_or(step as f64));
-    Ok(Group { steps: steps.collect(), weights, options: given.options })
 }

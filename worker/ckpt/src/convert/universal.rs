@@ -3,7 +3,8 @@
 //! that it finds over every group, so it finds only those that are equal in all.
 use super::deepspeed::{complete_options, engine, names, shapes, shared, whole};
 use super::file::{FilePlan, Span, Storages};
-use super::state::{Group, State};
+use super::groups::Group;
+use super::state::State;
 use super::{Content, Plan};
 use crate::catalog::Role;
 use crate::dtype::Dtype;

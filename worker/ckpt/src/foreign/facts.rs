@@ -71,6 +71,7 @@ impl ForeignFacts {
     pub(crate) fn state(&self) -> TrainingState {
         TrainingState {
             step: self.step,
+            samples: self.samples,
             world: self.world,
             stage: self.stage,
             groups: self.groups.clone(),

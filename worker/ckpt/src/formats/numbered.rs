@@ -24,13 +24,8 @@ pub(crate) fn names(
 ) -> Result<Vec<Vec<String>>, String> {
     let states: usize = groups.iter().map(Vec::len).sum();
     if states != weights.len() {
-        // files list the experts one by one, and newer programs train those of a layer as one tensor
-        let experts = weights.iter().any(|(name, _)| name.contains(".experts.0."));
-        let also = if experts { ", or experts be one weight in the optimizer" } else { "" };
-        return Err(format!(
-            "it has states of {states} weights, the model has {} (some may be frozen{also})",
-            weights.len()
-        ));
+        let count = weights.len();
+        return Err(format!("it has states of {states} weights, the model has {count} (some may be frozen)"));
     }
     let known: Vec<&str> = weights.iter().map(|(n, _)| *n).collect();
     let orders = if in_order { vec![known.clone()] } else { order::registered(&known) };

@@ -1,5 +1,6 @@
 //! An optimizer's `state_dict` in a torch file: `{state: {parameter: {key: tensor}}, param_groups: [{…, params}]}`.
 //! Parameters are numbers (torch) or names (FSDP's full state).
+use super::experts::{Fused, Member};
 use super::numbered;
 use super::torch_file::{TensorView, TorchFile};
 use super::weights::number;
@@ -7,6 +8,7 @@ use crate::catalog::Role;
 use crate::error::Result;
 use crate::foreign::Entry;
 use crate::foreign::draft::{Draft, GLOBALS, role_of, some, whole_step};
+use crate::foreign::store::Part;
 use crate::pickle::View;
 use crate::state::Group;
 use serde_json::{Map, Value as Json};
@@ -153,6 +155,9 @@ fn id_of(value: View<'_>) -> Option<Id> {
     value.count().map(Id::Number).or_else(|| value.str().map(|s| Id::Name(s.to_owned())))
 }
 
+/// Names of the parameters of each group.
+type Names = Vec<Vec<String>>;
+
 /// Adds the states of a torch file to the weights that the draft has. What can't be told apart is left out, with a notice.
 pub(crate) fn add(draft: &mut Draft, name: &str) -> Result<()> {
     let (file, torch) = draft.torch(name, GLOBALS)?;
@@ -160,13 +165,31 @@ pub(crate) fn add(draft: &mut Draft, name: &str) -> Result<()> {
     let weights: Vec<(String, Vec<u64>)> = draft.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
     let borrowed: Vec<numbered::Weight<'_>> =
         weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-    match optimizer.names(&borrowed, false) {
-        Ok(names) => put(draft, name, file, &optimizer, names),
+    match found(&optimizer, &borrowed) {
+        Ok((names, fused)) => put(draft, name, file, &optimizer, names, &fused),
         Err(why) if draft.trained.is_some() => add_trained(draft, name, file, optimizer, &borrowed, why),
         Err(why) => {
             leave_out(draft, name, optimizer, &why);
             Ok(())
         }
+    }
+}
+
+/// The names of its parameters: those of the weights, or those of a model that has the experts of a layer as one tensor.
+fn found(
+    optimizer: &Optimizer,
+    weights: &[numbered::Weight<'_>],
+) -> std::result::Result<(Names, Fused), String> {
+    let why = match optimizer.names(weights, false) {
+        Ok(names) => return Ok((names, Fused::default())),
+        Err(why) => why,
+    };
+    let Some(fused) = Fused::of(weights) else { return Err(why) };
+    let theirs: Vec<numbered::Weight<'_>> =
+        fused.weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
+    match optimizer.names(&theirs, false) {
+        Ok(names) => Ok((names, fused)),
+        Err(other) => Err(format!("{why}; with the experts of a layer as one weight, {other}")),
     }
 }
 
@@ -190,8 +213,8 @@ fn add_trained(
     let is_trained = |w: &&numbered::Weight<'_>| draft.trained.as_ref().is_some_and(|t| t.contains(w.0));
     let (trained, frozen): (Vec<_>, Vec<_>) = weights.iter().partition(is_trained);
     let trained: Vec<numbered::Weight<'_>> = trained.into_iter().copied().collect();
-    match optimizer.names(&trained, false) {
-        Ok(names) => {
+    match found(&optimizer, &trained) {
+        Ok((names, fused)) => {
             draft.notice(format!(
                 "{name} numbers the states of {} of {} weights and doesn't say which: they fit those that are trained here, \
                  and are taken for theirs",
@@ -199,7 +222,7 @@ fn add_trained(
                 weights.len()
             ));
             draft.facts.frozen.extend(frozen.into_iter().map(|(n, _)| (*n).to_owned()));
-            put(draft, name, file, &optimizer, names)
+            put(draft, name, file, &optimizer, names, &fused)
         }
         Err(other) if trained.len() < weights.len() => {
             leave_out(
@@ -218,18 +241,20 @@ fn add_trained(
 }
 
 /// Adds the states, whose names are known.
-pub(crate) fn put(
+fn put(
     draft: &mut Draft,
     name: &str,
     file: usize,
     optimizer: &Optimizer,
-    names: Vec<Vec<String>>,
+    names: Names,
+    fused: &Fused,
 ) -> Result<()> {
     for ((_, ids), names) in optimizer.groups.iter().zip(&names) {
         for (id, weight) in ids.iter().zip(names) {
             let Some(state) = optimizer.states.get(id) else { continue };
             for (role, view) in &state.tensors {
-                draft.entries.push(Entry::whole(weight, *role, file, view));
+                let entries = entries(weight, *role, file, view, fused);
+                draft.entries.extend(entries.map_err(|why| draft.damaged(name, why))?);
             }
             let step = match &state.step {
                 None => continue,
@@ -237,14 +262,48 @@ pub(crate) fn put(
                 Some(Step::Tensor(view)) => f64::from(draft.store.scalar(file, view)?),
             };
             let step = whole_step(step).map_err(|why| draft.damaged(name, format!("{weight}: {why}")))?;
-            draft.facts.steps.insert(weight.clone(), step);
+            draft.facts.steps.extend(own_names(weight, fused).map(|own| (own, step)));
         }
     }
     if !optimizer.unknown.is_empty() {
         let unknown: Vec<String> = optimizer.unknown.iter().cloned().collect();
         draft.notice(format!("states of the optimizer that aren't read: {}", some(&unknown)));
     }
-    let groups = optimizer.groups.iter().zip(names);
-    draft.facts.groups = groups.map(|((hyper, _), names)| Group { hyper: hyper.clone(), names }).collect();
+    for ((hyper, _), names) in optimizer.groups.iter().zip(names) {
+        let names = names.iter().flat_map(|weight| own_names(weight, fused)).collect();
+        draft.facts.groups.push(Group { hyper: hyper.clone(), names });
+    }
     Ok(())
+}
+
+/// What files call a weight of the model.
+fn own_names<'a>(weight: &'a str, fused: &'a Fused) -> impl Iterator<Item = String> + 'a {
+    let members = fused.members(weight);
+    let alone = members.is_none().then(|| weight.to_owned());
+    members.into_iter().flatten().map(|m| m.name.clone()).chain(alone)
+}
+
+/// The tensors that a state of a weight of the model is.
+fn entries(
+    weight: &str,
+    role: Role,
+    file: usize,
+    view: &TensorView,
+    fused: &Fused,
+) -> std::result::Result<Vec<Entry>, String> {
+    let Some(members) = fused.members(weight) else {
+        return Ok(vec![Entry::whole(weight, role, file, view)]);
+    };
+    let count = members.last().map_or(0, |m| m.elements.end);
+    if view.elements() != count {
+        return Err(format!("{role} of {weight} has the shape {:?}, not {count} elements", view.shape));
+    }
+    let entry = |m: &Member| {
+        let parts = match m.elements.is_empty() {
+            true => Vec::new(),
+            false => vec![Part::of(file, view, m.elements.clone(), 0)],
+        };
+        Entry::of(&m.name, role, view.dtype, m.shape.clone(), parts)
+    };
+    Ok(members.iter().map(entry).collect())
 }

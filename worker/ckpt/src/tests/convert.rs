@@ -229,6 +229,7 @@ fn real_folders_of_every_kind_are_converted() {
             let step = if name == "z0" && target == Target::Native { Some(4) } else { source.step() };
             assert_eq!(again.step(), step, "{name} to {target:?}");
             let (a, b) = (source.state(), again.state());
+            assert_eq!(a.samples, b.samples, "{name} to {target:?}");
             let told = |s: &TrainingState| -> Vec<_> {
                 let decay = |g: &crate::Group| g.hyper.get("weight_decay").and_then(Value::as_f64);
                 s.groups.iter().map(|g| (g.names.clone(), decay(g))).collect()
@@ -237,6 +238,42 @@ fn real_folders_of_every_kind_are_converted() {
             if target != Target::Native {
                 assert_eq!((&a.steps, &a.scheduler), (&b.steps, &b.scheduler), "{name} to {target:?}");
             }
+        }
+    }
+}
+
+/// Groups that don't say their names: each weight keeps the updates that it has had, whether one group has them all or nobody knows.
+#[test]
+fn updates_stay_with_their_weights_where_groups_have_no_names() {
+    for (groups, to) in [(2, Target::Native), (1, Target::Universal), (1, Target::Native)] {
+        let dir = fast_dir();
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir(at("made")).expect("made");
+        let mut source = made(&at("made"), &[vec![vec![3]], vec![vec![2, 2]]], &[]);
+        for group in &mut source.extras.groups {
+            let steps = group.steps.drain(..).map(|s| s.expect("known") as u64);
+            source.state.steps.extend(group.names.drain(..).zip(steps));
+        }
+        source.extras.groups.truncate(groups);
+        convert(&source, &at("out"), &ConvertOptions::to(to), |_, _| {}).expect("converted");
+        let steps = open(&at("out")).state().steps;
+        assert_eq!((steps["g0.p0"], steps["g1.p0"]), (4, 3), "{groups} groups to {to:?}");
+    }
+}
+
+/// Where the data stood goes along as far as it is known: a number that nobody wrote would be taken for one.
+#[test]
+fn samples_are_those_of_the_source_or_none() {
+    let dir = fast_dir();
+    for (name, samples) in
+        [("z2_padded", Some(24)), ("universal_z2", Some(12)), ("hf_ddp/checkpoint-3", None)]
+    {
+        let source = open(&golden(name));
+        assert_eq!(source.state().samples, samples, "{name}");
+        for target in [Target::DeepSpeed, Target::Universal, Target::Native] {
+            let out = dir.path().join(format!("{}-{target:?}", name.len()));
+            convert(&*source, &out, &ConvertOptions::to(target), |_, _| {}).expect("converted");
+            assert_eq!(open(&out).state().samples, samples, "{name} to {target:?}");
         }
     }
 }

@@ -2,11 +2,13 @@
 mod convert;
 mod damage;
 mod diff;
+mod experts;
 mod flips;
 mod foreign;
 mod forged;
 mod full;
 mod gather;
+mod groups;
 mod kill;
 mod kinds;
 mod parity;

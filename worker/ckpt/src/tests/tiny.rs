@@ -13,11 +13,15 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 
 /// Folder, what is in it, updates of the optimizer.
-pub(super) const TINY: [(&str, &str); 9] = [
+pub(super) const TINY: [(&str, &str); 13] = [
     ("z0_tied", "DeepSpeed"),
     ("z1", "DeepSpeed"),
     ("z2", "DeepSpeed"),
     ("z3", "DeepSpeed"),
+    ("z2_old", "DeepSpeed"),
+    ("z2_fp16_moe", "DeepSpeed"),
+    ("z3_offload", "DeepSpeed"),
+    ("z3_tiny_group", "DeepSpeed"),
     ("universal", "DeepSpeed universal"),
     ("accelerate_z2", "Accelerate with DeepSpeed"),
     ("fsdp_full", "Accelerate with FSDP, full"),
@@ -48,7 +52,7 @@ fn reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
 }
 
 /// Everything that a source holds is the reference's, and the reverse.
-fn assert_is(source: &dyn Source, name: &str, what: &str) {
+pub(super) fn assert_is(source: &dyn Source, name: &str, what: &str) {
     let expected = reference(name);
     let mut seen = 0;
     for t in source.tensors() {
@@ -74,12 +78,31 @@ fn every_value_is_that_of_the_program_that_wrote_it() {
         assert_is(&*found, name, "as it is");
         let trained = found.tensors().iter().filter(|t| t.role == Role::ExpAvg).count();
         let grouped: usize = facts.groups.iter().map(|g| g.names.len()).sum();
-        assert_eq!((facts.groups.len(), grouped, facts.steps.len()), (2, trained, trained), "{name}");
+        let groups = if name == "z3_tiny_group" { 3 } else { 2 };
+        assert_eq!((facts.groups.len(), grouped, facts.steps.len()), (groups, trained, trained), "{name}");
         assert!(facts.steps.values().all(|&s| s == 3), "{name}: {:?}", facts.steps);
         assert_eq!((facts.notices.len(), facts.warnings.len()), (0, 0), "{name}: {facts:?}");
         let report = crate::verify(&root).expect("a report");
         assert!(report.is_sound() && report.warnings.is_empty(), "{name}: {report:?}");
     }
+}
+
+/// That the folders are of what they are there for.
+#[test]
+fn what_is_special_about_some() {
+    let facts = |name: &str| {
+        let (_dir, root) = copy(name);
+        let found = open(&root).expect(name);
+        (found.facts().clone(), found.extras().expect("known"), found.tensors())
+    };
+    assert_eq!(facts("z2_old").0.writer, "DeepSpeed 0.14.5");
+    assert_eq!(facts("z2").0.writer, "DeepSpeed 0.19.8");
+    let (moe, extras, tensors) = facts("z2_fp16_moe");
+    let experts = tensors.iter().find(|t| t.name.ends_with("experts.gate_up_proj")).expect("fused");
+    assert_eq!((&experts.shape[..], extras.precision), (&[3, 16, 8][..], Some(crate::Dtype::F16)));
+    assert!(moe.loss_scaler["cur_scale"].is_number(), "{}", moe.loss_scaler);
+    let tiny = facts("z3_tiny_group").0;
+    assert_eq!((tiny.groups[2].names.as_slice(), tiny.world), (&["temperature".to_owned()][..], Some(2)));
 }
 
 #[test]

@@ -81,6 +81,7 @@ pub(crate) fn open(path: &Path, beside: &Path, notices: Vec<String>) -> Result<F
         writer: format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version")),
         tag: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         step: model.step,
+        samples: model.samples,
         world: Some(model.world),
         stage: Some(stage),
         groups,
