@@ -78,8 +78,9 @@ impl Shared {
 
     /// Aborts reach the ranks of this host through `shm` from now on.
     pub(super) fn with_shm(&self, shm: Arc<ShmComm>) {
-        if let Some(reason) = self.reason() {
-            shm.abort(&reason);
+        let aborted = lock(&self.aborted);
+        if let Some(reason) = &*aborted {
+            shm.abort(reason);
         }
         _ = self.shm.set(shm);
     }
@@ -91,13 +92,12 @@ impl Shared {
 
     /// Wakes every waiter here and tells all peers. The first reason stays.
     pub(super) fn abort(&self, reason: &str) {
-        {
-            let mut aborted = lock(&self.aborted);
-            if aborted.is_some() {
-                return;
-            }
-            *aborted = Some(reason.to_owned());
+        // Held to the end: who learns the reason may leave at once, and peers must hear of it before that farewell.
+        let mut aborted = lock(&self.aborted);
+        if aborted.is_some() {
+            return;
         }
+        *aborted = Some(reason.to_owned());
         _ = self.wake.write(1);
         if let Some(shm) = self.shm.get() {
             shm.abort(reason);
