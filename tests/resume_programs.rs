@@ -10,7 +10,7 @@ use support::{
 };
 
 /// Programs, what their folders are called, and how many ranks wrote them.
-const PROGRAMS: [(&str, &str, u32); 17] = [
+const PROGRAMS: [(&str, &str, u32); 19] = [
     ("trainer_1", "HF Trainer", 1),
     ("trainer_2", "HF Trainer", 2),
     ("trainer_z3", "HF Trainer with DeepSpeed", 2),
@@ -29,6 +29,8 @@ const PROGRAMS: [(&str, &str, u32); 17] = [
     // the experts of a layer as one tensor in the optimizer, one by one among the weights
     ("trainer_mixtral", "HF Trainer", 1),
     ("trainer_qwen3_moe", "HF Trainer", 1),
+    ("z2_mixtral", "DeepSpeed", 2),
+    ("z3_qwen3_moe", "DeepSpeed", 2),
 ];
 /// SGD as those programs had it.
 const SGD: &str = "train.optimizer={name: sgd, lr: 5e-2, momentum: 0.9, weight_decay: 0.1}";

@@ -330,6 +330,9 @@ CASES = dict(
     # transformers trains the experts of a layer as one tensor, and saves them one by one
     trainer_mixtral=(1, "mixtral", trainer, {}),
     trainer_qwen3_moe=(1, "qwen3_moe", trainer, {}),
+    # and DeepSpeed as one tensor
+    z2_mixtral=(2, "mixtral", engine, dict(stage=2, own=adamw)),
+    z3_qwen3_moe=(2, "qwen3_moe", engine, dict(stage=3, own=adamw)),
     z2_fp16=(2, "llama", engine, dict(stage=2, own=adamw, fp16=True)),
     # what can't be gone on from
     z2_lion=(2, "llama", engine, dict(stage=2, own=lambda model: Lion(groups(model)))),

@@ -47,8 +47,8 @@ impl Continued {
         let model = format!("{model}, {SMALL}, num_hidden_layers: {}", told["layers"]);
         let job = match told["family"].as_str() {
             // its config.json says more; the program's loss was without that of the router
-            Some("mixtral" | "qwen3_moe") => {
-                let folder = at.join(told["folder"].as_str().unwrap());
+            Some(family @ ("mixtral" | "qwen3_moe")) => {
+                let folder = saved(&format!("trainer_{family}")).join("checkpoint-3");
                 let job = job_of(&format!("from: {}", folder.display())) + "  experts: {aux_loss: 0}\n";
                 job.replace("data: {", "data: {tokenizer: bytes, ")
             }

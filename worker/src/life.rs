@@ -158,7 +158,7 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
     let tokenizer = TextTokenizer::open(&train.data.tokenizer, &welcome.workdir).map_err(data_error)?;
     let samples = Samples::open(train, welcome, comm.as_ref())?;
     samples.tell(session, leader)?;
-    let origin = Origin::open(train.model.from.as_deref(), comm.as_ref())?;
+    let mut origin = Origin::open(train.model.from.as_deref(), comm.as_ref())?;
     let spec = Spec::new(train, tokenizer.vocab_size())?;
     let parameters = spec.parameters()?;
     let count = parameters.count();
@@ -186,7 +186,7 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
         Some(r) => bound.resumed(r.cursor),
         None => {
             let tell = &mut |event| if leader { session.event(event) } else { Ok(()) };
-            begin(bound, origin.as_ref(), tell)?
+            begin(bound, origin.as_mut(), tell)?
         }
     };
     let start = running.at;

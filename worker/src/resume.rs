@@ -78,7 +78,10 @@ pub fn resume(
         ResumeFrom::Auto => (list(bound, place, root)?, false),
         ResumeFrom::Path(p) => match named(bound, place, &place.workdir.join(p))? {
             Named::Native(one) => (vec![one], true),
-            Named::Foreign(source, path) => return foreign::load(bound, &source, &path, job, tell).map(Some),
+            Named::Foreign(mut source, path) => {
+                source.list_experts(&listed(bound));
+                return foreign::load(bound, &source, &path, job, tell).map(Some);
+            }
         },
     };
     let mut damaged = Vec::new();
@@ -105,6 +108,12 @@ pub fn resume(
             root.display()
         ))),
     }
+}
+
+/// Names and shapes of the model's weights, as its files list them.
+fn listed(bound: &ScheduleBound) -> Vec<(String, Vec<u64>)> {
+    let params = bound.trainer.engine.shards.iter().flat_map(|s| &s.unit.params);
+    params.map(|p| (p.name.clone(), p.shape.iter().map(|&n| n as u64).collect())).collect()
 }
 
 enum Refusal {

@@ -310,7 +310,7 @@ fn gpt2_as_the_hub_has_it() {
         let model = if own { from(folder) } else { model(folder) };
         let spec = train_spec(model, 3, 4, 1, 13);
         on_ranks(2, |c| {
-            let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+            let mut origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
             let mut bound = build(&spec, c, 1);
             let mut said = Vec::new();
             let mut tell = |event| {
@@ -332,7 +332,7 @@ fn gpt2_as_the_hub_has_it() {
     std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();
     let spec = train_spec(model(dir.path()), 3, 4, 1, 13);
     let lacking = on_ranks(1, |c| {
-        let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        let mut origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
         origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err().message
     });
     assert!(lacking[0].contains("lacks transformer.h.1.ln_2.bias"), "{lacking:?}");
@@ -364,7 +364,7 @@ fn weights_of_another_model_are_refused() {
     std::fs::copy(folder("qwen2").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
     let spec = train_spec(from(dir.path()), 3, 2, 1, 13);
     let said = on_ranks(2, |c| {
-        let origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        let mut origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
         origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err().message
     });
     assert!(said[0].contains("q_norm.weight") && said[0].starts_with("train.model.from: "), "{said:?}");

@@ -57,8 +57,8 @@ fn load(name: &str) -> Case {
 }
 
 fn started(spec: &TrainSpec, comm: Arc<dyn Comm>) -> Running {
-    let origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap();
-    begin(build(spec, comm, 1), origin.as_ref(), &mut |event| panic!("{event:?}")).unwrap()
+    let mut origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap();
+    begin(build(spec, comm, 1), origin.as_mut(), &mut |event| panic!("{event:?}")).unwrap()
 }
 
 fn alone() -> Arc<dyn Comm> {

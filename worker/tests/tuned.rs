@@ -56,7 +56,7 @@ fn load(name: &str) -> Case {
 }
 
 fn started(spec: &TrainSpec, comm: Arc<dyn comm::Comm>) -> Running {
-    let origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
+    let mut origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
     let mut bound = build(spec, comm, 1);
     origin.load(&mut bound, &mut |event| panic!("{event:?}")).unwrap();
     bound.resumed(Cursor::default())

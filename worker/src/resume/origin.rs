@@ -1,5 +1,5 @@
 //! The Hugging Face folder that `train.model.from` names: its first weights, and the files that go along with them.
-use super::{Tell, adapters::load_adapters, foreign::load_weights};
+use super::{Tell, adapters::load_adapters, foreign::load_weights, listed};
 use crate::{
     error::{Error, Result},
     stages::{Cursor, Running, ScheduleBound},
@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// A run at step 0: with the folder's weights, or new ones; adapters are new or those of their own folder. Collective.
-pub fn begin(mut bound: ScheduleBound, origin: Option<&Origin>, tell: &mut Tell) -> Result<Running> {
+pub fn begin(mut bound: ScheduleBound, origin: Option<&mut Origin>, tell: &mut Tell) -> Result<Running> {
     match origin {
         Some(origin) => {
             bound.initialise(is_adapter);
@@ -54,7 +54,8 @@ impl Origin {
     }
 
     /// Loads the weights: each rank reads its own part. Collective.
-    pub fn load(&self, bound: &mut ScheduleBound, tell: &mut Tell) -> Result<()> {
+    pub fn load(&mut self, bound: &mut ScheduleBound, tell: &mut Tell) -> Result<()> {
+        self.source.list_experts(&listed(bound));
         load_weights(bound, &self.source, tell)
             .map_err(|e| Error { message: format!("train.model.from: {}", e.message), ..e })
     }

@@ -44,7 +44,7 @@ pub(crate) fn load(name: &str) -> Case {
 
 /// A run at step 0 with the folder's weights, each rank's part read by itself.
 pub(crate) fn started(spec: &TrainSpec, comm: Arc<dyn Comm>) -> Running {
-    let origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
+    let mut origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
     let mut bound = build(spec, comm, 1);
     origin.load(&mut bound, &mut |event| panic!("{event:?}")).unwrap();
     bound.resumed(Cursor::default())

@@ -4,6 +4,7 @@ mod check;
 mod detect;
 pub(crate) mod draft;
 mod facts;
+mod listed;
 mod part;
 pub(crate) mod store;
 mod sums;

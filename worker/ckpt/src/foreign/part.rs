@@ -41,6 +41,17 @@ impl Part {
         }
     }
 
+    /// Elements `taken` of the tensor that are in this part, as elements `start..` of another.
+    pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> Part {
+        let before = taken.start - self.start;
+        let mut part = Part { start, count: taken.end - taken.start, ..self.clone() };
+        match &mut part.strided {
+            Some(strided) => strided.skip += before,
+            None => part.offset += before,
+        }
+        part
+    }
+
     /// Elements of the tensor.
     pub(crate) fn elements(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
@@ -107,6 +118,15 @@ mod tests {
         assert_eq!(positions(&part(&[2, 3], &[1, 2], 5, 0..6), 100..106), [5, 7, 9, 6, 8, 10]);
         assert_eq!(positions(&part(&[2, 3], &[10, 1], 0, 1..6), 100..105), [1, 2, 10, 11, 12]);
         assert_eq!(positions(&part(&[4], &[0], 3, 0..4), 101..103), [3, 3]);
+    }
+
+    #[test]
+    fn a_slice_is_the_same_elements() {
+        for part in [part(&[2, 3], &[1, 2], 5, 0..6), part(&[6], &[1], 5, 0..6)] {
+            let sliced = part.slice(102..105, 7);
+            assert_eq!(sliced.elements(), 7..10);
+            assert_eq!(positions(&sliced, 7..10), positions(&part, 102..105));
+        }
     }
 
     proptest! {

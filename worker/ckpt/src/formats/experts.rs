@@ -94,6 +94,13 @@ impl Fused {
     pub(crate) fn members(&self, name: &str) -> Option<&[Member]> {
         self.members.get(name).map(Vec::as_slice)
     }
+
+    /// What files call a tensor of the model.
+    pub(crate) fn own_names<'a>(&'a self, name: &'a str) -> impl Iterator<Item = String> + 'a {
+        let members = self.members(name);
+        let alone = members.is_none().then(|| name.to_owned());
+        members.into_iter().flatten().map(|m| m.name.clone()).chain(alone)
+    }
 }
 
 /// Of a matrix of an expert: its layer's experts as the model calls them, the expert's number, which matrix.

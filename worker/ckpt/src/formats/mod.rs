@@ -1,7 +1,7 @@
 //! File formats that tensors rest in.
 pub(crate) mod dcp;
 pub(crate) mod deepspeed;
-mod experts;
+pub(crate) mod experts;
 pub(crate) mod legacy;
 mod numbered;
 pub(crate) mod optimizer;

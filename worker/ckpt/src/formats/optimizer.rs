@@ -262,7 +262,7 @@ fn put(
                 Some(Step::Tensor(view)) => f64::from(draft.store.scalar(file, view)?),
             };
             let step = whole_step(step).map_err(|why| draft.damaged(name, format!("{weight}: {why}")))?;
-            draft.facts.steps.extend(own_names(weight, fused).map(|own| (own, step)));
+            draft.facts.steps.extend(fused.own_names(weight).map(|own| (own, step)));
         }
     }
     if !optimizer.unknown.is_empty() {
@@ -270,17 +270,10 @@ fn put(
         draft.notice(format!("states of the optimizer that aren't read: {}", some(&unknown)));
     }
     for ((hyper, _), names) in optimizer.groups.iter().zip(names) {
-        let names = names.iter().flat_map(|weight| own_names(weight, fused)).collect();
+        let names = names.iter().flat_map(|weight| fused.own_names(weight)).collect();
         draft.facts.groups.push(Group { hyper: hyper.clone(), names });
     }
     Ok(())
-}
-
-/// What files call a weight of the model.
-fn own_names<'a>(weight: &'a str, fused: &'a Fused) -> impl Iterator<Item = String> + 'a {
-    let members = fused.members(weight);
-    let alone = members.is_none().then(|| weight.to_owned());
-    members.into_iter().flatten().map(|m| m.name.clone()).chain(alone)
 }
 
 /// The tensors that a state of a weight of the model is.
