@@ -1,8 +1,7 @@
 //! Memory of large buffers on the host, in huge pages where the kernel gives them.
 //!
-//! Matrices and packed panels that lie in small pages are scattered over physical memory: they evict each other from the
-//! second-level cache, and every few rows need another entry of the TLB. Only what huge pages fill whole is asked for in them,
-//! so a buffer takes no more memory than its bytes.
+//! Products whose operands lie in small pages were measured to be some per cent slower (docs/design/crates.md). Only what huge pages
+//! fill whole is asked for in them, so a buffer takes no more memory than its bytes.
 use crate::mem::Memory;
 use memmap2::{Advice, MmapMut};
 use std::{ptr::NonNull, sync::Arc};

@@ -5,12 +5,17 @@ use crate::formats::experts::{Fused, Member};
 
 impl Foreign {
     /// Gives the experts of a layer that it has as one tensor the names that `weights` (names and shapes) lists, one by one, and
-    /// their states with them; the layer's other weights are then called as they are there, too. What it lists itself stays.
+    /// their states with them; the layer's other weights are then called as they are there, too. What it lists itself stays, and
+    /// so does a tensor that it has both ways: whoever looks for the names then finds one that is nobody's.
     pub fn list_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let weights: Vec<_> = weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect();
         let Some(fused) = Fused::of(&weights) else { return };
         let has = |e: &Entry| fused.weights.iter().any(|(n, s)| *n == e.info.name && *s == e.info.shape);
-        let members = |e: &Entry| if has(e) { fused.members(&e.info.name) } else { None };
+        let twice = |e: &Entry, m: &Member| self.index.contains_key(&(e.info.role, m.name.clone()));
+        let members = |e: &Entry| {
+            let members = fused.members(&e.info.name).filter(|_| has(e))?;
+            (!members.iter().any(|m| twice(e, m))).then_some(members)
+        };
         let before = std::mem::take(&mut self.entries);
         for entry in before {
             match members(&entry) {
