@@ -52,3 +52,50 @@ impl ForeignFacts {
         self.steps = steps.iter().flat_map(|(name, n)| own(name).into_iter().map(|own| (own, *n))).collect();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Request, Role, Source, foreign::open};
+    use serde_json::{Map, json};
+
+    /// A folder of weights: names and shapes, whose elements count up from 0 in each tensor.
+    fn folder(tensors: &[(&str, &[u64])]) -> tempfile::TempDir {
+        let (mut header, mut data) = (Map::new(), Vec::new());
+        for (name, shape) in tensors {
+            let begin = data.len();
+            let count = shape.iter().product::<u64>();
+            data.extend((0..count).flat_map(|i| (i as f32).to_le_bytes()));
+            let entry = json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()]});
+            header.insert((*name).into(), entry);
+        }
+        let header = serde_json::to_vec(&header).expect("JSON");
+        let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+        let place = tempfile::tempdir().expect("a folder");
+        std::fs::write(place.path().join("model.safetensors"), file).expect("written");
+        place
+    }
+
+    #[test]
+    fn experts_are_listed_unless_they_are_there_both_ways() {
+        let expert = |m: &str, shape: &[u64]| {
+            (0..2).map(|e| (format!("l.mlp.experts.{e}.{m}.weight"), shape.to_vec())).collect::<Vec<_>>()
+        };
+        let matrices = [("gate_proj", [3, 2]), ("up_proj", [3, 2]), ("down_proj", [2, 3])];
+        let wanted: Vec<_> = matrices.iter().flat_map(|(m, shape)| expert(m, shape)).collect();
+        let fused: [(&str, &[u64]); 2] =
+            [("l.mlp.experts.gate_up_proj", &[2, 6, 2]), ("l.mlp.experts.down_proj", &[2, 2, 3])];
+        let both = [fused[0], fused[1], ("l.mlp.experts.1.up_proj.weight", &[3, 2])];
+        for (tensors, replaced) in [(&fused[..], true), (&both[..], false)] {
+            let place = folder(tensors);
+            let mut source = open(place.path()).expect("sound").expect("weights");
+            source.list_experts(&wanted);
+            let names: Vec<String> = source.tensors().into_iter().map(|t| t.name).collect();
+            assert_eq!(names.contains(&fused[0].0.to_owned()), !replaced, "{names:?}");
+            let (mut out, name) = ([0.0; 6], "l.mlp.experts.1.up_proj.weight");
+            let request = Request { name, role: Role::Weight, start_element: 0, out: &mut out };
+            source.read_many(&mut [request]).expect("read");
+            let first = if replaced { 18.0 } else { 0.0 };
+            assert_eq!(out, std::array::from_fn(|i| first + i as f32));
+        }
+    }
+}
