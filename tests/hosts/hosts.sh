@@ -72,6 +72,7 @@ boot() { # boot H INDEX: start the namespaces of one host (network namespace exi
     up=$D/disk/up; mkdir -p "$up/etc/ssh" "$up/root" "$up/var/log" "$D/disk/work"
     cp "$DIR/etc_hosts" "$up/etc/hosts"; echo "$h" > "$up/etc/hostname"; : > "$up/etc/resolv.conf"
     sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf > "$up/etc/nsswitch.conf"     # no DNS at all: names fail at once
+    mkdir -m 700 "$up/root/.cache"; mknod "$up/root/.cache/launch" c 0 0               # whiteout: none of this machine's own
     mkdir -m 700 "$up/root/.ssh"; cp "$DIR/id_ed25519" "$DIR/id_ed25519.pub" "$DIR/known_hosts" "$up/root/.ssh/"
     cp "$DIR/id_ed25519.pub" "$up/root/.ssh/authorized_keys"; chmod 700 "$up/root"
     printf 'StrictHostKeyChecking yes\nBatchMode yes\nKexAlgorithms curve25519-sha256\n' > "$up/root/.ssh/config"; chmod 600 "$up/root/.ssh/"*
