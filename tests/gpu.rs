@@ -88,6 +88,11 @@ fn what_is_wrong_with_a_card_is_said() {
     for (told, code, part) in [
         (("CARD_COUNT", "0"), 3, "cuInit failed: CUDA_ERROR_NO_DEVICE"),
         (("CARD_VERSION", "11080"), 3, "implements CUDA 11.8; needed: CUDA 12.0 or newer"),
+        (
+            ("CARD_VERSION", "12080"),
+            3,
+            "libnvrtc.so.13 is of a newer CUDA than the driver, which implements 12",
+        ),
         (("NVRTC_FAILS", "1"), 1, "the kernels of flat.cu don't compile"),
         (
             ("CARD_FAILS", "cuModuleLoadData:2"),
@@ -107,18 +112,21 @@ fn what_is_wrong_with_a_card_is_said() {
 fn training_on_an_emulated_card_passes() {
     let folders = [card::folder(), stand_in::folder()];
     let list = std::env::join_paths(folders).expect("paths");
-    let (code, said) = gpu_check(Path::new(&list), &["--quick", "--tiny"]);
+    // a version that lets ranks share a GPU
+    let (code, said) = with(Path::new(&list), &["--quick", "--tiny"], ("FAKE_NCCL_VERSION", "23007"));
     assert_eq!(code, Some(0), "{said}");
     for row in [
         "| a tiny Llama | fp32 | 1 |",
         "| a tiny Llama | fp32 | 4 on this GPU |",
         "| a tiny Llama | bf16 | 2 on this GPU |",
         "| a tiny Llama | bf16 | 1, NCCL |",
+        "| a tiny Llama | bf16 | 2, NCCL on this GPU |",
         "| a tiny Llama, 1 × 6 |",
+        "| the same, states on the host |",
     ] {
         assert!(said.contains(row), "{row} is missing in: {said}");
     }
-    assert_eq!(said.matches("| ok |").count(), 10 + 2 * 4, "{said}");
+    assert_eq!(said.matches("| ok |").count(), 10 + 2 * 5, "{said}");
 }
 
 /// A job whose model an emulated card has patience for.
@@ -168,6 +176,15 @@ fn a_job_trains_on_a_card() {
     let shared = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
     let two = Ran::of(&job(&place, &shared, none)).succeeded();
     assert_eq!(two.losses(), one.losses(), "two workers on one card");
+    place.forget_checkpoints();
+    // Streams of collectives that lag: the same numbers, and what was waited for is told.
+    let lagging = Ran::of(&job(&place, &shared, ("CARD_LAG", "side:2000"))).succeeded();
+    assert_eq!(lagging.losses(), one.losses(), "two workers on one card, streams lag");
+    let exposed = |ran: &Ran| {
+        let steps = ran.kind("step").into_iter();
+        steps.map(|e| e["exposed_comm_s"].as_f64().expect("seconds")).sum::<f64>()
+    };
+    assert!(exposed(&lagging) > 0.01 && exposed(&one) == 0.0, "{} {}", exposed(&lagging), exposed(&one));
     let on = ["train.steps=4", "cluster.workers_per_host=1"];
     let went_on = Ran::of(&job(&place, &on, none)).succeeded();
     assert_eq!(went_on.kind("resume").len(), 1);
@@ -244,6 +261,13 @@ fn what_ends_training_on_a_card_is_said_once() {
         }
         assert!(!ran.stderr.contains("panicked"), "{told:?}: {}", ran.stderr);
     }
+    // two workers on a GPU, and an NCCL that knows no such thing
+    let libs = format!("cluster.cuda_libs=[{}, {}]", card::folder().display(), stand_in::folder().display());
+    let two = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
+    let set = [&two[..], &["cluster.collectives=nccl", &libs]].concat();
+    let ran = Ran::of(&job(&place, &set, ("CARD_COUNT", "1")));
+    assert!(ran.code == 3 && ran.stderr.contains("NCCL 2.27.3 ("), "{}: {}", ran.code, ran.stderr);
+    assert!(ran.stderr.contains("can't have two workers on a GPU, NCCL 2.30 or newer can"), "{}", ran.stderr);
     // the job's own folders come before the machine's
     let libs = format!("cluster.cuda_libs=[{}]", card::folder().display());
     let set = ["cluster.devices=cuda", "cluster.workers_per_host=1", &libs];

@@ -22,7 +22,7 @@ fn event_files_hold_what_the_metrics_hold() {
 
     let mut expected = Vec::new();
     let tags = [
-        ("step", ["loss", "grad_norm", "lr", "tokens_per_s"].as_slice(), "train"),
+        ("step", ["loss", "grad_norm", "lr", "tokens_per_s", "exposed_comm_s"].as_slice(), "train"),
         ("eval", &["loss", "perplexity"], "eval"),
     ];
     for event in &ran.events {
@@ -34,6 +34,6 @@ fn event_files_hold_what_the_metrics_hold() {
             expected.push(json!([event["step"], format!("{group}/{name}"), value]));
         }
     }
-    assert_eq!(expected.len(), 20 * 4 + 5 * 2);
+    assert_eq!(expected.len(), 20 * 5 + 5 * 2);
     assert_eq!(said["scalars"], Value::Array(expected));
 }

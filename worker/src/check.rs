@@ -202,6 +202,10 @@ impl Memory<'_> {
             parts.extend([
                 ("operator scratch".into(), self.scratch(b, t) + if half { self.widened(b, t) } else { 0 }),
                 ("collectives' staging".into(), self.staging()),
+                (
+                    "copies of updated parts".into(),
+                    dtype.size() as u64 * self.published(policy, rank as usize),
+                ),
                 ("checkpoint copy (async)".into(), copies),
                 ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
                 ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
@@ -298,7 +302,18 @@ impl Memory<'_> {
         let sharded = self.own_trained(rank);
         let whole: Vec<usize> = self.mine(rank).map(Unit::trained_len).collect();
         let lengths = if policy.shard_optimizer { sharded } else { whole };
-        lengths.windows(2).map(|w| w[0] + w[1]).max().or(lengths.first().copied()).unwrap_or(0) as u64
+        let two = lengths.windows(2).map(|w| w[0] + w[1]).max().or(lengths.first().copied()).unwrap_or(0);
+        // A GPU's rooms have the size of the largest unit.
+        let rooms = 2 * lengths.iter().max().copied().unwrap_or(0);
+        if self.job.cluster.trains_on_gpus() { rooms as u64 } else { two as u64 }
+    }
+
+    /// Where several ranks keep all parameters: the copy of an updated part that travels, and the last one's memory, which the
+    /// allocator keeps.
+    fn published(&self, policy: Policy, rank: usize) -> u64 {
+        let travels = !policy.shard_parameters && self.world > 1;
+        let largest = self.own_lengths(rank).into_iter().max().unwrap_or(0) as u64;
+        if travels { 2 * largest } else { 0 }
     }
 
     /// What Muon needs to move the matrices of a unit: their directions, and of the largest one the iteration.

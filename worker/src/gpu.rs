@@ -26,7 +26,7 @@ use std::{
     time::Duration,
 };
 
-/// Longest wait until all ranks have joined NCCL's group, and for NCCL to take a piece of work.
+/// Longest wait until all ranks have joined NCCL's group.
 const NCCL_LIMIT: Duration = Duration::from_secs(120);
 
 /// From the job (`cluster.cuda_libs`, relative to its working directory) and the environment of this process.
@@ -42,6 +42,7 @@ pub(crate) fn places(libs: &[PathBuf], workdir: &Path) -> Places {
         library_path: all(env::LD_LIBRARY_PATH),
         python: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
         toolkits: paths(&[env::CUDA_HOME, env::CUDA_PATH]),
+        driver: None,
     }
 }
 
@@ -85,7 +86,11 @@ impl Device {
             Ok(cuda)
         });
         let unusable = |e| Error::cluster(format!("no GPU can be used for `cluster.devices`: {e}"));
-        Ok(Device::Card(Arc::new(opened.map_err(unusable)?), places))
+        let cuda = opened.map_err(unusable)?;
+        if let Some(why) = cuda.unkept_kernels() {
+            println!("compiled kernels aren't kept: {why}");
+        }
+        Ok(Device::Card(Arc::new(cuda), places))
     }
 
     /// Its ops.
@@ -122,6 +127,13 @@ impl Device {
             Error::cluster(format!("{e}; `cluster.collectives: host` goes by way of the host's memory"))
         };
         let nccl = Nccl::open(&places.folders(Wanted::Nccl)).map_err(without)?;
+        if cluster.workers_per_gpu > 1 && !nccl.shares_gpus() {
+            return Err(Error::cluster(format!(
+                "{} can't have two workers on a GPU, NCCL 2.30 or newer can; `cluster.collectives: host` goes by way of the host's \
+                 memory",
+                nccl.describe()
+            )));
+        }
         let comm = NcclComm::meet(&nccl, cuda.clone(), hosts, NCCL_LIMIT).map_err(without)?;
         let comm = Arc::new(comm);
         println!("collectives: {}", nccl.describe());

@@ -101,6 +101,9 @@ fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, Cuda
     let began = Instant::now();
     cuda.warm_up()?;
     println!("kernels are loaded after {:.2} s\n", began.elapsed().as_secs_f64());
+    if let Some(why) = cuda.unkept_kernels() {
+        println!("compiled kernels aren't kept: {why}\n");
+    }
     let Extent { quick, tiny, ops_alone, .. } = extent;
     let fits = show_parity(cuda, if quick { FEW_ROUNDS } else { ROUNDS });
     if fits && !quick {

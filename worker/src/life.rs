@@ -11,7 +11,7 @@ use crate::{
     save::{Identity, Saver, total_bytes},
     scattered::{self, Scattered},
     session::{Session, inherited},
-    stages::{ScheduleBound, Spec},
+    stages::{Running, ScheduleBound, Spec},
     state::model_card,
     storage::{Layout, survey},
     train::{
@@ -28,7 +28,7 @@ use contract::{
     env,
     event::{Event, Phase},
     exit::WorkerExit,
-    job::{SampleSpec, TrainSpec, ZeroSpec},
+    job::{Offload, SampleSpec, TrainSpec, ZeroSpec},
 };
 use device::storage::Stopped;
 use std::{
@@ -134,6 +134,13 @@ pub(crate) fn no_threads(e: std::io::Error) -> Error {
     Error::cluster(format!("session threads: {e}"))
 }
 
+fn in_workdir(place: Offload, workdir: &Path) -> Offload {
+    match place {
+        Offload::Files(directory) => Offload::Files(workdir.join(directory)),
+        Offload::Cpu => Offload::Cpu,
+    }
+}
+
 /// Build, resume, train, gather.
 fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
     let job = &welcome.job;
@@ -142,7 +149,7 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
         model: asked.model.at(&welcome.workdir),
         lora: asked.lora.as_ref().map(|l| l.at(&welcome.workdir)),
         zero: ZeroSpec {
-            offload: asked.zero.offload.as_ref().map(|d| welcome.workdir.join(d)),
+            offload: asked.zero.offload.clone().map(|place| in_workdir(place, &welcome.workdir)),
             ..asked.zero.clone()
         },
         ..asked.clone()
@@ -212,8 +219,16 @@ fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<Wor
         }
     }
     session.phase(Phase::Ending)?;
-    running.trainer.engine.queue().run(|c| c.barrier())?;
+    leave_together(&running)?;
     Ok(ended)
+}
+
+/// A GPU may still be at the last collective, in which others read this rank's memory: nobody leaves before all have ended it.
+fn leave_together(running: &Running) -> Result<()> {
+    let queue = running.trainer.engine.queue();
+    queue.run(|_| Ok(()))?;
+    running.trainer.ops.wait();
+    Ok(queue.run(|c| c.barrier())?)
 }
 
 /// Samples in the order of the run.

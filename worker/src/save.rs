@@ -12,7 +12,10 @@ use crate::{
 };
 use ckpt::{CkptError, Facts, ModelCard, ParityReport, Piece, Role, ShardReport, Staging, TextFile};
 use contract::job::{CheckpointSpec, JobSpec};
-use device::{Buf, Ops};
+use device::{
+    Buf, Dtype, Ops, View,
+    storage::{Mark, said},
+};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -56,6 +59,16 @@ pub struct Saver {
     under_way: Option<UnderWay>,
     last: Option<PathBuf>,
     layout: Layout,
+    rooms: Rooms,
+    notice: Option<String>,
+}
+
+/// Memory of the host that a background save of a GPU's copies to: made once, beside the run, since the driver takes seconds for
+/// many gigabytes.
+enum Rooms {
+    NotAsked,
+    Coming(JoinHandle<Vec<Buf>>),
+    Ready(Vec<Buf>),
 }
 
 struct UnderWay {
@@ -69,16 +82,18 @@ struct UnderWay {
 }
 
 enum Writer {
-    Done(std::result::Result<ShardReport, CkptError>),
-    Background(JoinHandle<std::result::Result<ShardReport, CkptError>>),
+    Done(Written),
+    /// Gives the memory back with the report.
+    Background(JoinHandle<(Written, Vec<Buf>)>),
 }
 
-/// A copy of what a rank owns, for the background writer.
-struct Copied {
+type Written = std::result::Result<ShardReport, CkptError>;
+
+/// What a rank owns of a tensor, beside its values.
+struct Label {
     name: String,
     role: Role,
     start_element: u64,
-    data: Buf,
 }
 
 impl Saver {
@@ -90,7 +105,51 @@ impl Saver {
         last: Option<PathBuf>,
         layout: Layout,
     ) -> Self {
-        Saver { root, spec, identity, under_way: None, last, layout }
+        Saver { root, spec, identity, under_way: None, last, layout, rooms: Rooms::NotAsked, notice: None }
+    }
+
+    /// Makes room on the host for background saves, in the background. Without this the first save does. CPUs have it for the
+    /// length of each save alone.
+    pub fn prepare(&mut self, running: &Running) -> Result<()> {
+        let on_gpu = !running.trainer.ops.is_host();
+        if on_gpu && self.in_background(running) && matches!(self.rooms, Rooms::NotAsked) {
+            let (lens, ops) = (lens(running), running.trainer.ops.clone());
+            let make = move || lens.into_iter().map(|len| ops.staging(Dtype::F32, len)).collect();
+            self.rooms = Rooms::Coming(thread("checkpoint memory", make)?);
+        }
+        Ok(())
+    }
+
+    /// Waits until that room is there.
+    pub fn wait_for_room(&mut self, running: &Running) -> Result<()> {
+        self.prepare(running)?;
+        if matches!(self.rooms, Rooms::Coming(_)) {
+            self.rooms = Rooms::Ready(self.rooms(running)?);
+        }
+        Ok(())
+    }
+
+    /// A copy in memory of what has no place in memory would be no help.
+    fn in_background(&self, running: &Running) -> bool {
+        self.spec.r#async && running.train().zero.offload.is_none()
+    }
+
+    /// Says once what is had in another way than asked for.
+    pub fn notice(&mut self) -> Option<String> {
+        self.notice.take()
+    }
+
+    fn rooms(&mut self, running: &Running) -> Result<Vec<Buf>> {
+        self.prepare(running)?;
+        match std::mem::replace(&mut self.rooms, Rooms::NotAsked) {
+            Rooms::Ready(rooms) => Ok(rooms),
+            Rooms::Coming(rooms) => Ok(rooms.join().unwrap_or_else(|panic| {
+                let why = said(panic.as_ref());
+                self.notice = Some(format!("saves wait until the GPU's memory is copied: {why}"));
+                lens(running).into_iter().map(Buf::zeroed).collect()
+            })),
+            Rooms::NotAsked => Ok(lens(running).into_iter().map(Buf::zeroed).collect()),
+        }
     }
 
     /// The newest checkpoint of this run that is complete.
@@ -109,7 +168,7 @@ impl Saver {
     }
 
     /// Starts a checkpoint of the state as it is now. Collective; the last one must be finished.
-    pub fn begin(&mut self, running: &Running) -> Result<()> {
+    pub fn begin(&mut self, running: &mut Running) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let facts = self.facts(running);
@@ -130,20 +189,23 @@ impl Saver {
         let rank = engine.rank() as u32;
         let world = engine.world() as u32;
         let directory = path.clone();
-        // a copy in memory of what has no place in memory would be no help
-        let writer = if self.spec.r#async && running.train().zero.offload.is_none() {
-            let copied: Vec<Copied> = mine.iter().map(|o| Copied::of(ops, o)).collect();
+        let labels: Vec<Label> = mine.iter().map(Label::of).collect();
+        let values: Vec<View> = mine.iter().map(|o| o.values).collect();
+        let (writer, copied) = if self.in_background(running) {
+            let copies = ops.download(&values, self.rooms(running)?);
+            let copied = copies.mark();
             let write = move || {
-                let pieces: Vec<Piece> = copied.iter().map(Copied::piece).collect();
-                ckpt::write_shard(&path, rank, world, &pieces)
+                let rooms = copies.wait();
+                (ckpt::write_shard(&path, rank, world, &pieces(&labels, &rooms)), rooms)
             };
-            let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(write);
-            Writer::Background(thread.map_err(|e| Error::cluster(format!("checkpoint writer: {e}")))?)
+            (Writer::Background(thread("checkpoint", write)?), copied)
         } else {
-            let written = write_now(ops, &path, rank, world, &mine);
-            (0..engine.shards.len()).for_each(|u| optimizer.put_away(u));
-            Writer::Done(written)
+            let written = write_now(ops, &path, rank, world, &labels, &values);
+            (0..engine.shards.len()).for_each(|u| optimizer.let_go(u));
+            (Writer::Done(written), Mark::default())
         };
+        drop(guards);
+        running.trainer.change_behind(copied);
         let staging = staging?;
         self.under_way = Some(UnderWay { facts, staging, directory, writer, began });
         Ok(())
@@ -164,10 +226,15 @@ impl Saver {
         let queue = running.trainer.engine.queue();
         let report = match writer {
             Writer::Done(r) => r.map_err(storage),
-            Writer::Background(t) => t
-                .join()
-                .map_err(|_| Error::failed("the checkpoint writer panicked"))
-                .and_then(|r| r.map_err(storage)),
+            Writer::Background(t) => match t.join() {
+                Ok((written, rooms)) => {
+                    if !running.trainer.ops.is_host() {
+                        self.rooms = Rooms::Ready(rooms);
+                    }
+                    written.map_err(storage)
+                }
+                Err(panic) => Err(Error::failed(format!("the checkpoint writer: {}", said(panic.as_ref())))),
+            },
         };
         let reports = agree(queue, report)?;
         let step = facts.step;
@@ -265,16 +332,30 @@ fn cursor(running: &Running, data: &str, units: &[Unit]) -> Value {
     cursor
 }
 
-impl Copied {
-    fn of(ops: &dyn Ops, o: &Owned) -> Self {
-        let data = ops.downloaded(o.values);
-        Copied { name: o.name.into(), role: o.role, start_element: o.start_element, data }
+impl Label {
+    fn of(o: &Owned) -> Self {
+        Label { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    fn piece(&self) -> Piece<'_> {
-        let data = self.data.host();
+    fn piece<'a>(&'a self, data: &'a [f32]) -> Piece<'a> {
         Piece { name: &self.name, role: self.role, start_element: self.start_element, data }
     }
+}
+
+/// Elements of each vector that this rank owns.
+fn lens(running: &Running) -> Vec<usize> {
+    let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
+    let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+    owned(engine, optimizer, &guards).iter().map(|o| o.values.len()).collect()
+}
+
+fn pieces<'a>(labels: &'a [Label], values: &'a [Buf]) -> Vec<Piece<'a>> {
+    labels.iter().zip(values).map(|(label, values)| label.piece(values.host())).collect()
+}
+
+fn thread<T: Send + 'static>(name: &str, f: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+    let thread = std::thread::Builder::new().name(name.into()).spawn(f);
+    thread.map_err(|e| Error::cluster(format!("{name}: no thread: {e}")))
 }
 
 /// Writes a shard while nothing else happens: straight from where the values lie, or by way of a copy on the host.
@@ -283,20 +364,15 @@ fn write_now(
     path: &Path,
     rank: u32,
     world: u32,
-    owned: &[Owned],
-) -> std::result::Result<ShardReport, CkptError> {
-    if ops.is_host() {
-        let pieces = owned.iter().map(|o| Piece {
-            name: o.name,
-            role: o.role,
-            start_element: o.start_element,
-            data: o.values.host(),
-        });
-        let pieces: Vec<Piece> = pieces.collect();
-        return ckpt::write_shard(path, rank, world, &pieces);
-    }
-    let copied: Vec<Copied> = owned.iter().map(|o| Copied::of(ops, o)).collect();
-    let pieces: Vec<Piece> = copied.iter().map(Copied::piece).collect();
+    labels: &[Label],
+    values: &[View],
+) -> Written {
+    let copied = |v: &View| if v.is_on_host() { Buf::default() } else { ops.downloaded(*v) };
+    let copies: Vec<Buf> = values.iter().map(copied).collect();
+    let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
+        label.piece(if values.is_on_host() { values.host() } else { copy.host() })
+    });
+    let pieces: Vec<Piece> = pieces.collect();
     ckpt::write_shard(path, rank, world, &pieces)
 }
 

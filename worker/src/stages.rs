@@ -19,7 +19,7 @@ use crate::{
 use ckpt::peft::AdapterConfig;
 use comm::Comm;
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, ReloadTrain, TrainSpec};
-use device::{Dtype, Ops, View, needed_for};
+use device::{Dtype, Ops, View, needed_for, storage::Mark};
 use std::{ops::Range, sync::Arc};
 
 /// Stage 1: the job's numbers with those of the tokenizer filled in.
@@ -151,7 +151,8 @@ impl Parameters {
     /// Allocates this rank's part, all zeros.
     pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<Sharded> {
         let train = self.train;
-        let queue = Queue::new(comm).map_err(|e| Error::cluster(format!("communication thread: {e}")))?;
+        let queue = Queue::new(comm, ops.clone())
+            .map_err(|e| Error::cluster(format!("communication thread: {e}")))?;
         let layers = self.model.units().len() - 2;
         let placement = Placement::new(&train.experts, self.model.as_ref(), layers, queue.comm().world())
             .map_err(|(key, why)| Error::job(format!("{key}: {why}")))?;
@@ -235,7 +236,7 @@ impl Sharded {
         let Sharded { train, model, engine, ops, placement } = self;
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
         let ranges = (0..units.len()).map(|u| engine.updated(u));
-        let offload = train.zero.offload.as_deref();
+        let offload = train.zero.offload.as_ref();
         let optimizer =
             Optimizer::bind(ops.as_ref(), &train.optimizer, &units, &model.ties(), ranges, offload)
                 .map_err(|f| of_job(&f))?;
@@ -264,6 +265,7 @@ impl Sharded {
             micro: b,
             recompute: train.recompute,
             clip_norm: train.clip_norm,
+            copied: Mark::default(),
             loss_scale: LossScale::new(
                 (train.precision == Precision::Fp16).then(|| train.loss_scale.clone()),
             ),

@@ -187,7 +187,7 @@ pub fn spread(bound: &mut ScheduleBound) -> Result<()> {
         if !engine.policy.shard_optimizer {
             spread_states(bound.trainer.ops.as_ref(), engine, optimizer, u)?;
         }
-        optimizer.put_away(u);
+        optimizer.let_go(u);
     }
     Ok(engine.settle()?)
 }

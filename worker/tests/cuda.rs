@@ -1,11 +1,8 @@
 //! Training on an emulated card: curves beside the CPU's, the same bits for any number of ranks that share it, checkpoints that
 //! go from one kind of device to the other.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
-#[path = "../device/tests/card/mod.rs"]
-mod card;
 mod common;
-#[path = "../comm/tests/nccl/stand_in.rs"]
-mod stand_in;
+mod emulated;
 
 use comm::{
     Comm, CommError,
@@ -14,65 +11,9 @@ use comm::{
 };
 use common::*;
 use contract::{job::*, judge::TrainJudge};
-use device::{Cpu, Cuda, Dtype, Ops, Storage, cuda::Places};
-use std::{path::Path, sync::Arc, time::Duration};
-use worker::{
-    resume::{Place, resume},
-    storage::Layout,
-};
-
-/// Losses and norms of some steps, as bits.
-type Curve = Vec<(u64, u64)>;
-
-fn cuda() -> Arc<Cuda> {
-    let places = Places { job: vec![card::folder().to_owned()], ..Places::default() };
-    Arc::new(Cuda::open(&places, 0, None).unwrap())
-}
-
-/// Small enough for a card that is emulated.
-fn llama() -> ModelSpec {
-    ModelSpec {
-        vocab_size: 37,
-        hidden_size: 12,
-        intermediate_size: 19,
-        num_hidden_layers: 2,
-        num_attention_heads: 2,
-        head_dim: 6,
-        ..odd_model()
-    }
-}
-
-fn spec(stage: u8, precision: Precision) -> TrainSpec {
-    TrainSpec { precision, ..train_spec(llama(), stage, 4, 1, 7) }
-}
-
-/// Runs `f` on ranks that share the card.
-fn on_card<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>, Arc<dyn Ops>) -> T + Sync) -> Vec<T> {
-    on_ranks(world, |c| {
-        let cuda = cuda();
-        f(Arc::new(Staged::new(c, cuda.clone())), cuda)
-    })
-}
-
-fn run(spec: &TrainSpec, world: usize, n: u64) -> Curve {
-    let all = on_card(world, |comm, ops| steps(&mut build_on(spec, comm, ops).fresh(), n));
-    assert!(all.iter().all(|curve| *curve == all[0]), "ranks disagree");
-    all.into_iter().next().unwrap()
-}
-
-/// The largest difference of two curves, relative.
-fn apart(a: &Curve, b: &Curve) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let values = |c: &Curve| c.iter().flat_map(|&(l, n)| [l, n]).map(f64::from_bits).collect::<Vec<_>>();
-    let pairs = values(a).into_iter().zip(values(b));
-    pairs.map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
-}
-
-#[track_caller]
-fn assert_near(card: &Curve, cpu: &Curve, limit: f64, what: &str) {
-    let apart = apart(card, cpu);
-    assert!(apart <= limit, "{what}: {apart:e} apart");
-}
+use device::{Dtype, Storage};
+use emulated::*;
+use std::{sync::Arc, time::Duration};
 
 #[test]
 fn every_stage_and_any_number_of_ranks_on_one_card() {
@@ -126,6 +67,34 @@ fn other_families_adapters_and_optimizers() {
     }
 }
 
+/// Optimizer states in the host's memory or in files come to the card for their update: the same bits, also in checkpoints.
+#[test]
+fn states_that_lie_elsewhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let places = [Offload::Cpu, Offload::Files(dir.path().join("states"))];
+    for name in [OptimizerName::Adamw, OptimizerName::Sgd, OptimizerName::Lion, OptimizerName::Muon] {
+        let of = |stage, place: Option<&Offload>| {
+            let mut spec = spec(stage, Precision::Fp32);
+            spec.freeze = vec!["*.1.mlp.*".into()];
+            spec.optimizer.name = name;
+            spec.optimizer.momentum = if name == OptimizerName::Adamw { 0.0 } else { 0.9 };
+            spec.zero.offload = place.cloned();
+            spec
+        };
+        let whole = run(&of(0, None), 1, BEFORE + AFTER);
+        for (i, place) in places.iter().enumerate() {
+            for (stage, world) in [(0, 2), (3, 1)] {
+                let found = run(&of(stage, Some(place)), world, BEFORE + AFTER);
+                assert_eq!(found, whole, "{name:?}, {place:?}, stage {stage}");
+            }
+            let root = dir.path().join(format!("{name:?} {i}"));
+            train_and_save(&|n, f| on_card(n, f), &of(3, Some(place)), 2, &root, true);
+            let rest = resume_and_train(&|n, f| on_card(n, f), &of(1, Some(place)), 2, &root);
+            assert_eq!(rest, whole[BEFORE as usize..], "{name:?}, {place:?}, resumed");
+        }
+    }
+}
+
 /// On tensor cores, and vectors of 16 bits.
 #[test]
 fn dropout_in_bf16() {
@@ -140,14 +109,7 @@ fn dropout_in_bf16() {
 
 #[test]
 fn experts_on_their_own_ranks_and_together() {
-    let model = ModelSpec {
-        family: "qwen3_moe".into(),
-        num_experts: Some(4),
-        num_experts_per_tok: Some(2),
-        moe_intermediate_size: Some(9),
-        ..llama()
-    };
-    let mut spec = train_spec(model, 3, 4, 1, 7);
+    let mut spec = mixture();
     spec.experts = ExpertsSpec { aux_loss: Some(0.1), z_loss: 0.01, ..ExpertsSpec::default() };
     let cpu = fresh_run(&spec, 1, 1, 2);
     let one = run(&spec, 1, 2);
@@ -157,42 +119,6 @@ fn experts_on_their_own_ranks_and_together() {
     assert_eq!(run(&spec, 2, 2), one, "experts of two ranks");
     spec.recompute = Recompute::Block;
     assert_eq!(run(&spec, 4, 2), one, "two groups of two ranks");
-}
-
-/// What ranks on one kind of device do, as [`on_card`].
-type On<'a, T> = &'a dyn Fn(usize, &(dyn Fn(Arc<dyn Comm>, Arc<dyn Ops>) -> T + Sync)) -> Vec<T>;
-
-fn on_cpu<T: Send>(world: usize, f: &(dyn Fn(Arc<dyn Comm>, Arc<dyn Ops>) -> T + Sync)) -> Vec<T> {
-    on_ranks(world, |c| f(c, Arc::new(Cpu::new(1))))
-}
-
-const BEFORE: u64 = 2;
-const AFTER: u64 = 2;
-
-fn train_and_save(on: On<()>, spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
-    let job = job(spec, root, asynchronous);
-    on(world, &|comm, ops| {
-        let mut running = build_on(spec, comm, ops).fresh();
-        steps(&mut running, BEFORE);
-        let mut saver = saver(&running, &job, root);
-        saver.begin(&running).unwrap();
-        if asynchronous {
-            // What is written is the state at `begin`, whatever happens meanwhile.
-            steps(&mut running, 1);
-        }
-        assert_eq!(saver.finish(&running).unwrap().unwrap().step, BEFORE);
-    });
-}
-
-fn resume_and_train(on: On<Curve>, spec: &TrainSpec, world: usize, root: &Path) -> Curve {
-    let job = job(spec, root, false);
-    let all = on(world, &|comm, ops| {
-        let mut bound = build_on(spec, comm, ops);
-        let place = Place { root, workdir: root, layout: &Layout::shared(world) };
-        let resumed = resume(&mut bound, &job, &place, "made up", &mut |_| Ok(())).unwrap();
-        steps(&mut bound.resumed(resumed.unwrap().cursor), AFTER)
-    });
-    all.into_iter().next().unwrap()
 }
 
 #[test]
@@ -220,20 +146,10 @@ fn a_checkpoint_goes_from_one_device_to_the_other() {
 /// NCCL, as far as a stand-in goes: the same bits as by way of the host.
 #[test]
 fn nccl_gives_the_same_bits() {
-    let nccl = Nccl::open(&[stand_in::folder().to_owned()]).unwrap();
-    let run_over_nccl = |spec: &TrainSpec, world| {
-        let all = on_ranks(world, |hosts| {
-            let cuda = cuda();
-            let comm = NcclComm::meet(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap();
-            steps(&mut build_on(spec, Arc::new(comm), cuda).fresh(), 2)
-        });
-        assert!(all.iter().all(|curve| *curve == all[0]), "ranks disagree");
-        all.into_iter().next().unwrap()
-    };
     for precision in [Precision::Fp32, Precision::Bf16] {
         let expected = run(&spec(0, precision), 1, 2);
         for (stage, world) in [(3, 1), (0, 2), (2, 2), (3, 2)] {
-            let got = run_over_nccl(&spec(stage, precision), world);
+            let got = run_over_nccl(&spec(stage, precision), world, 2);
             assert_eq!(got, expected, "stage {stage}, {world} ranks, {precision:?}");
         }
     }
@@ -244,9 +160,9 @@ fn nccl_gives_the_same_bits() {
 fn the_plan_knows_a_gpus_memory() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("corpus.txt"), "the quick brown fox ".repeat(500)).unwrap();
-    for precision in ["fp32", "bf16"] {
+    for (precision, offload) in [("fp32", "none"), ("bf16", "none"), ("bf16", "{optimizer: cpu}")] {
         let text = format!(
-            "cluster: {{devices: cuda}}\nrun: {{workdir: {:?}}}\ntrain:\n  precision: {precision}\n  \
+            "cluster: {{devices: cuda}}\nrun: {{workdir: {:?}}}\ntrain:\n  precision: {precision}\n  zero: {{offload: {offload}}}\n  \
              batch: {{global: 4, micro: 2}}\n  data: {{files: [corpus.txt], seq_len: 48}}\n  \
              model: {{hidden_size: 96, intermediate_size: 256, num_hidden_layers: 3}}\n",
             dir.path()
@@ -262,7 +178,11 @@ fn the_plan_knows_a_gpus_memory() {
         let comm = Arc::new(Staged::new(Arc::new(comm), cuda.clone()));
         steps(&mut build_on(&train, comm, cuda.clone()).fresh(), 2);
         let apart = cuda.peak_memory() as f64 / planned as f64 - 1.0;
-        assert!(apart.abs() < 0.05, "{precision}: {apart:e} more than {:?}", verdict.memory[0]);
+        assert!(
+            apart.abs() < 0.05,
+            "{precision}, offload {offload}: {apart:e} more than {:?}",
+            verdict.memory[0]
+        );
     }
 }
 

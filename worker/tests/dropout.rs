@@ -139,7 +139,7 @@ fn a_run_goes_on_with_the_same_bits() {
             let mut running = build(&spec, c, 1).fresh();
             steps(&mut running, 3);
             let mut saver = saver(&running, &job(&spec, dir.path(), false), dir.path());
-            saver.begin(&running).unwrap();
+            saver.begin(&mut running).unwrap();
             saver.finish(&running).unwrap();
         });
         let go_on = |rate| {

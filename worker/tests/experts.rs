@@ -157,7 +157,7 @@ fn weights_and_states_follow_another_placement() {
         |stage| spec(6, 3, ExpertPlacement::Layers(BTreeMap::from([(0, ranks(&[2, 0, 1, 2, 0, 1]))])), stage);
     for stage in [0, 1, 3] {
         let dir = tempfile::tempdir().unwrap();
-        let save = |running: &Running, spec: &TrainSpec| {
+        let save = |running: &mut Running, spec: &TrainSpec| {
             let mut saver = saver(running, &job(spec, dir.path(), false), dir.path());
             saver.begin(running).unwrap();
             saver.finish(running).unwrap();
@@ -165,7 +165,7 @@ fn weights_and_states_follow_another_placement() {
         on_ranks(4, |c| {
             let mut running = build_run(&first, c);
             assert_eq!(steps(&mut running, 3), whole[..3]);
-            save(&running, &first);
+            save(&mut running, &first);
         });
         for (world, next) in [(6, second(stage)), (1, spec(6, 1, ExpertPlacement::Balanced, stage))] {
             let told = std::sync::Mutex::new(Vec::new());

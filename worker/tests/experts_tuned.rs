@@ -142,7 +142,7 @@ fn frozen_experts_stay_as_they_were_and_checkpoints_follow_another_placement() {
         let mut running = build(&first, c, 1).fresh();
         assert_eq!(steps(&mut running, 3), whole[..3]);
         let mut saver = saver(&running, &job(&first, dir.path(), false), dir.path());
-        saver.begin(&running).unwrap();
+        saver.begin(&mut running).unwrap();
         saver.finish(&running).unwrap();
     });
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();

@@ -57,9 +57,9 @@ fn through(folder: &Path, world: usize, out: &Path, dtype: Dtype) {
     let spec = train_spec(from(folder), 3, 4, 1, 13);
     let job = job(&spec, dir.path(), false);
     on_ranks(world, |c| {
-        let running = started(&spec, c);
+        let mut running = started(&spec, c);
         let mut saver = saver(&running, &job, dir.path());
-        saver.begin(&running).unwrap();
+        saver.begin(&mut running).unwrap();
         assert_eq!(saver.finish(&running).unwrap().unwrap().step, 0);
     });
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000000")).unwrap();
@@ -102,7 +102,7 @@ fn resumed_runs_go_on_with_the_same_bits() {
             let mut running = started(&spec(3), c);
             steps(&mut running, 3);
             let mut saver = saver(&running, &job(&spec(3), dir.path(), false), dir.path());
-            saver.begin(&running).unwrap();
+            saver.begin(&mut running).unwrap();
             saver.finish(&running).unwrap();
         });
         let after = on_ranks(2, |c| {

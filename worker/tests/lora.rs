@@ -75,7 +75,7 @@ fn logits_gradients_and_steps() {
 
 /// Saves the run of every rank as it begins, and gathers it in both ways: adapters alone, merged.
 fn gathered(spec: &TrainSpec, world: usize, dir: &Path) -> [PathBuf; 2] {
-    on_ranks(world, |c| save(&started(spec, c), spec, dir));
+    on_ranks(world, |c| save(&mut started(spec, c), spec, dir));
     let checkpoint = Checkpoint::open(&dir.join("step-00000000")).unwrap();
     [false, true].map(|merge_lora| {
         let out = dir.join(if merge_lora { "merged" } else { "adapter" });
@@ -87,7 +87,7 @@ fn gathered(spec: &TrainSpec, world: usize, dir: &Path) -> [PathBuf; 2] {
     })
 }
 
-fn save(running: &Running, spec: &TrainSpec, dir: &Path) -> PathBuf {
+fn save(running: &mut Running, spec: &TrainSpec, dir: &Path) -> PathBuf {
     let mut saver = saver(running, &job(spec, dir, false), dir);
     saver.begin(running).unwrap();
     saver.finish(running).unwrap().unwrap().path
@@ -134,8 +134,8 @@ fn adapters_come_out_as_they_went_in_and_merged_as_peft_merges() {
 #[test]
 fn a_checkpoint_without_adapters_has_none_to_merge() {
     let (spec, dir) = (train_spec(odd_model(), 0, 2, 1, 11), tempfile::tempdir().unwrap());
-    let running = build(&spec, alone(), 1).fresh();
-    let path = save(&running, &spec, dir.path());
+    let mut running = build(&spec, alone(), 1).fresh();
+    let path = save(&mut running, &spec, dir.path());
     let options = GatherOptions { merge_lora: true, ..GatherOptions::default() };
     let out = dir.path().join("out");
     let e = ckpt::gather(&Checkpoint::open(&path).unwrap(), &out, &options, |_, _| {}).unwrap_err();
@@ -229,7 +229,7 @@ fn a_run_with_adapters_goes_on_with_the_same_bits() {
             let spec = adapted(odd_model(), from);
             let mut running = build(&spec, c, 1).fresh();
             steps(&mut running, 3);
-            save(&running, &spec, dir.path());
+            save(&mut running, &spec, dir.path());
         });
         let after = on_ranks(m, |c| steps(&mut go_on(&adapted(odd_model(), to), c, dir.path()), 2));
         assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");

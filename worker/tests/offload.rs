@@ -17,7 +17,7 @@ fn spec(stage: u8, name: OptimizerName, directory: Option<&Path>) -> TrainSpec {
     if name != OptimizerName::Adamw {
         spec.optimizer.momentum = 0.9;
     }
-    spec.zero.offload = directory.map(Into::into);
+    spec.zero.offload = directory.map(|directory| Offload::Files(directory.into()));
     spec
 }
 
@@ -63,7 +63,7 @@ fn checkpoints_hold_them_and_fill_them() {
         steps(&mut running, 3);
         // asked for in the background: it is not
         let mut saver = saver(&running, &job(&spec, dir.path(), true), dir.path());
-        saver.begin(&running).unwrap();
+        saver.begin(&mut running).unwrap();
         assert!(!saver.writing());
         saver.finish(&running).unwrap();
     });

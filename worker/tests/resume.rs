@@ -19,7 +19,7 @@ fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: boo
         let mut running = build(spec, c, 1).fresh();
         steps(&mut running, BEFORE);
         let mut saver = saver(&running, &job, root);
-        saver.begin(&running).unwrap();
+        saver.begin(&mut running).unwrap();
         if asynchronous {
             // What is written is the state at `begin`, whatever happens meanwhile.
             steps(&mut running, 1);

@@ -60,7 +60,7 @@ fn stretch(spec: &TrainSpec, hosts: &[usize], dir: &Path, count: u64) -> Result<
         };
         let took = steps(&mut running, count);
         let mut saver = Saver::new(root, job.checkpoint.clone(), identity, None, layout);
-        saver.begin(&running).unwrap();
+        saver.begin(&mut running).unwrap();
         saver.finish(&running).unwrap().unwrap();
         Ok(took)
     });

@@ -177,7 +177,7 @@ fn sixteen_bits_with_frozen_parts() {
         on_ranks(3, |c| {
             let mut running = build(&make(1), c, 1).fresh();
             steps(&mut running, 2);
-            save(&running, &make(1), dir.path());
+            save(&mut running, &make(1), dir.path());
         });
         for (stage, world) in [(3, 2), (0, 1)] {
             let after = on_ranks(world, |c| {
@@ -235,14 +235,14 @@ fn a_run_with_whole_matrices_goes_on_with_the_same_bits() {
         on_ranks(n, |c| {
             let mut running = build(&muon(from), c, 1).fresh();
             steps(&mut running, 3);
-            save(&running, &muon(from), dir.path());
+            save(&mut running, &muon(from), dir.path());
         });
         let after = on_ranks(m, |c| steps(&mut go_on(&muon(to), c, dir.path()).0, 2));
         assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");
     }
 }
 
-fn save(running: &Running, spec: &TrainSpec, root: &Path) {
+fn save(running: &mut Running, spec: &TrainSpec, root: &Path) {
     let mut saver = saver(running, &job(spec, root, false), root);
     saver.begin(running).unwrap();
     saver.finish(running).unwrap();
@@ -270,7 +270,7 @@ fn a_run_with_frozen_parts_goes_on_with_the_same_bits() {
         on_ranks(n, |c| {
             let mut running = build(&half(from), c, 1).fresh();
             steps(&mut running, 3);
-            save(&running, &half(from), dir.path());
+            save(&mut running, &half(from), dir.path());
         });
         let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
         let frozen = &checkpoint.facts().model.frozen;
@@ -310,7 +310,7 @@ fn freezing_keeps_the_states_that_apply_and_unfreezing_begins_anew() {
     on_ranks(2, |c| {
         let mut running = build(&whole(3), c, 1).fresh();
         steps(&mut running, 3);
-        save(&running, &whole(3), dir.path());
+        save(&mut running, &whole(3), dir.path());
     });
     // frozen: the others' states are the checkpoint's
     let one = || Arc::new(comm::local::group(1).remove(0));
@@ -332,7 +332,7 @@ fn freezing_keeps_the_states_that_apply_and_unfreezing_begins_anew() {
     let losses = on_ranks(3, |c| {
         let (mut running, _) = go_on(&frozen(2), c, dir.path());
         let losses = steps(&mut running, 2);
-        save(&running, &frozen(2), dir.path());
+        save(&mut running, &frozen(2), dir.path());
         losses
     });
     let (mut alone, _) = {
@@ -354,7 +354,7 @@ fn freezing_keeps_the_states_that_apply_and_unfreezing_begins_anew() {
     let firsts = moved.iter().filter(|m| **m >= lr * 0.98).count();
     assert!(firsts * 10 >= moved.len() * 9, "{firsts} of {} moved by lr", moved.len());
     // its own count is kept
-    save(&running, &whole(0), dir.path());
+    save(&mut running, &whole(0), dir.path());
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000006")).unwrap();
     assert_eq!(checkpoint.facts().cursor["late"], serde_json::json!({ FROZEN: 5 }));
 }

@@ -34,6 +34,8 @@ pub const TORCHELASTIC_RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 pub const TORCHELASTIC_USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 /// Set for programs: where a worker writes why it failed, as JSON; the agent reads it.
 pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
+/// Set for built-in workers that share a GPU and have collectives by NCCL: it lets them (2.30 or newer).
+pub const NCCL_MULTI_RANK_GPU_ENABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 /// Set for programs unless the user sets it: NCCL's errors end the process.
 pub const TORCH_NCCL_ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
 /// Set for programs unless the user sets it: Python's output isn't held back.

@@ -46,8 +46,8 @@ pub use slurm::SlurmSpec;
 pub use source::SourceMap;
 pub use sources::{DataSource, Format, LossOn};
 pub use train::{
-    BatchSpec, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, OptimizerName, OptimizerSpec, Precision,
-    Recompute, SampleSpec, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
+    BatchSpec, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, Offload, OptimizerName, OptimizerSpec,
+    Precision, Recompute, SampleSpec, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, ZeroSpec,
 };
 pub use tune::GroupSpec;
 

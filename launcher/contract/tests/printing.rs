@@ -44,6 +44,8 @@ const JOBS: &[&str] = &[
     "train: {model: {from: m}, data: {files: [a]}, lora: {rank: 4, alpha: 2.5, dropout: 0.1, rslora: true, targets: [q_proj, 'a b']}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {}}",
     "train: {data: {files: [a]}, zero: {offload: {optimizer: './a b'}}}",
+    "train: {data: {files: [a]}, zero: {offload: {optimizer: ./cpu}}}",
+    "cluster: {devices: cuda}\ntrain: {data: {files: [a]}, zero: {offload: {optimizer: cpu}}}",
     "train: {data: {files: [a]}, precision: fp16, loss_scale: {initial_scale_power: 8, loss_scale_window: 10, min_loss_scale: 0.5}}",
     "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
     "train: {data: {files: [a]}, precision: bf16}",

@@ -140,7 +140,16 @@ mod tests {
 
     fn step(step: u64) -> Event {
         let (loss, grad_norm, lr) = (0.1 + 0.2, 1.0 / 3.0, 3e-4);
-        Event::Step { step, loss, grad_norm, lr, tokens: 1, tokens_per_s: 2.0, peak_rss: 3 }
+        Event::Step {
+            step,
+            loss,
+            grad_norm,
+            lr,
+            tokens: 1,
+            tokens_per_s: 2.0,
+            peak_rss: 3,
+            exposed_comm_s: 0.0,
+        }
     }
 
     #[test]

@@ -41,13 +41,14 @@ impl EventFile {
         let record = match *timed.event {
             // the session starts after the step that it goes on from
             Event::Ready { step, .. } => message(timed.time, step + 1, &bytes(7, &varint_field(1, 1))),
-            Event::Step { step, loss, grad_norm, lr, tokens_per_s, .. } => scalars(
+            Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } => scalars(
                 step,
                 &[
                     ("train/loss", loss),
                     ("train/grad_norm", grad_norm),
                     ("train/lr", lr),
                     ("train/tokens_per_s", tokens_per_s),
+                    ("train/exposed_comm_s", exposed_comm_s),
                 ],
             ),
             Event::Eval { step, loss, perplexity, .. } => {

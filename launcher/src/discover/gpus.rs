@@ -24,20 +24,25 @@ pub(super) fn pretended(count: Option<&str>) -> Option<Vec<Gpu>> {
 fn nvidia(root: &Path) -> Vec<Gpu> {
     let mut buses: Vec<String> = names(&root.join("proc/driver/nvidia/gpus"));
     buses.sort();
+    let number = |name: String| name.strip_prefix("nvidia")?.parse::<u32>().ok();
+    let devices: Vec<u32> = names(&root.join("dev")).into_iter().filter_map(number).collect();
     if buses.is_empty() {
         // A container may hide the driver's list, not the devices.
-        let numbered = |name: &String| name.strip_prefix("nvidia").is_some_and(|n| n.parse::<u32>().is_ok());
-        let devices = names(&root.join("dev")).into_iter().filter(numbered).count();
-        return vec![Gpu { maker: Maker::Nvidia, bus: None, uuid: None, node: None }; devices];
+        return vec![Gpu { maker: Maker::Nvidia, bus: None, uuid: None, node: None }; devices.len()];
     }
     let gpu = |bus: String| {
         let information = root.join("proc/driver/nvidia/gpus").join(&bus).join("information");
         let text = fs::read_to_string(information).unwrap_or_default();
-        let uuid = text.lines().find_map(|l| l.strip_prefix("GPU UUID:"));
-        let uuid = uuid.map(|u| u.trim().to_owned()).filter(|u| !u.contains('?'));
-        Gpu { maker: Maker::Nvidia, uuid, node: node(root, &bus), bus: Some(bus) }
+        let said = |what: &str| text.lines().find_map(|l| l.strip_prefix(what)).map(str::trim);
+        // Another may show the list of the whole host and some of the devices.
+        let device = said("Device Minor:").and_then(|n| n.parse::<u32>().ok());
+        if !devices.is_empty() && device.is_some_and(|n| !devices.contains(&n)) {
+            return None;
+        }
+        let uuid = said("GPU UUID:").filter(|u| !u.contains('?')).map(str::to_owned);
+        Some(Gpu { maker: Maker::Nvidia, uuid, node: node(root, &bus), bus: Some(bus) })
     };
-    buses.into_iter().map(gpu).collect()
+    buses.into_iter().filter_map(gpu).collect()
 }
 
 /// AMD's compute driver lists CPUs and GPUs as nodes; GPUs have SIMD units.
@@ -90,7 +95,8 @@ pub(crate) mod tests {
     fn nvidia_gpus_in_the_order_of_the_bus() {
         let root = tempfile::tempdir().expect("directory");
         for (bus, node) in [("0000:C1:00.0", "1"), ("0000:17:00.0", "0"), ("0000:65:00.0", "-1")] {
-            let text = format!("Model: \t\t H100\nGPU UUID: \t GPU-{bus}\nDevice Minor: \t 0\n");
+            let minor = node.trim_start_matches('-');
+            let text = format!("Model: \t\t H100\nGPU UUID: \t GPU-{bus}\nDevice Minor: \t 1{minor}\n");
             write(root.path(), &format!("proc/driver/nvidia/gpus/{bus}/information"), &text);
             write(root.path(), &format!("sys/bus/pci/devices/{}/numa_node", bus.to_lowercase()), node);
         }
@@ -98,6 +104,10 @@ pub(crate) mod tests {
         let nodes: Vec<_> = found.iter().map(|g| (g.bus.as_deref().unwrap_or(""), g.node)).collect();
         assert_eq!(nodes, [("0000:17:00.0", Some(0)), ("0000:65:00.0", None), ("0000:C1:00.0", Some(1))]);
         assert_eq!(found[0].uuid.as_deref(), Some("GPU-0000:17:00.0"));
+        // a container that was given one of them, and sees the host's list
+        write(root.path(), "dev/nvidia10", "");
+        let given: Vec<_> = find(root.path()).into_iter().filter_map(|g| g.bus).collect();
+        assert_eq!(given, ["0000:17:00.0"]);
     }
 
     #[test]

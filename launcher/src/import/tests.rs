@@ -92,7 +92,7 @@ fn states_on_a_disk_are_carried_and_other_places_named() {
     let (offload, notes) = place(&format!(
         r#""offload_optimizer": {{"device": "nvme", "nvme_path": "{path}", "buffer_count": 4}}"#
     ));
-    assert_eq!(offload.as_deref(), Some(Path::new(path)));
+    assert_eq!(offload, Some(contract::job::Offload::Files(path.into())));
     let unknown = "not carried: zero_optimization.offload_optimizer.buffer_count: ";
     assert!(notes.len() == 1 && notes[0].starts_with(unknown), "{notes:?}");
     for (zero, key) in [

@@ -4,7 +4,7 @@ use crate::discover::Facts;
 use contract::{
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
-    job::{JobSpec, MasterPort, StoreHost, VisibleDevices},
+    job::{Collectives, JobSpec, MasterPort, StoreHost, VisibleDevices},
     judge::Finding,
 };
 use core::net::IpAddr;
@@ -56,7 +56,8 @@ pub(super) fn of_worker(whole: &Whole<'_>, facts: &Facts, who: &Who<'_>) -> Vec<
         (env::MASTER_PORT, port),
     ];
     let mut defaults = vec![(env::OMP_NUM_THREADS, who.threads.to_string())];
-    if job.run.command.is_some() {
+    let trains = job.run.command.is_none();
+    if !trains {
         env.extend(of_program(whole, who));
         defaults.push((env::PYTHONUNBUFFERED, "1".to_owned()));
         defaults.push((env::TORCH_NCCL_ASYNC_ERROR_HANDLING, "1".to_owned()));
@@ -65,6 +66,9 @@ pub(super) fn of_worker(whole: &Whole<'_>, facts: &Facts, who: &Who<'_>) -> Vec<
                 value.clone_from(chosen);
             }
         }
+    }
+    if trains && job.cluster.collectives == Collectives::Nccl && job.cluster.workers_per_gpu > 1 {
+        defaults.push((env::NCCL_MULTI_RANK_GPU_ENABLE, "1".to_owned()));
     }
     defaults.extend(who.gpus.env(job.run.visible_devices, who.local_rank));
     let run = &job.run;

@@ -178,6 +178,13 @@ fn a_gpu_for_each_worker() {
         env.iter().find(|(name, _)| name == "CUDA_VISIBLE_DEVICES").map(|(_, value)| value.clone())
     };
     assert_eq!((trained.world, own(0).as_deref(), own(1).as_deref()), (2, Some("0"), Some("1")));
+    let shared = |collectives: &str| {
+        let cluster = format!("cluster: {{devices: cuda, workers_per_gpu: 2, collectives: {collectives}}}");
+        let plan = planned(&job(&format!("{cluster}\ntrain: {{data: {{files: [a]}}}}")), &facts);
+        assert_eq!(plan.world, 4);
+        plan.nodes[0].workers[3].env.contains(&("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()))
+    };
+    assert!(shared("nccl") && !shared("host") && !shared("auto"));
     let none = Facts { gpus: Vec::new(), ..facts.clone() };
     let refused =
         on(&job("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &none).expect_err("refused");

@@ -205,7 +205,9 @@ impl View {
     // ---- steps ----
 
     fn step(&mut self, event: &Event) {
-        let Event::Step { step, loss, grad_norm, lr, tokens_per_s, .. } = event else { return };
+        let Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } = event else {
+            return;
+        };
         self.curve.push(*step, *loss);
         let now = Instant::now();
         if let Some((before, at)) = self.last_step {
@@ -215,7 +217,9 @@ impl View {
             self.pace += weight * (each - self.pace);
         }
         self.last_step = Some((*step, now));
-        self.numbers = format!("loss {loss:.4}  {} tokens/s", short(*tokens_per_s));
+        let speed =
+            format!("{} tokens/s{}", short(*tokens_per_s), in_collectives(*exposed_comm_s, self.pace));
+        self.numbers = format!("loss {loss:.4}  {speed}");
         self.status(Some(*step));
         let spacing = self.total_steps.div_ceil(STEP_LINES).max(1);
         let due = self.last_line.is_none_or(|at| now - at >= STEP_LINE_EVERY)
@@ -223,10 +227,9 @@ impl View {
             || *step == self.total_steps;
         if due && !self.console.is_live() && !self.setup.json {
             self.last_line = Some(now);
-            let speed = short(*tokens_per_s);
             let of = self.total_steps;
             self.console.talk(&format!(
-                "step {step}/{of}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed} tokens/s"
+                "step {step}/{of}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed}"
             ));
         }
     }
@@ -330,4 +333,10 @@ impl View {
             self.console.talk(&line);
         }
     }
+}
+
+/// How much of a step computation waits for collectives, where that is worth a word. Both in seconds.
+fn in_collectives(exposed: f64, step: f64) -> String {
+    let share = if step > 0.0 { (exposed / step).min(1.0) } else { 0.0 };
+    if share < 0.05 { String::new() } else { format!("  {:.0} % in collectives", 100.0 * share) }
 }

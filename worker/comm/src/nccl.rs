@@ -23,6 +23,8 @@ pub use comm::NcclComm;
 
 /// The oldest NCCL whose non-blocking communicators are used.
 const OLDEST: c_int = 21_800;
+/// The first version that lets ranks share a GPU; before that they are a duplicate GPU, and refused.
+const SHARES_GPUS: c_int = 23_000;
 /// Between two looks at the state of a communicator, first and longest.
 const FIRST_LOOK: Duration = Duration::from_micros(20);
 const LONGEST_LOOK: Duration = Duration::from_millis(2);
@@ -118,6 +120,11 @@ impl Nccl {
         }
         nccl.version = version;
         Ok(nccl)
+    }
+
+    /// Can two ranks share a GPU where `NCCL_MULTI_RANK_GPU_ENABLE=1`?
+    pub fn shares_gpus(&self) -> bool {
+        self.version >= SHARES_GPUS
     }
 
     /// `2.27.3`

@@ -1,9 +1,10 @@
 //! The memory that a backend computes in, and the way between it and the host's.
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use std::{any::Any, cell::Cell, ops::Range};
+use std::{any::Any, cell::Cell, ops::Range, sync::Arc};
 
-/// Memory of a backend. Everything happens in the order of the calls, those of the ops included. On the CPU it is the
-/// host's memory and nothing is copied twice.
+/// Memory of a backend. Everything happens in the order of the calls, those of the ops included, whichever thread they come
+/// from; but what a thread asks for in a stream of its own ([`Storage::in_own_stream`]) is in order with itself alone, and with what
+/// [`Mark`]s say. On the CPU it is the host's memory and nothing is copied twice.
 pub trait Storage: Send + Sync {
     /// Does the backend compute in the host's memory?
     fn is_host(&self) -> bool;
@@ -18,8 +19,39 @@ pub trait Storage: Send + Sync {
     fn clear(&self, x: ViewMut);
     /// Elements `from` of `x` come to lie at `to`, which is not behind them.
     fn move_down(&self, x: ViewMut, from: Range<usize>, to: usize);
-    /// Waits until everything that was asked for is done.
+    /// Waits until everything that was asked for in this thread's stream is done.
     fn wait(&self);
+    /// Runs `work` with a stream of its own for what this thread asks for meanwhile, and waits for that. Memory that is used in
+    /// two streams, or given back in another than where it was used, is in order by marks.
+    fn in_own_stream(&self, work: &mut dyn FnMut()) {
+        work(); // what was asked for is done on return
+    }
+    /// The end of what was asked for so far in this thread's stream.
+    fn mark(&self) -> Mark {
+        Mark::default()
+    }
+    /// As [`Mark::follow`], for a mark that may be some: [`Storage::stood_still`] counts the wait.
+    fn follow_timed(&self, mark: &Mark) {
+        mark.follow();
+    }
+    /// Seconds that streams stood still in [`Storage::follow_timed`], of the waits that ended since this was asked last.
+    fn stood_still(&self) -> f64 {
+        0.0
+    }
+    /// Begins to copy between the host's memory and the backend's, beside what this thread asks for from now on, behind what it
+    /// asked for before and behind `behind`. Until the returned mark `from` must not be written nor `to` touched, and neither
+    /// given back. With memory of the host that [`Storage::staging`] didn't give this may return no earlier than that.
+    fn copy_beside(&self, to: ViewMut, from: View, _behind: &[Mark]) -> Mark {
+        self.copy(to, from);
+        Mark::default()
+    }
+    /// Begins to copy `from` to the host, into memory of the same types and lengths; as [`Storage::copy_beside`].
+    fn download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
+        assert!(from.len() == to.len(), "download: {} to {}", from.len(), to.len());
+        let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_beside(to.view_mut(), *from, &[]));
+        let done = copies.filter(|mark| mark.0.is_some()).last().unwrap_or_default(); // in order
+        Download { bufs: to, done }
+    }
     /// The most bytes of the backend's own memory that were in use at once, by this process; 0 where it is the host's.
     fn peak_memory(&self) -> u64;
 
@@ -59,6 +91,75 @@ pub trait Storage: Send + Sync {
         }
         self.copy(room.view_mut().slice(0..x.len()), x);
         room.view().slice(0..x.len())
+    }
+}
+
+/// A place in a stream's work that other streams can go on from; the default is one that lies behind them all.
+#[derive(Clone, Default)]
+pub struct Mark(Option<Arc<dyn Point>>);
+
+/// What a backend's mark is.
+pub(crate) trait Point: Send + Sync {
+    /// As [`Mark::follow`].
+    fn follow(&self);
+    /// Waits here until it is reached, or says what failed before.
+    fn wait(&self) -> Result<(), Stopped>;
+}
+
+impl Mark {
+    pub(crate) fn of(point: impl Point + 'static) -> Self {
+        Mark(Some(Arc::new(point)))
+    }
+
+    /// What this thread asks for from now on happens after the mark. Nothing waits here.
+    pub fn follow(&self) {
+        if let Some(point) = &self.0 {
+            point.follow();
+        }
+    }
+
+    /// Waits here until the mark is reached.
+    pub fn wait(&self) {
+        self.reached().unwrap_or_else(|failed| std::panic::panic_any(failed));
+    }
+
+    /// Waits here until the mark is reached, or for what failed before it.
+    pub fn reached(&self) -> Result<(), Stopped> {
+        self.0.as_ref().map_or(Ok(()), |point| point.wait())
+    }
+}
+
+/// Copies on their way to the host.
+pub struct Download {
+    bufs: Vec<Buf>,
+    done: Mark,
+}
+
+impl Download {
+    /// The end of them.
+    pub fn mark(&self) -> Mark {
+        self.done.clone()
+    }
+
+    /// Waits for them.
+    pub fn wait(mut self) -> Vec<Buf> {
+        let bufs = std::mem::take(&mut self.bufs);
+        match self.done.reached() {
+            Ok(()) => bufs,
+            Err(failed) => {
+                std::mem::forget(bufs); // as in drop
+                std::panic::panic_any(failed)
+            }
+        }
+    }
+}
+
+impl Drop for Download {
+    fn drop(&mut self) {
+        if !self.bufs.is_empty() && self.done.reached().is_err() {
+            // who knows whether the copies still go on
+            std::mem::forget(std::mem::take(&mut self.bufs));
+        }
     }
 }
 

@@ -141,6 +141,22 @@ fn compiled_kernels_are_kept() {
     assert!(kept.iter().all(|f| std::fs::metadata(f).expect("there").len() > 48));
 }
 
+/// A home that can't be written is no reason not to train.
+#[test]
+fn kernels_that_cant_be_kept_are_used() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let file = cache.path().join("kernels");
+    std::fs::write(&file, "no folder").expect("written");
+    let cuda = Cuda::open(&places(), 0, Some(file.clone())).expect("opened");
+    cuda.warm_up().expect("compiled");
+    assert!(
+        cuda.unkept_kernels().is_some_and(|why| why.contains("kernels/flat-sm_90")),
+        "{:?}",
+        cuda.unkept_kernels()
+    );
+    assert_eq!(std::fs::read(&file).expect("untouched"), b"no folder");
+}
+
 #[test]
 fn memory_of_the_one_is_never_used_as_the_others() {
     let (here, there) = (Buf::zeroed(4), cuda().zeroed(Dtype::F32, 4));
@@ -148,6 +164,27 @@ fn memory_of_the_one_is_never_used_as_the_others() {
     assert!(refused(&|| assert_eq!(there.view().host(), [0.0; 4])));
     assert!(refused(&|| cuda().scale(Buf::zeroed(4).view_mut(), 1.0)));
     assert!(!refused(&|| assert_eq!(here.view().host(), [0.0; 4])));
+}
+
+/// Kernels of an image (ELF) and the bytes of shared memory that each has whatever its launch says. Since sm_90 the first 1024 are the
+/// system's, which the card's maximum doesn't count.
+fn static_shared(image: &[u8]) -> Vec<(String, u64)> {
+    let number = |at: u64, bytes: usize| {
+        let at = at as usize;
+        image[at..at + bytes].iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))
+    };
+    let (sections, size, count, names) = (number(0x28, 8), number(0x3a, 2), number(0x3c, 2), number(0x3e, 2));
+    let section = |i: u64| sections + i * size;
+    let texts = number(section(names) + 0x18, 8);
+    let name = |i: u64| {
+        let from = (texts + number(section(i), 4)) as usize;
+        String::from_utf8_lossy(image[from..].split(|byte| *byte == 0).next().unwrap_or(&[])).into_owned()
+    };
+    let kernel = |i: u64| {
+        let kernel = name(i).strip_prefix(".nv.shared.")?.to_owned();
+        Some((kernel, number(section(i) + 0x20, 8)))
+    };
+    (0..count).filter_map(kernel).collect()
 }
 
 /// The real compiler, for each kind of card: no GPU is needed for that.
@@ -168,6 +205,18 @@ fn kernels_compile_for_each_kind_of_card() {
         let images = cuda::compile_all(&places, arch).expect("compiles");
         assert_eq!(images.len(), 7);
         assert!(images.iter().all(|(_, image)| image.starts_with(b"\x7fELF")), "{arch}");
+        let reserved = if arch == "sm_80" { 0 } else { 1024 };
+        for (file, image) in &images {
+            let arrays = static_shared(image).into_iter().filter(|(_, bytes)| *bytes > reserved);
+            // A launch with dynamic shared memory asks for all that a block may have: none is left for static arrays.
+            let is_dynamic = ["flash.cu", "attention.cu"].contains(file);
+            assert!(
+                !is_dynamic || arrays.clone().count() == 0,
+                "{file} for {arch}: {:?}",
+                arrays.collect::<Vec<_>>()
+            );
+            assert!(*file != "norm.cu" || arrays.count() > 0, "sections of {file} for {arch} aren't found");
+        }
     }
     let Err(e) = cuda::compile_all(&places, "sm_12") else { panic!("there is no such card") };
     assert!(e.to_string().contains("gpu-architecture"), "{e}");

@@ -11,6 +11,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 #[test]
 fn memory_goes_back_and_failures_have_names() {
+    // SAFETY: no other thread runs.
+    unsafe { std::env::set_var("CARD_MEMORY", (8 << 20).to_string()) };
     let places = Places { job: vec![card::folder().to_owned()], ..Places::default() };
     let cuda = Cuda::open(&places, 0, None).expect("the emulated card");
     let before = cuda.memory().expect("asked").0;
@@ -34,5 +36,9 @@ fn memory_goes_back_and_failures_have_names() {
     // SAFETY: as above.
     unsafe { std::env::remove_var("CARD_FAILS") };
     drop(buf);
+    // The pool keeps those 2 MiB, and this card's pool has no other use for them: they are given back for what doesn't fit beside.
+    let large = cuda.try_zeroed(Dtype::F32, 7 << 18).expect("7 of 8 MiB");
+    drop(large);
+    assert!(cuda.try_zeroed(Dtype::F32, 9 << 18).is_err(), "9 of 8 MiB");
     assert_eq!(cuda.memory().expect("asked").0, before);
 }

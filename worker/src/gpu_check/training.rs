@@ -14,7 +14,10 @@ use comm::{
     nccl::{Nccl, NcclComm},
     staged::Staged,
 };
-use contract::job::{JobSpec, TrainSpec};
+use contract::{
+    env,
+    job::{JobSpec, Offload, TrainSpec, ZeroSpec},
+};
 use device::{Cpu, Cuda, Ops, Storage, storage::said};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -174,10 +177,13 @@ fn rows(
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let alone: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
     let cpu = curve(spec, alone, Arc::new(Cpu::new(threads)), steps);
-    let nccl = nccl.map(|nccl| ("1, NCCL", Road::Nccl(nccl), 1));
+    let own = nccl.map(|nccl| ("1, NCCL", Road::Nccl(nccl), 1));
+    let allowed = std::env::var_os(env::NCCL_MULTI_RANK_GPU_ENABLE).is_some_and(|set| set == "1");
+    let shared =
+        nccl.filter(|n| allowed && n.shares_gpus()).map(|n| ("2, NCCL on this GPU", Road::Nccl(n), 2));
     let roads = [("1", Road::Host, 1), ("2 on this GPU", Road::Host, 2), ("4 on this GPU", Road::Host, 4)];
     let (mut first, mut fits): (Option<Curve>, bool) = (None, true);
-    for (ranks, road, world) in roads.into_iter().chain(nccl) {
+    for (ranks, road, world) in roads.into_iter().chain(own).chain(shared) {
         let found = cpu.clone().and_then(|cpu| {
             let got = on_card(spec, open, road, world, steps)?;
             let first = first.get_or_insert_with(|| got.clone());
@@ -207,46 +213,62 @@ struct Timed {
     model: &'static str,
     rest: &'static str,
     saves: bool,
+    /// Optimizer states lie in the host's memory.
+    offload: bool,
 }
 
-const TIMED: [Timed; 5] = [
+const TIMED: [Timed; 6] = [
     Timed {
         what: "GPT-2 124M, 32 × 1024",
         model: "family: gpt2, vocab_size: 50257, hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 12, num_attention_heads: 12, tie_word_embeddings: true",
         rest: "data.seq_len=1024 batch.global=32 batch.micro=32",
         saves: true,
+        offload: false,
     },
     Timed {
         what: "Qwen2.5-0.5B, 8 × 2048",
         model: "family: qwen2, vocab_size: 151936, hidden_size: 896, intermediate_size: 4864, num_hidden_layers: 24, num_attention_heads: 14, num_key_value_heads: 2, tie_word_embeddings: true",
         rest: "data.seq_len=2048 batch.global=8 batch.micro=8",
         saves: false,
+        offload: false,
     },
     Timed {
         what: "Qwen2.5-1.5B, 4 × 2048",
         model: "family: qwen2, vocab_size: 151936, hidden_size: 1536, intermediate_size: 8960, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2, tie_word_embeddings: true",
         rest: "data.seq_len=2048 batch.global=4 batch.micro=4",
         saves: true,
+        offload: false,
+    },
+    Timed {
+        what: "Qwen2.5-1.5B, 4 × 2048, states on the host",
+        model: "family: qwen2, vocab_size: 151936, hidden_size: 1536, intermediate_size: 8960, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2, tie_word_embeddings: true",
+        rest: "data.seq_len=2048 batch.global=4 batch.micro=4",
+        saves: false,
+        offload: true,
     },
     Timed {
         what: "Llama-3.2-1B, 4 × 2048",
         model: "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, tie_word_embeddings: true",
         rest: "data.seq_len=2048 batch.global=4 batch.micro=4",
         saves: false,
+        offload: false,
     },
     Timed {
-        what: "Llama-3.1-8B, 2 × 2048, recompute",
+        what: "Llama-3.1-8B, 1 × 2048, recompute",
         model: "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8",
-        rest: "data.seq_len=2048 batch.global=2 batch.micro=2 recompute=block",
+        rest: "data.seq_len=2048 batch.global=1 batch.micro=1 recompute=block",
         saves: false,
+        offload: false,
     },
 ];
-const TIMED_TINY: [Timed; 1] = [Timed {
+const TIMED_TINY: [Timed; 2] = [TINY, Timed { what: "the same, states on the host", offload: true, ..TINY }];
+const TINY: Timed = Timed {
     what: "a tiny Llama, 1 × 6",
     model: "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2",
     rest: "data.seq_len=6 batch.global=1 batch.micro=1",
     saves: true,
-}];
+    offload: false,
+};
 
 /// Dense bf16 operations per second, by NVIDIA's data sheets (SXM).
 const PEAKS: [(&str, f64); 4] = [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
@@ -268,7 +290,9 @@ pub(super) fn show_speed(open: Open, tiny: bool) {
 fn speed(timed: &Timed, open: Open, long: Duration) -> Result<String, String> {
     let text = |e: Error| e.message;
     let job = job(timed.model, &format!("{} precision=bf16 zero.stage=0", timed.rest))?;
-    let spec = train(&job)?;
+    let place = timed.offload.then_some(Offload::Cpu);
+    let spec =
+        &TrainSpec { zero: ZeroSpec { offload: place, ..train(&job)?.zero.clone() }, ..train(&job)?.clone() };
     let cuda = open()?;
     let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
     let comm = Arc::new(Staged::new(comm, cuda.clone()));
@@ -313,6 +337,7 @@ fn save(running: &mut Running, job: &JobSpec, each: f64) -> Result<String, Strin
     let here = std::env::current_dir().map_err(|e| e.to_string())?;
     let folder = Folder(here.join(format!("gpu-check-{}", std::process::id())));
     let mut saver = saver(running, job, &folder.0);
+    saver.wait_for_room(running).map_err(text)?; // a run makes it at its start
     running.trainer.ops.wait();
     let began = Instant::now();
     saver.begin(running).map_err(text)?;

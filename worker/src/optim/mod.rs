@@ -1,6 +1,7 @@
 //! Optimizer states of this rank's part and their update.
 mod muon;
 mod place;
+mod rooms;
 pub mod schedule;
 
 pub use place::States;
@@ -11,12 +12,13 @@ use crate::{
     params::{Unit, canonical_order},
     trained::{self, Groups, Numbers},
 };
-use contract::job::{OptimizerName, OptimizerSpec};
+use contract::job::{Offload, OptimizerName, OptimizerSpec};
 use device::{
     Ops, View, ViewMut,
     ops::{AdamW, Lion, Sgd},
 };
-use std::{collections::HashMap, io, ops::Range, path::Path};
+use rooms::Rooms;
+use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 
 /// Parameters that share hyper-parameters, as checkpoints list them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -60,6 +62,8 @@ pub struct Optimizer {
     /// Per unit, per parameter: updates that it has had fewer than the run has done steps.
     late: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
+    /// Behind the units: these wait for copies to and from the rooms when they are dropped.
+    rooms: Rooms,
 }
 
 /// States of the range of one unit that this rank updates: vectors of its trained tensors alone.
@@ -82,7 +86,7 @@ impl Optimizer {
         units: &[Unit],
         ties: &[Tie],
         ranges: impl Iterator<Item = Range<usize>>,
-        offload: Option<&Path>,
+        offload: Option<&Offload>,
     ) -> Result<Self, Vec<Fault>> {
         let Groups { numbers, of } = trained::groups(spec, units, ties)?;
         let (first, second) = state_vectors(spec);
@@ -94,7 +98,8 @@ impl Optimizer {
         let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![no_place(offload, &e)])?;
         let whole = whole_matrices(spec, units);
         let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
-        Ok(Optimizer { spec: spec.clone(), groups: numbers, group_of: of, whole, late, units: states })
+        let rooms = Rooms::of(ops, &states);
+        Ok(Optimizer { spec: spec.clone(), groups: numbers, group_of: of, whole, late, units: states, rooms })
     }
 
     /// Says by how many updates parameters are behind the run; those not named are not. (A group that another program
@@ -117,13 +122,22 @@ impl Optimizer {
         &self.units[u]
     }
 
-    /// The states of unit `u` are used soon.
-    pub fn expect(&self, u: usize) {
-        self.units.get(u).into_iter().flat_map(|st| [&st.first, &st.second]).for_each(States::expect);
+    /// The states of unit `u` are updated soon: wherever they lie, they begin to come to where that happens.
+    pub fn expect(&mut self, ops: &dyn Ops, u: usize) {
+        let Some(st) = self.units.get_mut(u) else { return };
+        [&st.first, &st.second].into_iter().for_each(States::expect);
+        self.rooms.bring(ops, u, st);
+    }
+
+    /// The states of unit `u` were updated, and begin to go back to where they lie.
+    pub fn put_away(&mut self, ops: &dyn Ops, u: usize) {
+        let Some(st) = self.units.get_mut(u) else { return };
+        self.rooms.take_back(ops, u, st);
+        self.let_go(u);
     }
 
     /// The states of unit `u` aren't used for a while.
-    pub fn put_away(&self, u: usize) {
+    pub fn let_go(&self, u: usize) {
         self.units.get(u).into_iter().flat_map(|st| [&st.first, &st.second]).for_each(States::put_away);
     }
 
@@ -167,14 +181,15 @@ impl Optimizer {
     /// [`Optimizer::update`] then wants of the whole unit.
     pub fn direct(&mut self, ops: &dyn Ops, u: usize, unit: &Unit, mut grad: ViewMut, step: StepFacts) {
         let st = &mut self.units[u];
+        let segments = unit.trained_segments(st.range.clone());
+        let [mut first, _] = self.rooms.at_hand(ops, u, st);
         let mut at = 0;
-        for seg in unit.trained_segments(st.range.clone()) {
+        for seg in segments {
             let r = at..at + seg.flat.len();
             at = r.end;
             if self.whole[u][seg.param] {
                 let mu = self.groups[self.group_of[u][seg.param]].momentum;
-                let first = st.first.view_mut().slice(r.clone());
-                ops.nesterov(first, grad.part(r), mu, step.grad_scale);
+                ops.nesterov(first.part(r.clone()), grad.part(r), mu, step.grad_scale);
             }
         }
     }
@@ -221,9 +236,11 @@ impl Optimizer {
         }
         let st = &mut self.units[u];
         assert!(params.len() == st.range.len() && grad.len() == st.trained.len(), "update of another range");
+        let (range, segments) = (st.range.clone(), unit.trained_segments(st.range.clone()));
+        let mut states = self.rooms.at_hand(ops, u, st);
         let mut at = 0;
-        for seg in unit.trained_segments(st.range.clone()) {
-            let p = params.part(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
+        for seg in segments {
+            let p = params.part(seg.flat.start - range.start..seg.flat.end - range.start);
             let r = at..at + seg.flat.len();
             at = r.end;
             if self.whole[u][seg.param] {
@@ -232,14 +249,15 @@ impl Optimizer {
             let n = &self.groups[self.group_of[u][seg.param]];
             let own_step = step.step.saturating_sub(self.late[u][seg.param]).max(1);
             let step = StepFacts { step: own_step, lr: step.lr * n.lr_scale, ..step };
-            update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), st, r, step);
+            update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, step);
         }
     }
 }
 
 /// There is no place for the states.
-fn no_place(directory: Option<&Path>, e: &io::Error) -> Fault {
-    let directory = directory.map(|d| d.display().to_string()).unwrap_or_default();
+fn no_place(offload: Option<&Offload>, e: &io::Error) -> Fault {
+    let directory =
+        offload.cloned().map(|place| PathBuf::from(place).display().to_string()).unwrap_or_default();
     let message =
         format!("no file for the optimizer's states can be made in {directory}: {e}; name another directory");
     Fault { key: "train.zero.offload", message }
@@ -258,32 +276,31 @@ fn whole_matrices(spec: &OptimizerSpec, units: &[Unit]) -> Vec<Vec<bool>> {
     units.iter().enumerate().map(of).collect()
 }
 
-/// One tensor's part `p` with its gradient; `r`: where its states lie.
+/// One tensor's part `p` with its gradient; `r`: where its states are in both vectors.
 fn update_segment(
     ops: &dyn Ops,
     name: OptimizerName,
     n: &Numbers,
     p: ViewMut,
     g: View,
-    st: &mut UnitStates,
+    [first, second]: &mut [ViewMut; 2],
     r: Range<usize>,
     step: StepFacts,
 ) {
     let StepFacts { lr, step, grad_scale } = step;
     let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
-    let first = st.first.view_mut();
     match name {
         OptimizerName::Adamw | OptimizerName::Muon => {
             let h = AdamW { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };
-            ops.adamw(p, g, first.slice(r.clone()), st.second.view_mut().slice(r), &h);
+            ops.adamw(p, g, first.part(r.clone()), second.part(r), &h);
         }
         OptimizerName::Sgd => {
             let h = Sgd { lr, momentum: n.momentum, weight_decay, grad_scale };
             let buffer = if n.momentum == 0.0 { 0..0 } else { r };
-            ops.sgd(p, g, first.slice(buffer), &h);
+            ops.sgd(p, g, first.part(buffer), &h);
         }
         OptimizerName::Lion => {
-            ops.lion(p, g, first.slice(r), &Lion { lr, beta1, beta2, weight_decay, grad_scale });
+            ops.lion(p, g, first.part(r), &Lion { lr, beta1, beta2, weight_decay, grad_scale });
         }
     }
 }

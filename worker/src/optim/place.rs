@@ -1,8 +1,10 @@
-//! Where a vector of optimizer states lies: in memory, or in a file whose pages are in memory only while they are used.
+//! Where a vector of optimizer states lies: in the memory that computes, in the host's, or in a file whose pages are in memory
+//! only while they are used.
 //!
 //! A file has no name (it is unlinked as soon as it is made), so nothing is left behind however a run ends, and nobody else
 //! can cut it. Its space is reserved when it is made: a full disk is found before the first step.
-use device::{Buf, Dtype, Ops, View, ViewMut, needed_for};
+use contract::job::Offload;
+use device::{Buf, Dtype, Ops, View, ViewMut, needed_for, storage::Mark};
 use memmap2::{Advice, MmapMut, UncheckedAdvice};
 use nix::fcntl::posix_fallocate;
 use std::{
@@ -13,7 +15,11 @@ use std::{
 };
 
 /// A vector of states.
-pub struct States(Place);
+pub struct States {
+    place: Place,
+    /// Where they don't lie in the memory that computes: copies from and to them end there.
+    busy: Mark,
+}
 
 enum Place {
     Memory(Buf),
@@ -24,11 +30,14 @@ enum Place {
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
 impl States {
-    /// `len` zeros where ops compute, or in a file of this directory when there is one.
-    pub fn zeroed(ops: &dyn Ops, len: usize, directory: Option<&Path>) -> io::Result<Self> {
-        let place = match directory.filter(|_| len > 0) {
+    /// `len` zeros where ops compute, or where `offload` says.
+    pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&Offload>) -> io::Result<Self> {
+        let place = match offload.filter(|_| len > 0) {
             None => Place::Memory(needed_for("the optimizer's states", || ops.zeroed(Dtype::F32, len))),
-            Some(directory) => {
+            Some(Offload::Cpu) => {
+                Place::Memory(needed_for("the optimizer's states", || ops.staging(Dtype::F32, len)))
+            }
+            Some(Offload::Files(directory)) => {
                 let file = nameless(directory)?;
                 let bytes = i64::try_from(len * size_of::<f32>()).map_err(io::Error::other)?;
                 posix_fallocate(&file, 0, bytes)?;
@@ -37,12 +46,12 @@ impl States {
                 Place::File { map, len }
             }
         };
-        Ok(States(place))
+        Ok(States { place, busy: Mark::default() })
     }
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.view().len()
+        self.there().len()
     }
 
     /// No element?
@@ -52,23 +61,52 @@ impl States {
 
     /// To read.
     pub fn view(&self) -> View<'_> {
-        match &self.0 {
+        self.busy.wait();
+        self.there()
+    }
+
+    /// To write.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        self.busy.wait();
+        self.there_mut()
+    }
+
+    fn there(&self) -> View<'_> {
+        match &self.place {
             Place::Memory(buf) => buf.view(),
             Place::File { map, len } => bytemuck::cast_slice(map)[..*len].into(),
         }
     }
 
-    /// To write.
-    pub fn view_mut(&mut self) -> ViewMut<'_> {
-        match &mut self.0 {
+    fn there_mut(&mut self) -> ViewMut<'_> {
+        match &mut self.place {
             Place::Memory(buf) => buf.view_mut(),
             Place::File { map, len } => (&mut bytemuck::cast_slice_mut(map)[..*len]).into(),
         }
     }
 
+    /// Do ops compute elsewhere?
+    pub fn is_away(&self, ops: &dyn Ops) -> bool {
+        !self.is_empty() && self.there().is_on_host() != ops.is_host()
+    }
+
+    /// Begins to copy them to where ops compute, which is free behind `free`.
+    pub fn bring(&mut self, ops: &dyn Ops, to: ViewMut, free: &Mark) -> Mark {
+        let behind = [self.busy.clone(), free.clone()];
+        self.busy = ops.copy_beside(to, self.there(), &behind);
+        self.busy.clone()
+    }
+
+    /// Begins to copy them back.
+    pub fn take_back(&mut self, ops: &dyn Ops, from: View) -> Mark {
+        let behind = [self.busy.clone()];
+        self.busy = ops.copy_beside(self.there_mut(), from, &behind);
+        self.busy.clone()
+    }
+
     /// They are used soon: the system begins to read them.
     pub fn expect(&self) {
-        if let Place::File { map, .. } = &self.0 {
+        if let Place::File { map, .. } = &self.place {
             // advice: without it they are read when they are touched
             let _ = map.advise(Advice::WillNeed);
         }
@@ -76,11 +114,21 @@ impl States {
 
     /// They aren't used for a while: the system begins to write them, and this process holds them no longer.
     pub fn put_away(&self) {
-        if let Place::File { map, .. } = &self.0 {
+        if let Place::File { map, .. } = &self.place {
+            self.busy.wait();
             // advice, both: what is not written now is written later
             let _ = map.flush_async();
             // SAFETY: pages of a shared mapping are read from the file again; nothing is lost.
             let _ = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
+        }
+    }
+}
+
+impl Drop for States {
+    fn drop(&mut self) {
+        if self.busy.reached().is_err() {
+            // who knows whether copies still go on
+            std::mem::forget(std::mem::replace(&mut self.place, Place::Memory(Buf::default())));
         }
     }
 }
@@ -119,7 +167,8 @@ mod tests {
     fn what_is_put_away_is_not_held_and_comes_back() {
         let directory = tempfile::tempdir().expect("directory");
         let mut states =
-            States::zeroed(&Cpu::new(1), 1 << 20, Some(&directory.path().join("new"))).expect("states");
+            States::zeroed(&Cpu::new(1), 1 << 20, Some(&Offload::Files(directory.path().join("new"))))
+                .expect("states");
         assert!(
             fs::read_dir(directory.path().join("new")).expect("directory").next().is_none(),
             "a file is left"
@@ -138,9 +187,11 @@ mod tests {
         let directory = tempfile::tempdir().expect("directory");
         let file = directory.path().join("file");
         fs::write(&file, "").expect("file");
-        assert!(States::zeroed(&Cpu::new(1), 4, Some(&file)).is_err());
+        let no_directory = Offload::Files(file);
+        assert!(States::zeroed(&Cpu::new(1), 4, Some(&no_directory)).is_err());
+        let there = Offload::Files(directory.path().to_owned());
         let too_much =
-            States::zeroed(&Cpu::new(1), 1 << 50, Some(directory.path())).err().expect("no disk is so large");
+            States::zeroed(&Cpu::new(1), 1 << 50, Some(&there)).err().expect("no disk is so large");
         assert!(matches!(too_much.raw_os_error(), Some(28 | 27)), "{too_much}");
         assert!(fs::read_dir(directory.path()).expect("directory").count() == 1, "a file is left");
     }

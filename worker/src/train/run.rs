@@ -51,6 +51,7 @@ pub struct Run<'a> {
 /// Takes steps until all are done or a stop is asked for; returns how it ended.
 pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<WorkerExit> {
     let mut values = Reload::of(run.job);
+    saver.prepare(running)?;
     let mut last_save = Instant::now();
     // Asked for in a step that was skipped: the next one that counts is saved.
     let mut owed = 0;
@@ -61,7 +62,7 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
     }
     while running.at.step < running.train().steps {
         let began = Instant::now();
-        let mut word = word(run, &values, saver, last_save);
+        let mut word = word(running, run, &values, saver, last_save);
         word.flags |= owed;
         let (outcome, lr) = running.step(run.source, word)?;
         if outcome.skipped {
@@ -103,7 +104,7 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
     Ok(WorkerExit::Done)
 }
 
-fn word(run: &Run, values: &Reload, saver: &Saver, last_save: Instant) -> Word {
+fn word(running: &Running, run: &Run, values: &Reload, saver: &Saver, last_save: Instant) -> Word {
     let timed = match values.checkpoint_every {
         Every::Duration(ms) => last_save.elapsed() >= Duration::from_millis(ms),
         Every::Never | Every::Steps(_) => false,
@@ -112,7 +113,8 @@ fn word(run: &Run, values: &Reload, saver: &Saver, last_save: Instant) -> Word {
     let save = run.leader && (run.session.asks.take_save() || timed);
     let changed = run.leader && run.session.asks.reload();
     let bits = [(STOP, run.session.asks.stop()), (SAVE, save), (WRITING, saver.writing()), (RELOAD, changed)];
-    Word { flags: bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum(), peak_rss: peak_rss() }
+    let flags = bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum();
+    Word { flags, peak_rss: peak_rss(), exposed_comm: running.trainer.engine.queue().exposed() }
 }
 
 /// All ranks go on with the values that rank 0 has.
@@ -202,6 +204,7 @@ fn step_event(running: &Running, outcome: &Outcome, lr: f64, took: Duration) -> 
         tokens: running.at.tokens,
         tokens_per_s: tokens_per_step as f64 / took.as_secs_f64(),
         peak_rss: outcome.word.peak_rss,
+        exposed_comm_s: outcome.word.exposed_comm,
     }
 }
 
@@ -228,10 +231,13 @@ fn evaluate(running: &mut Running, run: &Run, values: &Reload) -> Result<()> {
     run.session.phase(Phase::Training)
 }
 
-fn save(running: &Running, run: &Run, saver: &mut Saver, wait: bool) -> Result<()> {
+fn save(running: &mut Running, run: &Run, saver: &mut Saver, wait: bool) -> Result<()> {
     run.session.phase(Phase::Saving)?;
     finish(running, run, saver)?;
     saver.begin(running)?;
+    if let Some(message) = saver.notice() {
+        run.session.event(Event::Notice { rank: Some(running.trainer.engine.rank() as u32), message })?;
+    }
     if wait || !run.job.checkpoint.r#async {
         finish(running, run, saver)?;
     }

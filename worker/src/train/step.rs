@@ -13,7 +13,7 @@ use crate::{
     },
 };
 use contract::job::Recompute;
-use device::{Buf, Dtype, Ops};
+use device::{Buf, Dtype, Ops, storage::Mark};
 use std::sync::Arc;
 
 /// Where samples come from: a pure function of the sample's number in the run.
@@ -46,6 +46,8 @@ pub struct Trainer {
     pub clip_norm: Option<f64>,
     /// Factor of the loss.
     pub loss_scale: LossScale,
+    /// What is read elsewhere until then.
+    pub(crate) copied: Mark,
 }
 
 /// What a rank tells all others once a step, beside its losses.
@@ -55,6 +57,8 @@ pub struct Word {
     pub flags: u64,
     /// Its largest resident set so far, bytes; the outcome holds the largest.
     pub peak_rss: u64,
+    /// Seconds since the last word in which it only waited for collectives; the outcome holds the largest.
+    pub exposed_comm: f64,
 }
 
 /// What a step gave, the same bits on every rank.
@@ -80,6 +84,11 @@ struct SlotLoss {
 }
 
 impl Trainer {
+    /// Parameters and optimizer states are read elsewhere until `mark`: the next update comes after it.
+    pub fn change_behind(&mut self, mark: Mark) {
+        self.copied = mark;
+    }
+
     fn layers(&self) -> usize {
         self.work.x.len() - 1
     }
@@ -326,7 +335,7 @@ impl Trainer {
 
     /// The mean loss over all slots, and what the ranks had to say.
     fn gather_losses(&self, mine: &[(usize, SlotLoss)], slots: usize, word: Word) -> Result<Outcome> {
-        let mut words = vec![word.flags, word.peak_rss];
+        let mut words = vec![word.flags, word.peak_rss, word.exposed_comm.to_bits()];
         words.extend(mine.iter().flat_map(|(slot, l)| [*slot as u64, l.sum.to_bits(), l.targets]));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
@@ -334,10 +343,14 @@ impl Trainer {
         let mut said = Word::default();
         for bytes in &gathered {
             let words: Vec<u64> = bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect();
-            let [flags, peak_rss, records @ ..] = words.as_slice() else {
+            let [flags, peak_rss, exposed, records @ ..] = words.as_slice() else {
                 return Err(Error::failed("a rank reported no losses"));
             };
-            said = Word { flags: said.flags | flags, peak_rss: said.peak_rss.max(*peak_rss) };
+            said = Word {
+                flags: said.flags | flags,
+                peak_rss: said.peak_rss.max(*peak_rss),
+                exposed_comm: said.exposed_comm.max(f64::from_bits(*exposed)),
+            };
             for [slot, sum, targets] in records.as_chunks::<3>().0 {
                 let to = all
                     .get_mut(*slot as usize)
@@ -361,6 +374,7 @@ impl Trainer {
     /// A loss or norm that is not finite changes nothing and is reported as it is.
     pub fn update(&mut self, outcome: Outcome, lr: f64, step: u64) -> Result<Outcome> {
         let units = self.engine.shards.len();
+        self.optimizer.expect(self.ops.as_ref(), 0);
         let mut grads = Vec::with_capacity(units);
         for u in 0..units {
             grads.push(self.engine.finish(u)?);
@@ -372,6 +386,7 @@ impl Trainer {
         let outcome = Outcome { skipped, ..outcome };
         let clip = self.clip_norm.map_or(1.0, |limit| (limit / (outcome.grad_norm + 1e-6)).min(1.0));
         let facts = StepFacts { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
+        std::mem::take(&mut self.copied).follow();
         for (u, own) in grads.into_iter().enumerate() {
             if finite {
                 self.update_unit(u, own, facts)?;
@@ -388,7 +403,9 @@ impl Trainer {
             return Ok(());
         }
         let replicated = !self.engine.policy.shard_optimizer;
-        self.optimizer.expect(u + 1);
+        let ops = self.ops.clone();
+        self.optimizer.expect(ops.as_ref(), u);
+        self.optimizer.expect(ops.as_ref(), u + 1);
         let mut grad = if replicated { self.engine.gather_gradient(u, own)? } else { own };
         let whole = match self.optimizer.moves_whole(u) {
             true => Some(self.directions(u, &mut grad, facts)?),
@@ -397,12 +414,12 @@ impl Trainer {
         let directions = whole.as_ref().map(Buf::view);
         let base = self.engine.resident(u).start;
         let range = self.optimizer.states(u).range.clone();
-        let (unit, ops, optimizer) = (&self.engine.shards[u].unit, self.ops.as_ref(), &mut self.optimizer);
+        let (unit, optimizer) = (&self.engine.shards[u].unit, &mut self.optimizer);
         self.engine.with_resident(u, |params| {
             let p = params.view_mut().slice(range.start - base..range.end - base);
-            optimizer.update(ops, u, unit, p, grad.view(), directions, facts);
+            optimizer.update(ops.as_ref(), u, unit, p, grad.view(), directions, facts);
         });
-        self.optimizer.put_away(u);
+        self.optimizer.put_away(ops.as_ref(), u);
         self.engine.recycle(u, grad);
         match replicated {
             true => self.engine.refresh(u),

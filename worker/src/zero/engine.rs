@@ -12,7 +12,7 @@ use super::{
 };
 use crate::params::Unit;
 use comm::{Comm, Result, Whole};
-use device::{Buf, Dtype, Ops, View, needed_for};
+use device::{Buf, Dtype, Ops, View, needed_for, storage::Mark};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -68,8 +68,8 @@ pub struct Engine {
     max_live: u64,
     gathered: Arc<Mutex<Pool>>,
     whole_grads: Arc<Mutex<Pool>>,
-    /// Emptied stacks of [`Engine::runs`].
-    run_grads: Arc<Mutex<Vec<FoldStack>>>,
+    /// Emptied stacks of [`Engine::runs`], each with the mark behind which it is.
+    run_grads: Arc<Mutex<Vec<(FoldStack, Mark)>>>,
     messages: Arc<Mutex<Messages>>,
     /// Fetches still to come in this pass, in order.
     coming: VecDeque<Fetch>,
@@ -373,7 +373,7 @@ impl Engine {
                 }
             })?;
             if let Some(g) = gradient {
-                lock(&pool).give(g);
+                lock(&pool).give_behind(g, ops.mark());
             }
             Ok(())
         }));
@@ -386,9 +386,10 @@ impl Engine {
     /// For gradients of unit `u` by several slots, which [`Engine::push_run`] adds in the order of the slots and
     /// [`Engine::reduce_runs`] takes.
     pub fn runs(&self, u: usize) -> FoldStack {
-        let pooled = lock(&self.run_grads).pop();
         let len = self.shards[u].unit.trained_len();
-        pooled.filter(|stack| stack.len() == len).unwrap_or_else(|| FoldStack::new(len))
+        let Some((pooled, mark)) = lock(&self.run_grads).pop() else { return FoldStack::new(len) };
+        mark.follow(); // also where it is given back to the card
+        if pooled.len() == len { pooled } else { FoldStack::new(len) }
     }
 
     /// Adds the gradient of unit `u` by one slot, which `write` writes whole. What is frozen is left out, and where all is,
@@ -424,7 +425,7 @@ impl Engine {
             trade_runs(comm, ops, messages, (&s.unit, &s.part), &slots, round, &runs, &mut sink)?;
             let mut runs = runs;
             runs.clear();
-            lock(&pool).push(runs);
+            lock(&pool).push((runs, ops.mark()));
             Ok(())
         }));
         while self.reducing.len() > REDUCTIONS_IN_FLIGHT {

@@ -1,5 +1,5 @@
 //! Buffers that are used again: gathered parameters and whole gradients of one unit at a time.
-use device::{Buf, Dtype, Ops, ViewMut};
+use device::{Buf, Dtype, Ops, ViewMut, storage::Mark};
 
 /// Elements by which [`grow`] makes a buffer larger.
 const GROWTH: usize = 1024;
@@ -18,7 +18,8 @@ pub fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
 /// A pool of buffers of one element type and any length. The best fit is handed out; a new one is allocated when none fits.
 pub struct Pool {
     dtype: Dtype,
-    free: Vec<Buf>,
+    /// Each with the mark behind which it is.
+    free: Vec<(Buf, Mark)>,
 }
 
 impl Pool {
@@ -29,15 +30,24 @@ impl Pool {
 
     /// A buffer of at least `len` elements with unspecified content.
     pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
-        match best_fit(self.free.iter().map(Buf::len), len) {
-            Some(i) => self.free.swap_remove(i),
+        match best_fit(self.free.iter().map(|(buf, _)| buf.len()), len) {
+            Some(i) => {
+                let (buf, mark) = self.free.swap_remove(i);
+                mark.follow();
+                buf
+            }
             None => ops.zeroed(self.dtype, len),
         }
     }
 
-    /// Gives a buffer back.
+    /// Gives a buffer back, for the thread that does so.
     pub fn give(&mut self, buf: Buf) {
-        self.free.push(buf);
+        self.give_behind(buf, Mark::default());
+    }
+
+    /// Gives a buffer back that is used until `mark`, for any thread.
+    pub fn give_behind(&mut self, buf: Buf, mark: Mark) {
+        self.free.push((buf, mark));
     }
 }
 

@@ -1,7 +1,7 @@
 //! What keys mean together: checks that need no data and no machine.
 use super::train::GPT2;
 use super::{
-    Collectives, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, OptimizerName,
+    Collectives, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, Offload, OptimizerName,
     OptimizerSpec, Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices,
     decode::Decoder, keys::names_in,
 };
@@ -111,14 +111,14 @@ fn gpus(d: &mut Decoder, job: &JobSpec) {
             d.refuse(key, message, "give `cluster.devices: cuda` too, or remove the key");
         }
     }
-    if job.cluster.collectives == Collectives::Nccl && job.cluster.workers_per_gpu > 1 {
-        let message = "NCCL needs a GPU for each worker, `cluster.workers_per_gpu` shares them";
-        d.refuse("cluster.collectives", message, "use `auto` or `host`");
+    if job.cluster.collectives == Collectives::Nccl && job.cluster.workers_per_gpu > 2 {
+        let message = "NCCL has at most 2 workers on a GPU (from 2.30 on; before that, 1)";
+        d.refuse("cluster.collectives", message, "use `auto` or `host`, or `cluster.workers_per_gpu: 2`");
     }
-    let offload = job.train.as_ref().is_some_and(|t| t.zero.offload.is_some());
-    if on_gpus && offload {
-        let message = "`train.zero.offload` keeps optimizer states in files of the CPU's workers; on GPUs they stay in GPU memory";
-        d.refuse("train.zero.offload", message, "remove it, use more GPUs or a higher `zero.stage`");
+    if !on_gpus && job.train.as_ref().is_some_and(|t| t.zero.offload == Some(Offload::Cpu)) {
+        let message = "`{optimizer: cpu}` keeps the optimizer states of GPUs in the host's memory, where those of CPUs lie anyway";
+        let help = "remove it, name a directory for files, or give `cluster.devices: cuda` too";
+        d.refuse("train.zero.offload", message, help);
     }
 }
 

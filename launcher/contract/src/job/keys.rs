@@ -178,7 +178,7 @@ pub static KEYS: &[Key] = &[
     key("train.zero.stage", "integer from 0 to 3", "3"),
     key("train.zero.prefetch", "integer from 0 to 64", "1"),
     key("train.zero.max_live_parameters", "integer of 0 or more", "0"),
-    key("train.zero.offload", "`none` or `{optimizer: path}`", "none"),
+    key("train.zero.offload", "`none`, `{optimizer: cpu}` or `{optimizer: path}`", "none"),
     key("train.precision", "`fp32`, `bf16` or `fp16`", "fp32"),
     section("train.loss_scale"),
     key("train.loss_scale.initial_scale_power", "integer from 0 to 32", "16"),

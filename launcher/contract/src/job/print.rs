@@ -7,7 +7,7 @@ use super::{
     Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals,
     SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
 };
-use std::fmt::Write;
+use std::{fmt::Write, path::PathBuf};
 
 impl JobSpec {
     /// The whole job as YAML. Keys without effect on it (a momentum with AdamW, say) are left out.
@@ -226,8 +226,8 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         y.key("stage", t.zero.stage);
         y.key("prefetch", t.zero.prefetch);
         y.key("max_live_parameters", t.zero.max_live_parameters);
-        let offload =
-            t.zero.offload.as_ref().map(|p| format!("{{optimizer: {}}}", text(&p.to_string_lossy())));
+        let offload = t.zero.offload.clone().map(PathBuf::from);
+        let offload = offload.map(|p| format!("{{optimizer: {}}}", text(&p.to_string_lossy())));
         y.key("offload", offload.unwrap_or_else(|| "none".to_owned()));
     });
     y.key("precision", t.precision.name());

@@ -128,9 +128,34 @@ pub struct ZeroSpec {
     /// Elements of gathered parameters that may stay between two uses in a step (stage 3).
     #[serde(default)]
     pub max_live_parameters: u64,
-    /// A directory for the optimizer's states, which then aren't kept in memory; relative to the workdir.
+    /// Where the optimizer's states lie when not in the memory that computes.
     #[serde(default)]
-    pub offload: Option<PathBuf>,
+    pub offload: Option<Offload>,
+}
+
+/// A place of optimizer states.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "PathBuf", into = "PathBuf")]
+pub enum Offload {
+    /// The host's memory, with GPUs.
+    Cpu,
+    /// Files of this directory; relative to the workdir.
+    Files(PathBuf),
+}
+
+impl From<PathBuf> for Offload {
+    fn from(place: PathBuf) -> Self {
+        if place.as_os_str() == "cpu" { Offload::Cpu } else { Offload::Files(place) }
+    }
+}
+
+impl From<Offload> for PathBuf {
+    fn from(place: Offload) -> Self {
+        match place {
+            Offload::Cpu => "cpu".into(),
+            Offload::Files(directory) => directory,
+        }
+    }
 }
 
 /// `precision:`.
@@ -379,12 +404,12 @@ fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
     }
 }
 
-/// `{optimizer: path}`
-fn offload(node: &Node) -> Read<PathBuf> {
-    const WHAT: &str = "`{optimizer: path}`";
+/// `{optimizer: cpu}` or `{optimizer: path}`
+fn offload(node: &Node) -> Read<Offload> {
+    const WHAT: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
     match &node.value {
         Value::Map(entries) => match entries.as_slice() {
-            [only] if only.key == "optimizer" => path(&only.value),
+            [only] if only.key == "optimizer" => path(&only.value).map(Offload::from),
             _ => Err(expected(WHAT, node)),
         },
         _ => Err(expected(WHAT, node)),

@@ -48,7 +48,8 @@ fn gather(draft: &mut Draft, part: &mut Keys<'_>) {
 /// Where optimizer states and parameters lie: states in files of a directory, or in memory with everything else.
 fn offload(draft: &mut Draft, part: &mut Keys<'_>) {
     const OFFLOAD: &str = "train.zero.offload";
-    const INSTEAD: &str = "for states in files: `train.zero.offload: {optimizer: DIRECTORY}`";
+    const INSTEAD: &str = "for states in files: `train.zero.offload: {optimizer: DIRECTORY}`; with `cluster.devices: cuda` in the \
+                           host's memory: `{optimizer: cpu}`";
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
         let Some(mut inner) = part.section(name) else { continue };
         let device = inner.text("device").unwrap_or_else(|| "none".to_owned());

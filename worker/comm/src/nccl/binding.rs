@@ -33,7 +33,8 @@ pub enum Sum {
     Mean = 4,
 }
 
-/// ncclConfig_t as of 2.18. Later versions only append; size and version say where this one ends.
+/// ncclConfig_t as of 2.18. Later versions only append; size and version say where this one ends. Its last four bytes are padding
+/// in 2.18 and a number since 2.26, which reads them whatever the version says: they are set, too.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -45,6 +46,7 @@ pub(super) struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+    traffic_class: c_int,
 }
 
 impl Config {
@@ -61,6 +63,7 @@ impl Config {
             max_ctas: UNDEFINED,
             net_name: std::ptr::null(),
             split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
         }
     }
 }

@@ -5,7 +5,7 @@
 //! it. Only pieces travel; they are summed by the caller's fold, in the same fixed tree as on every other transport. NCCL's own
 //! sums would add in an order that depends on the number of ranks.
 use super::{DataType, Group, Nccl, NcclError, Stream};
-use crate::{Comm, CommError, Result, Sink, call::starts, staged::Staged};
+use crate::{Comm, CommError, Result, Sink, call::starts, local::WAIT, staged::Staged};
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut};
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -23,7 +23,8 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// The ranks of `hosts` meet, each with a card of its own. `limit`: of this, and of every wait for NCCL to take work.
+    /// The ranks of `hosts` meet, each with a card of its own, within `limit`. Later NCCL takes work at once, or waits until the peer
+    /// has come to it: it connects ranks when they first have to do with each other. That is waited for as on other transports.
     pub fn meet(
         nccl: &Nccl,
         cuda: Arc<Cuda>,
@@ -31,7 +32,8 @@ impl NcclComm {
         limit: Duration,
     ) -> super::Result<NcclComm> {
         cuda.enter().map_err(|e| NcclError::Meeting(e.to_string()))?;
-        let group = Group::meet(nccl, hosts.as_ref(), limit)?;
+        let mut group = Group::meet(nccl, hosts.as_ref(), limit)?;
+        group.set_limit(WAIT);
         let hosts = Staged::new(hosts, cuda.clone());
         Ok(NcclComm { group, hosts, cuda, room: Mutex::default() })
     }

@@ -1,6 +1,6 @@
 // An NCCL whose ranks are threads of one process and whose device memory is the host's: work is done, with real sums, when the
-// last rank has given its part. Streams count what is unfinished. Faults come from fakeFault.
-#include <atomic>
+// last rank has given its part. Streams are those of the emulated card. Faults come from fakeFault.
+#include "streams.hpp"
 #include <climits>
 #include <cstdint>
 #include <cstdlib>
@@ -23,11 +23,9 @@ struct Config {
     unsigned magic, version;
     int blocking, cga, min, max;
     const char* net;
-    int split;
+    int split, traffic_class; // the last is padding before 2.26
 };
-struct Stream {
-    std::atomic<int> pending{0};
-};
+static_assert(sizeof(Config) == 48);
 enum Kind { GATHER, SCATTER, REDUCE, BROADCAST, SEND, RECV };
 struct Part {
     Kind kind;
@@ -39,7 +37,13 @@ struct Part {
 struct Work {
     std::vector<Part> parts;
     Stream* stream;
+    bool arrived; // the stream has come to it
     bool gone = false;
+
+    void end() {
+        gone = true;
+        if (!stream->threaded) stream->pending--;
+    }
 };
 struct Group;
 struct Comm {
@@ -101,7 +105,9 @@ extern "C" __attribute__((visibility("default"))) const char* ncclGetLastError(C
 
 API ncclCommInitRankConfig(Comm** comm, int world, Id id, int rank, Config* config) {
     LOCKED;
-    if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->blocking != 0 || config->cga != INT_MIN) return INVALID_ARGUMENT;
+    if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->blocking != 0) return INVALID_ARGUMENT;
+    for (int unsaid : {config->cga, config->min, config->max, config->split, config->traffic_class})
+        if (unsaid != INT_MIN) return INVALID_ARGUMENT;
     auto& group = groups[id.bytes];
     if (!group) {
         group = std::make_shared<Group>();
@@ -127,10 +133,7 @@ API ncclCommAbort(Comm* c) {
     if (c->aborted) abort(); // twice is a use after free
     c->aborted = true;
     for (Work& work : c->works)
-        if (!work.gone) {
-            work.gone = true;
-            work.stream->pending--;
-        }
+        if (!work.gone) work.end();
     live--;
     return SUCCESS; // kept: peers still look at it
 }
@@ -192,7 +195,7 @@ static void advance(Group& g) {
     if (!g.complete()) return;
     for (;;) {
         for (Comm* c : g.ranks)
-            if (c->works.size() <= g.done || c->aborted) return;
+            if (c->works.size() <= g.done || !c->works[g.done].arrived || c->aborted) return;
         std::vector<const Part*> first;
         for (Comm* c : g.ranks)
             if (!c->works[g.done].parts.empty()) first.push_back(&c->works[g.done].parts[0]);
@@ -201,13 +204,23 @@ static void advance(Group& g) {
         for (Comm* c : g.ranks) {
             Work& work = c->works[g.done];
             if (!fits) c->error = INVALID_USAGE;
-            else if (!(fault == NEVER_DONE)) {
-                work.gone = true;
-                work.stream->pending--;
-            }
+            else if (!(fault == NEVER_DONE)) work.end();
         }
         if (!fits) return;
         g.done++;
+    }
+}
+
+// The stream has come to a work: it begins when all ranks' streams have, and what comes behind it waits.
+static void arrive(Comm* c, size_t at) {
+    {
+        LOCKED;
+        c->works[at].arrived = true;
+        advance(*c->group);
+    }
+    for (;; usleep(20)) {
+        LOCKED;
+        if (c->works[at].gone) return;
     }
 }
 
@@ -215,9 +228,14 @@ static int give(Comm* c, std::vector<Part> parts, Stream* stream) {
     LOCKED;
     if (fault == REFUSES && fault_rank == c->rank) return SYSTEM_ERROR;
     if (c->aborted || !c->group->complete()) return INVALID_USAGE;
-    stream->pending++;
-    c->works.push_back({std::move(parts), stream});
-    advance(*c->group);
+    size_t at = c->works.size();
+    c->works.push_back({std::move(parts), stream, !stream->threaded});
+    if (stream->threaded) {
+        stream->put([c, at] { arrive(c, at); });
+    } else {
+        stream->pending++;
+        advance(*c->group);
+    }
     return SUCCESS;
 }
 static int note(Comm* c, Part part, Stream* stream) {

@@ -15,8 +15,11 @@ pub(crate) fn folder() -> &'static Path {
         let sources =
             places.map(|place| Path::new(env!("CARGO_MANIFEST_DIR")).join(place).join("libnccl.cpp"));
         let source = sources.into_iter().find(|source| source.exists()).expect("the source");
+        let card = source.with_file_name("../../../device/tests/card");
         let mut hasher = DefaultHasher::new();
-        fs::read(&source).expect("the source").hash(&mut hasher);
+        for file in [&source, &card.join("streams.hpp")] {
+            fs::read(file).expect("a source").hash(&mut hasher);
+        }
         let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{:016x}", hasher.finish()));
         if made.exists() {
             return made;
@@ -34,6 +37,8 @@ pub(crate) fn folder() -> &'static Path {
                 "-Werror",
                 "-pthread",
             ])
+            .arg("-I")
+            .arg(card)
             .arg("-Wl,-soname,libnccl.so.2")
             .arg("-o")
             .arg(new.join("libnccl.so.2"))

@@ -63,8 +63,18 @@ library! {
         fn cuCtxSetCurrent(Handle) -> c_int;
         fn cuDeviceGetDefaultMemPool(*mut Handle, c_int) -> c_int;
         fn cuMemPoolSetAttribute(Handle, c_int, *mut c_void) -> c_int;
+        fn cuMemPoolTrimTo(Handle, usize) -> c_int;
         fn cuStreamCreate(*mut Handle, c_uint) -> c_int;
+        fn cuStreamCreateWithPriority(*mut Handle, c_uint, c_int) -> c_int;
+        fn cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int) -> c_int;
         fn cuStreamDestroy_v2(Handle) -> c_int;
+        fn cuStreamWaitEvent(Handle, Handle, c_uint) -> c_int;
+        fn cuEventCreate(*mut Handle, c_uint) -> c_int;
+        fn cuEventDestroy_v2(Handle) -> c_int;
+        fn cuEventRecord(Handle, Handle) -> c_int;
+        fn cuEventSynchronize(Handle) -> c_int;
+        fn cuEventQuery(Handle) -> c_int;
+        fn cuEventElapsedTime(*mut f32, Handle, Handle) -> c_int;
         fn cuStreamSynchronize(Handle) -> c_int;
         fn cuMemAllocAsync(*mut Address, usize, Handle) -> c_int;
         fn cuMemFreeAsync(Address, Handle) -> c_int;
@@ -98,6 +108,10 @@ pub(super) const RELEASE_THRESHOLD: c_int = 4;
 pub(super) const PORTABLE: c_uint = 1;
 /// CU_STREAM_NON_BLOCKING
 pub(super) const NON_BLOCKING: c_uint = 1;
+/// CU_EVENT_DISABLE_TIMING
+pub(super) const NO_TIMING: c_uint = 2;
+/// CUDA_ERROR_NOT_READY
+pub(super) const NOT_READY: c_int = 600;
 /// CUDA_ERROR_OUT_OF_MEMORY
 pub(super) const OUT_OF_MEMORY: c_int = 2;
 

@@ -1,4 +1,4 @@
-//! One card: its context, the stream that all work goes through in order, memory from the driver's pool, launches.
+//! One card: its context, its streams, memory from the driver's pool, launches.
 use super::binding::{
     Address, CAPABILITY_MAJOR, CAPABILITY_MINOR, DYNAMIC_SHARED, Driver, Handle, MEMORY_POOLS,
     MULTIPROCESSORS, NON_BLOCKING, OUT_OF_MEMORY, PORTABLE, RELEASE_THRESHOLD, SHARED_PER_BLOCK,
@@ -46,12 +46,17 @@ impl Facts {
     }
 }
 
-/// An open card. Everything on it happens in the order of the calls.
+/// An open card. What a thread asks for happens in the order of its calls: in the stream of the card, or in the thread's own
+/// ([`super::streams`]).
 pub(super) struct Card {
-    driver: Driver,
+    pub(super) driver: Driver,
     device: c_int,
     context: Handle,
-    stream: Handle,
+    /// Of all threads that have none of their own.
+    pub(super) stream: Handle,
+    /// Of copies that go on beside them: to the host, and from it.
+    pub(super) downloads: Handle,
+    pub(super) uploads: Handle,
     pub(super) facts: Facts,
     /// Bytes that this process has of the card now, and the most that it had.
     used: AtomicU64,
@@ -87,14 +92,16 @@ fn driver(places: &Places) -> Result<(Driver, i32, PathBuf)> {
     Ok((driver, version, driver_path))
 }
 
-/// CUDA's version that the driver implements (`13.0`), and its path.
-pub(super) fn version(places: &Places) -> Result<(String, PathBuf)> {
-    driver(places).map(|(_, version, path)| (dotted(version), path))
+/// CUDA's version that the driver implements (13, 0), and its path.
+pub(super) fn version(places: &Places) -> Result<((u32, u32), PathBuf)> {
+    driver(places).map(|(_, version, path)| (parts(version), path))
 }
 
-/// Does a driver see a GPU?
-pub(super) fn find(places: &Places) -> Result<()> {
-    driver(places)?.0.device(0).map(drop)
+/// CUDA's version that the driver implements, if it sees a GPU.
+pub(super) fn find(places: &Places) -> Result<(u32, u32)> {
+    let (driver, version, _) = driver(places)?;
+    driver.device(0)?;
+    Ok(parts(version))
 }
 
 impl Card {
@@ -118,8 +125,9 @@ impl Card {
         driver.keep_freed_memory(device)?;
         // SAFETY: one handle is written.
         driver.check("cuStreamCreate", unsafe { (driver.cuStreamCreate)(&mut stream, NON_BLOCKING) })?;
+        let (downloads, uploads) = (driver.stream_beside(0)?, driver.stream_beside(0)?);
         let (used, peak) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Card { driver, device, context, stream, facts, used, peak }))
+        Ok(Arc::new(Card { driver, device, context, stream, downloads, uploads, facts, used, peak }))
     }
 
     /// Makes the card's context this thread's.
@@ -130,10 +138,6 @@ impl Card {
             CURRENT.set(self.context);
         }
         Ok(())
-    }
-
-    pub(super) fn stream(&self) -> Handle {
-        self.stream
     }
 
     /// Free and total bytes.
@@ -151,7 +155,14 @@ impl Card {
         if bytes > 0 {
             self.enter()?;
             // SAFETY: one address is written.
-            let code = unsafe { (self.driver.cuMemAllocAsync)(&mut at, bytes, self.stream) };
+            let ask = |at: &mut Address| unsafe { (self.driver.cuMemAllocAsync)(at, bytes, self.stream()) };
+            let mut code = ask(&mut at);
+            if code == OUT_OF_MEMORY {
+                // What the pool kept may be in pieces that are too small.
+                self.wait()?;
+                self.driver.trim(self.device)?;
+                code = ask(&mut at);
+            }
             if code == OUT_OF_MEMORY {
                 let (free, total) = self.memory()?;
                 let (used, purpose) = (self.used.load(Relaxed), purpose());
@@ -170,7 +181,7 @@ impl Card {
         if self.enter().is_ok() {
             // SAFETY: the address came from the pool and is given back once. An error here was one of earlier work; the next
             // call says it.
-            let _ = unsafe { (self.driver.cuMemFreeAsync)(at, self.stream) };
+            let _ = unsafe { (self.driver.cuMemFreeAsync)(at, self.stream()) };
         }
     }
 
@@ -185,11 +196,11 @@ impl Card {
         }
         self.enter()?;
         // SAFETY: the caller's range.
-        let code = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, self.stream) };
+        let code = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, self.stream()) };
         self.driver.check("cuMemsetD8Async", code)
     }
 
-    /// Host to card. The bytes may change as soon as this returns: they are not pinned, so the driver copied them.
+    /// Host to card. Pinned bytes are read when the copy's turn comes; of others the driver takes a copy.
     pub(super) fn upload(&self, at: Address, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -197,7 +208,7 @@ impl Card {
         self.enter()?;
         // SAFETY: the caller's range is as long.
         let code = unsafe {
-            (self.driver.cuMemcpyHtoDAsync_v2)(at, bytes.as_ptr().cast(), bytes.len(), self.stream)
+            (self.driver.cuMemcpyHtoDAsync_v2)(at, bytes.as_ptr().cast(), bytes.len(), self.stream())
         };
         self.driver.check("cuMemcpyHtoDAsync", code)
     }
@@ -208,7 +219,7 @@ impl Card {
             self.enter()?;
             // SAFETY: the caller's range is as long.
             let code = unsafe {
-                (self.driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), at, bytes.len(), self.stream)
+                (self.driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), at, bytes.len(), self.stream())
             };
             self.driver.check("cuMemcpyDtoHAsync", code)?;
         }
@@ -222,7 +233,7 @@ impl Card {
         }
         self.enter()?;
         // SAFETY: the caller's ranges.
-        let code = unsafe { (self.driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, self.stream) };
+        let code = unsafe { (self.driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, self.stream()) };
         self.driver.check("cuMemcpyDtoDAsync", code)
     }
 
@@ -248,11 +259,11 @@ impl Card {
         }
     }
 
-    /// Waits until everything that was asked for is done; errors of that work come out here at the latest.
+    /// Waits until everything that this thread asked for is done; errors of that work come out here at the latest.
     pub(super) fn wait(&self) -> Result<()> {
         self.enter()?;
-        // SAFETY: the stream lives as long as self.
-        self.driver.check("work on the GPU", unsafe { (self.driver.cuStreamSynchronize)(self.stream) })
+        // SAFETY: the stream lives.
+        self.driver.check("work on the GPU", unsafe { (self.driver.cuStreamSynchronize)(self.stream()) })
     }
 
     /// A module of an image that the compiler made for this card.
@@ -309,7 +320,7 @@ impl Card {
                 by,
                 bz,
                 shared as u32,
-                self.stream,
+                self.stream(),
                 pointers.as_mut_ptr(),
                 ptr::null_mut(),
             )
@@ -325,10 +336,12 @@ impl Card {
 impl Drop for Card {
     fn drop(&mut self) {
         if self.enter().is_ok() {
-            // SAFETY: both are given back once; nothing can be done about an error.
+            // SAFETY: all are given back once; nothing can be done about an error.
             unsafe {
-                let _ = (self.driver.cuStreamSynchronize)(self.stream);
-                let _ = (self.driver.cuStreamDestroy_v2)(self.stream);
+                for stream in [self.downloads, self.uploads, self.stream] {
+                    let _ = (self.driver.cuStreamSynchronize)(stream);
+                    let _ = (self.driver.cuStreamDestroy_v2)(stream);
+                }
                 let _ = (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device);
             }
             CURRENT.set(ptr::null_mut());
@@ -337,7 +350,7 @@ impl Drop for Card {
 }
 
 impl Driver {
-    fn check(&self, what: &str, code: c_int) -> Result<()> {
+    pub(super) fn check(&self, what: &str, code: c_int) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
@@ -395,7 +408,7 @@ impl Driver {
             multiprocessors: attribute(MULTIPROCESSORS)? as usize,
             memory,
             shared: attribute(SHARED_PER_BLOCK)? as usize,
-            driver: (version as u32 / 1000, version as u32 % 1000 / 10),
+            driver: parts(version),
             driver_path,
         })
     }
@@ -410,19 +423,36 @@ impl Driver {
             let what = "this GPU or its driver has no memory pools (a virtual GPU?)".to_owned();
             return Err(CudaError::TooOld { what, needed: "cuMemAllocAsync".to_owned() });
         }
-        let (mut pool, mut all) = (ptr::null_mut(), u64::MAX);
-        // SAFETY: one handle is written.
-        self.check("cuDeviceGetDefaultMemPool", unsafe {
-            (self.cuDeviceGetDefaultMemPool)(&mut pool, device)
-        })?;
+        let (pool, mut all) = (self.pool(device)?, u64::MAX);
         // SAFETY: this attribute is a 64-bit number.
         let code = unsafe { (self.cuMemPoolSetAttribute)(pool, RELEASE_THRESHOLD, (&raw mut all).cast()) };
         self.check("cuMemPoolSetAttribute", code)
     }
+
+    /// Gives back what the pool keeps and nobody uses.
+    fn trim(&self, device: c_int) -> Result<()> {
+        let pool = self.pool(device)?;
+        // SAFETY: the device's own pool.
+        self.check("cuMemPoolTrimTo", unsafe { (self.cuMemPoolTrimTo)(pool, 0) })
+    }
+
+    fn pool(&self, device: c_int) -> Result<Handle> {
+        let mut pool = ptr::null_mut();
+        // SAFETY: one handle is written.
+        let code = unsafe { (self.cuDeviceGetDefaultMemPool)(&mut pool, device) };
+        self.check("cuDeviceGetDefaultMemPool", code).map(|()| pool)
+    }
+}
+
+/// 12090 is 12.9.
+fn parts(version: i32) -> (u32, u32) {
+    let version = version.max(0) as u32;
+    (version / 1000, version % 1000 / 10)
 }
 
 fn dotted(version: i32) -> String {
-    format!("{}.{}", version / 1000, version % 1000 / 10)
+    let (major, minor) = parts(version);
+    format!("{major}.{minor}")
 }
 
 /// Memory on a card, given back when it is dropped.

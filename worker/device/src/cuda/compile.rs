@@ -11,6 +11,7 @@ use std::{
     path::{Path, PathBuf},
     ptr,
     sync::{Mutex, OnceLock, PoisonError},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 /// A source of kernels: its name and text.
@@ -218,7 +219,9 @@ fn cached(path: &Path) -> Option<Vec<u8>> {
 fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder)?;
-    let new = path.with_extension(format!("{}.new", std::process::id()));
+    // of this process alone, also where hosts or containers share the folder and have the same process ids
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos());
+    let new = path.with_extension(format!("{}-{now:x}.new", std::process::id()));
     let written = (|| {
         let mut file = File::create(&new)?;
         file.write_all(MAGIC)?;
@@ -238,6 +241,8 @@ pub(super) struct Kernels {
     nvrtc: Nvrtc,
     /// Where images are kept; nowhere: compiled by every process.
     cache: Option<PathBuf>,
+    /// Why an image couldn't be kept.
+    unkept: OnceLock<String>,
     modules: [OnceLock<Module>; SOURCES.len()],
     functions: Mutex<HashMap<(&'static str, &'static CStr), Function>>,
     loading: Mutex<()>,
@@ -260,6 +265,7 @@ impl Kernels {
         Ok(Kernels {
             nvrtc,
             cache,
+            unkept: OnceLock::new(),
             modules: Default::default(),
             functions: Mutex::default(),
             loading: Mutex::new(()),
@@ -290,6 +296,11 @@ impl Kernels {
         Ok(function)
     }
 
+    /// Why the next process compiles again, if it does.
+    pub(super) fn unkept(&self) -> Option<&str> {
+        self.unkept.get().map(String::as_str)
+    }
+
     /// Compiles and loads everything: what a first step would wait for.
     pub(super) fn load_all(&self, card: &Card) -> Result<()> {
         SOURCES.iter().try_for_each(|source| self.module(card, *source).map(drop))
@@ -313,8 +324,10 @@ impl Kernels {
             return Ok(image);
         }
         let image = self.nvrtc.compile(source, arch)?;
-        if let Some(path) = path {
-            keep(&path, &image).map_err(|e| CudaError::Cache(format!("{}: {e}", path.display())))?;
+        if let Some(Err(e)) = path.as_deref().map(|path| keep(path, &image)) {
+            // A home that is full or can't be written costs the next process this compilation, no more.
+            let file = path.unwrap_or_default();
+            self.unkept.get_or_init(|| format!("{}: {e}", file.display()));
         }
         Ok(image)
     }

@@ -32,8 +32,6 @@ pub enum CudaError {
     },
     /// A function of a library failed.
     Call { what: String, code: i32, said: String },
-    /// The kernel cache can't be written.
-    Cache(String),
 }
 
 impl fmt::Display for CudaError {
@@ -72,7 +70,6 @@ impl fmt::Display for CudaError {
                 )
             }
             CudaError::Call { what, code, said } => write!(f, "{what} failed: {said} ({code})"),
-            CudaError::Cache(why) => write!(f, "the kernel cache: {why}"),
         }
     }
 }

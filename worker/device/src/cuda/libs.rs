@@ -17,6 +17,9 @@ pub struct Places {
     pub python: Vec<PathBuf>,
     /// Roots of toolkits (`CUDA_HOME`, `CUDA_PATH`).
     pub toolkits: Vec<PathBuf>,
+    /// CUDA's major version that the driver implements, where it is known. A library of a newer one is passed over: such a driver
+    /// can't run it, and can't load the images that it makes.
+    pub driver: Option<u32>,
 }
 
 /// One of CUDA's libraries.
@@ -86,7 +89,22 @@ pub struct Found {
     pub path: PathBuf,
 }
 
+/// `libnvrtc.so.13` is of CUDA 13.
+fn major(name: &str) -> Option<u32> {
+    name.rsplit_once(".so.")?.1.parse().ok()
+}
+
 impl Places {
+    /// The same places for a driver that implements this major version of CUDA.
+    pub(super) fn of_driver(&self, major: u32) -> Places {
+        Places { driver: Some(major), ..self.clone() }
+    }
+
+    /// File names, best first: those that the driver can work with, and those that are too new for it.
+    fn names(&self, wanted: Wanted) -> (Vec<&'static str>, Vec<&'static str>) {
+        wanted.names().iter().partition(|name| major(name) <= Some(self.driver.unwrap_or(u32::MAX)))
+    }
+
     /// Folders in which the library may lie, best first. The driver belongs to the machine: toolkits only have a stand-in to link with.
     pub fn folders(&self, wanted: Wanted) -> Vec<PathBuf> {
         let mut folders = self.job.clone();
@@ -104,30 +122,41 @@ impl Places {
     pub fn open(&self, wanted: Wanted) -> Result<Found, CudaError> {
         let mut searched = Vec::new();
         let mut failed = Vec::new();
+        let (names, newer) = self.names(wanted);
+        let mut look = |folder: &Path| {
+            let found = names.iter().find_map(|name| open_file(&folder.join(name), &mut failed));
+            if found.is_none() {
+                failed.extend(newer.iter().filter_map(|name| self.too_new(&folder.join(name))));
+            }
+            found
+        };
         let known = self.folders(wanted);
         for folder in &known {
-            if let Some(found) =
-                wanted.names().iter().find_map(|name| open_file(&folder.join(name), &mut failed))
-            {
+            if let Some(found) = look(folder) {
                 return Ok(found);
             }
             searched.push(folder.display().to_string());
         }
-        for name in wanted.names() {
+        for name in &names {
             if let Ok(library) = open_library(Path::new(name)) {
                 return Ok(Found { library, path: PathBuf::from(name) });
             }
         }
         searched.push("where the system's loader looks".to_owned());
         for folder in SYSTEM {
-            let path = |name: &&str| Path::new(folder).join(name);
-            if let Some(found) = wanted.names().iter().find_map(|name| open_file(&path(name), &mut failed)) {
+            if let Some(found) = look(Path::new(folder)) {
                 return Ok(found);
             }
             searched.push(folder.to_owned());
         }
-        let (name, advice) = (wanted.names().join(" or "), wanted.advice());
+        let (name, advice) = (names.join(" or "), wanted.advice());
         Err(CudaError::NotFound { what: wanted.title(), name, searched, failed, advice })
+    }
+
+    /// Why a library that is there isn't opened.
+    fn too_new(&self, path: &Path) -> Option<String> {
+        let driver = self.driver.filter(|_| path.exists())?;
+        Some(format!("{} is of a newer CUDA than the driver, which implements {driver}", path.display()))
     }
 }
 
@@ -206,6 +235,7 @@ mod tests {
             library_path: vec!["/from/path".into(), "".into()],
             python: vec![folder.path().to_owned()],
             toolkits: vec!["/opt/toolkit".into()],
+            driver: None,
         };
         fs::write(packages.join("libcublasLt.so.13"), "no library").expect("a file");
         let Err(CudaError::NotFound { searched, failed, name, .. }) = places.open(Wanted::Blas) else {
@@ -218,5 +248,35 @@ mod tests {
         assert!(failed.len() == 1 && failed[0].contains("libcublasLt.so.13"), "{failed:?}");
         // toolkits hold a stand-in for the driver, which is never meant
         assert!(places.folders(Wanted::Driver).iter().all(|f| !f.starts_with("/opt/toolkit")));
+    }
+
+    #[test]
+    fn a_library_that_is_too_new_for_the_driver_is_passed_over() {
+        let folder = tempfile::tempdir().expect("folder");
+        let places = Places { job: vec![folder.path().to_owned()], ..Places::default() };
+        for name in ["libnvrtc.so.13", "libnvrtc.so.12"] {
+            fs::write(folder.path().join(name), "no library").expect("a file");
+        }
+        let looked = |driver| {
+            let Err(CudaError::NotFound { failed, name, .. }) =
+                places.of_driver(driver).open(Wanted::Compiler)
+            else {
+                panic!("found");
+            };
+            (name, failed)
+        };
+        let (name, failed) = looked(13);
+        assert_eq!((name.as_str(), failed.len()), ("libnvrtc.so.13 or libnvrtc.so.12", 2));
+        assert!(failed.iter().all(|why| !why.contains("newer CUDA")), "{failed:?}");
+        let (name, failed) = looked(12);
+        assert_eq!((name.as_str(), failed.len()), ("libnvrtc.so.12", 2));
+        assert!(
+            failed[1].contains("libnvrtc.so.13 is of a newer CUDA than the driver, which implements 12"),
+            "{failed:?}"
+        );
+        // those of the driver and of NCCL have numbers of their own
+        for (wanted, name) in [(Wanted::Driver, "libcuda.so.1"), (Wanted::Nccl, "libnccl.so.2")] {
+            assert_eq!(places.of_driver(12).names(wanted), (vec![name], vec![]));
+        }
     }
 }

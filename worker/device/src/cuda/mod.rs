@@ -2,7 +2,8 @@
 //!
 //! No toolkit is needed to build it and none to run it but CUDA's libraries, which are found on the machine that has the card
 //! ([`libs`]). Kernels are compiled for exactly that card when they are first needed and kept on disk ([`compile`]). All work
-//! of a backend goes through one stream: ops return before they are done, in the order of the calls.
+//! that a thread asks for goes through one stream, that of the backend or the thread's own: ops return before they are done, in
+//! the order of the thread's calls.
 //!
 //! An op can't return an error. What goes wrong on the card stops the worker with one message; with asynchronous work that
 //! may be a call later than the one that caused it.
@@ -20,6 +21,7 @@ mod norm;
 mod ops;
 mod rows;
 mod storage;
+mod streams;
 
 pub use card::Facts;
 pub use classifier::rows_at_once as classifier_rows;
@@ -34,22 +36,29 @@ use card::{Card, Launch, Memory, Param};
 use compile::{Kernels, Nvrtc, Source};
 use matmul::Products;
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     ffi::CStr,
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
+use streams::Event;
 
 /// Ops on one card.
 pub struct Cuda {
-    card: Arc<Card>,
     kernels: Kernels,
     products: Products,
-    /// Lists of the host that were sent last, newest first, with where they lie.
-    recent: Mutex<VecDeque<(Vec<u8>, Arc<Memory>)>>,
+    /// For each stream the lists of the host that were sent last: what one stream was sent isn't there yet for another.
+    recent: Mutex<HashMap<usize, Recent>>,
+    /// Waits of a stream for a mark that are timed and not counted yet: begin and end.
+    waits: Mutex<Vec<[Event; 2]>>,
+    /// Last: fields are dropped in order, and cuBLASLt wants to be closed while there is a context.
+    card: Arc<Card>,
 }
 
-/// Lists that are kept on a card. Every layer asks for the same few: tokens, labels, where documents begin.
+/// Lists and where they lie, newest first.
+type Recent = VecDeque<(Vec<u8>, Arc<Memory>)>;
+
+/// Lists that are kept on a card for a stream. Every layer asks for the same few: tokens, labels, where documents begin.
 const RECENT: usize = 8;
 
 /// What was found and opened for a card, for people.
@@ -81,10 +90,11 @@ impl Cuda {
     /// kept in `cache`.
     pub fn open(places: &Places, index: usize, cache: Option<PathBuf>) -> Result<Cuda> {
         let card = Card::open(places, index)?;
+        let places = &places.of_driver(card.facts.driver.0);
         let kernels = Kernels::new(Nvrtc::open(places)?, &card, cache)?;
         card.enter()?;
         let products = Products::open(places)?;
-        Ok(Cuda { card, kernels, products, recent: Mutex::default() })
+        Ok(Cuda { kernels, products, recent: Mutex::default(), waits: Mutex::default(), card })
     }
 
     /// The card.
@@ -116,6 +126,11 @@ impl Cuda {
         self.kernels.load_all(&self.card)
     }
 
+    /// Why compiled kernels aren't kept for the next process, where they should have been.
+    pub fn unkept_kernels(&self) -> Option<&str> {
+        self.kernels.unkept()
+    }
+
     /// `len` zeros in the card's memory, or why there are none.
     pub fn try_zeroed(&self, dtype: Dtype, len: usize) -> Result<Buf> {
         let buf = self.unfilled(dtype, len)?;
@@ -128,12 +143,12 @@ impl Cuda {
         self.card.enter()
     }
 
-    /// The stream that all work of this backend goes through (a `CUstream`).
+    /// The stream that this thread's work goes through (a `CUstream`).
     pub fn stream(&self) -> *mut std::ffi::c_void {
         self.card.stream()
     }
 
-    /// Waits until everything that was asked for is done; fails with what failed of it.
+    /// Waits until everything that this thread asked for is done; fails with what failed of it.
     pub fn try_wait(&self) -> Result<()> {
         self.card.wait()
     }
@@ -154,17 +169,24 @@ impl Cuda {
     /// before.
     fn numbers<T: bytemuck::Pod>(&self, numbers: &[T]) -> Arc<Memory> {
         let bytes: &[u8] = bytemuck::cast_slice(numbers);
-        // a panic leaves the lists whole
-        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.recent();
+        let recent = all.entry(self.card.stream().addr()).or_default();
         let known = recent.iter().position(|(sent, _)| sent == bytes).and_then(|i| recent.remove(i));
         let (sent, memory) = known.unwrap_or_else(|| {
             let memory = self.scratch(bytes.len());
-            must(self.card.upload(memory.at(), bytes));
-            (bytes.to_vec(), Arc::new(memory))
+            // From the list that is kept: a driver that reads the host's memory by itself may do so later.
+            let sent = bytes.to_vec();
+            must(self.card.upload(memory.at(), &sent));
+            (sent, Arc::new(memory))
         });
         recent.truncate(RECENT - 1);
         recent.push_front((sent, memory.clone()));
         memory
+    }
+
+    fn recent(&self) -> MutexGuard<'_, HashMap<usize, Recent>> {
+        // a panic leaves the lists whole
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts a kernel; a launch without blocks is none.
@@ -207,7 +229,8 @@ impl Cuda {
 
 /// Is there a driver that sees a GPU, and every library that training on it needs? No GPU is opened.
 pub fn find(places: &Places) -> Result<()> {
-    card::find(places)?;
+    let (driver, _) = card::find(places)?;
+    let places = places.of_driver(driver);
     places.open(Wanted::Compiler)?;
     places.open(Wanted::Blas)?;
     Ok(())
@@ -215,7 +238,9 @@ pub fn find(places: &Places) -> Result<()> {
 
 /// Version and path of each library that training on one GPU opens, by a short name, or why it can't be used.
 pub fn libraries(places: &Places) -> [(&'static str, Result<(String, PathBuf)>); 3] {
-    let driver = card::version(places).map(|(version, path)| (format!("CUDA {version}"), path));
+    let driver = card::version(places);
+    let places = &driver.as_ref().map_or_else(|_| places.clone(), |((major, _), _)| places.of_driver(*major));
+    let driver = driver.map(|((major, minor), path)| (format!("CUDA {major}.{minor}"), path));
     let compiler = Nvrtc::open(places).map(|nvrtc| {
         let (major, minor) = nvrtc.version;
         (format!("{major}.{minor}"), nvrtc.path.clone())

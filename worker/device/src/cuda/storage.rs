@@ -1,8 +1,32 @@
 //! [`Storage`] on a card.
-use super::{Cuda, Pinned, address, must};
+use super::{Cuda, Pinned, address, must, streams};
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use crate::storage::Storage;
-use std::{ops::Range, sync::Arc};
+use crate::storage::{Mark, Point, Stopped, Storage};
+use std::{
+    ops::Range,
+    ptr::NonNull,
+    sync::{Arc, PoisonError},
+};
+
+/// A thread's stream, and what is kept for it.
+struct OwnStream<'a>(&'a Cuda, streams::OwnStream);
+
+impl Drop for OwnStream<'_> {
+    fn drop(&mut self) {
+        let lists = self.0.recent().remove(&self.1.handle().addr());
+        drop(lists); // in the stream's turn, which is still this thread's
+    }
+}
+
+impl Point for streams::Event {
+    fn follow(&self) {
+        must(streams::Event::follow(self));
+    }
+
+    fn wait(&self) -> Result<(), Stopped> {
+        streams::Event::wait(self).map_err(|e| Stopped(e.to_string()))
+    }
+}
 
 impl Storage for Cuda {
     fn is_host(&self) -> bool {
@@ -67,6 +91,66 @@ impl Storage for Cuda {
 
     fn wait(&self) {
         must(self.card.wait());
+    }
+
+    fn in_own_stream(&self, work: &mut dyn FnMut()) {
+        let _own = OwnStream(self, must(self.card.own_stream()));
+        work();
+    }
+
+    fn mark(&self) -> Mark {
+        Mark::of(must(self.card.record()))
+    }
+
+    fn follow_timed(&self, mark: &Mark) {
+        let begin = must(self.card.record_timed());
+        mark.follow();
+        let wait = [begin, must(self.card.record_timed())];
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner).push(wait);
+    }
+
+    fn stood_still(&self) -> f64 {
+        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seconds = 0.0;
+        waits.retain(|[begin, end]| match must(end.since(begin)) {
+            Some(took) => {
+                seconds += took;
+                false
+            }
+            None => true,
+        });
+        seconds
+    }
+
+    fn copy_beside(&self, to: ViewMut, from: View, behind: &[Mark]) -> Mark {
+        assert!(
+            to.dtype() == from.dtype()
+                && to.len() == from.len()
+                && to.as_view().is_on_host() != from.is_on_host(),
+            "copy_beside: {} of {:?} to {} of {:?}",
+            from.len(),
+            from.dtype(),
+            to.len(),
+            to.dtype()
+        );
+        if from.is_empty() {
+            return Mark::default();
+        }
+        let before = must(self.card.record());
+        let down = to.as_view().is_on_host();
+        self.card.beside(if down { self.card.downloads } else { self.card.uploads }, || {
+            must(before.follow());
+            behind.iter().for_each(Mark::follow);
+            if down {
+                let there = NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
+                let bytes = from.len() * from.dtype().size();
+                // SAFETY: the ranges are as long, and are let alone until the mark, as the trait asks.
+                must(unsafe { self.card.download_later(there, address(from), bytes) });
+            } else {
+                must(self.card.upload(address(to.as_view()), from.bytes()));
+            }
+            Mark::of(must(self.card.record()))
+        })
     }
 
     fn peak_memory(&self) -> u64 {

@@ -1,6 +1,7 @@
 // cuBLASLt for the emulated card: D = alpha·op(A)·op(B) + beta·C, column-major, computed in f64 and rounded once.
 #include <cstddef>
 #include "emulator.hpp"
+#include "streams.hpp"
 #include "common.cuh"
 
 #define API extern "C" __attribute__((visibility("default"))) int
@@ -104,28 +105,34 @@ static Tensor tensor(const void* at, const Layout* layout) {
     return {(void*)at, layout->type == R_32F ? F32 : layout->type == R_16BF ? BF16 : F16};
 }
 
-API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a, const void* B, void* b, const float* beta, const void* C,
-                   void* c, void* D, void* d, const Algo* algo, void* workspace, size_t bytes, void*) {
-    const Desc* how = (Desc*)desc;
-    const Layout *la = (Layout*)a, *lb = (Layout*)b, *lc = (Layout*)c, *ld = (Layout*)d;
-    const void* at[4] = {A, B, C, D};
-    if (!fits(how, la, lb, lc) || !algo || algo->data[4] != 0x616c676f || !workspace || bytes < 4096) return INVALID_VALUE;
-    for (int i = 0; i < 4; i++)
-        if ((uintptr_t)at[i] % algo->data[i]) return INVALID_VALUE;
-    memset(workspace, 0xff, 4096);
-    Tensor x = tensor(A, la), y = tensor(B, lb), z = tensor(D, ld), old = tensor(C, lc);
-    uint64_t depth = how->transa ? la->rows : la->cols;
-    for (uint64_t j = 0; j < ld->cols; j++)
-        for (uint64_t i = 0; i < ld->rows; i++) {
+static void multiply(Desc how, Layout la, Layout lb, Layout lc, Layout ld, Tensor x, Tensor y, Tensor old, Tensor z, float alpha, float beta) {
+    uint64_t depth = how.transa ? la.rows : la.cols;
+    for (uint64_t j = 0; j < ld.cols; j++)
+        for (uint64_t i = 0; i < ld.rows; i++) {
             double sum = 0;
             for (uint64_t k = 0; k < depth; k++) {
-                int64_t at_a = how->transa ? (int64_t)(i * la->ld + k) : (int64_t)(k * la->ld + i);
-                int64_t at_b = how->transb ? (int64_t)(k * lb->ld + j) : (int64_t)(j * lb->ld + k);
+                int64_t at_a = how.transa ? (int64_t)(i * la.ld + k) : (int64_t)(k * la.ld + i);
+                int64_t at_b = how.transb ? (int64_t)(k * lb.ld + j) : (int64_t)(j * lb.ld + k);
                 sum += (double)load(x, at_a) * (double)load(y, at_b);
             }
-            int64_t to = (int64_t)(j * ld->ld + i);
-            store(z, to, (float)(*alpha * sum + (*beta != 0 ? *beta * (double)load(old, to) : 0.0)));
+            int64_t to = (int64_t)(j * ld.ld + i);
+            store(z, to, (float)(alpha * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
         }
+}
+
+API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a, const void* B, void* b, const float* beta, const void* C,
+                   void* c, void* D, void* d, const Algo* algo, void* workspace, size_t bytes, void* stream) {
+    const Desc how = *(Desc*)desc;
+    const Layout la = *(Layout*)a, lb = *(Layout*)b, lc = *(Layout*)c, ld = *(Layout*)d;
+    const void* at[4] = {A, B, C, D};
+    if (!fits(&how, &la, &lb, &lc) || !algo || algo->data[4] != 0x616c676f || !workspace || bytes < 4096) return INVALID_VALUE;
+    for (int i = 0; i < 4; i++)
+        if ((uintptr_t)at[i] % algo->data[i]) return INVALID_VALUE;
+    Tensor x = tensor(A, &la), y = tensor(B, &lb), z = tensor(D, &ld), old = tensor(C, &lc);
+    in_turn(stream, [=, alpha = *alpha, beta = *beta] {
+        memset(workspace, 0xff, 4096);
+        multiply(how, la, lb, lc, ld, x, y, old, z, alpha, beta);
+    });
     return SUCCESS;
 }
 extern "C" __attribute__((visibility("default"))) const char* cublasLtGetStatusString(int code) {

@@ -1,22 +1,22 @@
 // A CUDA driver whose card is the emulator. Memory is host memory, each allocation with a page behind it that nobody may
-// touch, filled with numbers that are none. Work is done when it is asked for.
+// touch, filled with numbers that are none. Work is done when it is asked for, or later (streams.hpp).
 //
 // CARD_VERSION=13000 what cuDriverGetVersion says; CARD_COUNT=1 cards; CARD_MEMORY=bytes that can be allocated;
 // CARD_FAILS=name:n the n-th call of a function (from 1) fails, with CUDA_ERROR_LAUNCH_FAILED.
 #include "emulator.hpp"
+#include "streams.hpp"
 #include <algorithm>
-#include <atomic>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
-#include <unistd.h>
 #include "common.cuh"
 #include "kernels.inc"
 
 #define API extern "C" __attribute__((visibility("default"))) int
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719 };
 
 static std::recursive_mutex lock_;
 #define LOCKED std::lock_guard<std::recursive_mutex> held(lock_)
@@ -37,13 +37,12 @@ static bool fails(const char* name) {
     return ++calls[name] == strtol(rule.c_str() + colon + 1, nullptr, 10);
 }
 
-// A stream begins with the number of works that another library (the stand-in for NCCL) has put on it and not done: what comes
-// behind them waits.
-struct Stream {
-    std::atomic<int> pending{0};
-};
-static void reach(void* stream) {
-    while (stream && ((Stream*)stream)->pending > 0) usleep(20);
+// Work on the card's memory, in its turn.
+static void work(void* stream, std::function<void()> what) {
+    in_turn(stream, [what = std::move(what)] {
+        LOCKED;
+        what();
+    });
 }
 
 // --- memory ---------------------------------------------------------------------------------------------------------------
@@ -54,6 +53,9 @@ struct Allocation {
 };
 static std::map<uintptr_t, Allocation> allocations;
 static size_t allocated = 0;
+// Sizes of blocks that were given back: the pool keeps them, and as the worst pool it hands them out only for the same size.
+static std::multiset<size_t> kept;
+static size_t kept_bytes = 0;
 
 static size_t card_memory() { return (size_t)number("CARD_MEMORY", 8l << 30); }
 
@@ -65,11 +67,14 @@ static bool inside(uintptr_t at, size_t bytes) {
 }
 
 API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
-    reach(stream);
     LOCKED;
     MAY_FAIL("cuMemAllocAsync");
     if (bytes == 0) return INVALID_VALUE;
-    if (allocated + bytes > card_memory()) return OUT_OF_MEMORY;
+    if (auto same = kept.find(bytes); same != kept.end()) {
+        kept.erase(same);
+        kept_bytes -= bytes;
+    }
+    if (allocated + kept_bytes + bytes > card_memory()) return OUT_OF_MEMORY;
     size_t page = (size_t)sysconf(_SC_PAGESIZE), room = (bytes + page - 1) / page * page;
     void* map = mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (map == MAP_FAILED) return OUT_OF_MEMORY;
@@ -81,58 +86,86 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     *out = at;
     return SUCCESS;
 }
+// What another stream still does with it touches memory that isn't there.
 API cuMemFreeAsync(uintptr_t at, void* stream) {
-    reach(stream);
-    LOCKED;
-    auto found = allocations.find(at);
-    if (found == allocations.end()) return INVALID_VALUE;
-    allocated -= found->second.bytes;
-    munmap(found->second.map, found->second.mapped);
-    allocations.erase(found);
+    Allocation gone;
+    {
+        LOCKED;
+        auto found = allocations.find(at);
+        if (found == allocations.end()) return INVALID_VALUE;
+        gone = found->second;
+        allocations.erase(found);
+    }
+    work(stream, [gone] {
+        allocated -= gone.bytes;
+        kept.insert(gone.bytes);
+        kept_bytes += gone.bytes;
+        munmap(gone.map, gone.mapped);
+    });
     return SUCCESS;
 }
 API cuMemGetInfo_v2(size_t* free, size_t* total) {
     LOCKED;
     *total = card_memory();
-    *free = *total - allocated;
+    *free = *total - allocated - kept_bytes;
     return SUCCESS;
 }
+static std::map<uintptr_t, size_t> pinned;
+static bool is_pinned(const void* at) {
+    auto next = pinned.upper_bound((uintptr_t)at);
+    return next != pinned.begin() && (uintptr_t)at < std::prev(next)->first + std::prev(next)->second;
+}
 API cuMemHostAlloc(void** out, size_t bytes, unsigned) {
-    return posix_memalign(out, 4096, bytes ? bytes : 1) ? OUT_OF_MEMORY : SUCCESS;
+    LOCKED;
+    if (posix_memalign(out, 4096, bytes ? bytes : 1)) return OUT_OF_MEMORY;
+    pinned[(uintptr_t)*out] = bytes ? bytes : 1;
+    return SUCCESS;
 }
 API cuMemFreeHost(void* at) {
+    LOCKED;
+    if (!pinned.erase((uintptr_t)at)) return INVALID_VALUE;
     free(at);
     return SUCCESS;
 }
+// Memory that isn't pinned is copied before the call returns, pinned memory when the copy's turn comes.
 API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* stream) {
-    reach(stream);
-    LOCKED;
-    MAY_FAIL("cuMemcpyHtoDAsync");
-    if (!inside(to, bytes)) return INVALID_VALUE;
-    memcpy((void*)to, from, bytes);
+    std::vector<uint8_t> kept;
+    {
+        LOCKED;
+        MAY_FAIL("cuMemcpyHtoDAsync");
+        if (!inside(to, bytes)) return INVALID_VALUE;
+        if (!is_pinned(from)) kept.assign((const uint8_t*)from, (const uint8_t*)from + bytes);
+    }
+    work(stream, [=, kept = std::move(kept)] { memcpy((void*)to, kept.empty() ? from : kept.data(), bytes); });
     return SUCCESS;
 }
 API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
-    reach(stream);
-    LOCKED;
-    MAY_FAIL("cuMemcpyDtoHAsync");
-    if (!inside(from, bytes)) return INVALID_VALUE;
-    memcpy(to, (void*)from, bytes);
+    bool later;
+    {
+        LOCKED;
+        MAY_FAIL("cuMemcpyDtoHAsync");
+        if (!inside(from, bytes)) return INVALID_VALUE;
+        later = is_pinned(to);
+    }
+    work(stream, [=] { memcpy(to, (void*)from, bytes); });
+    if (!later) ((Stream*)stream)->finish();
     return SUCCESS;
 }
 API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* stream) {
-    reach(stream);
-    LOCKED;
-    if (!inside(to, bytes) || !inside(from, bytes)) return INVALID_VALUE;
-    if (to < from + bytes && from < to + bytes && bytes) return INVALID_VALUE; // undefined on a card
-    memcpy((void*)to, (void*)from, bytes);
+    {
+        LOCKED;
+        if (!inside(to, bytes) || !inside(from, bytes)) return INVALID_VALUE;
+        if (to < from + bytes && from < to + bytes && bytes) return INVALID_VALUE; // undefined on a card
+    }
+    work(stream, [=] { memcpy((void*)to, (void*)from, bytes); });
     return SUCCESS;
 }
 API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* stream) {
-    reach(stream);
-    LOCKED;
-    if (!inside(to, bytes)) return INVALID_VALUE;
-    memset((void*)to, value, bytes);
+    {
+        LOCKED;
+        if (!inside(to, bytes)) return INVALID_VALUE;
+    }
+    work(stream, [=] { memset((void*)to, value, bytes); });
     return SUCCESS;
 }
 
@@ -182,39 +215,65 @@ API cuDeviceGetDefaultMemPool(void** pool, int) {
     *pool = &all;
     return SUCCESS;
 }
+API cuMemPoolTrimTo(void*, size_t least) {
+    LOCKED;
+    if (least) return INVALID_VALUE;
+    kept.clear();
+    kept_bytes = 0;
+    return SUCCESS;
+}
 API cuMemPoolSetAttribute(void*, int attribute, void*) { return attribute == 4 ? SUCCESS : INVALID_VALUE; }
 API cuStreamCreate(void** stream, unsigned) {
-    *stream = new Stream;
+    *stream = new_stream(false);
+    return SUCCESS;
+}
+API cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
+    if (priority < -5 || priority > 0) return INVALID_VALUE;
+    *stream = new_stream(true);
+    return SUCCESS;
+}
+API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    *least = 0, *greatest = -5;
     return SUCCESS;
 }
 API cuStreamDestroy_v2(void* stream) {
-    delete (Stream*)stream;
+    end_stream(stream);
     return SUCCESS;
 }
 API cuStreamSynchronize(void* stream) {
-    reach(stream);
+    ((Stream*)stream)->finish();
     LOCKED;
     MAY_FAIL("cuStreamSynchronize");
     return SUCCESS;
 }
-API cuStreamWaitEvent(void*, void*, unsigned) { return SUCCESS; }
 API cuEventCreate(void** event, unsigned) {
-    *event = malloc(sizeof(timespec));
-    return SUCCESS;
-}
-API cuEventRecord(void* event, void*) {
-    clock_gettime(CLOCK_MONOTONIC, (timespec*)event);
-    return SUCCESS;
-}
-API cuEventSynchronize(void*) { return SUCCESS; }
-API cuEventQuery(void*) { return SUCCESS; }
-API cuEventElapsedTime(float* ms, void* from, void* to) {
-    timespec *a = (timespec*)from, *b = (timespec*)to;
-    *ms = (float)((double)(b->tv_sec - a->tv_sec) * 1e3 + (double)(b->tv_nsec - a->tv_nsec) * 1e-6);
+    *event = new SharedEvent(new Event);
     return SUCCESS;
 }
 API cuEventDestroy_v2(void* event) {
-    free(event);
+    delete (SharedEvent*)event;
+    return SUCCESS;
+}
+API cuEventRecord(void* event, void* stream) {
+    record(*(SharedEvent*)event, stream);
+    return SUCCESS;
+}
+API cuEventSynchronize(void* event) {
+    SharedEvent kept = *(SharedEvent*)event;
+    kept->wait(kept->recorded);
+    return SUCCESS;
+}
+API cuEventQuery(void* event) {
+    Event& e = **(SharedEvent*)event;
+    return e.reached == e.recorded ? SUCCESS : NOT_READY;
+}
+API cuEventElapsedTime(float* ms, void* from, void* to) {
+    if (cuEventQuery(from) || cuEventQuery(to)) return NOT_READY;
+    *ms = (float)((double)((*(SharedEvent*)to)->nanoseconds - (*(SharedEvent*)from)->nanoseconds) * 1e-6);
+    return SUCCESS;
+}
+API cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    follow(stream, *(SharedEvent*)event);
     return SUCCESS;
 }
 API cuGetErrorName(int code, const char** name) {
@@ -236,15 +295,16 @@ API cuGetErrorString(int code, const char** text) {
 // --- kernels --------------------------------------------------------------------------------------------------------------
 
 struct Kernel {
-    std::function<void(void**)> run;
+    std::function<std::function<void()>(void**)> bind; // copies the arguments
     long shared = 48 << 10;
 };
 
-template <class... A, size_t... I> static void call(void (*f)(A...), void** given, std::index_sequence<I...>) {
-    f(*(std::remove_const_t<A>*)given[I]...);
+template <class... A, size_t... I> static std::function<void()> with(void (*f)(A...), void** given, std::index_sequence<I...>) {
+    std::tuple<std::remove_const_t<A>...> kept(*(std::remove_const_t<A>*)given[I]...);
+    return [=] { std::apply(f, kept); };
 }
 template <class... A> static Kernel kernel(void (*f)(A...)) {
-    return {[f](void** given) { call(f, given, std::index_sequence_for<A...>()); }};
+    return {[f](void** given) { return with(f, given, std::index_sequence_for<A...>()); }};
 }
 #define ENTRY(file, name) {#file "/" #name, kernel(file::name)},
 static std::map<std::string, Kernel> kernels = {KERNELS(ENTRY)};
@@ -275,11 +335,12 @@ API cuFuncSetAttribute(void* function, int attribute, int value) {
 }
 API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
                    void** given, void**) {
-    reach(stream);
-    LOCKED;
-    MAY_FAIL("cuLaunchKernel");
     Kernel* k = (Kernel*)function;
+    {
+        LOCKED;
+        MAY_FAIL("cuLaunchKernel");
+    }
     if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || shared > k->shared) return INVALID_VALUE;
-    emulator::launch({gx, gy, gz}, {bx, by, bz}, shared, [=] { k->run(given); });
+    work(stream, [=, body = k->bind(given)] { emulator::launch({gx, gy, gz}, {bx, by, bz}, shared, body); });
     return SUCCESS;
 }
