@@ -273,3 +273,32 @@ fn what_ends_training_on_a_card_is_said_once() {
     let set = ["cluster.devices=cuda", "cluster.workers_per_host=1", &libs];
     Ran::of(&job(&place, &set, ("LD_LIBRARY_PATH", "/nowhere"))).succeeded();
 }
+
+/// The benchmark beside PyTorch: the models that it is told of are those that launch trains, and its table has both.
+#[test]
+fn a_peer_trains_the_same_models() {
+    let Some(python) = support::python("a_peer_trains_the_same_models") else { return };
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/bench/beside_torch");
+    let run = |models: &str| {
+        let cache = tempfile::tempdir().expect("a folder");
+        let output = Command::new(&python)
+            .arg(&script)
+            .args(["--launch", env!("CARGO_BIN_EXE_launch"), "--tiny", "--device", "cpu", "--eager"])
+            .args(["--models", models])
+            .env("LD_LIBRARY_PATH", card::folder())
+            .env("XDG_CACHE_HOME", cache.path())
+            .output()
+            .expect("Python starts");
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.code(), text(&output.stdout) + &text(&output.stderr))
+    };
+    let (code, said) = run("0");
+    assert_eq!(code, Some(0), "{said}");
+    let row = said.lines().find(|line| line.starts_with("| a tiny Llama, 1 × 6 |"));
+    let cells: Vec<&str> = row.unwrap_or_else(|| panic!("no row: {said}")).split(" | ").collect();
+    let number = |cell: usize| cells[cell].parse::<f64>().unwrap_or_else(|e| panic!("{e}: {said}"));
+    assert!(number(1) > 0.0 && number(2) > 0.0 && number(3) > 0.0, "{said}");
+    let (code, said) = run("7");
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("there are models 0 to 1"), "{said}");
+}

@@ -213,6 +213,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("worker/src/life.rs", "eprintln!", "a worker's stderr is its log file"),
     ("worker/src/gpu_check.rs", "println!", "`launch gpu-check` is a program of its own, run before any job"),
     ("worker/src/gpu_check/training.rs", "println!", "the same"),
+    ("worker/src/gpu_check/timed.rs", "println!", "the same"),
     ("worker/src/gpu.rs", "println!", "a worker's stdout is its log file"),
     (
         "worker/device/src/cuda/compile.rs",

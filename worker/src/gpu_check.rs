@@ -1,5 +1,6 @@
 //! `launch gpu-check`: what a GPU does with our kernels, beside the CPU. Needs the executable, a driver, NVRTC and cuBLASLt, and
 //! nothing else: no Rust, no network, no root. `scripts/gpu-check` calls it.
+mod timed;
 mod training;
 
 use crate::gpu::{kernel_cache, places};
@@ -40,23 +41,34 @@ struct Extent {
     tiny: bool,
     /// No training.
     ops_alone: bool,
+    /// Nothing but the speed of training this one of the models.
+    model: Option<usize>,
 }
 
-/// `launch gpu-check [--device N] [--quick] [--tiny] [--ops]`; returns the process exit code.
+const USAGE: &str = "launch gpu-check [--device N] [--quick] [--tiny] [--ops | --models | --model N]";
+
+/// See [`USAGE`]; returns the process exit code. `--models` says what models are timed, `--model N` times one of them: both as JSON,
+/// for `scripts/bench/beside_torch`.
 pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
     let mut extent = Extent::default();
-    let mut arguments = arguments;
+    let (mut arguments, mut list) = (arguments, false);
     while let Some(argument) = arguments.next() {
+        let mut number = || arguments.next().and_then(|n| n.parse().ok());
         match argument.as_str() {
             "--quick" => extent.quick = true,
             "--tiny" => extent.tiny = true,
             "--ops" => extent.ops_alone = true,
-            "--device" => match arguments.next().and_then(|n| n.parse().ok()) {
-                Some(n) => extent.index = n,
-                None => return wrong("--device needs a number"),
+            "--models" => list = true,
+            "--device" | "--model" => match (number(), argument.as_str()) {
+                (Some(n), "--device") => extent.index = n,
+                (Some(n), _) => extent.model = Some(n),
+                _ => return wrong(&format!("{argument} needs a number")),
             },
             _ => return wrong(&format!("`{argument}` isn't known")),
         }
+    }
+    if list {
+        return said(timed::describe(extent.tiny));
     }
     let open = || Cuda::open(&places(&[], Path::new("")), extent.index, kernel_cache());
     let cuda = match open() {
@@ -67,6 +79,10 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
         }
     };
     let open = || open().map(Arc::new).map_err(|e| e.to_string());
+    if let Some(number) = extent.model {
+        drop(cuda);
+        return said(timed::one(&open, extent.tiny, number));
+    }
     match check(&cuda, extent, &open) {
         Ok(true) => OK,
         Ok(false) => FAILED,
@@ -77,8 +93,22 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
     }
 }
 
+/// Prints what was asked for alone.
+fn said(found: Result<serde_json::Value, String>) -> u8 {
+    match found {
+        Ok(value) => {
+            println!("{value}");
+            OK
+        }
+        Err(why) => {
+            println!("gpu-check: {why}");
+            FAILED
+        }
+    }
+}
+
 fn wrong(why: &str) -> u8 {
-    println!("gpu-check: {why}; usage: launch gpu-check [--device N] [--quick] [--tiny] [--ops]");
+    println!("gpu-check: {why}; usage: {USAGE}");
     WRONG
 }
 
@@ -114,7 +144,7 @@ fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, Cuda
     }
     let fits = fits && training::show_curves(open, nccl.as_ref().ok(), tiny);
     if fits && (!quick || tiny) {
-        training::show_speed(open, tiny);
+        timed::show_speed(open, tiny);
     }
     Ok(fits)
 }
