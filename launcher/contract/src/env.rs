@@ -54,7 +54,9 @@ pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
 pub const USERS_CHOICE: [&str; 3] = [OMP_NUM_THREADS, PYTHONUNBUFFERED, TORCH_NCCL_ASYNC_ERROR_HANDLING];
 /// Which GPUs a process sees; set for programs where the job says which.
 pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
-/// The same for ROCm, where it decides before [`CUDA_VISIBLE_DEVICES`].
+/// How CUDA numbers GPUs; set beside [`CUDA_VISIBLE_DEVICES`] where launch chose the numbers, which are those of the PCI bus.
+pub const CUDA_DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
+/// [`CUDA_VISIBLE_DEVICES`] for ROCm, where it decides before that.
 pub const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
 /// The same for Level Zero (Intel).
 pub const ZE_AFFINITY_MASK: &str = "ZE_AFFINITY_MASK";

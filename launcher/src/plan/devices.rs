@@ -2,7 +2,7 @@
 use super::Host;
 use crate::discover::Facts;
 use contract::{
-    env::{CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
+    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
     job::{Devices, JobSpec, VisibleDevices},
     judge::Finding,
     machine::Maker,
@@ -19,6 +19,8 @@ pub(super) struct Gpus {
     decides: &'static str,
     /// Say to programs which they are, whatever launch's own environment says.
     told: bool,
+    /// Their names are numbers in the order of the PCI bus, not of whoever set `CUDA_VISIBLE_DEVICES`.
+    numbered: bool,
     /// GPUs are hidden.
     hidden: bool,
     /// The host wasn't asked yet which it has.
@@ -41,6 +43,7 @@ pub(super) fn of_job(job: &JobSpec, facts: &Facts) -> Result<Gpus, Finding> {
         return Ok(Gpus { decides, ..Gpus::default() });
     }
     let per_gpu = if trains { job.cluster.workers_per_gpu } else { 0 };
+    let theirs = chosen(decides).is_some() && !matches!(job.cluster.devices, Devices::List(_));
     let (names, told) = match &job.cluster.devices {
         Devices::Cpu => return Ok(Gpus { decides, hidden: true, ..Gpus::default() }),
         Devices::List(numbers) => {
@@ -69,7 +72,7 @@ pub(super) fn of_job(job: &JobSpec, facts: &Facts) -> Result<Gpus, Finding> {
         ));
     }
     let nodes = names.iter().map(|name| node(facts, name)).collect();
-    Ok(Gpus { names, nodes, decides, told, hidden: false, unknown, per_gpu })
+    Ok(Gpus { names, nodes, decides, told, numbered: !theirs, hidden: false, unknown, per_gpu })
 }
 
 impl Gpus {
@@ -169,6 +172,10 @@ impl Gpus {
         };
         // Programs for ROCm read CUDA's variable too, as torchrun sets it.
         let mut env = vec![(CUDA_VISIBLE_DEVICES, seen.clone())];
+        if self.numbered && self.decides == CUDA_VISIBLE_DEVICES && !seen.is_empty() {
+            // CUDA counts the fastest first otherwise.
+            env.push((CUDA_DEVICE_ORDER, "PCI_BUS_ID".to_owned()));
+        }
         if self.decides == HIP_VISIBLE_DEVICES {
             env.push((HIP_VISIBLE_DEVICES, seen));
         }
@@ -245,13 +252,19 @@ mod tests {
         let (plain, some) = (cuda(&[]), cuda(&[("CUDA_VISIBLE_DEVICES", "3, GPU-1f")]));
         for (facts, devices, policy, rank, want) in [
             (&plain, Devices::Auto, All, 2, ""),
-            (&plain, Devices::Auto, One, 2, "CUDA_VISIBLE_DEVICES=2"),
-            (&plain, Devices::List(vec![2, 0]), All, 1, "CUDA_VISIBLE_DEVICES=2,0"),
-            (&plain, Devices::List(vec![2, 0]), One, 1, "CUDA_VISIBLE_DEVICES=0"),
+            (&plain, Devices::Auto, One, 2, "CUDA_VISIBLE_DEVICES=2 CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+            (
+                &plain,
+                Devices::List(vec![2, 0]),
+                All,
+                1,
+                "CUDA_VISIBLE_DEVICES=2,0 CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            ),
+            (&plain, Devices::List(vec![2, 0]), One, 1, "CUDA_VISIBLE_DEVICES=0 CUDA_DEVICE_ORDER=PCI_BUS_ID"),
             (&plain, Devices::Cpu, All, 0, "CUDA_VISIBLE_DEVICES="),
             (&some, Devices::Auto, All, 1, ""),
             (&some, Devices::Cuda, One, 1, "CUDA_VISIBLE_DEVICES=GPU-1f"),
-            (&some, Devices::List(vec![0]), All, 0, "CUDA_VISIBLE_DEVICES=0"),
+            (&some, Devices::List(vec![0]), All, 0, "CUDA_VISIBLE_DEVICES=0 CUDA_DEVICE_ORDER=PCI_BUS_ID"),
             (
                 &cuda(&[("HIP_VISIBLE_DEVICES", "1,2"), ("CUDA_VISIBLE_DEVICES", "0")]),
                 Devices::Auto,

@@ -103,4 +103,7 @@ pub trait Comm: Send + Sync {
 
     /// Makes every waiting and later call on every reachable rank return [`CommError::Aborted`]. Callable from any thread.
     fn abort(&self, reason: &str);
+
+    /// Why the group was aborted, if this rank knows that it was. Waits for nobody; callable from any thread.
+    fn aborted(&self) -> Option<String>;
 }

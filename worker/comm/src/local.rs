@@ -533,6 +533,10 @@ impl Comm for LocalComm {
     fn abort(&self, reason: &str) {
         self.shared.abort(reason);
     }
+
+    fn aborted(&self) -> Option<String> {
+        self.shared.lock().aborted.clone()
+    }
 }
 
 impl Drop for LocalComm {

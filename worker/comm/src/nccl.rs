@@ -214,18 +214,9 @@ pub struct Group {
 }
 
 impl Group {
-    /// Joins a group of which every rank knows the id; returns when all have come. `limit` holds for this and for every later
-    /// wait ([`Group::set_limit`]). The card that the thread's CUDA context belongs to is the rank's.
-    pub fn join(
-        nccl: &Nccl,
-        id: [u8; ID_BYTES],
-        rank: usize,
-        world: usize,
-        limit: Duration,
-    ) -> Result<Group> {
-        if rank >= world || world > crate::MAX_WORLD {
-            return Err(NcclError::Meeting(format!("rank {rank} of {world}")));
-        }
+    /// Joins a group of which every rank knows the id; returns when all have come, or `others` are aborted.
+    fn join(nccl: &Nccl, id: [u8; ID_BYTES], others: &dyn crate::Comm, limit: Duration) -> Result<Group> {
+        let (rank, world) = (others.rank(), others.world());
         let mut comm = ptr::null_mut();
         let mut config = Config::non_blocking();
         // SAFETY: one handle is written; the configuration says its size and version.
@@ -243,11 +234,14 @@ impl Group {
         let group = Group { nccl: nccl.clone(), state, rank, world, limit };
         nccl.check("ncclCommInitRankConfig", code, comm)?;
         let what = format!("joining a group of {world} ranks");
-        group.settle(&what).inspect_err(|e| group.give_up(e.clone()))?;
+        let stopped = || others.aborted().map_or(Ok(()), |reason| Err(NcclError::Aborted(reason)));
+        group.settle_unless(&what, &stopped).inspect_err(|e| group.give_up(e.clone()))?;
         Ok(group)
     }
 
-    /// As [`Group::join`]; the ranks meet over `others`, which decides rank and world. Either all ranks have a group or none.
+    /// The ranks meet over `others`, which decides rank and world, and an abort of which ends the wait. Either all ranks have a group
+    /// or none. `limit` holds for this and for every later wait ([`Group::set_limit`]). The card that the thread's CUDA context
+    /// belongs to is the rank's.
     pub fn meet(nccl: &Nccl, others: &dyn crate::Comm, limit: Duration) -> Result<Group> {
         let said = match others.rank() {
             0 => nccl.unique_id().map(|id| id.to_vec()).unwrap_or_else(|e| e.to_string().into_bytes()),
@@ -257,7 +251,7 @@ impl Group {
         let first = all.first().map_or(&[][..], |said| said);
         let no_id = || NcclError::Meeting(format!("rank 0 has no id: {}", String::from_utf8_lossy(first)));
         let id: [u8; ID_BYTES] = first.try_into().map_err(|_| no_id())?;
-        let joined = Group::join(nccl, id, others.rank(), others.world(), limit);
+        let joined = Group::join(nccl, id, others, limit);
         let failed = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let all =
             others.all_gather_bytes(failed.as_bytes()).map_err(|e| NcclError::Meeting(e.to_string()))?;
@@ -331,8 +325,13 @@ impl Group {
 
     /// Waits until the communicator has taken what it was given.
     fn settle(&self, what: &str) -> Result<()> {
+        self.settle_unless(what, &|| Ok(()))
+    }
+
+    fn settle_unless(&self, what: &str, stopped: &dyn Fn() -> Result<()>) -> Result<()> {
         let mut patience = Patience::new(self.limit);
         while self.is_busy(what)? {
+            stopped()?;
             patience.wait(what)?;
         }
         Ok(())

@@ -484,6 +484,10 @@ impl Comm for ShmComm {
     fn abort(&self, reason: &str) {
         self.seg.header().abort(reason);
     }
+
+    fn aborted(&self) -> Option<String> {
+        self.seg.header().aborted()
+    }
 }
 
 impl Drop for ShmComm {

@@ -163,4 +163,8 @@ impl Comm for Staged {
     fn abort(&self, reason: &str) {
         self.inner.abort(reason);
     }
+
+    fn aborted(&self) -> Option<String> {
+        self.inner.aborted()
+    }
 }

@@ -568,6 +568,10 @@ impl Comm for TcpComm {
     fn abort(&self, reason: &str) {
         self.shared.abort(reason);
     }
+
+    fn aborted(&self) -> Option<String> {
+        self.shared.reason().or_else(|| self.shm.as_ref()?.aborted())
+    }
 }
 
 impl Drop for TcpComm {

@@ -200,4 +200,8 @@ impl Comm for NcclComm {
         self.group.abort(reason);
         self.hosts.abort(reason);
     }
+
+    fn aborted(&self) -> Option<String> {
+        self.hosts.aborted()
+    }
 }

@@ -181,6 +181,33 @@ fn a_meeting_that_fails_fails_for_all() {
     assert_eq!(fake.live(), 0);
 }
 
+/// A peer dies while the others join: who hears of it doesn't wait for the limit.
+#[test]
+fn an_abort_ends_a_meeting() {
+    let _alone = alone();
+    let fake = Fake::new();
+    fake.fault(2, 1);
+    let began = Instant::now();
+    let all = each(3, |others| {
+        thread::scope(|s| {
+            if others.rank() == 0 {
+                // as the session does, for a rank that waits
+                s.spawn(|| {
+                    thread::sleep(Duration::from_millis(100));
+                    others.abort("rank 1 was killed");
+                });
+            }
+            Group::meet(&nccl(), others, PATIENT).map(|_| ())
+        })
+    });
+    for result in all {
+        let text = result.expect_err("aborted").to_string();
+        assert!(text.contains("rank 1 was killed"), "{text}");
+    }
+    assert!(began.elapsed() < PATIENT / 2, "{:?}", began.elapsed());
+    assert_eq!(fake.live(), 0);
+}
+
 /// What a group's work ends with under a fault, by rank: here rank 0 sums with peers.
 fn under(fault: c_int, rank: c_int, limit: Duration) -> Vec<NcclError> {
     let fake = Fake::new();
