@@ -120,13 +120,14 @@ fn training_on_an_emulated_card_passes() {
         "| a tiny Llama | fp32 | 4 on this GPU |",
         "| a tiny Llama | bf16 | 2 on this GPU |",
         "| a tiny Llama | bf16 | 1, NCCL |",
+        "| a tiny Llama | fp8 | 2 on this GPU |",
         "| a tiny Llama | bf16 | 2, NCCL on this GPU |",
         "| a tiny Llama, 1 × 6 |",
         "| the same, states on the host |",
     ] {
         assert!(said.contains(row), "{row} is missing in: {said}");
     }
-    assert_eq!(said.matches("| ok |").count(), 11 + 2 * 5, "{said}");
+    assert_eq!(said.matches("| ok |").count(), 11 + 3 * 5, "{said}");
 }
 
 /// A job whose model an emulated card has patience for.

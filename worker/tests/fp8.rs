@@ -62,8 +62,8 @@ fn learn(spec: &TrainSpec, steps: u64) -> Vec<f64> {
     (0..steps).map(|_| running.step(&source, Word::default()).unwrap().0.loss).collect()
 }
 
-/// The largest difference of a loss from bf16's, as measured, times about three.
-const CURVE: f64 = 0.05;
+/// The largest difference of a loss from bf16's, relative: about twice what was measured (0.029 and 0.040).
+const CURVE: f64 = 0.08;
 
 /// Of 30 steps in which the loss falls to a part of what it was.
 #[test]

@@ -91,7 +91,8 @@ fn bf16_goes_on_with_the_same_bits_and_from_fp32() {
 fn fp8_goes_on_from_bf16_and_says_so() {
     let of = |stage, precision| {
         let (hidden_size, intermediate_size, num_attention_heads, head_dim) = (32, 48, 2, 16);
-        let sizes = ModelSpec { hidden_size, intermediate_size, num_attention_heads, head_dim, ..odd_model() };
+        let sizes =
+            ModelSpec { hidden_size, intermediate_size, num_attention_heads, head_dim, ..odd_model() };
         TrainSpec { model: sizes, precision, ..spec(stage) }
     };
     let dir = tempfile::tempdir().unwrap();

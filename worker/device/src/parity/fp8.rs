@@ -1,8 +1,8 @@
 //! Products in fp8 beside the CPU's, and the numbers that operands become, bit by bit.
 use super::{Given, Outcome, Pair, Random, Worst, any, poison, wide};
+use crate::Buf;
 use crate::fp8::Fp8;
 use crate::ops::{FP8_COLUMNS, Fp8Matrix, Ops, Write};
-use crate::Buf;
 
 /// Sums in f32 may differ by this: tensor cores are said to keep fewer bits of sums of fp8 than f32 has. Operands that were rounded
 /// otherwise differ by more.

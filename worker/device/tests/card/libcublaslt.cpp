@@ -138,17 +138,23 @@ static double element(Tensor x, int64_t i) {
     return load(x, i);
 }
 
+// An operand's elements, those of one sum side by side; `along`: they lie so in memory.
+static std::vector<double> sums(Layout l, bool along, Tensor x) {
+    uint64_t depth = along ? l.rows : l.cols, count = along ? l.cols : l.rows;
+    std::vector<double> all(depth * count);
+    for (uint64_t i = 0; i < count; i++)
+        for (uint64_t k = 0; k < depth; k++) all[i * depth + k] = element(x, (int64_t)(along ? i * l.ld + k : k * l.ld + i));
+    return all;
+}
+
 static void multiply(Desc how, Layout la, Layout lb, Layout lc, Layout ld, Tensor x, Tensor y, Tensor old, Tensor z, float alpha, float beta) {
     uint64_t depth = how.transa ? la.rows : la.cols;
     double scaled = (double)alpha * (how.scale_a ? *how.scale_a : 1) * (how.scale_b ? *how.scale_b : 1);
+    std::vector<double> a = sums(la, how.transa, x), b = sums(lb, !how.transb, y);
     for (uint64_t j = 0; j < ld.cols; j++)
         for (uint64_t i = 0; i < ld.rows; i++) {
             double sum = 0;
-            for (uint64_t k = 0; k < depth; k++) {
-                int64_t at_a = how.transa ? (int64_t)(i * la.ld + k) : (int64_t)(k * la.ld + i);
-                int64_t at_b = how.transb ? (int64_t)(k * lb.ld + j) : (int64_t)(j * lb.ld + k);
-                sum += element(x, at_a) * element(y, at_b);
-            }
+            for (uint64_t k = 0; k < depth; k++) sum += a[i * depth + k] * b[j * depth + k];
             int64_t to = (int64_t)(j * ld.ld + i);
             store(z, to, (float)(scaled * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
         }
