@@ -265,7 +265,7 @@ fn what_ends_training_on_a_card_is_said_once() {
     // a card whose tensor cores have no fp8
     let set = [
         &alone[..],
-        &["train.precision=fp8", "train.model.hidden_size=16", "train.model.intermediate_size=32"],
+        &["train.precision=fp8", "train.model.hidden_size=48", "train.model.intermediate_size=32"],
     ]
     .concat();
     let ran = Ran::of(&job(&place, &set, ("CARD_CAPABILITY", "80")));

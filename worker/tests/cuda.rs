@@ -41,16 +41,18 @@ fn fp8_as_on_the_cpu_and_the_same_bits_for_any_number_of_ranks() {
     let sizes =
         ModelSpec { hidden_size: 16, intermediate_size: 32, num_key_value_heads: 2, head_dim: 8, ..llama() };
     for model in [sizes.clone(), ModelSpec { family: "gpt2".into(), ..sizes }] {
-        let spec = |stage| TrainSpec {
-            precision: Precision::Fp8,
-            model: model.clone(),
-            ..spec(stage, Precision::Fp8)
-        };
-        let cpu = fresh_run(&spec(0), 1, 1, 3);
-        let expected = run(&spec(0), 1, 3);
-        assert_near(&expected, &cpu, 4e-2, &model.family);
-        for (stage, world) in [(0, 2), (3, 4)] {
-            assert_eq!(run(&spec(stage), world, 3), expected, "stage {stage}, {world} ranks");
+        let spec = |stage| TrainSpec { model: model.clone(), ..spec(stage, Precision::Fp8) };
+        let cpu = fresh_run(&spec(0), 1, 1, 2);
+        let expected = run(&spec(0), 1, 2);
+        assert_near(&expected, &cpu, 1e-2, &model.family);
+        let others = if model.family == "gpt2" { &[(3, 2)][..] } else { &[(0, 2), (3, 4)] };
+        for &(stage, world) in others {
+            assert_eq!(
+                run(&spec(stage), world, 2),
+                expected,
+                "{}: stage {stage}, {world} ranks",
+                model.family
+            );
         }
     }
 }

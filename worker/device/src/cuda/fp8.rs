@@ -10,7 +10,7 @@ use crate::ops::{Fp8Matrix, Write, check_fp8};
 
 /// cuBLASLt wants pointers of 16 bytes and, of fp8, sums of a multiple of 16 terms.
 const ALIGNED: usize = 16;
-/// Threads of a block.
+/// Most threads of a block, and those that turn a tile.
 const THREADS: usize = 256;
 
 /// [`crate::Ops::fp8_product`]
@@ -69,7 +69,7 @@ impl Rounded {
             cuda.each(FP8, c"quantize", count * depth, &arguments);
         } else {
             let tiles = depth.div_ceil(32) * count.div_ceil(32);
-            cuda.launch(FP8, c"quantize_turned", blocks(tiles), &arguments);
+            cuda.launch(FP8, c"quantize_turned", blocks(tiles, THREADS), &arguments);
         }
         Rounded { kind, codes, scales }
     }
@@ -79,14 +79,16 @@ impl Rounded {
 fn scales(cuda: &Cuda, x: Tensor, len: usize, kind: Fp8) -> Memory {
     let count = len.div_ceil(THREADS).min(cuda.facts().multiprocessors * 4);
     let (parts, scales) = (cuda.scratch(count * size_of::<f32>()), cuda.scratch(2 * size_of::<f32>()));
-    cuda.launch(FP8, c"amax", blocks(count), &[&parts.at(), &x, &(len as i64)]);
+    cuda.launch(FP8, c"amax", blocks(count, len), &[&parts.at(), &x, &(len as i64)]);
     let arguments: [&dyn Param; 4] = [&scales.at(), &parts.at(), &(count as i64), &number(kind)];
-    cuda.launch(FP8, c"scale", blocks(1), &arguments);
+    cuda.launch(FP8, c"scale", blocks(1, count), &arguments);
     scales
 }
 
-fn blocks(count: usize) -> Launch {
-    Launch { grid: [count as u32, 1, 1], block: [THREADS as u32, 1, 1], shared: 0 }
+/// Blocks of whole warps, for about `threads` each.
+fn blocks(count: usize, threads: usize) -> Launch {
+    let threads = threads.next_multiple_of(32).min(THREADS);
+    Launch { grid: [count as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 }
 }
 
 /// As fp8.cu numbers the kinds.
