@@ -120,13 +120,14 @@ fn training_on_an_emulated_card_passes() {
         "| a tiny Llama | fp32 | 4 on this GPU |",
         "| a tiny Llama | bf16 | 2 on this GPU |",
         "| a tiny Llama | bf16 | 1, NCCL |",
+        "| a tiny Llama | fp8 | 2 on this GPU |",
         "| a tiny Llama | bf16 | 2, NCCL on this GPU |",
         "| a tiny Llama, 1 × 6 |",
         "| the same, states on the host |",
     ] {
         assert!(said.contains(row), "{row} is missing in: {said}");
     }
-    assert_eq!(said.matches("| ok |").count(), 10 + 2 * 5, "{said}");
+    assert_eq!(said.matches("| ok |").count(), 11 + 3 * 5, "{said}");
 }
 
 /// A job whose model an emulated card has patience for.
@@ -261,6 +262,21 @@ fn what_ends_training_on_a_card_is_said_once() {
         }
         assert!(!ran.stderr.contains("panicked"), "{told:?}: {}", ran.stderr);
     }
+    // a card whose tensor cores have no fp8
+    let set = [
+        &alone[..],
+        &["train.precision=fp8", "train.model.hidden_size=48", "train.model.intermediate_size=32"],
+    ]
+    .concat();
+    let ran = Ran::of(&job(&place, &set, ("CARD_CAPABILITY", "80")));
+    let why =
+        "train.precision: GPU 0 (Emulated card) is sm_80; needed: sm_89 (Ada) or newer for products in fp8";
+    assert!(
+        ran.code == 2 && ran.stderr.contains(why) && ran.kind("step").is_empty(),
+        "{}: {}",
+        ran.code,
+        ran.stderr
+    );
     // two workers on a GPU, and an NCCL that knows no such thing
     let libs = format!("cluster.cuda_libs=[{}, {}]", card::folder().display(), stand_in::folder().display());
     let two = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];

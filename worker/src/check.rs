@@ -21,11 +21,11 @@ use crate::{
     },
 };
 use contract::{
-    job::{Count, Hosts, JobSpec, OptimizerName, TrainSpec},
+    job::{Count, Hosts, JobSpec, OptimizerName, Precision, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
     probe::LibraryLook,
 };
-use device::Dtype;
+use device::{Dtype, ops::FP8_COLUMNS};
 use std::{
     collections::{HashMap, VecDeque},
     path::{Path, PathBuf},
@@ -199,6 +199,7 @@ impl Memory<'_> {
         if on_gpu {
             parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t, dtype)));
         } else {
+            parts.push(("operands in fp8".into(), dtype.size() as u64 * self.rounded(b * t)));
             parts.extend([
                 ("operator scratch".into(), self.scratch(b, t) + if half { self.widened(b, t) } else { 0 }),
                 ("collectives' staging".into(), self.staging()),
@@ -446,7 +447,18 @@ impl Memory<'_> {
     fn gpu_scratch(&self, b: usize, t: usize, dtype: Dtype) -> u64 {
         let rows = device::cuda::classifier_rows(b * t, self.model.vocab());
         let size = 4 + if dtype == Dtype::F32 { 0 } else { dtype.size() };
-        (rows * self.model.vocab() * size + device::cuda::WORKSPACE) as u64
+        let logits = (rows * self.model.vocab() * size) as u64;
+        logits.max(self.rounded(b * t)) + device::cuda::WORKSPACE as u64
+    }
+
+    /// Elements of both operands of the largest product in fp8, which are rounded before.
+    fn rounded(&self, rows: usize) -> u64 {
+        if self.train.precision != Precision::Fp8 {
+            return 0;
+        }
+        let padded = rows.next_multiple_of(FP8_COLUMNS);
+        let of = |(inp, out): (usize, usize)| (rows * inp.max(out) + inp * out).max(padded * (inp + out));
+        self.model.linears().into_iter().map(of).max().unwrap_or(0) as u64
     }
 
     /// What the backend keeps for tiles, packed panels and chunks of logits.

@@ -12,7 +12,7 @@ use comm::{
 use contract::{
     control::Welcome,
     env,
-    job::{ClusterSpec, Collectives},
+    job::{ClusterSpec, Collectives, Precision},
     probe::LibraryLook,
 };
 use device::{
@@ -81,12 +81,12 @@ impl Device {
             return Ok(Device::Host(Arc::new(Cpu::new(welcome.threads as usize))));
         }
         let places = places(&cluster.cuda_libs, &welcome.workdir);
-        let opened = Cuda::open(&places, 0, kernel_cache()).and_then(|cuda| {
-            cuda.warm_up()?;
-            Ok(cuda)
-        });
         let unusable = |e| Error::cluster(format!("no GPU can be used for `cluster.devices`: {e}"));
-        let cuda = opened.map_err(unusable)?;
+        let cuda = Cuda::open(&places, 0, kernel_cache()).map_err(unusable)?;
+        if welcome.job.train.as_ref().is_some_and(|train| train.precision == Precision::Fp8) {
+            cuda.check_fp8().map_err(|e| Error::job(format!("train.precision: {e}")))?;
+        }
+        cuda.warm_up().map_err(unusable)?;
         if let Some(why) = cuda.unkept_kernels() {
             println!("compiled kernels aren't kept: {why}");
         }

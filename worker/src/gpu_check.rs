@@ -142,7 +142,7 @@ fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, Cuda
     if ops_alone || (quick && !tiny) {
         return Ok(fits);
     }
-    let fits = fits && training::show_curves(open, nccl.as_ref().ok(), tiny);
+    let fits = fits && training::show_curves(open, nccl.as_ref().ok(), tiny, facts.has_fp8());
     if fits && (!quick || tiny) {
         timed::show_speed(open, tiny);
     }

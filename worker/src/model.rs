@@ -8,6 +8,7 @@ mod dropout;
 pub mod experts;
 mod gemma;
 mod gpt2;
+mod linear;
 mod llama;
 pub mod lora;
 mod mistral;
@@ -129,6 +130,10 @@ pub trait Model: Send + Sync {
     fn units(&self) -> Vec<Unit>;
     /// Puts adapters beside matrices of its layers; [`Model::units`] then has their parameters too.
     fn adapt(&mut self, lora: &lora::Lora) -> Result<(), String>;
+    /// Inputs and outputs of its layers' matrices as they are multiplied, those of experts and adapters left out.
+    fn linears(&self) -> Vec<(usize, usize)>;
+    /// Multiplies its layers' matrices in fp8 from now on, or says why it can't.
+    fn multiply_in_fp8(&mut self) -> Result<(), String>;
     /// Says the run's seed, which decides what dropout drops; until then it is 0.
     fn seed(&mut self, _seed: u64) {}
     /// Says which parameters of its own units (not those of experts) are trained. Gradients of the others needn't be written: they are not read.

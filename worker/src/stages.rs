@@ -174,7 +174,7 @@ impl Parameters {
 pub fn dtype_of(precision: Precision) -> Dtype {
     match precision {
         Precision::Fp32 => Dtype::F32,
-        Precision::Bf16 => Dtype::Bf16,
+        Precision::Bf16 | Precision::Fp8 => Dtype::Bf16,
         Precision::Fp16 => Dtype::F16,
     }
 }

@@ -10,7 +10,7 @@ use crate::{
     params::Unit,
 };
 use ckpt::peft::is_adapter;
-use contract::job::{OptimizerSpec, TrainSpec};
+use contract::job::{OptimizerSpec, Precision, TrainSpec};
 use globset::{Glob, GlobMatcher};
 
 const FREEZE: &str = "train.freeze";
@@ -18,14 +18,18 @@ const ONLY: &str = "train.train_only";
 const GROUPS: &str = "train.optimizer.groups";
 /// Where adapters come from.
 pub const LORA_FROM: &str = "train.lora.from";
+const PRECISION: &str = "train.precision";
 const NO_DECAY: &str = "train.optimizer.no_decay";
 
-/// Gives the model its adapters; its units and those of its experts, in which each parameter is trained or frozen; the model is told.
+/// Gives the model its adapters, and its layers' products their precision; its units and those of its experts, in which each parameter is trained or frozen; the model is told.
 pub fn units(
     model: &mut dyn Model,
     placement: Option<&Placement>,
     train: &TrainSpec,
 ) -> Result<Vec<Unit>, Vec<Fault>> {
+    if train.precision == Precision::Fp8 {
+        model.multiply_in_fp8().map_err(|message| vec![Fault { key: PRECISION, message }])?;
+    }
     if let Some(spec) = &train.lora {
         let lora = Lora { spec: spec.clone(), seed: train.seed };
         let key = if spec.from.is_some() { LORA_FROM } else { "train.lora.targets" };

@@ -35,6 +35,28 @@ fn bf16_as_on_the_cpu_and_the_same_bits_for_any_number_of_ranks() {
     }
 }
 
+/// Sums differ in the last bit, and then an operand now and then rounds to another number of fp8.
+#[test]
+fn fp8_as_on_the_cpu_and_the_same_bits_for_any_number_of_ranks() {
+    let sizes =
+        ModelSpec { hidden_size: 16, intermediate_size: 32, num_key_value_heads: 2, head_dim: 8, ..llama() };
+    for model in [sizes.clone(), ModelSpec { family: "gpt2".into(), ..sizes }] {
+        let spec = |stage| TrainSpec { model: model.clone(), ..spec(stage, Precision::Fp8) };
+        let cpu = fresh_run(&spec(0), 1, 1, 2);
+        let expected = run(&spec(0), 1, 2);
+        assert_near(&expected, &cpu, 1e-2, &model.family);
+        let others = if model.family == "gpt2" { &[(3, 2)][..] } else { &[(0, 2), (3, 4)] };
+        for &(stage, world) in others {
+            assert_eq!(
+                run(&spec(stage), world, 2),
+                expected,
+                "{}: stage {stage}, {world} ranks",
+                model.family
+            );
+        }
+    }
+}
+
 /// Families beside Llama: learned positions and biases; norms from one, caps, sliding windows; adapters with dropout; Muon.
 #[test]
 fn other_families_adapters_and_optimizers() {
@@ -160,7 +182,9 @@ fn nccl_gives_the_same_bits() {
 fn the_plan_knows_a_gpus_memory() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("corpus.txt"), "the quick brown fox ".repeat(500)).unwrap();
-    for (precision, offload) in [("fp32", "none"), ("bf16", "none"), ("bf16", "{optimizer: cpu}")] {
+    for (precision, offload) in
+        [("fp32", "none"), ("bf16", "none"), ("fp8", "none"), ("bf16", "{optimizer: cpu}")]
+    {
         let text = format!(
             "cluster: {{devices: cuda}}\nrun: {{workdir: {:?}}}\ntrain:\n  precision: {precision}\n  zero: {{offload: {offload}}}\n  \
              batch: {{global: 4, micro: 2}}\n  data: {{files: [corpus.txt], seq_len: 48}}\n  \

@@ -87,6 +87,22 @@ fn bf16_goes_on_with_the_same_bits_and_from_fp32() {
     assert!(full != expected && one != expected, "the precisions differ");
 }
 
+#[test]
+fn fp8_goes_on_from_bf16_and_says_so() {
+    let of = |stage, precision| {
+        let (hidden_size, intermediate_size, num_attention_heads, head_dim) = (32, 48, 2, 16);
+        let sizes =
+            ModelSpec { hidden_size, intermediate_size, num_attention_heads, head_dim, ..odd_model() };
+        TrainSpec { model: sizes, precision, ..spec(stage) }
+    };
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(&of(2, Precision::Bf16), 3, dir.path(), false);
+    let (one, events) = resume_and_train(&of(0, Precision::Fp8), 1, dir.path());
+    assert!(events.iter().any(|e| e.contains("precision is fp8 here and bf16")), "{events:?}");
+    assert_eq!(resume_and_train(&of(3, Precision::Fp8), 2, dir.path()).0, one);
+    assert_ne!(resume_and_train(&of(3, Precision::Bf16), 2, dir.path()).0, one);
+}
+
 /// The loss scale and the count of skipped steps go on, too.
 #[test]
 fn fp16_goes_on_with_its_loss_scale() {

@@ -1,6 +1,7 @@
 //! Crate `device`: buffers, and the forward and backward of every op, on each kind of device.
 pub mod cpu;
 pub mod cuda;
+pub mod fp8;
 mod huge;
 pub mod mem;
 pub mod ops;
@@ -10,6 +11,7 @@ pub mod storage;
 
 pub use cpu::Cpu;
 pub use cuda::Cuda;
+pub use fp8::Fp8;
 pub use mem::{Buf, Dtype, View, ViewMut};
 pub use ops::Ops;
 pub use storage::{Storage, needed_for};

@@ -9,6 +9,7 @@
 //!
 //! **Determinism.** The result of every op is a function of its arguments alone: bit-equal for any number of threads
 //! and for any alignment of the buffers. Reductions over rows have one fixed shape.
+use crate::fp8::Fp8;
 use crate::mem::{View, ViewMut};
 use crate::storage::Storage;
 
@@ -133,6 +134,19 @@ pub struct Group {
     /// Where the matrix begins.
     pub matrix: usize,
 }
+
+/// An operand of a product in fp8, of any type until then.
+#[derive(Clone, Copy)]
+pub struct Fp8Matrix<'a> {
+    pub x: View<'a>,
+    /// What its elements are rounded to.
+    pub kind: Fp8,
+    /// Stored with rows and columns exchanged.
+    pub transposed: bool,
+}
+
+/// The columns of a product in fp8 are a multiple of this: cards want rows of the result of whole 16 bytes.
+pub const FP8_COLUMNS: usize = 16;
 
 /// What a LayerNorm computes with.
 #[derive(Clone, Copy)]
@@ -282,6 +296,14 @@ pub trait Ops: Storage {
     fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_weight(dw, x, dy, m, inp, out, Write::Set);
     }
+
+    // --- products in fp8 --------------------------------------------------------------------------------------------
+
+    /// `c[m,n] (=|+=) a[m,k] · b[k,n]`, `n` a multiple of [`FP8_COLUMNS`], operands not both E5M2. Each operand is divided by its
+    /// scale ([`crate::Fp8::scale`] of its largest finite magnitude) and rounded to its kind, products of such numbers are summed in
+    /// `f32`, and the sum is multiplied by both scales. What isn't finite stays so: NaN and in E4M3, which has no infinity,
+    /// infinities, too, make NaN of every result that they are a term of.
+    fn fp8_product(&self, c: ViewMut, a: Fp8Matrix, b: Fp8Matrix, m: usize, n: usize, k: usize, write: Write);
 
     // --- embedding ----------------------------------------------------------------------------------------------
 
@@ -549,6 +571,16 @@ pub trait Ops: Storage {
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd);
     /// One Lion update of a flat range.
     fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion);
+}
+
+/// Stops the program when a product in fp8 isn't one that every backend has.
+#[track_caller]
+pub(crate) fn check_fp8(c: usize, a: &Fp8Matrix, b: &Fp8Matrix, [m, n, k]: [usize; 3]) {
+    assert!(n.is_multiple_of(FP8_COLUMNS), "fp8_product: {n} columns are no multiple of {FP8_COLUMNS}");
+    assert!((a.kind, b.kind) != (Fp8::E5M2, Fp8::E5M2), "fp8_product: both operands are E5M2");
+    for (name, len, want) in [("c", c, m * n), ("a", a.x.len(), m * k), ("b", b.x.len(), k * n)] {
+        assert!(len == want, "fp8_product: {name} has {len} elements, the shape asks for {want}");
+    }
 }
 
 /// Outputs of [`Ops::classifier`]'s backward.

@@ -1,4 +1,4 @@
-//! Memory of the emulated card, and a card that fails. One test: the card counts for the whole process.
+//! Memory of the emulated card, a card that fails, and one that is too old for fp8. One test: the card counts for the whole process.
 mod card;
 
 use device::{
@@ -41,4 +41,11 @@ fn memory_goes_back_and_failures_have_names() {
     drop(large);
     assert!(cuda.try_zeroed(Dtype::F32, 9 << 18).is_err(), "9 of 8 MiB");
     assert_eq!(cuda.memory().expect("asked").0, before);
+    for (told, fits) in [("80", false), ("90", true)] {
+        // SAFETY: as above.
+        unsafe { std::env::set_var("CARD_CAPABILITY", told) };
+        let checked = Cuda::open(&places, 0, None).expect("the emulated card").check_fp8();
+        let why = "GPU 0 (Emulated card) is sm_80; needed: sm_89 (Ada) or newer for products in fp8";
+        assert_eq!(checked.map_err(|e| e.to_string()), if fits { Ok(()) } else { Err(why.to_owned()) });
+    }
 }

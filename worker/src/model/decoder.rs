@@ -9,6 +9,7 @@ mod mlp;
 use super::config::Fields;
 use super::dropout::Module;
 use super::experts::{ExpertShape, Sparse, losses};
+use super::linear::{self, Linear};
 use super::lora::{self, Adapters, Lora};
 use super::rotary::{Rope, Tables};
 use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
@@ -274,6 +275,7 @@ pub(super) struct Decoder {
     adapters: Vec<Adapters>,
     /// Of each layer's attention.
     dropout: Vec<Module>,
+    linear: Linear,
 }
 
 /// Which matrices of a layer have a trained part; the gradients of the others are not computed.
@@ -312,6 +314,7 @@ pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> B
         head_wanted: true,
         adapters: Vec::new(),
         dropout: Vec::new(),
+        linear: Linear::default(),
     };
     model.seed(0);
     Box::new(model)
@@ -370,6 +373,28 @@ impl Model for Decoder {
 
     fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
         self.add_adapters(lora)
+    }
+
+    fn linears(&self) -> Vec<(usize, usize)> {
+        let (d, f) = (self.n.hidden, self.n.dense_width());
+        vec![(d, self.qkv_width()), (self.o_width(), d), (d, 2 * f), (f, d)]
+    }
+
+    fn multiply_in_fp8(&mut self) -> Result<(), String> {
+        if self.n.experts.is_some() {
+            return Err(
+                "`train.precision: fp8` is not there for models with experts in this version: use bf16"
+                    .into(),
+            );
+        }
+        linear::check_fp8(&[
+            ("hidden_size", self.n.hidden),
+            ("intermediate_size", self.n.intermediate),
+            ("num_attention_heads · head_dim", self.o_width()),
+            ("(num_attention_heads + 2 · num_key_value_heads) · head_dim", self.qkv_width()),
+        ])?;
+        self.linear = Linear::Fp8;
+        Ok(())
     }
 
     fn seed(&mut self, seed: u64) {

@@ -3,6 +3,7 @@ mod layer;
 
 use super::config::Fields;
 use super::dropout::Module;
+use super::linear::{self, Linear};
 use super::lora::{self, Adapters, Lora};
 use super::{Activations, Batch, Family, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
 use crate::params::{Init, ParamSpec, Unit};
@@ -42,6 +43,7 @@ pub(super) const FAMILY: Family = Family {
             wanted,
             head_wanted: true,
             adapters,
+            linear: Linear::default(),
         };
         model.seed(0);
         Ok(Box::new(model))
@@ -163,6 +165,7 @@ struct Gpt2 {
     dropout: Module,
     /// Of each layer.
     drops: Vec<Drops>,
+    linear: Linear,
 }
 
 impl Gpt2 {
@@ -218,6 +221,17 @@ impl Model for Gpt2 {
 
     fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
         self.adapters = layer::adapters(&self.n, lora)?;
+        Ok(())
+    }
+
+    fn linears(&self) -> Vec<(usize, usize)> {
+        let (d, f) = (self.n.hidden, self.n.intermediate);
+        vec![(d, 3 * d), (d, d), (d, f), (f, d)]
+    }
+
+    fn multiply_in_fp8(&mut self) -> Result<(), String> {
+        linear::check_fp8(&[("n_embd", self.n.hidden), ("n_inner", self.n.intermediate)])?;
+        self.linear = Linear::Fp8;
         Ok(())
     }
 

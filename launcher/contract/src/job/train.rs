@@ -166,6 +166,8 @@ pub enum Precision {
     Bf16,
     /// As `Bf16` with IEEE halves, and the loss scaled ([`LossScaleSpec`]).
     Fp16,
+    /// As `Bf16`, with the products of the layers' matrices in fp8: E4M3 for weights and activations, E5M2 for gradients.
+    Fp8,
 }
 
 impl Precision {
@@ -175,6 +177,7 @@ impl Precision {
             Precision::Fp32 => "fp32",
             Precision::Bf16 => "bf16",
             Precision::Fp16 => "fp16",
+            Precision::Fp8 => "fp8",
         }
     }
 }
@@ -284,8 +287,12 @@ pub struct SampleSpec {
 }
 
 /// Names of `precision`.
-const PRECISIONS: &[(&str, Precision)] =
-    &[("fp32", Precision::Fp32), ("bf16", Precision::Bf16), ("fp16", Precision::Fp16)];
+const PRECISIONS: &[(&str, Precision)] = &[
+    ("fp32", Precision::Fp32),
+    ("bf16", Precision::Bf16),
+    ("fp16", Precision::Fp16),
+    ("fp8", Precision::Fp8),
+];
 
 /// Decodes `train:`.
 pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {

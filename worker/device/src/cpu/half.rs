@@ -24,7 +24,7 @@ fn bf16_to_f32(x: u16) -> f32 {
 }
 
 #[inline(always)]
-fn f32_to_bf16(x: f32) -> u16 {
+pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     // NaN stays NaN: rounding could carry its mantissa into infinity.

@@ -10,6 +10,7 @@ mod classifier;
 mod elementwise;
 mod embedding;
 mod flat;
+mod fp8;
 mod gelu;
 mod grouped;
 mod half;
@@ -32,8 +33,8 @@ mod x86;
 
 use crate::mem::{View, ViewMut};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Dropout, Group, HeadRows, LayerNorm, Lion, Ops, RouterGradient,
-    RouterShape, Sgd, Write,
+    AdamW, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, Group, HeadRows, LayerNorm, Lion, Ops,
+    RouterGradient, RouterShape, Sgd, Write,
 };
 pub use classifier::classifier_rows;
 use half::Out;
@@ -205,6 +206,19 @@ impl Ops for Cpu {
         let a = Operand { data: x.into(), row: inp, depth: 1 };
         let b = Operand { data: w.into(), row: 1, depth: out };
         self.with_bias("conv1d_bias_forward", y, a, b, Some(bias), (m, out, inp));
+    }
+
+    fn fp8_product(
+        &self,
+        c: ViewMut,
+        a: Fp8Matrix,
+        b: Fp8Matrix,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    ) {
+        fp8::product(self, c, a, b, [m, n, k], write);
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {

@@ -179,9 +179,16 @@ pub(super) struct Heuristic {
 pub(super) const COMPUTE_F32: c_int = 68;
 /// CUDA_R_…
 pub(super) const R_F32: c_int = 0;
+pub(super) const R_F16: c_int = 2;
+pub(super) const R_BF16: c_int = 14;
+pub(super) const R_E4M3: c_int = 28;
+pub(super) const R_E5M2: c_int = 29;
 /// CUBLASLT_MATMUL_DESC_TRANSA, TRANSB
 pub(super) const TRANSPOSE_A: c_int = 3;
 pub(super) const TRANSPOSE_B: c_int = 4;
+/// CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, B_SCALE_POINTER: where on the card a factor of all elements lies
+pub(super) const SCALE_A: c_int = 17;
+pub(super) const SCALE_B: c_int = 18;
 /// CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
 pub(super) const MOST_WORKSPACE: c_int = 1;
 /// CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES; B, C and D follow

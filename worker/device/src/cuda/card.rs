@@ -21,6 +21,8 @@ use std::{
 const OLDEST_DRIVER: i32 = 12000;
 /// The oldest card: Ampere. Before it there is no bf16.
 const OLDEST_CARD: (u32, u32) = (8, 0);
+/// The oldest whose tensor cores multiply fp8: Ada.
+const OLDEST_FP8: (u32, u32) = (8, 9);
 
 /// What is known of a card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +45,11 @@ impl Facts {
     /// As NVRTC names the architecture.
     pub fn arch(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
+    }
+
+    /// Do its tensor cores multiply fp8?
+    pub fn has_fp8(&self) -> bool {
+        self.capability >= OLDEST_FP8
     }
 }
 

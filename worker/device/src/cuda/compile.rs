@@ -39,8 +39,9 @@ pub(super) const ROWS: Source = source!("rows.cu");
 pub(super) const CLASSIFIER: Source = source!("classifier.cu");
 pub(super) const ATTENTION: Source = source!("attention.cu");
 pub(super) const FLASH: Source = source!("flash.cu");
+pub(super) const FP8: Source = source!("fp8.cu");
 /// All of them.
-pub(super) const SOURCES: [Source; 7] = [FLAT, NORM, ACTIVATION, ROWS, CLASSIFIER, ATTENTION, FLASH];
+pub(super) const SOURCES: [Source; 8] = [FLAT, NORM, ACTIVATION, ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
 
 /// Beside the architecture. Warnings about functions that one source doesn't use say nothing.
 const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"--diag-suppress=177"];

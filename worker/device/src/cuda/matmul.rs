@@ -2,12 +2,13 @@
 //!
 //! cuBLASLt counts columns first, so a row-major product is asked for as its transpose: the operands change places.
 use super::binding::{
-    Address, Algorithm, Blas, COMPUTE_F32, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, R_F32,
-    TRANSPOSE_A, TRANSPOSE_B,
+    Address, Algorithm, Blas, COMPUTE_F32, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, R_BF16,
+    R_E4M3, R_E5M2, R_F16, R_F32, SCALE_A, SCALE_B, TRANSPOSE_A, TRANSPOSE_B,
 };
 use super::card::Card;
 use super::error::{CudaError, Result};
 use super::libs::{Places, Wanted};
+use crate::fp8::Fp8;
 use crate::mem::Dtype;
 use std::{
     collections::HashMap,
@@ -41,10 +42,36 @@ pub(super) struct Product {
     pub(super) a: Matrix,
     pub(super) b: Matrix,
     pub(super) c: Matrix,
-    /// Of both operands.
-    pub(super) inputs: Dtype,
+    pub(super) inputs: Inputs,
     pub(super) output: Dtype,
     pub(super) add: bool,
+}
+
+/// What both operands' elements are.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Inputs {
+    Same(Dtype),
+    /// Of each its kind, and where on the card its scale lies. Both lie along the sum: `a` as it is, `b` transposed.
+    Fp8([(Fp8, Address); 2]),
+}
+
+impl Inputs {
+    fn types(self) -> [c_int; 2] {
+        match self {
+            Inputs::Same(dtype) => [type_of(dtype); 2],
+            Inputs::Fp8(operands) => operands.map(|(kind, _)| match kind {
+                Fp8::E4M3 => R_E4M3,
+                Fp8::E5M2 => R_E5M2,
+            }),
+        }
+    }
+
+    fn scales(self) -> Option<[Address; 2]> {
+        match self {
+            Inputs::Same(_) => None,
+            Inputs::Fp8(operands) => Some(operands.map(|(_, scale)| scale)),
+        }
+    }
 }
 
 /// What an algorithm is chosen for.
@@ -52,7 +79,8 @@ pub(super) struct Product {
 struct Key {
     sizes: [usize; 6],
     transposed: [bool; 2],
-    types: [c_int; 2],
+    /// Of `a`, `b`, `c`.
+    types: [c_int; 3],
     add: bool,
     alignments: [u32; 3],
 }
@@ -60,7 +88,7 @@ struct Key {
 /// What is kept of a shape: its descriptions and the chosen algorithm.
 struct Chosen {
     library: Arc<Blas>,
-    desc: Handle,
+    desc: Desc,
     /// Of cuBLASLt's first and second operand and the result.
     layouts: [Handle; 3],
     algorithm: Algorithm,
@@ -74,14 +102,49 @@ unsafe impl Sync for Chosen {}
 
 impl Drop for Chosen {
     fn drop(&mut self) {
-        // SAFETY: each was made by this library, or is null and left alone.
-        unsafe {
-            if !self.desc.is_null() {
-                let _ = (self.library.cublasLtMatmulDescDestroy)(self.desc);
-            }
-            for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
-                let _ = (self.library.cublasLtMatrixLayoutDestroy)(layout);
-            }
+        for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
+            // SAFETY: made by this library, destroyed once.
+            let _ = unsafe { (self.library.cublasLtMatrixLayoutDestroy)(layout) };
+        }
+    }
+}
+
+/// How operands are multiplied, and by what.
+struct Desc {
+    library: Arc<Blas>,
+    handle: Handle,
+}
+
+impl Desc {
+    /// Of a product with these operands transposed; with scales where the card reads them, each in the order `a`, `b`.
+    fn new(library: &Arc<Blas>, transposed: [bool; 2], scales: Option<[Address; 2]>) -> Result<Self> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: one handle is written.
+        let code = unsafe { (library.cublasLtMatmulDescCreate)(&mut handle, COMPUTE_F32, R_F32) };
+        let desc = Desc { library: library.clone(), handle };
+        check(library, "cublasLtMatmulDescCreate", code)?;
+        for (which, transposed) in [(TRANSPOSE_A, transposed[1]), (TRANSPOSE_B, transposed[0])] {
+            desc.set(which, &c_int::from(transposed).to_ne_bytes())?;
+        }
+        for (which, scale) in scales.into_iter().flat_map(|[a, b]| [(SCALE_A, b), (SCALE_B, a)]) {
+            desc.set(which, &scale.to_ne_bytes())?;
+        }
+        Ok(desc)
+    }
+
+    fn set(&self, which: c_int, value: &[u8]) -> Result<()> {
+        let (at, len) = (value.as_ptr().cast(), value.len());
+        // SAFETY: as many bytes as are said.
+        let code = unsafe { (self.library.cublasLtMatmulDescSetAttribute)(self.handle, which, at, len) };
+        check(&self.library, "cublasLtMatmulDescSetAttribute", code)
+    }
+}
+
+impl Drop for Desc {
+    fn drop(&mut self) {
+        if !self.handle.is_null() {
+            // SAFETY: made by this library, destroyed once.
+            let _ = unsafe { (self.library.cublasLtMatmulDescDestroy)(self.handle) };
         }
     }
 }
@@ -110,8 +173,8 @@ impl Drop for Products {
 fn type_of(dtype: Dtype) -> c_int {
     match dtype {
         Dtype::F32 => R_F32,
-        Dtype::F16 => 2,
-        Dtype::Bf16 => 14,
+        Dtype::F16 => R_F16,
+        Dtype::Bf16 => R_BF16,
     }
 }
 
@@ -147,6 +210,13 @@ impl Products {
     pub(super) fn run(&self, card: &Arc<Card>, p: &Product) -> Result<()> {
         card.enter()?; // the choice is made for the thread's card
         let chosen = self.chosen(p)?;
+        // Scales lie elsewhere in each product, and what is kept is other threads', too.
+        let scaled = p
+            .inputs
+            .scales()
+            .map(|scales| Desc::new(&self.library, [p.a.transposed, p.b.transposed], Some(scales)));
+        let scaled = scaled.transpose()?;
+        let desc = scaled.as_ref().unwrap_or(&chosen.desc);
         let workspace = card.allocate(chosen.workspace.max(1))?;
         let (one, beta) = (1.0f32, if p.add { 1.0f32 } else { 0.0 });
         let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
@@ -156,7 +226,7 @@ impl Products {
         let code = unsafe {
             (self.library.cublasLtMatmul)(
                 self.handle,
-                chosen.desc,
+                desc.handle,
                 scalar(&one),
                 p.b.at,
                 first,
@@ -177,10 +247,11 @@ impl Products {
     }
 
     fn chosen(&self, p: &Product) -> Result<Arc<Chosen>> {
+        let [a, b] = p.inputs.types();
         let key = Key {
             sizes: [p.m, p.n, p.k, p.a.stride, p.b.stride, p.c.stride],
             transposed: [p.a.transposed, p.b.transposed],
-            types: [type_of(p.inputs), type_of(p.output)],
+            types: [a, b, type_of(p.output)],
             add: p.add,
             alignments: [p.a.at, p.b.at, p.c.at].map(alignment),
         };
@@ -188,42 +259,26 @@ impl Products {
         if let Some(chosen) = all.get(&key) {
             return Ok(chosen.clone());
         }
-        let chosen = Arc::new(self.choose(&key)?);
+        let chosen = Arc::new(self.choose(&key, p.inputs.scales())?);
         all.insert(key, chosen.clone());
         Ok(chosen)
     }
 
-    fn choose(&self, key: &Key) -> Result<Chosen> {
+    fn choose(&self, key: &Key, scales: Option<[Address; 2]>) -> Result<Chosen> {
         let lt = &self.library;
         let mut chosen = Chosen {
             library: lt.clone(),
-            desc: ptr::null_mut(),
+            desc: Desc::new(lt, key.transposed, scales)?,
             layouts: [ptr::null_mut(); 3],
             algorithm: Algorithm::default(),
             workspace: 0,
         };
-        // SAFETY: one handle is written.
-        let code = unsafe { (lt.cublasLtMatmulDescCreate)(&mut chosen.desc, COMPUTE_F32, R_F32) };
-        check(lt, "cublasLtMatmulDescCreate", code)?;
-        for (which, transposed) in [(TRANSPOSE_A, key.transposed[1]), (TRANSPOSE_B, key.transposed[0])] {
-            let value = c_int::from(transposed);
-            // SAFETY: the attribute is a 32-bit number.
-            let code = unsafe {
-                (lt.cublasLtMatmulDescSetAttribute)(
-                    chosen.desc,
-                    which,
-                    (&raw const value).cast(),
-                    size_of::<c_int>(),
-                )
-            };
-            check(lt, "cublasLtMatmulDescSetAttribute", code)?;
-        }
         let [m, n, k, a, b, c] = key.sizes;
         let stored = |rows, columns, transposed| if transposed { (columns, rows) } else { (rows, columns) };
         let shapes = [
-            (stored(n, k, key.transposed[1]), b, key.types[0]),
+            (stored(n, k, key.transposed[1]), b, key.types[1]),
             (stored(k, m, key.transposed[0]), a, key.types[0]),
-            ((n, m), c, key.types[1]),
+            ((n, m), c, key.types[2]),
         ];
         for (layout, ((rows, columns), stride, dtype)) in chosen.layouts.iter_mut().zip(shapes) {
             // SAFETY: one handle is written.
@@ -251,7 +306,7 @@ impl Products {
         let code = unsafe {
             (lt.cublasLtMatmulAlgoGetHeuristic)(
                 self.handle,
-                chosen.desc,
+                chosen.desc.handle,
                 first,
                 second,
                 result,

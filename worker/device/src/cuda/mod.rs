@@ -15,6 +15,7 @@ mod classifier;
 mod compile;
 mod error;
 mod flat;
+mod fp8;
 mod libs;
 mod matmul;
 mod norm;
@@ -119,6 +120,16 @@ impl Cuda {
     /// Name and architecture, for the log: `NVIDIA H100 80GB HBM3, sm_90`.
     pub fn describe(&self) -> String {
         format!("{}, {}", self.card.facts.name, self.card.facts.arch())
+    }
+
+    /// Refuses a card whose tensor cores have no fp8.
+    pub fn check_fp8(&self) -> Result<()> {
+        let facts = self.facts();
+        if facts.has_fp8() {
+            return Ok(());
+        }
+        let what = format!("GPU {} ({}) is {}", facts.index, facts.name, facts.arch());
+        Err(CudaError::TooOld { what, needed: "sm_89 (Ada) or newer for products in fp8".to_owned() })
     }
 
     /// Compiles and loads every kernel now, so that no step waits for it.

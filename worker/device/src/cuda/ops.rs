@@ -1,13 +1,13 @@
 //! [`Ops`] on a card.
 use super::activation::{self, Gate, Turned};
-use super::matmul::{Matrix, Product};
+use super::matmul::{Inputs, Matrix, Product};
 use super::{
-    Address, Cuda, Tensor, address, attention, classifier, expect_len, flat, must, norm, number, rows,
+    Address, Cuda, Tensor, address, attention, classifier, expect_len, flat, fp8, must, norm, number, rows,
 };
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Dropout, Group, HeadRows, LayerNorm, Lion, NORM_BLOCK, Ops,
-    RouterGradient, RouterShape, Sgd, Write,
+    AdamW, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, Group, HeadRows, LayerNorm, Lion, NORM_BLOCK,
+    Ops, RouterGradient, RouterShape, Sgd, Write,
 };
 
 /// A matrix of a product.
@@ -27,7 +27,7 @@ impl Operand {
         Operand { at: address(v), dtype: v.dtype(), stride, transposed }
     }
 
-    fn matrix(self) -> Matrix {
+    pub(super) fn matrix(self) -> Matrix {
         Matrix { at: self.at, stride: self.stride, transposed: self.transposed }
     }
 
@@ -42,13 +42,7 @@ impl Operand {
 /// or tensor cores would stand still (the gradient of the residual stream is f32, weights and activations aren't). Whatever
 /// else is asked for goes through f32.
 pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]: [usize; 3], write: Write) {
-    if m == 0 || n == 0 {
-        return;
-    }
-    if k == 0 {
-        if write == Write::Set {
-            must(cuda.card.fill_zero(c.at, m * n * c.dtype.size()));
-        }
+    if nothing_to_sum(cuda, c, [m, n, k], write) {
         return;
     }
     let same = a.dtype == b.dtype;
@@ -62,19 +56,33 @@ pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]
     let add = write == Write::Add;
     let run = |c: Operand, add| {
         let (output, matrices) = (c.dtype, [a, b, c].map(Operand::matrix));
-        let [a, b, c] = matrices;
+        let ([a, b, c], inputs) = (matrices, Inputs::Same(inputs));
         must(cuda.products.run(&cuda.card, &Product { m, n, k, a, b, c, inputs, output, add }));
     };
     if c.dtype == Dtype::F32 || c.dtype == inputs {
         return run(c, add);
     }
-    let wide = cuda.scratch(m * n * size_of::<f32>());
+    through_f32(cuda, c, m * n, add, run);
+}
+
+/// Is there no term to sum? The result is then what it will be.
+pub(super) fn nothing_to_sum(cuda: &Cuda, c: Operand, [m, n, k]: [usize; 3], write: Write) -> bool {
+    let len = m * n;
+    if len > 0 && k == 0 && write == Write::Set {
+        must(cuda.card.fill_zero(c.at, len * c.dtype.size()));
+    }
+    len == 0 || k == 0
+}
+
+/// `run`s a product whose result has to be f32, and rounds it to `c`.
+pub(super) fn through_f32(cuda: &Cuda, c: Operand, len: usize, add: bool, run: impl Fn(Operand, bool)) {
+    let wide = cuda.scratch(len * size_of::<f32>());
     let sum = Operand { at: wide.at(), dtype: Dtype::F32, ..c };
     if add {
-        flat::copy(cuda, sum.tensor(), c.tensor(), m * n);
+        flat::copy(cuda, sum.tensor(), c.tensor(), len);
     }
     run(sum, add);
-    flat::copy(cuda, c.tensor(), sum.tensor(), m * n);
+    flat::copy(cuda, c.tensor(), sum.tensor(), len);
 }
 
 /// The operand as this type, and the memory that it lies in where it had to be copied.
@@ -134,6 +142,19 @@ impl Ops for Cuda {
         expect_len("matmul_backward_weight", "x", x.len(), m * k);
         let c = Operand::of(dw.as_view(), k, false);
         product(self, c, Operand::of(dy, n, true), Operand::of(x, k, false), [n, k, m], write);
+    }
+
+    fn fp8_product(
+        &self,
+        c: ViewMut,
+        a: Fp8Matrix,
+        b: Fp8Matrix,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: Write,
+    ) {
+        fp8::product(self, c, a, b, [m, n, k], write);
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {

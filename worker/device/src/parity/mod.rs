@@ -1,6 +1,7 @@
 //! A card's results beside the CPU's: every op on odd, tiny and large shapes, in every element type, on memory that begins
 //! anywhere, with outputs that were poisoned. Tests run it on an emulated card, `launch gpu-check` on a real one.
 mod cases;
+mod fp8;
 
 use crate::{
     Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut,
@@ -88,6 +89,13 @@ pub fn run(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Row> {
         })
         .collect();
     rows.push(row("shapes at the edges", edges(p).into_iter().map(|case| case())));
+    if cuda.facts().has_fp8() {
+        let mut r = Random::new(seed ^ (99 << 32));
+        let products = (0..rounds)
+            .map(|_| fp8::products(p, r.next(), r.from(1, 70), 16 * r.from(1, 4), r.from(1, 50)))
+            .collect::<Vec<_>>();
+        rows.push(row("products in fp8", products.into_iter().chain([fp8::codes(p)])));
+    }
     rows
 }
 
@@ -210,8 +218,19 @@ struct Pair<'a> {
 impl Pair<'_> {
     /// What an op leaves in its buffers on the card beside what it leaves on the CPU, which gets the rounded values as f32.
     fn compare(&self, what: &str, given: &[Given], run: impl Fn(&dyn Ops, &mut [Part])) -> Outcome {
+        self.compare_within(0.0, what, given, run)
+    }
+
+    /// As [`Pair::compare`], with this tolerance at least in every type.
+    fn compare_within(
+        &self,
+        least: f64,
+        what: &str,
+        given: &[Given],
+        run: impl Fn(&dyn Ops, &mut [Part]),
+    ) -> Outcome {
         let mut worst = Worst::default();
-        for (dtype, shift, tolerance) in TOLERANCES {
+        for (dtype, shift, tolerance) in TOLERANCES.map(|(d, s, t)| (d, s, t.max(least))) {
             let rounded: Vec<Vec<f32>> = given
                 .iter()
                 .map(|g| if g.any_type { self.through(dtype, &g.values) } else { g.values.clone() })

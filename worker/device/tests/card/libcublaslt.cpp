@@ -6,10 +6,11 @@
 
 #define API extern "C" __attribute__((visibility("default"))) int
 enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
-enum { R_32F = 0, R_16F = 2, R_16BF = 14 };
+enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
 
 struct Desc {
     int compute, scale, transa = 0, transb = 0;
+    const float *scale_a = nullptr, *scale_b = nullptr; // on the card
 };
 struct Layout {
     int type;
@@ -51,8 +52,12 @@ API cublasLtMatmulDescDestroy(void* desc) {
     return SUCCESS;
 }
 API cublasLtMatmulDescSetAttribute(void* desc, int attribute, const void* value, size_t bytes) {
-    if (bytes != 4 || (attribute != 3 && attribute != 4)) return INVALID_VALUE;
-    memcpy(attribute == 3 ? &((Desc*)desc)->transa : &((Desc*)desc)->transb, value, 4);
+    Desc* d = (Desc*)desc;
+    if (attribute == 3 && bytes == 4) memcpy(&d->transa, value, 4);
+    else if (attribute == 4 && bytes == 4) memcpy(&d->transb, value, 4);
+    else if (attribute == 17 && bytes == 8) memcpy(&d->scale_a, value, 8);
+    else if (attribute == 18 && bytes == 8) memcpy(&d->scale_b, value, 8);
+    else return INVALID_VALUE;
     return SUCCESS;
 }
 API cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t cols, int64_t ld) {
@@ -80,19 +85,32 @@ API cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const 
     return SUCCESS;
 }
 
+static bool is_fp8(const Layout* x) { return x->type == E4M3 || x->type == E5M2; }
+
+// As the library has them: one operand of fp8 is E4M3; both lie along the sum; rows of everything are whole 16 bytes.
+static bool fits_fp8(const Desc* d, const Layout* a, const Layout* b, const Layout* c) {
+    bool types = is_fp8(a) && is_fp8(b) && (a->type == E4M3 || b->type == E4M3) && (c->type == R_16BF || c->type == R_32F);
+    uint64_t size = c->type == R_32F ? 4 : 2;
+    bool whole = a->rows % 16 == 0 && a->cols % 16 == 0 && a->ld % 16 == 0 && b->ld % 16 == 0 && c->ld * size % 16 == 0;
+    return types && whole && d->transa && !d->transb;
+}
+
 static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* c) {
     uint64_t m = d->transa ? a->cols : a->rows, k = d->transa ? a->rows : a->cols;
     uint64_t n = d->transb ? b->rows : b->cols, k2 = d->transb ? b->cols : b->rows;
     bool types = a->type == b->type && (c->type == a->type || c->type == R_32F);
+    if (is_fp8(a) || is_fp8(b)) types = fits_fp8(d, a, b, c);
     return k == k2 && c->rows == m && c->cols == n && types;
 }
 
-// The algorithm remembers the alignment it was promised.
+// The algorithm remembers the alignment it was promised. With fp8 there is none for less than 16 bytes.
 API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c, void* d, void* preference, int asked, Result* results,
                                    int* found) {
     *found = 0;
     if (asked < 1) return INVALID_VALUE;
     if (!fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)c) || !fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)d)) return NOT_SUPPORTED;
+    for (uint32_t promised : ((Preference*)preference)->align)
+        if (is_fp8((Layout*)a) && promised < 16) return NOT_SUPPORTED;
     memset(results, 0, sizeof *results);
     for (int i = 0; i < 4; i++) results->algo.data[i] = ((Preference*)preference)->align[i];
     results->algo.data[4] = 0x616c676f;
@@ -102,21 +120,43 @@ API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c,
 }
 
 static Tensor tensor(const void* at, const Layout* layout) {
-    return {(void*)at, layout->type == R_32F ? F32 : layout->type == R_16BF ? BF16 : F16};
+    return {(void*)at, layout->type == R_32F ? F32 : layout->type == R_16BF ? BF16 : layout->type == R_16F ? F16 : layout->type};
+}
+
+// By the definition of the types.
+static double from_fp8(uint8_t code, bool e4m3) {
+    int mantissa = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, exponent = (code & 0x7f) >> mantissa, m = code & ((1 << mantissa) - 1);
+    double size;
+    if (e4m3 ? (code & 0x7f) == 0x7f : exponent == 31 && m) size = NAN;
+    else if (!e4m3 && exponent == 31) size = INFINITY;
+    else size = exponent ? ldexp((1 << mantissa) + m, exponent - bias - mantissa) : ldexp(m, 1 - bias - mantissa);
+    return code & 0x80 ? -size : size;
+}
+
+static double element(Tensor x, int64_t i) {
+    if (x.type == E4M3 || x.type == E5M2) return from_fp8(((const uint8_t*)x.at)[i], x.type == E4M3);
+    return load(x, i);
+}
+
+// An operand's elements, those of one sum side by side; `along`: they lie so in memory.
+static std::vector<double> sums(Layout l, bool along, Tensor x) {
+    uint64_t depth = along ? l.rows : l.cols, count = along ? l.cols : l.rows;
+    std::vector<double> all(depth * count);
+    for (uint64_t i = 0; i < count; i++)
+        for (uint64_t k = 0; k < depth; k++) all[i * depth + k] = element(x, (int64_t)(along ? i * l.ld + k : k * l.ld + i));
+    return all;
 }
 
 static void multiply(Desc how, Layout la, Layout lb, Layout lc, Layout ld, Tensor x, Tensor y, Tensor old, Tensor z, float alpha, float beta) {
     uint64_t depth = how.transa ? la.rows : la.cols;
+    double scaled = (double)alpha * (how.scale_a ? *how.scale_a : 1) * (how.scale_b ? *how.scale_b : 1);
+    std::vector<double> a = sums(la, how.transa, x), b = sums(lb, !how.transb, y);
     for (uint64_t j = 0; j < ld.cols; j++)
         for (uint64_t i = 0; i < ld.rows; i++) {
             double sum = 0;
-            for (uint64_t k = 0; k < depth; k++) {
-                int64_t at_a = how.transa ? (int64_t)(i * la.ld + k) : (int64_t)(k * la.ld + i);
-                int64_t at_b = how.transb ? (int64_t)(k * lb.ld + j) : (int64_t)(j * lb.ld + k);
-                sum += (double)load(x, at_a) * (double)load(y, at_b);
-            }
+            for (uint64_t k = 0; k < depth; k++) sum += a[i * depth + k] * b[j * depth + k];
             int64_t to = (int64_t)(j * ld.ld + i);
-            store(z, to, (float)(alpha * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
+            store(z, to, (float)(scaled * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
         }
 }
 

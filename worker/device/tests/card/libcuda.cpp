@@ -2,7 +2,7 @@
 // touch, filled with numbers that are none. Work is done when it is asked for, or later (streams.hpp).
 //
 // CARD_VERSION=13000 what cuDriverGetVersion says; CARD_COUNT=1 cards; CARD_MEMORY=bytes that can be allocated;
-// CARD_FAILS=name:n the n-th call of a function (from 1) fails, with CUDA_ERROR_LAUNCH_FAILED.
+// CARD_CAPABILITY=90 (sm_90); CARD_FAILS=name:n the n-th call of a function (from 1) fails, with CUDA_ERROR_LAUNCH_FAILED.
 #include "emulator.hpp"
 #include "streams.hpp"
 #include <algorithm>
@@ -195,8 +195,8 @@ API cuDeviceTotalMem_v2(size_t* bytes, int) {
 API cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
     case 16: *value = 4; break;           // multiprocessors
-    case 75: *value = 9; break;           // compute capability
-    case 76: *value = 0; break;
+    case 75: *value = (int)number("CARD_CAPABILITY", 90) / 10; break;
+    case 76: *value = (int)number("CARD_CAPABILITY", 90) % 10; break;
     case 97: *value = 227 << 10; break;   // shared memory per block, opted in
     case 115: *value = 1; break;          // memory pools
     default: return INVALID_VALUE;

@@ -15,7 +15,7 @@ const LIBRARIES: [(&str, &str); 3] = [
     ("libnvrtc.so.13", "libnvrtc.cpp"),
     ("libcublasLt.so.13", "libcublaslt.cpp"),
 ];
-const SOURCES: [&str; 7] = ["flat", "norm", "activation", "rows", "classifier", "attention", "flash"];
+const SOURCES: [&str; 8] = ["flat", "norm", "activation", "rows", "classifier", "attention", "flash", "fp8"];
 
 /// Where the emulated libraries lie; built by the first test that asks.
 pub(crate) fn folder() -> &'static Path {

@@ -59,7 +59,7 @@ impl Decoder {
         let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), input.x, w_in, m, d, eps);
         let (w_qkv, bias) = (p.slice(s.qkv.clone()), s.qkv_bias.clone().map(|b| p.slice(b)));
-        ops.matmul_bias_forward(qkv.view_mut(), norm.view(), w_qkv, bias, m, width, d);
+        self.linear.forward(ops, qkv.view_mut(), norm.view(), w_qkv, bias, (m, d, width));
         self.adapters_forward(ops, input, QKV, norm.view(), qkv.view_mut(), &mut low);
         self.qk_norm_forward(ops, p, qkv, raw, head_rstd, room, m);
         let (cos, sin) = self.angles(input);
@@ -75,7 +75,7 @@ impl Decoder {
         let w_o = p.slice(s.o.clone());
         let mut out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
         let bias = s.o_bias.clone().map(|b| p.slice(b));
-        ops.matmul_bias_forward(out.reborrow(), o.view(), w_o, bias, m, d, self.o_width());
+        self.linear.forward(ops, out.reborrow(), o.view(), w_o, bias, (m, self.o_width(), d));
         self.adapters_forward(ops, input, O, o.view(), out, &mut low);
         if let Some(at) = &s.attention_out_norm {
             let w = self.norm_factors(ops, p.slice(at.clone()), room);
@@ -124,10 +124,10 @@ impl Decoder {
         let wanted = self.wanted[input.layer];
         if wanted.qkv {
             let dw_qkv = g.part(s.qkv.clone());
-            ops.matmul_backward_weight(dw_qkv, dqkv.view(), norm.view(), m, width, d, Write::Set);
+            self.linear.backward_weight(ops, dw_qkv, dqkv.view(), norm.view(), (m, d, width));
         }
         let w_qkv = p.slice(s.qkv.clone());
-        ops.matmul_backward_input(dnorm.view_mut(), dqkv.view(), w_qkv, m, width, d, Write::Set);
+        self.linear.backward_input(ops, dnorm.view_mut(), dqkv.view(), w_qkv, (m, d, width));
         self.adapters_backward_weight(ops, input, QKV, g, (norm.view(), dqkv.view()), &mut low);
         self.adapters_backward_input(ops, input, QKV, dnorm.view_mut(), &mut low);
         let dw_in = g.part(s.input_norm.clone());
@@ -150,9 +150,9 @@ impl Decoder {
             ops.bias_backward(g.part(bias.clone()), dx, m, d);
         }
         if self.wanted[input.layer].o {
-            ops.matmul_backward_weight(g.part(s.o.clone()), dx, o, m, d, o_width, Write::Set);
+            self.linear.backward_weight(ops, g.part(s.o.clone()), dx, o, (m, o_width, d));
         }
-        ops.matmul_backward_input(d_o, dx, p.slice(s.o.clone()), m, d, o_width, Write::Set);
+        self.linear.backward_input(ops, d_o, dx, p.slice(s.o.clone()), (m, o_width, d));
     }
 
     /// Norms the heads of q and k in place, and leaves what they were in `raw`.

@@ -26,7 +26,7 @@ impl Decoder {
         ops.add_rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view_mut(), x, w_post, m, d, eps);
         let w_gate_up = p.slice(s.gate_up.clone());
         let bias = s.gate_up_bias.clone().map(|b| p.slice(b));
-        ops.matmul_bias_forward(gate_up.view_mut(), norm.view(), w_gate_up, bias, m, 2 * f, d);
+        self.linear.forward(ops, gate_up.view_mut(), norm.view(), w_gate_up, bias, (m, d, 2 * f));
         self.adapters_forward(ops, input, GATE_UP, norm.view(), gate_up.view_mut(), &mut low);
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
@@ -34,7 +34,7 @@ impl Decoder {
         self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
         let mut down = |mut out: ViewMut| {
             let (w_down, bias) = (p.slice(s.down.clone()), s.down_bias.clone().map(|b| p.slice(b)));
-            ops.matmul_bias_forward(out.reborrow(), act.view(), w_down, bias, m, d, f);
+            self.linear.forward(ops, out.reborrow(), act.view(), w_down, bias, (m, f, d));
             self.adapters_forward(ops, input, DOWN, act.view(), out, &mut low);
         };
         if s.mlp_out_norm.is_some() {
@@ -103,11 +103,11 @@ impl Decoder {
         let wanted = self.wanted[input.layer];
         if wanted.down {
             let dw_down = g.part(s.down.clone());
-            ops.matmul_backward_weight(dw_down, dout, act.view(), m, d, f, Write::Set);
+            self.linear.backward_weight(ops, dw_down, dout, act.view(), (m, f, d));
         }
         self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut low);
         let w_down = p.slice(s.down.clone());
-        ops.matmul_backward_input(act.view_mut(), dout, w_down, m, d, f, Write::Set);
+        self.linear.backward_input(ops, act.view_mut(), dout, w_down, (m, f, d));
         self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut low);
         self.gate_backward(ops, dgate_up.view_mut(), act.view(), gate_up.view(), m);
         if let Some(bias) = &s.gate_up_bias {
@@ -117,10 +117,10 @@ impl Decoder {
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
         if wanted.gate_up {
             let dw_gate_up = g.part(s.gate_up.clone());
-            ops.matmul_backward_weight(dw_gate_up, dgate_up.view(), norm.view(), m, 2 * f, d, Write::Set);
+            self.linear.backward_weight(ops, dw_gate_up, dgate_up.view(), norm.view(), (m, d, 2 * f));
         }
         let w_gate_up: View = p.slice(s.gate_up.clone());
-        ops.matmul_backward_input(dnorm.view_mut(), dgate_up.view(), w_gate_up, m, 2 * f, d, Write::Set);
+        self.linear.backward_input(ops, dnorm.view_mut(), dgate_up.view(), w_gate_up, (m, d, 2 * f));
         self.adapters_backward_weight(ops, input, GATE_UP, g, (norm.view(), dgate_up.view()), &mut low);
         self.adapters_backward_input(ops, input, GATE_UP, dnorm.view_mut(), &mut low);
         let dw_post = g.part(s.post_norm.clone());

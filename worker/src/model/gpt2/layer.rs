@@ -4,6 +4,7 @@ use crate::model::{
     Activations, LayerInput,
     dropout::Module,
     each,
+    linear::Shape,
     lora::{Adapters, Lora, Scratch, Together},
 };
 use crate::params::{Init, ParamSpec, Unit};
@@ -136,39 +137,39 @@ pub(super) fn adapters(n: &Numbers, lora: &Lora) -> Result<Vec<Adapters>, String
     Ok(all.iter().enumerate().map(layer).collect())
 }
 
-/// Rows, inputs and outputs of a projection.
-type Shape = (usize, usize, usize);
-
-/// `y = x·w + b`
-fn project(ops: &dyn Ops, p: View, at: &Pair, y: ViewMut, x: View, (m, inp, out): Shape) {
-    ops.conv1d_bias_forward(y, x, p.slice(at.w.clone()), p.slice(at.b.clone()), m, inp, out);
-}
-
-/// Gradients of weight (where it is wanted), bias (which is added to) and input.
-fn project_backward(
-    ops: &dyn Ops,
-    p: View,
-    at: &Pair,
-    g: &mut ViewMut,
-    dx: ViewMut,
-    dy: View,
-    x: View,
-    (m, inp, out): Shape,
-    wanted: bool,
-) {
-    ops.bias_backward(g.part(at.b.clone()), dy, m, out);
-    if wanted {
-        ops.conv1d_backward_weight(g.part(at.w.clone()), dy, x, m, inp, out);
-    }
-    ops.conv1d_backward_input(dx, dy, p.slice(at.w.clone()), m, inp, out);
-}
-
 /// Two ranges of `g`, of which the first ends where the second begins.
 fn adjacent<'a>(g: &'a mut ViewMut, at: &Pair) -> (ViewMut<'a>, ViewMut<'a>) {
     g.part(at.w.start..at.b.end).split_at(at.w.len())
 }
 
 impl Gpt2 {
+    /// `y = x·w + b`
+    fn project(&self, ops: &dyn Ops, p: View, at: &Pair, y: ViewMut, x: View, shape: Shape) {
+        let (w, b) = (p.slice(at.w.clone()), p.slice(at.b.clone()));
+        self.linear.conv1d_forward(ops, y, x, w, b, shape);
+    }
+
+    /// Gradients of weight (where it is wanted), bias (which is added to) and input.
+    fn project_backward(
+        &self,
+        ops: &dyn Ops,
+        p: View,
+        at: &Pair,
+        g: &mut ViewMut,
+        dx: ViewMut,
+        dy: View,
+        x: View,
+        shape: Shape,
+        wanted: bool,
+    ) {
+        let (m, _, out) = shape;
+        ops.bias_backward(g.part(at.b.clone()), dy, m, out);
+        if wanted {
+            self.linear.conv1d_backward_weight(ops, g.part(at.w.clone()), dy, x, shape);
+        }
+        self.linear.conv1d_backward_input(ops, dx, dy, p.slice(at.w.clone()), shape);
+    }
+
     /// Adds to `y` what adapters give for `x`.
     fn adapters_forward(
         &self,
@@ -230,11 +231,11 @@ impl Gpt2 {
         let [rows, _, _, _, _, _, _, low @ ..] = each::<12>(scratch);
         let mut low = Scratch::new(low);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
-        project(ops, p, &s.c_attn, qkv.view_mut(), rows.view(), (m, d, 3 * d));
+        self.project(ops, p, &s.c_attn, qkv.view_mut(), rows.view(), (m, d, 3 * d));
         self.adapters_forward(ops, input, C_ATTN, rows.view(), qkv.view_mut(), &mut low);
         let (starts, shape) = (&input.batch.starts, self.shape(input));
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
-        project(ops, p, &s.attn_proj, mid.view_mut(), o.view(), (m, d, d));
+        self.project(ops, p, &s.attn_proj, mid.view_mut(), o.view(), (m, d, d));
         self.adapters_forward(ops, input, ATTN_PROJ, o.view(), mid.view_mut(), &mut low);
         self.drops[input.layer].attention_out.apply(ops, input.batch, d, mid.view_mut());
     }
@@ -255,7 +256,7 @@ impl Gpt2 {
         let [rows, drows, _, _, d_o, dqkv, _, low @ ..] = each::<12>(scratch);
         let mut low = Scratch::new(low);
         let dout = self.drops[input.layer].attention_out.backward(ops, input.batch, d, dx.as_view(), rows);
-        project_backward(
+        self.project_backward(
             ops,
             p,
             &s.attn_proj,
@@ -271,7 +272,7 @@ impl Gpt2 {
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
         let shape = (m, d, 3 * d);
-        project_backward(
+        self.project_backward(
             ops,
             p,
             &s.c_attn,
@@ -305,11 +306,11 @@ impl Gpt2 {
         let mut low = Scratch::new(low);
         let norm = self.norm(p, &s.ln_2);
         ops.add_layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view_mut(), input.x, norm, m);
-        project(ops, p, &s.c_fc, fc.view_mut(), rows.view(), (m, d, f));
+        self.project(ops, p, &s.c_fc, fc.view_mut(), rows.view(), (m, d, f));
         self.adapters_forward(ops, input, C_FC, rows.view(), fc.view_mut(), &mut low);
         let Some(mut y) = y else { return };
         ops.gelu_forward(act.view_mut(), fc.view());
-        project(ops, p, &s.mlp_proj, y.reborrow(), act.view(), (m, f, d));
+        self.project(ops, p, &s.mlp_proj, y.reborrow(), act.view(), (m, f, d));
         self.adapters_forward(ops, input, MLP_PROJ, act.view(), y.reborrow(), &mut low);
         self.drops[input.layer].mlp_out.apply(ops, input.batch, d, y.reborrow());
         ops.add(y, mid.view());
@@ -332,7 +333,7 @@ impl Gpt2 {
         let (wanted, mut low) = (self.wanted[input.layer], Scratch::new(low));
         ops.gelu_forward(act.view_mut(), fc.view());
         let dout = self.drops[input.layer].mlp_out.backward(ops, input.batch, d, dx.as_view(), rows);
-        project_backward(
+        self.project_backward(
             ops,
             p,
             &s.mlp_proj,
@@ -346,7 +347,7 @@ impl Gpt2 {
         self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dout), dfc.view_mut(), &mut low);
         ops.gelu_backward(act.view_mut(), dfc.view(), fc.view());
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view(), self.norm(p, &s.ln_2), m);
-        project_backward(
+        self.project_backward(
             ops,
             p,
             &s.c_fc,
