@@ -124,6 +124,7 @@ fn training_on_an_emulated_card_passes() {
         "| a tiny Llama | bf16 | 2, NCCL on this GPU |",
         "| a tiny Llama, 1 × 6 |",
         "| the same, states on the host |",
+        "| a tiny Llama, products in fp8 |",
     ] {
         assert!(said.contains(row), "{row} is missing in: {said}");
     }
@@ -316,5 +317,5 @@ fn a_peer_trains_the_same_models() {
     assert!(number(1) > 0.0 && number(2) > 0.0 && number(3) > 0.0, "{said}");
     let (code, said) = run("7");
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("there are models 0 to 1"), "{said}");
+    assert!(said.contains("there are models 0 to 2"), "{said}");
 }

@@ -9,7 +9,7 @@ use crate::{
     storage::Layout,
 };
 use comm::{Comm, local, staged::Staged};
-use contract::job::{JobSpec, Offload, Recompute, TrainSpec, ZeroSpec};
+use contract::job::{JobSpec, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
 use device::{Storage, storage::said};
 use serde_json::{Value, json};
 use std::{
@@ -29,7 +29,8 @@ struct Timed {
     offload: bool,
 }
 
-const TIMED: [Timed; 6] = [
+const LLAMA_1B: &str = "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, tie_word_embeddings: true";
+const TIMED: [Timed; 7] = [
     Timed {
         what: "GPT-2 124M, 32 × 1024",
         model: "family: gpt2, vocab_size: 50257, hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 12, num_attention_heads: 12, tie_word_embeddings: true",
@@ -60,8 +61,15 @@ const TIMED: [Timed; 6] = [
     },
     Timed {
         what: "Llama-3.2-1B, 4 × 2048",
-        model: "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, tie_word_embeddings: true",
+        model: LLAMA_1B,
         rest: "data.seq_len=2048 batch.global=4 batch.micro=4",
+        saves: false,
+        offload: false,
+    },
+    Timed {
+        what: "Llama-3.2-1B, 4 × 2048, products in fp8",
+        model: LLAMA_1B,
+        rest: "data.seq_len=2048 batch.global=4 batch.micro=4 precision=fp8",
         saves: false,
         offload: false,
     },
@@ -73,7 +81,17 @@ const TIMED: [Timed; 6] = [
         offload: false,
     },
 ];
-const TIMED_TINY: [Timed; 2] = [TINY, Timed { what: "the same, states on the host", offload: true, ..TINY }];
+const TIMED_TINY: [Timed; 3] = [
+    TINY,
+    Timed { what: "the same, states on the host", offload: true, ..TINY },
+    Timed {
+        what: "a tiny Llama, products in fp8",
+        model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 1",
+        rest: "data.seq_len=6 batch.global=1 batch.micro=1 precision=fp8",
+        saves: false,
+        ..TINY
+    },
+];
 const TINY: Timed = Timed {
     what: "a tiny Llama, 1 × 6",
     model: "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2",
@@ -92,7 +110,9 @@ fn all(tiny: bool) -> (&'static [Timed], Duration) {
 
 /// Speed, memory, and what saving costs.
 pub(super) fn show_speed(open: Open, tiny: bool) {
-    println!("| training in bf16, AdamW | tokens/s | TFLOP/s | MFU | GPU memory | save: stall, write, dip |");
+    println!(
+        "| training in bf16, AdamW | tokens/s | TFLOP/s | MFU, of bf16's peak | GPU memory | save: stall, write, dip |"
+    );
     println!("|---|---|---|---|---|---|");
     let (models, long) = all(tiny);
     for timed in models {
@@ -114,6 +134,7 @@ pub(super) fn describe(tiny: bool) -> Result<Value, String> {
             "samples": spec.batch.micro,
             "seq_len": spec.data.seq_len,
             "recompute": spec.recompute != Recompute::None,
+            "precision": spec.precision.name(),
             "offload": timed.offload,
         }))
     });
@@ -154,7 +175,7 @@ impl Measured {
 
 impl Timed {
     fn spec(&self) -> Result<(JobSpec, TrainSpec), String> {
-        let job = job(self.model, &format!("{} precision=bf16 zero.stage=0", self.rest))?;
+        let job = job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
         let mut spec = train(&job)?.clone();
         spec.zero = ZeroSpec { offload: self.offload.then_some(Offload::Cpu), ..spec.zero };
         Ok((job, spec))
@@ -170,6 +191,9 @@ fn measure(timed: &Timed, open: Open, long: Duration) -> Result<Measured, String
     let text = |e: Error| e.message;
     let (job, spec) = timed.spec()?;
     let cuda = open()?;
+    if spec.precision == Precision::Fp8 {
+        cuda.check_fp8().map_err(|e| e.to_string())?;
+    }
     let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
     let comm = Arc::new(Staged::new(comm, cuda.clone()));
     let mut running = build(&spec, comm, cuda.clone()).map_err(text)?.fresh();

@@ -58,7 +58,11 @@ pub(super) fn train(job: &JobSpec) -> Result<&TrainSpec, String> {
     job.train.as_ref().ok_or_else(|| "the job has no `train` section".to_owned())
 }
 
-pub(super) fn build(train: &TrainSpec, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<ScheduleBound, Error> {
+pub(super) fn build(
+    train: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    ops: Arc<dyn Ops>,
+) -> Result<ScheduleBound, Error> {
     let parameters = Spec::new(train, train.model.vocab_size)?.parameters()?;
     Ok(parameters.shard(comm, ops)?.bind_optimizer()?.bind_schedule())
 }
