@@ -120,3 +120,60 @@ impl Linear {
         ops.fp8_product(dw, x, dy, inp, out, m, Write::Set);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::{Buf, Cpu};
+
+    const SHAPE: Shape = (5, 16, 32);
+
+    fn values(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0).collect()
+    }
+
+    /// What fp8 keeps of a matrix, by row and column.
+    fn kept(x: &[f32], kind: Fp8, columns: usize) -> impl Fn(usize, usize) -> f64 {
+        let scale = kind.scale(x.iter().fold(0.0, |most, x| x.abs().max(most)));
+        let kept: Vec<f64> =
+            x.iter().map(|x| f64::from(kind.decode(kind.encode(x / scale)) * scale)).collect();
+        move |row, column| kept[row * columns + column]
+    }
+
+    #[track_caller]
+    fn assert_sums(got: &Buf, columns: usize, depth: usize, term: impl Fn(usize, usize, usize) -> f64) {
+        for (at, got) in got.host().iter().enumerate() {
+            let want: f64 = (0..depth).map(|p| term(at / columns, at % columns, p)).sum();
+            assert!((f64::from(*got) - want).abs() < 1e-4, "at {at}: {got}, {want}");
+        }
+    }
+
+    /// Weights and activations are E4M3, gradients E5M2, however matrices are stored.
+    #[test]
+    fn every_product_is_that_of_its_definition() {
+        let (m, inp, out) = SHAPE;
+        let (cpu, fp8) = (Cpu::new(1), Linear::Fp8);
+        let [x, dy, w, bias] =
+            [(m * inp, 1), (m * out, 2), (inp * out, 3), (out, 4)].map(|(n, s)| values(n, s));
+        let (of_x, of_dy) = (kept(&x, Fp8::E4M3, inp), kept(&dy, Fp8::E5M2, out));
+        let (as_hf, as_conv) = (kept(&w, Fp8::E4M3, inp), kept(&w, Fp8::E4M3, out));
+        let [vx, vdy, vw, vb] = [&x, &dy, &w, &bias].map(|v| View::from(&v[..]));
+        let [mut y, mut dx, mut dw] =
+            [m * out, m * inp, inp * out].map(|n| Buf::from_slice(&vec![f32::NAN; n]));
+
+        fp8.forward(&cpu, y.view_mut(), vx, vw, Some(vb), SHAPE);
+        let with_bias = |j: usize, p: usize| if p == 0 { f64::from(bias[j]) } else { 0.0 };
+        assert_sums(&y, out, inp, |i, j, p| of_x(i, p) * as_hf(j, p) + with_bias(j, p));
+        fp8.backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
+        assert_sums(&dx, inp, out, |i, j, p| of_dy(i, p) * as_hf(p, j));
+        fp8.backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
+        assert_sums(&dw, inp, m, |i, j, p| of_dy(p, i) * of_x(p, j));
+
+        fp8.conv1d_forward(&cpu, y.view_mut(), vx, vw, vb, SHAPE);
+        assert_sums(&y, out, inp, |i, j, p| of_x(i, p) * as_conv(p, j) + with_bias(j, p));
+        fp8.conv1d_backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
+        assert_sums(&dx, inp, out, |i, j, p| of_dy(i, p) * as_conv(j, p));
+        fp8.conv1d_backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
+        assert_sums(&dw, out, m, |i, j, p| of_x(p, i) * of_dy(p, j));
+    }
+}
