@@ -21,7 +21,8 @@ pub const LORA_FROM: &str = "train.lora.from";
 const PRECISION: &str = "train.precision";
 const NO_DECAY: &str = "train.optimizer.no_decay";
 
-/// Gives the model its adapters, and its layers' products their precision; its units and those of its experts, in which each parameter is trained or frozen; the model is told.
+/// Gives the model its adapters, and its layers' products their precision; its units and those of its experts, in which each
+/// parameter is trained or frozen; the model is told.
 pub fn units(
     model: &mut dyn Model,
     placement: Option<&Placement>,
