@@ -197,7 +197,7 @@ impl Memory<'_> {
             ("messages of experts".into(), self.messages(policy, rank as usize, dtype)),
         ];
         if on_gpu {
-            parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t, dtype)));
+            parts.push(("logits and operator scratch".into(), self.gpu_scratch(b, t)));
         } else {
             parts.push(("operands in fp8".into(), dtype.size() as u64 * self.rounded(b * t)));
             parts.extend([
@@ -444,10 +444,8 @@ impl Memory<'_> {
 
     /// What the backend for GPUs has at once beside buffers of the engine: a chunk of logits with their gradients (and the
     /// rotary tables, which are small), and the largest workspace of a product.
-    fn gpu_scratch(&self, b: usize, t: usize, dtype: Dtype) -> u64 {
-        let rows = device::cuda::classifier_rows(b * t, self.model.vocab());
-        let size = 4 + if dtype == Dtype::F32 { 0 } else { dtype.size() };
-        let logits = (rows * self.model.vocab() * size) as u64;
+    fn gpu_scratch(&self, b: usize, t: usize) -> u64 {
+        let logits = device::cuda::logits_bytes(b * t, self.model.vocab()) as u64;
         logits.max(self.rounded(b * t)) + device::cuda::WORKSPACE as u64
     }
 

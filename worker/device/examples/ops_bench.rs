@@ -235,7 +235,7 @@ impl<'a> Step<'a> {
                     cpu.matmul_backward_weight(down.dw.view_mut(), dy, hidden, m, d, f, Write::Set);
                     // The activations themselves are not needed any more.
                     cpu.matmul_backward_input(l.activated.view_mut(), dy, down.w.view(), m, d, f, Write::Set);
-                    let dhidden = l.activated.view();
+                    let dhidden = l.activated.view_mut();
                     cpu.swiglu_backward(self.dgate_up.view_mut(), dhidden, l.gate_up.view(), m, f);
                     (gate_up, 2 * f)
                 } else {
@@ -440,11 +440,11 @@ impl Bench<'_> {
             let (b, heads) = (m / SEQUENCE, 2 * HEADS);
             cpu.rope_forward(qkv.view_mut(), cos.view(), sin.view(), b, SEQUENCE, heads, HEAD_DIM, 3 * d);
         });
-        let (gate_up, dz) = (random(m * 2 * f), random(m * f));
+        let (gate_up, mut dz) = (random(m * 2 * f), random(m * f));
         let (mut z, mut dgate_up) = (Buf::zeroed(m * f), Buf::zeroed(m * 2 * f));
         self.bytes("swiglu forward", 3 * m * f, || cpu.swiglu_forward(z.view_mut(), gate_up.view(), m, f));
-        self.bytes("swiglu backward", 5 * m * f, || {
-            cpu.swiglu_backward(dgate_up.view_mut(), dz.view(), gate_up.view(), m, f);
+        self.bytes("swiglu backward", 6 * m * f, || {
+            cpu.swiglu_backward(dgate_up.view_mut(), dz.view_mut(), gate_up.view(), m, f);
         });
         let table = random(VOCABULARY * d);
         let mut dtable = Buf::zeroed(VOCABULARY * d);

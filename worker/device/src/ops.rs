@@ -10,7 +10,7 @@
 //! **Determinism.** The result of every op is a function of its arguments alone: bit-equal for any number of threads
 //! and for any alignment of the buffers. Reductions over rows have one fixed shape.
 use crate::fp8::Fp8;
-use crate::mem::{View, ViewMut};
+use crate::mem::{Buf, View, ViewMut};
 use crate::storage::Storage;
 
 /// `=` or `+=`.
@@ -431,12 +431,19 @@ pub trait Ops: Storage {
         shape: AttentionShape,
     );
 
+    /// A gradient as this backend's products take it: itself, or rounded to the type of `room`, which is as long, once for
+    /// several products.
+    fn operand<'a>(&self, x: View<'a>, room: &'a mut Buf) -> View<'a> {
+        let _ = room;
+        x
+    }
+
     // --- SwiGLU ---------------------------------------------------------------------------------------------------
 
     /// `y[m,f] = silu(gate) · up`; `gate_up[m, 2f]` holds gate, then up in each row.
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
-    /// `dgate_up` is overwritten.
-    fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize);
+    /// `dgate_up` is overwritten; `dy` becomes `y`, which the next gradient needs and nobody kept.
+    fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize);
 
     // --- experts ------------------------------------------------------------------------------------------------
 
@@ -484,12 +491,12 @@ pub trait Ops: Storage {
 
     /// `y = ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))`, element by element.
     fn gelu_forward(&self, y: ViewMut, x: View);
-    /// `dx` is overwritten.
-    fn gelu_backward(&self, dx: ViewMut, dy: View, x: View);
+    /// `dx` is overwritten; `dy` becomes `y`.
+    fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View);
     /// `y[m,f] = gelu(gate) · up`; `gate_up[m, 2f]` holds gate, then up in each row.
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
-    /// `dgate_up` is overwritten.
-    fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize);
+    /// `dgate_up` is overwritten; `dy` becomes `y`.
+    fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize);
 
     // --- head and loss ----------------------------------------------------------------------------------------------
 

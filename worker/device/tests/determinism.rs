@@ -193,10 +193,10 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         vec![sum.bits(), y.bits(), stats.bits(), dx.bits(), dw.bits(), db.bits(), plain.bits()]
     });
     assert_same_bits(&format!("gelu {m} {d}"), |cpu, place| {
-        let (px, pdy, mut y, mut dx) = (place(&x), place(&dy), place(&x), place(&x));
+        let (px, mut pdy, mut y, mut dx) = (place(&x), place(&dy), place(&x), place(&x));
         cpu.gelu_forward(y.view_mut(), px.view());
-        cpu.gelu_backward(dx.view_mut(), pdy.view(), px.view());
-        vec![y.bits(), dx.bits()]
+        cpu.gelu_backward(dx.view_mut(), pdy.view_mut(), px.view());
+        vec![y.bits(), dx.bits(), pdy.bits()]
     });
     let tokens: Vec<u32> = (0..m).map(|_| r.below(9) as u32).collect();
     let table = r.vec(9 * d);
@@ -209,17 +209,20 @@ fn rows_case(seed: u64, m: usize, d: usize) {
     let gate_up = r.vec(m * 2 * d);
     let (cos, sin) = (r.vec(m * d), r.vec(m * d));
     assert_same_bits(&format!("swiglu and rope {m} {d}"), |cpu, place| {
-        let (pg, pdy, mut y, mut dg) = (place(&gate_up), place(&dy), place(&x), place(&gate_up));
+        let (pg, mut pdy, mut y, mut dg) = (place(&gate_up), place(&dy), place(&x), place(&gate_up));
         cpu.swiglu_forward(y.view_mut(), pg.view(), m, d);
-        cpu.swiglu_backward(dg.view_mut(), pdy.view(), pg.view(), m, d);
+        cpu.swiglu_backward(dg.view_mut(), pdy.view_mut(), pg.view(), m, d);
         let (mut turned, c, s) = (place(&gate_up), place(&cos), place(&sin));
         cpu.rope_forward(turned.view_mut(), c.view(), s.view(), 1, m, 1, 2 * d, 2 * d);
         let forward = turned.bits();
         cpu.rope_backward(turned.view_mut(), s.view(), c.view(), 1, m, 1, 2 * d, 2 * d);
         let (mut gated, mut dgated) = (place(&x), place(&gate_up));
         cpu.geglu_forward(gated.view_mut(), pg.view(), m, d);
-        cpu.geglu_backward(dgated.view_mut(), pdy.view(), pg.view(), m, d);
-        vec![y.bits(), dg.bits(), forward, turned.bits(), gated.bits(), dgated.bits()]
+        let activated = pdy.bits();
+        pdy = place(&dy);
+        cpu.geglu_backward(dgated.view_mut(), pdy.view_mut(), pg.view(), m, d);
+        let geglu = [gated.bits(), dgated.bits(), pdy.bits()];
+        [y.bits(), dg.bits(), activated, forward, turned.bits()].into_iter().chain(geglu).collect()
     });
     let v = 1 + r.below(300);
     let head = r.vec(v * d);

@@ -297,7 +297,9 @@ fn swiglu() {
             cpu.swiglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
             assert_close("swiglu", &y, &reference::swiglu(&wide(&gate_up), f), 5e-7);
             let mut grad = r.vec(gate_up.len());
-            cpu.swiglu_backward((&mut grad[..]).into(), (&dy[..]).into(), (&gate_up[..]).into(), m, f);
+            let mut again = dy.clone();
+            cpu.swiglu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into(), m, f);
+            assert_eq!(again, y, "the backward leaves what the forward wrote");
             assert_gradient("swiglu", &grad, &wide(&gate_up), 1, 2e-6, |x| {
                 dot(&reference::swiglu(x, f), &wide(&dy))
             });
@@ -363,12 +365,16 @@ fn gelu() {
             let (mut y, mut grad) = (r.vec(gate_up.len()), r.vec(gate_up.len()));
             cpu.gelu_forward((&mut y[..]).into(), (&gate_up[..]).into());
             assert_close("gelu", &y, &each(&wide(&gate_up)), 5e-7);
-            cpu.gelu_backward((&mut grad[..]).into(), (&both[..]).into(), (&gate_up[..]).into());
+            let mut again = both.clone();
+            cpu.gelu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into());
+            assert_eq!(again, y, "the backward leaves what the forward wrote");
             assert_gradient("gelu", &grad, &wide(&gate_up), 1, 2e-6, |x| dot(&each(x), &wide(&both)));
             let mut y = r.vec(m * f);
             cpu.geglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
             assert_close("geglu", &y, &reference::geglu(&wide(&gate_up), f), 5e-7);
-            cpu.geglu_backward((&mut grad[..]).into(), (&dy[..]).into(), (&gate_up[..]).into(), m, f);
+            let mut again = dy.clone();
+            cpu.geglu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into(), m, f);
+            assert_eq!(again, y, "the backward leaves what the forward wrote");
             assert_gradient("geglu", &grad, &wide(&gate_up), 1, 2e-6, |x| {
                 dot(&reference::geglu(x, f), &wide(&dy))
             });

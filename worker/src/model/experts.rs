@@ -212,7 +212,7 @@ pub struct ExpertBackward<'a> {
     pub drows: ViewMut<'a>,
     /// `[rows, intermediate]`: what [`activate`] made, becomes what down's gradient needs.
     pub act: ViewMut<'a>,
-    /// `[rows, intermediate]`
+    /// `[rows, intermediate]`: room.
     pub dact: ViewMut<'a>,
     /// `[rows, 2·intermediate]`: becomes what the gradient of gate and up needs.
     pub dgate_up: ViewMut<'a>,
@@ -234,7 +234,7 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertRows, b: Ex
     ops.row_dots(b.dweights, dact.as_view(), act.as_view(), f);
     ops.scale_rows(act, b.weights, f);
     ops.scale_rows(dact.reborrow(), b.weights, f);
-    ops.swiglu_backward(dgate_up.reborrow(), dact.as_view(), b.gate_up, n, f);
+    ops.swiglu_backward(dgate_up.reborrow(), dact, b.gate_up, n, f);
     ops.grouped_backward_input(b.drows, dgate_up.as_view(), e.params, &shape.ups(e.of), 2 * f, d);
 }
 

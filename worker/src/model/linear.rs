@@ -1,7 +1,7 @@
 //! Products of a layer's matrices: in the type that weights and activations have, or in fp8. Adapters, routers and experts have
 //! products of their own.
 use device::{
-    Fp8, Ops, View, ViewMut,
+    Buf, Fp8, Ops, View, ViewMut,
     ops::{FP8_COLUMNS, Fp8Matrix, Write},
 };
 
@@ -50,6 +50,11 @@ impl Linear {
         if let Some(bias) = bias {
             ops.bias_forward(y, bias, m, out);
         }
+    }
+
+    /// A gradient as both products with it take it, rounded once for them in `room` where the backend rounds it.
+    pub(super) fn gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, room: &'a mut Buf) -> View<'a> {
+        if self == Linear::AsStored { ops.operand(dy, room) } else { dy }
     }
 
     /// `dx = dy · w`

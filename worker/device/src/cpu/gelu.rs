@@ -23,7 +23,8 @@ pub(crate) fn forward(cpu: &Cpu, y: Out, x: In) {
     });
 }
 
-pub(crate) fn backward(cpu: &Cpu, dx: Out, dy: In, x: In) {
+/// `dy` becomes `y`.
+pub(crate) fn backward(cpu: &Cpu, dx: Out, dy: Out, x: In) {
     expect_len("gelu_backward", "dy", dy.len(), dx.len());
     expect_len("gelu_backward", "x", x.len(), dx.len());
     let len = dx.len();
@@ -31,7 +32,9 @@ pub(crate) fn backward(cpu: &Cpu, dx: Out, dy: In, x: In) {
         let range = vectors.start * LANES..(vectors.end * LANES).min(len);
         // SAFETY: tasks have elements of their own.
         let mut dx = unsafe { dx.part(range.clone(), Old::Lost) };
-        differentiate(cpu.level, &mut dx, &dy.part(cpu, range.clone()), &x.part(cpu, range));
+        // SAFETY: as above.
+        let mut dy = unsafe { dy.part(range.clone(), Old::Read) };
+        differentiate(cpu.level, &mut dx, &mut dy, &x.part(cpu, range));
     });
 }
 
@@ -45,7 +48,8 @@ pub(crate) fn gated_forward(cpu: &Cpu, y: Out, gate_up: In, m: usize, f: usize) 
     });
 }
 
-pub(crate) fn gated_backward(cpu: &Cpu, dgate_up: Out, dy: In, gate_up: In, m: usize, f: usize) {
+/// `dy` becomes `y`.
+pub(crate) fn gated_backward(cpu: &Cpu, dgate_up: Out, dy: Out, gate_up: In, m: usize, f: usize) {
     expect_len("geglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("geglu_backward", "dy", dy.len(), m * f);
     expect_len("geglu_backward", "gate_up", gate_up.len(), m * 2 * f);
@@ -53,8 +57,9 @@ pub(crate) fn gated_backward(cpu: &Cpu, dgate_up: Out, dy: In, gate_up: In, m: u
         let pairs = rows.start * 2 * f..rows.end * 2 * f;
         // SAFETY: tasks have rows of their own.
         let mut dgate_up = unsafe { dgate_up.part(pairs.clone(), Old::Lost) };
-        let (dy, gate_up) = (dy.part(cpu, rows.start * f..rows.end * f), gate_up.part(cpu, pairs));
-        differentiate_gate(cpu.level, &mut dgate_up, &dy, &gate_up, f);
+        // SAFETY: as above.
+        let mut dy = unsafe { dy.part(rows.start * f..rows.end * f, Old::Read) };
+        differentiate_gate(cpu.level, &mut dgate_up, &mut dy, &gate_up.part(cpu, pairs), f);
     });
 }
 
@@ -62,13 +67,13 @@ multiversion! {
     fn activate = activate_elements(y: &mut [f32], x: &[f32])
 }
 multiversion! {
-    fn differentiate = differentiate_elements(dx: &mut [f32], dy: &[f32], x: &[f32])
+    fn differentiate = differentiate_elements(dx: &mut [f32], dy: &mut [f32], x: &[f32])
 }
 multiversion! {
     fn gate = gate_rows(y: &mut [f32], gate_up: &[f32], f: usize)
 }
 multiversion! {
-    fn differentiate_gate = differentiate_gate_rows(dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], f: usize)
+    fn differentiate_gate = differentiate_gate_rows(dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize)
 }
 
 /// gelu(x) and its derivative: with s = σ(2u), `x·s` and `s + x·s·(1 − s)·2u'`.
@@ -90,9 +95,11 @@ fn activate_elements<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
 }
 
 #[inline(always)]
-fn differentiate_elements<S: Simd>(s: S, dx: &mut [f32], dy: &[f32], x: &[f32]) {
+fn differentiate_elements<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32]) {
     for i in (0..dx.len()).step_by(LANES) {
-        put(s, dx, i, s.mul(get(s, dy, i), value_and_slope(s, get(s, x, i)).1));
+        let (value, slope) = value_and_slope(s, get(s, x, i));
+        put(s, dx, i, s.mul(get(s, dy, i), slope));
+        put(s, dy, i, value);
     }
 }
 
@@ -108,16 +115,17 @@ fn gate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
 }
 
 #[inline(always)]
-fn differentiate_gate_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], f: usize) {
+fn differentiate_gate_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..dy.len() / f.max(1) {
-        let dy = &dy[row * f..][..f];
+        let dy_to_y = &mut dy[row * f..][..f];
         let (gate, up) = gate_up[row * 2 * f..][..2 * f].split_at(f);
         let (dgate, dup) = dgate_up[row * 2 * f..][..2 * f].split_at_mut(f);
         for i in (0..f).step_by(LANES) {
-            let dy = get(s, dy, i);
+            let (dy, up) = (get(s, dy_to_y, i), get(s, up, i));
             let (value, slope) = value_and_slope(s, get(s, gate, i));
-            put(s, dgate, i, s.mul(s.mul(dy, get(s, up, i)), slope));
+            put(s, dgate, i, s.mul(s.mul(dy, up), slope));
             put(s, dup, i, s.mul(dy, value));
+            put(s, dy_to_y, i, s.mul(value, up));
         }
     }
 }

@@ -371,8 +371,8 @@ impl Ops for Cpu {
         swiglu::forward(self, self.out(y), gate_up.into(), m, f);
     }
 
-    fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
-        swiglu::backward(self, self.out(dgate_up), dy.into(), gate_up.into(), m, f);
+    fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
+        swiglu::backward(self, self.out(dgate_up), self.out(dy), gate_up.into(), m, f);
     }
 
     fn router_forward(
@@ -434,16 +434,16 @@ impl Ops for Cpu {
         gelu::forward(self, self.out(y), x.into());
     }
 
-    fn gelu_backward(&self, dx: ViewMut, dy: View, x: View) {
-        gelu::backward(self, self.out(dx), dy.into(), x.into());
+    fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View) {
+        gelu::backward(self, self.out(dx), self.out(dy), x.into());
     }
 
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
         gelu::gated_forward(self, self.out(y), gate_up.into(), m, f);
     }
 
-    fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
-        gelu::gated_backward(self, self.out(dgate_up), dy.into(), gate_up.into(), m, f);
+    fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
+        gelu::gated_backward(self, self.out(dgate_up), self.out(dy), gate_up.into(), m, f);
     }
 
     fn capped_classifier(

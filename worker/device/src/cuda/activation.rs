@@ -39,7 +39,7 @@ pub(super) fn rope(cuda: &Cuda, x: ViewMut, cos: View, sin: View, shape: Turned,
 
 pub(super) fn gelu(cuda: &Cuda, y: ViewMut, x: View) {
     expect_len("gelu_forward", "x", x.len(), y.len());
-    cuda.each(
+    cuda.each_eight(
         ACTIVATION,
         c"gelu_forward",
         x.len(),
@@ -47,11 +47,12 @@ pub(super) fn gelu(cuda: &Cuda, y: ViewMut, x: View) {
     );
 }
 
-pub(super) fn gelu_backward(cuda: &Cuda, dx: ViewMut, dy: View, x: View) {
+/// `dy` becomes what the forward wrote.
+pub(super) fn gelu_backward(cuda: &Cuda, dx: ViewMut, dy: ViewMut, x: View) {
     expect_len("gelu_backward", "dy", dy.len(), dx.len());
     expect_len("gelu_backward", "x", x.len(), dx.len());
-    let (dx, dy, n) = (Tensor::from(&dx), Tensor::from(dy), x.len() as i64);
-    cuda.each(ACTIVATION, c"gelu_backward", x.len(), &[&dx, &dy, &Tensor::from(x), &n]);
+    let (dx, dy, n) = (Tensor::from(&dx), Tensor::from(&dy), x.len() as i64);
+    cuda.each_eight(ACTIVATION, c"gelu_backward", x.len(), &[&dx, &dy, &Tensor::from(x), &n]);
 }
 
 pub(super) fn gated(cuda: &Cuda, y: ViewMut, gate_up: View, m: usize, f: usize, gate: Gate) {
@@ -61,10 +62,11 @@ pub(super) fn gated(cuda: &Cuda, y: ViewMut, gate_up: View, m: usize, f: usize, 
     cuda.each_row(ACTIVATION, c"gated_forward", m, f, &[&y, &gate_up, &(f as i64), &(gate as i64)]);
 }
 
+/// `dy` becomes what the forward wrote.
 pub(super) fn gated_backward(
     cuda: &Cuda,
     dgate_up: ViewMut,
-    dy: View,
+    dy: ViewMut,
     gate_up: View,
     m: usize,
     f: usize,
@@ -73,6 +75,6 @@ pub(super) fn gated_backward(
     expect_len("gated_backward", "dy", dy.len(), m * f);
     expect_len("gated_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("gated_backward", "gate_up", gate_up.len(), m * 2 * f);
-    let (d, dy, gate_up) = (Tensor::from(&dgate_up), Tensor::from(dy), Tensor::from(gate_up));
+    let (d, dy, gate_up) = (Tensor::from(&dgate_up), Tensor::from(&dy), Tensor::from(gate_up));
     cuda.each_row(ACTIVATION, c"gated_backward", m, f, &[&d, &dy, &gate_up, &(f as i64), &(gate as i64)]);
 }

@@ -186,6 +186,12 @@ pub(super) const R_E5M2: c_int = 29;
 /// CUBLASLT_MATMUL_DESC_TRANSA, TRANSB
 pub(super) const TRANSPOSE_A: c_int = 3;
 pub(super) const TRANSPOSE_B: c_int = 4;
+/// CUBLASLT_MATMUL_DESC_EPILOGUE, BIAS_POINTER: what happens to the sums, and where on the card a vector lies that is added to
+/// each column
+pub(super) const EPILOGUE: c_int = 7;
+pub(super) const BIAS: c_int = 8;
+/// CUBLASLT_EPILOGUE_BIAS
+pub(super) const WITH_BIAS: c_uint = 4;
 /// CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, B_SCALE_POINTER: where on the card a factor of all elements lies
 pub(super) const SCALE_A: c_int = 17;
 pub(super) const SCALE_B: c_int = 18;

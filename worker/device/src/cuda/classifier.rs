@@ -2,15 +2,17 @@
 use super::card::Param;
 use super::compile::CLASSIFIER;
 use super::ops::{Operand, product};
-use super::{Cuda, Tensor, expect_len, floats, number};
+use super::{Cuda, expect_len, floats, number};
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, IGNORE, Write};
 use crate::storage::Storage;
 
-/// Logits that are held at once.
-const LOGITS: usize = 64 << 20;
-/// Fewest rows in a chunk, below which products are too flat.
-const FEWEST_ROWS: usize = 128;
+/// Logits that are held at once. Each chunk reads and writes the whole gradient of the matrix, and products want many rows.
+const LOGITS: usize = 256 << 20;
+/// Fewest rows in a chunk.
+const FEWEST_ROWS: usize = 1024;
+/// Rows of logits begin at multiples of as many elements: products are slow where they don't lie at 16 bytes.
+const ALIGNED: usize = 64;
 
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
@@ -21,8 +23,13 @@ pub(super) struct Shape {
 }
 
 /// Of `m` rows, those whose `v` logits exist at once.
-pub fn rows_at_once(m: usize, v: usize) -> usize {
+fn rows_at_once(m: usize, v: usize) -> usize {
     (LOGITS / v.max(1)).max(FEWEST_ROWS).min(m)
+}
+
+/// Bytes that logits of `m` rows over `v` take at once.
+pub fn logits_bytes(m: usize, v: usize) -> usize {
+    rows_at_once(m, v) * v.next_multiple_of(ALIGNED) * size_of::<f32>()
 }
 
 pub(super) fn classifier(
@@ -39,31 +46,40 @@ pub(super) fn classifier(
     if let Some(g) = grads.as_mut().filter(|g| g.dw_write == Write::Set && !g.dw.is_empty() && m == 0) {
         cuda.clear(g.dw.reborrow());
     }
-    let rows = rows_at_once(m, v);
-    let logits = cuda.scratch(rows * v * size_of::<f32>());
+    let (rows, stride) = (rows_at_once(m, v), v.next_multiple_of(ALIGNED));
+    let logits = cuda.scratch(logits_bytes(m, v));
     // The gradients' products want both operands of one type: dlogits are rounded to that of the activations and the weights.
+    // They are written over the logits, row by row.
     let inner = if x.dtype() == w.dtype() { x.dtype() } else { Dtype::F32 };
-    let rounded =
-        cuda.scratch(if inner == Dtype::F32 || grads.is_none() { 0 } else { rows * v * inner.size() });
-    let dlogits_at = if inner == Dtype::F32 { logits.at() } else { rounded.at() };
+    let dlogits = Operand {
+        at: logits.at(),
+        dtype: inner,
+        stride: stride * size_of::<f32>() / inner.size(),
+        transposed: false,
+    };
     let loss = floats(loss.as_view());
     let labels_there = cuda.numbers(labels);
     for start in (0..m).step_by(rows.max(1)) {
         let count = rows.min(m - start);
         let x = Operand::of(x.slice(start * d..(start + count) * d), d, false);
-        let whole = Operand { at: logits.at(), dtype: Dtype::F32, stride: v, transposed: false };
+        let whole = Operand { dtype: Dtype::F32, stride, ..dlogits };
         product(cuda, whole, x, Operand::of(w, d, true), [count, v, d], Write::Set);
-        let dlogits = match grads {
-            Some(_) => Tensor { at: dlogits_at, dtype: number(inner) },
-            None => Tensor::NONE,
-        };
+        let over = if grads.is_some() { number(inner) } else { -1 };
         let (loss, labels) = (loss + (start * 4) as u64, labels_there.at() + (start * 4) as u64);
         let factor = grads.as_ref().map_or(0.0, |g| g.scale);
-        let arguments: [&dyn Param; 7] =
-            [&loss, &dlogits, &logits.at(), &labels, &(v as i64), &cap.unwrap_or(0.0), &factor];
+        let numbers = [v as i64, stride as i64, over];
+        let arguments: [&dyn Param; 8] = [
+            &loss,
+            &logits.at(),
+            &labels,
+            &numbers[0],
+            &numbers[1],
+            &numbers[2],
+            &cap.unwrap_or(0.0),
+            &factor,
+        ];
         cuda.each_row(CLASSIFIER, c"cross_entropy", count, v, &arguments);
         if let Some(g) = &grads {
-            let dlogits = Operand { at: dlogits_at, dtype: inner, stride: v, transposed: false };
             let dx = Operand::of(g.dx.as_view().slice(start * d..(start + count) * d), d, false);
             product(cuda, dx, dlogits, Operand::of(w, d, false), [count, d, v], Write::Set);
             if !g.dw.is_empty() {

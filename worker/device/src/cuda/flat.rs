@@ -12,16 +12,16 @@ pub(super) fn cast(cuda: &Cuda, y: ViewMut, x: View) {
 
 /// `y = x`, each of its type.
 pub(super) fn copy(cuda: &Cuda, y: Tensor, x: Tensor, len: usize) {
-    cuda.each(FLAT, c"cast", len, &[&y, &x, &(len as i64)]);
+    cuda.each_eight(FLAT, c"cast", len, &[&y, &x, &(len as i64)]);
 }
 
 pub(super) fn add(cuda: &Cuda, y: ViewMut, x: View) {
     expect_len("add", "x", x.len(), y.len());
-    cuda.each(FLAT, c"add", x.len(), &[&Tensor::from(&y), &Tensor::from(x), &(x.len() as i64)]);
+    cuda.each_eight(FLAT, c"add", x.len(), &[&Tensor::from(&y), &Tensor::from(x), &(x.len() as i64)]);
 }
 
 pub(super) fn scale(cuda: &Cuda, y: ViewMut, factor: f32) {
-    cuda.each(FLAT, c"scale", y.len(), &[&Tensor::from(&y), &(y.len() as i64), &factor]);
+    cuda.each_eight(FLAT, c"scale", y.len(), &[&Tensor::from(&y), &(y.len() as i64), &factor]);
 }
 
 pub(super) fn offset(cuda: &Cuda, y: ViewMut, by: f32) {

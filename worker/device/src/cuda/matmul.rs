@@ -2,8 +2,8 @@
 //!
 //! cuBLASLt counts columns first, so a row-major product is asked for as its transpose: the operands change places.
 use super::binding::{
-    Address, Algorithm, Blas, COMPUTE_F32, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, R_BF16,
-    R_E4M3, R_E5M2, R_F16, R_F32, SCALE_A, SCALE_B, TRANSPOSE_A, TRANSPOSE_B,
+    Address, Algorithm, BIAS, Blas, COMPUTE_F32, EPILOGUE, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE,
+    R_BF16, R_E4M3, R_E5M2, R_F16, R_F32, SCALE_A, SCALE_B, TRANSPOSE_A, TRANSPOSE_B, WITH_BIAS,
 };
 use super::card::Card;
 use super::error::{CudaError, Result};
@@ -33,7 +33,7 @@ pub(super) struct Matrix {
     pub(super) transposed: bool,
 }
 
-/// `c[m, n] (=|+=) a[m, k] · b[k, n]`, all row-major unless transposed.
+/// `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`, all row-major unless transposed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Product {
     pub(super) m: usize,
@@ -45,6 +45,8 @@ pub(super) struct Product {
     pub(super) inputs: Inputs,
     pub(super) output: Dtype,
     pub(super) add: bool,
+    /// Of the output's type.
+    pub(super) bias: Option<Address>,
 }
 
 /// What both operands' elements are.
@@ -83,6 +85,8 @@ struct Key {
     types: [c_int; 3],
     add: bool,
     alignments: [u32; 3],
+    /// Of the bias, where there is one.
+    bias: Option<u32>,
 }
 
 /// What is kept of a shape: its descriptions and the chosen algorithm.
@@ -109,6 +113,23 @@ impl Drop for Chosen {
     }
 }
 
+/// What lies elsewhere in each product, and is in its description: scales of the operands, a bias.
+#[derive(Clone, Copy)]
+struct Own {
+    scales: Option<[Address; 2]>,
+    bias: Option<Address>,
+}
+
+impl Own {
+    fn of(p: &Product) -> Self {
+        Own { scales: p.inputs.scales(), bias: p.bias }
+    }
+
+    fn is_there(self) -> bool {
+        self.scales.is_some() || self.bias.is_some()
+    }
+}
+
 /// How operands are multiplied, and by what.
 struct Desc {
     library: Arc<Blas>,
@@ -116,8 +137,8 @@ struct Desc {
 }
 
 impl Desc {
-    /// Of a product with these operands transposed; with scales where the card reads them, each in the order `a`, `b`.
-    fn new(library: &Arc<Blas>, transposed: [bool; 2], scales: Option<[Address; 2]>) -> Result<Self> {
+    /// Of a product with these operands transposed, each pair in the order `a`, `b`.
+    fn new(library: &Arc<Blas>, transposed: [bool; 2], own: Own) -> Result<Self> {
         let mut handle = ptr::null_mut();
         // SAFETY: one handle is written.
         let code = unsafe { (library.cublasLtMatmulDescCreate)(&mut handle, COMPUTE_F32, R_F32) };
@@ -126,7 +147,11 @@ impl Desc {
         for (which, transposed) in [(TRANSPOSE_A, transposed[1]), (TRANSPOSE_B, transposed[0])] {
             desc.set(which, &c_int::from(transposed).to_ne_bytes())?;
         }
-        for (which, scale) in scales.into_iter().flat_map(|[a, b]| [(SCALE_A, b), (SCALE_B, a)]) {
+        if let Some(bias) = own.bias {
+            desc.set(EPILOGUE, &WITH_BIAS.to_ne_bytes())?;
+            desc.set(BIAS, &bias.to_ne_bytes())?;
+        }
+        for (which, scale) in own.scales.into_iter().flat_map(|[a, b]| [(SCALE_A, b), (SCALE_B, a)]) {
             desc.set(which, &scale.to_ne_bytes())?;
         }
         Ok(desc)
@@ -210,13 +235,13 @@ impl Products {
     pub(super) fn run(&self, card: &Arc<Card>, p: &Product) -> Result<()> {
         card.enter()?; // the choice is made for the thread's card
         let chosen = self.chosen(p)?;
-        // Scales lie elsewhere in each product, and what is kept is other threads', too.
-        let scaled = p
-            .inputs
-            .scales()
-            .map(|scales| Desc::new(&self.library, [p.a.transposed, p.b.transposed], Some(scales)));
-        let scaled = scaled.transpose()?;
-        let desc = scaled.as_ref().unwrap_or(&chosen.desc);
+        // What is kept is other threads', too.
+        let own = Own::of(p);
+        let own = own
+            .is_there()
+            .then(|| Desc::new(&self.library, [p.a.transposed, p.b.transposed], own))
+            .transpose()?;
+        let desc = own.as_ref().unwrap_or(&chosen.desc);
         let workspace = card.allocate(chosen.workspace.max(1))?;
         let (one, beta) = (1.0f32, if p.add { 1.0f32 } else { 0.0 });
         let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
@@ -254,21 +279,22 @@ impl Products {
             types: [a, b, type_of(p.output)],
             add: p.add,
             alignments: [p.a.at, p.b.at, p.c.at].map(alignment),
+            bias: p.bias.map(alignment),
         };
         let mut all = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(chosen) = all.get(&key) {
             return Ok(chosen.clone());
         }
-        let chosen = Arc::new(self.choose(&key, p.inputs.scales())?);
+        let chosen = Arc::new(self.choose(&key, Own::of(p))?);
         all.insert(key, chosen.clone());
         Ok(chosen)
     }
 
-    fn choose(&self, key: &Key, scales: Option<[Address; 2]>) -> Result<Chosen> {
+    fn choose(&self, key: &Key, own: Own) -> Result<Chosen> {
         let lt = &self.library;
         let mut chosen = Chosen {
             library: lt.clone(),
-            desc: Desc::new(lt, key.transposed, scales)?,
+            desc: Desc::new(lt, key.transposed, own)?,
             layouts: [ptr::null_mut(); 3],
             algorithm: Algorithm::default(),
             workspace: 0,

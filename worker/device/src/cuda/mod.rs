@@ -25,7 +25,7 @@ mod storage;
 mod streams;
 
 pub use card::Facts;
-pub use classifier::rows_at_once as classifier_rows;
+pub use classifier::logits_bytes;
 pub use error::{CudaError, Result};
 pub use libs::{Found, Places, Wanted};
 pub use matmul::WORKSPACE;
@@ -211,9 +211,8 @@ impl Cuda {
         must(unsafe { self.card.launch(name, function, shape, arguments) });
     }
 
-    /// A kernel over all elements of a flat vector.
+    /// A kernel over all elements of a flat vector, each thread at one at a time.
     fn each(&self, source: Source, name: &'static CStr, len: usize, arguments: &[&dyn Param]) {
-        const THREADS: usize = 256;
         let blocks = len.div_ceil(THREADS).min(self.card.facts.multiprocessors * 16) as u32;
         self.launch(
             source,
@@ -223,7 +222,12 @@ impl Cuda {
         );
     }
 
-    /// A kernel with a block per row of about `width` elements.
+    /// The same for a kernel whose threads take eight elements at a time.
+    fn each_eight(&self, source: Source, name: &'static CStr, len: usize, arguments: &[&dyn Param]) {
+        self.each(source, name, len.div_ceil(8), arguments);
+    }
+
+    /// A kernel with a block per row of about `width` elements, eight of them to a thread.
     fn each_row(
         &self,
         source: Source,
@@ -232,10 +236,35 @@ impl Cuda {
         width: usize,
         arguments: &[&dyn Param],
     ) {
-        let threads = width.next_multiple_of(32).clamp(32, 256) as u32;
         let grid = [u32::try_from(rows).unwrap_or_else(|_| panic!("{name:?}: {rows} rows")), 1, 1];
-        self.launch(source, name, Launch { grid, block: [threads, 1, 1], shared: 0 }, arguments);
+        self.launch(source, name, Launch { grid, block: [threads(width), 1, 1], shared: 0 }, arguments);
     }
+
+    /// The same for a kernel that gives a short row a warp instead, and several of them a block.
+    fn each_short_row(
+        &self,
+        source: Source,
+        name: &'static CStr,
+        rows: usize,
+        width: usize,
+        arguments: &[&dyn Param],
+    ) {
+        if threads(width) > 32 {
+            return self.each_row(source, name, rows, width, arguments);
+        }
+        let blocks = rows.div_ceil(THREADS / 32);
+        let grid = [u32::try_from(blocks).unwrap_or_else(|_| panic!("{name:?}: {rows} rows")), 1, 1];
+        let block = [32, THREADS as u32 / 32, 1];
+        self.launch(source, name, Launch { grid, block, shared: 0 }, arguments);
+    }
+}
+
+/// Most threads of a block, where a kernel asks for nothing else.
+const THREADS: usize = 256;
+
+/// Threads for a row, eight elements each: whole warps.
+fn threads(width: usize) -> u32 {
+    width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS) as u32
 }
 
 /// Is there a driver that sees a GPU, and every library that training on it needs? No GPU is opened.

@@ -5,13 +5,15 @@ use super::{Address, Cuda, Tensor, expect_len, floats};
 use crate::mem::{View, ViewMut};
 use crate::ops::{HeadRows, LayerNorm, Write};
 
-/// SUM_ROWS of norm.cu.
+/// SUM_ROWS and COLUMNS of norm.cu.
 const SUM_ROWS: usize = 64;
+const COLUMNS: usize = 256;
 
 /// `Rows` of norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Rows {
+    count: i64,
     d: i64,
     per: i64,
     stride: i64,
@@ -22,13 +24,13 @@ struct Rows {
 unsafe impl Param for Rows {}
 
 impl Rows {
-    fn plain(d: usize) -> Self {
-        Rows { d: d as i64, per: 1, stride: d as i64, first: 0 }
+    fn plain(rows: usize, d: usize) -> Self {
+        Rows { count: rows as i64, d: d as i64, per: 1, stride: d as i64, first: 0 }
     }
 
     fn heads(h: HeadRows) -> Self {
         let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first].map(|x| x as i64);
-        Rows { d, per, stride, first }
+        Rows { count: (h.rows * h.heads) as i64, d, per, stride, first }
     }
 }
 
@@ -43,8 +45,9 @@ enum Times {
 }
 
 /// `out[d] += Σ dy · times` over the rows, in an order that depends on their number alone.
-fn sum_rows(cuda: &Cuda, out: Address, dy: Tensor, times: Times, rows: usize, at: Rows) {
-    let (d, chunks) = (at.d as usize, rows.div_ceil(SUM_ROWS));
+fn sum_rows(cuda: &Cuda, out: Address, dy: Tensor, times: Times, at: Rows) {
+    let (d, rows) = (at.d as usize, at.count as usize);
+    let chunks = rows.div_ceil(SUM_ROWS);
     if rows == 0 || d == 0 {
         return;
     }
@@ -55,9 +58,10 @@ fn sum_rows(cuda: &Cuda, out: Address, dy: Tensor, times: Times, rows: usize, at
         Times::RmsNormed(x, rstd) => (x, rstd, 1),
         Times::LayerNormed(x, stats) => (x, stats, 2),
     };
-    let shape = Launch { grid: [d.div_ceil(32) as u32, chunks as u32, 1], block: [32, 8, 1], shared: 0 };
-    cuda.launch(NORM, c"sum_rows", shape, &[&sums.at(), &dy, &x, &stats, &(rows as i64), &at, &what]);
-    cuda.each(NORM, c"add_sums", d, &[&out, &sums.at(), &(chunks as i64), &(d as i64)]);
+    let shape = Launch { grid: [d.div_ceil(COLUMNS) as u32, chunks as u32, 1], block: [32, 8, 1], shared: 0 };
+    cuda.launch(NORM, c"sum_rows", shape, &[&sums.at(), &dy, &x, &stats, &at, &what]);
+    let shape = Launch { grid: [d.div_ceil(32) as u32, 1, 1], block: [32, 32, 1], shared: 0 };
+    cuda.launch(NORM, c"add_sums", shape, &[&out, &sums.at(), &(chunks as i64), &(d as i64)]);
 }
 
 /// `y`, and `x += delta` before where delta is given.
@@ -79,9 +83,9 @@ pub(super) fn rms(
     }
     let delta = delta.map_or(Tensor::NONE, Tensor::from);
     let rstd = floats(rstd.as_view());
-    let arguments: [&dyn Param; 7] =
-        [&Tensor::from(&y), &rstd, &x, &delta, &Tensor::from(w), &(d as i64), &eps];
-    cuda.each_row(NORM, c"rmsnorm_forward", m, d, &arguments);
+    let arguments: [&dyn Param; 8] =
+        [&Tensor::from(&y), &rstd, &x, &delta, &Tensor::from(w), &(m as i64), &(d as i64), &eps];
+    cuda.each_short_row(NORM, c"rmsnorm_forward", m, d, &arguments);
 }
 
 pub(super) fn rms_backward(
@@ -101,11 +105,11 @@ pub(super) fn rms_backward(
     }
     expect_len(op, "rstd", rstd.len(), m);
     expect_len(op, "dw", dw.len(), d);
-    let (at, dy, x, rstd) = (Rows::plain(d), Tensor::from(dy), Tensor::from(x), floats(rstd));
-    sum_rows(cuda, floats(dw.as_view()), dy, Times::RmsNormed(x, rstd), m, at);
+    let (at, dy, x, rstd) = (Rows::plain(m, d), Tensor::from(dy), Tensor::from(x), floats(rstd));
+    sum_rows(cuda, floats(dw.as_view()), dy, Times::RmsNormed(x, rstd), at);
     let add = i64::from(write == Write::Add);
     let arguments: [&dyn Param; 7] = [&Tensor::from(&dx), &dy, &x, &Tensor::from(w), &rstd, &at, &add];
-    cuda.each_row(NORM, c"rmsnorm_backward", m, d, &arguments);
+    cuda.each_short_row(NORM, c"rmsnorm_backward", m, d, &arguments);
 }
 
 fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRows) {
@@ -122,7 +126,7 @@ pub(super) fn heads(cuda: &Cuda, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: Vie
     let rstd = floats(rstd.as_view());
     let arguments: [&dyn Param; 6] =
         [&Tensor::from(&x), &Tensor::from(&raw), &rstd, &Tensor::from(w), &Rows::heads(h), &eps];
-    cuda.each_row(NORM, c"rmsnorm_heads_forward", h.rows * h.heads, h.head_dim, &arguments);
+    cuda.each_short_row(NORM, c"rmsnorm_heads_forward", h.rows * h.heads, h.head_dim, &arguments);
 }
 
 pub(super) fn heads_backward(
@@ -139,9 +143,9 @@ pub(super) fn heads_backward(
     expect_len(op, "dw", dw.len(), h.head_dim);
     let (at, d, raw, rstd) = (Rows::heads(h), Tensor::from(&dx), Tensor::from(raw), floats(rstd));
     // before the gradient is overwritten
-    sum_rows(cuda, floats(dw.as_view()), d, Times::RmsNormed(raw, rstd), h.rows * h.heads, at);
+    sum_rows(cuda, floats(dw.as_view()), d, Times::RmsNormed(raw, rstd), at);
     let arguments: [&dyn Param; 7] = [&d, &d, &raw, &Tensor::from(w), &rstd, &at, &0i64];
-    cuda.each_row(NORM, c"rmsnorm_backward", h.rows * h.heads, h.head_dim, &arguments);
+    cuda.each_short_row(NORM, c"rmsnorm_backward", h.rows * h.heads, h.head_dim, &arguments);
 }
 
 /// `y`, and `x += delta` before where delta is given.
@@ -163,8 +167,10 @@ pub(super) fn layer(
     }
     let delta = delta.map_or(Tensor::NONE, Tensor::from);
     let (w, b, stats) = (Tensor::from(norm.w), Tensor::from(norm.b), floats(stats.as_view()));
-    let arguments: [&dyn Param; 8] = [&Tensor::from(&y), &stats, &x, &delta, &w, &b, &(d as i64), &norm.eps];
-    cuda.each_row(NORM, c"layernorm_forward", m, d, &arguments);
+    let (rows, width) = (m as i64, d as i64);
+    let arguments: [&dyn Param; 9] =
+        [&Tensor::from(&y), &stats, &x, &delta, &w, &b, &rows, &width, &norm.eps];
+    cuda.each_short_row(NORM, c"layernorm_forward", m, d, &arguments);
 }
 
 pub(super) fn layer_backward(
@@ -185,13 +191,14 @@ pub(super) fn layer_backward(
     expect_len(op, "stats", stats.len(), 2 * m);
     expect_len(op, "dw", dw.len(), d);
     expect_len(op, "db", db.len(), d);
-    let (at, dy, x, stats) = (Rows::plain(d), Tensor::from(dy), Tensor::from(x), floats(stats));
-    sum_rows(cuda, floats(dw.as_view()), dy, Times::LayerNormed(x, stats), m, at);
-    sum_rows(cuda, floats(db.as_view()), dy, Times::One, m, at);
+    let (at, dy, x, stats) = (Rows::plain(m, d), Tensor::from(dy), Tensor::from(x), floats(stats));
+    sum_rows(cuda, floats(dw.as_view()), dy, Times::LayerNormed(x, stats), at);
+    sum_rows(cuda, floats(db.as_view()), dy, Times::One, at);
     let add = i64::from(write == Write::Add);
-    let arguments: [&dyn Param; 7] =
-        [&Tensor::from(&dx), &dy, &x, &Tensor::from(w), &stats, &(d as i64), &add];
-    cuda.each_row(NORM, c"layernorm_backward", m, d, &arguments);
+    let (rows, width) = (m as i64, d as i64);
+    let arguments: [&dyn Param; 8] =
+        [&Tensor::from(&dx), &dy, &x, &Tensor::from(w), &stats, &rows, &width, &add];
+    cuda.each_short_row(NORM, c"layernorm_backward", m, d, &arguments);
 }
 
 pub(super) fn bias(cuda: &Cuda, y: ViewMut, bias: View, m: usize, n: usize) {
@@ -203,5 +210,5 @@ pub(super) fn bias(cuda: &Cuda, y: ViewMut, bias: View, m: usize, n: usize) {
 pub(super) fn bias_backward(cuda: &Cuda, dbias: ViewMut, dy: View, m: usize, n: usize) {
     expect_len("bias_backward", "dbias", dbias.len(), n);
     expect_len("bias_backward", "dy", dy.len(), m * n);
-    sum_rows(cuda, floats(dbias.as_view()), dy.into(), Times::One, m, Rows::plain(n));
+    sum_rows(cuda, floats(dbias.as_view()), dy.into(), Times::One, Rows::plain(m, n));
 }

@@ -4,7 +4,7 @@ use super::matmul::{Inputs, Matrix, Product};
 use super::{
     Address, Cuda, Tensor, address, attention, classifier, expect_len, flat, fp8, must, norm, number, rows,
 };
-use crate::mem::{Dtype, View, ViewMut};
+use crate::mem::{Buf, Dtype, View, ViewMut};
 use crate::ops::{
     AdamW, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, Group, HeadRows, LayerNorm, Lion, NORM_BLOCK,
     Ops, RouterGradient, RouterShape, Sgd, Write,
@@ -45,24 +45,43 @@ pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]
     if nothing_to_sum(cuda, c, [m, n, k], write) {
         return;
     }
-    let same = a.dtype == b.dtype;
-    let inputs = match (a.dtype, b.dtype) {
-        _ if same => a.dtype,
-        (Dtype::F32, Dtype::Bf16) | (Dtype::Bf16, Dtype::F32) => Dtype::Bf16,
-        _ => Dtype::F32,
-    };
-    let (a_there, b_there) = (of_type(cuda, a, inputs, m * k), of_type(cuda, b, inputs, k * n));
+    let inputs = common_type(a.dtype, b.dtype);
+    let (a_there, b_there) = (of_type(cuda, a, inputs, [m, k]), of_type(cuda, b, inputs, [k, n]));
     let (a, b) = (a_there.0, b_there.0);
     let add = write == Write::Add;
     let run = |c: Operand, add| {
         let (output, matrices) = (c.dtype, [a, b, c].map(Operand::matrix));
         let ([a, b, c], inputs) = (matrices, Inputs::Same(inputs));
-        must(cuda.products.run(&cuda.card, &Product { m, n, k, a, b, c, inputs, output, add }));
+        must(cuda.products.run(&cuda.card, &Product { m, n, k, a, b, c, inputs, output, add, bias: None }));
     };
     if c.dtype == Dtype::F32 || c.dtype == inputs {
         return run(c, add);
     }
     through_f32(cuda, c, m * n, add, run);
+}
+
+/// The type that operands of these types are multiplied in.
+fn common_type(a: Dtype, b: Dtype) -> Dtype {
+    match (a, b) {
+        _ if a == b => a,
+        (Dtype::F32, Dtype::Bf16) | (Dtype::Bf16, Dtype::F32) => Dtype::Bf16,
+        _ => Dtype::F32,
+    }
+}
+
+/// `c[m, n] = a[m, k] · b[k, n] + bias[n]`, rounded once where the library adds the bias itself: with operands of one type, a bias
+/// of the result's and at 16 bytes.
+fn product_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View, [m, n, k]: [usize; 3]) {
+    expect_len("product with bias", "bias", bias.len(), n);
+    let c = Operand::of(y.as_view(), n, false);
+    let types = a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == Dtype::F32) && bias.dtype() == c.dtype;
+    if !types || m * n * k == 0 || !address(bias).is_multiple_of(16) {
+        product(cuda, c, a, b, [m, n, k], Write::Set);
+        return norm::bias(cuda, y, bias, m, n);
+    }
+    let (inputs, output, bias) = (Inputs::Same(a.dtype), c.dtype, Some(address(bias)));
+    let [a, b, c] = [a, b, c].map(Operand::matrix);
+    must(cuda.products.run(&cuda.card, &Product { m, n, k, a, b, c, inputs, output, add: false, bias }));
 }
 
 /// Is there no term to sum? The result is then what it will be.
@@ -86,10 +105,18 @@ pub(super) fn through_f32(cuda: &Cuda, c: Operand, len: usize, add: bool, run: i
 }
 
 /// The operand as this type, and the memory that it lies in where it had to be copied.
-fn of_type(cuda: &Cuda, x: Operand, dtype: Dtype, len: usize) -> (Operand, Option<super::Memory>) {
+fn of_type(
+    cuda: &Cuda,
+    x: Operand,
+    dtype: Dtype,
+    [rows, columns]: [usize; 2],
+) -> (Operand, Option<super::Memory>) {
     if x.dtype == dtype {
         return (x, None);
     }
+    // with what lies between the rows, but for the last
+    let (rows, columns) = if x.transposed { (columns, rows) } else { (rows, columns) };
+    let len = (rows - 1) * x.stride + columns;
     let memory = cuda.scratch(len * dtype.size());
     let there = Operand { at: memory.at(), dtype, ..x };
     flat::copy(cuda, there.tensor(), x.tensor(), len);
@@ -108,6 +135,41 @@ impl Ops for Cuda {
         expect_len("matmul_forward", "w", w.len(), n * k);
         let c = Operand::of(y.as_view(), n, false);
         product(self, c, Operand::of(x, k, false), Operand::of(w, k, true), [m, n, k], write);
+    }
+
+    fn matmul_bias_forward(
+        &self,
+        y: ViewMut,
+        x: View,
+        w: View,
+        bias: Option<View>,
+        m: usize,
+        n: usize,
+        k: usize,
+    ) {
+        let Some(bias) = bias else { return self.matmul_forward(y, x, w, m, n, k, Write::Set) };
+        expect_len("matmul_bias_forward", "y", y.len(), m * n);
+        expect_len("matmul_bias_forward", "x", x.len(), m * k);
+        expect_len("matmul_bias_forward", "w", w.len(), n * k);
+        let (a, b) = (Operand::of(x, k, false), Operand::of(w, k, true));
+        product_with_bias(self, y, a, b, bias, [m, n, k]);
+    }
+
+    fn conv1d_bias_forward(
+        &self,
+        y: ViewMut,
+        x: View,
+        w: View,
+        bias: View,
+        m: usize,
+        inp: usize,
+        out: usize,
+    ) {
+        expect_len("conv1d_bias_forward", "y", y.len(), m * out);
+        expect_len("conv1d_bias_forward", "x", x.len(), m * inp);
+        expect_len("conv1d_bias_forward", "w", w.len(), inp * out);
+        let (a, b) = (Operand::of(x, inp, false), Operand::of(w, out, false));
+        product_with_bias(self, y, a, b, bias, [m, out, inp]);
     }
 
     fn matmul_backward_input(
@@ -142,6 +204,15 @@ impl Ops for Cuda {
         expect_len("matmul_backward_weight", "x", x.len(), m * k);
         let c = Operand::of(dw.as_view(), k, false);
         product(self, c, Operand::of(dy, n, true), Operand::of(x, k, false), [n, k, m], write);
+    }
+
+    fn operand<'a>(&self, x: View<'a>, room: &'a mut Buf) -> View<'a> {
+        if (x.dtype(), room.dtype()) != (Dtype::F32, Dtype::Bf16) {
+            return x;
+        }
+        let n = x.len();
+        flat::cast(self, room.view_mut().slice(0..n), x);
+        room.view().slice(0..n)
     }
 
     fn fp8_product(
@@ -301,7 +372,7 @@ impl Ops for Cuda {
         activation::gated(self, y, gate_up, m, f, Gate::Silu);
     }
 
-    fn swiglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
+    fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
         activation::gated_backward(self, dgate_up, dy, gate_up, m, f, Gate::Silu);
     }
 
@@ -388,7 +459,7 @@ impl Ops for Cuda {
         activation::gelu(self, y, x);
     }
 
-    fn gelu_backward(&self, dx: ViewMut, dy: View, x: View) {
+    fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View) {
         activation::gelu_backward(self, dx, dy, x);
     }
 
@@ -396,7 +467,7 @@ impl Ops for Cuda {
         activation::gated(self, y, gate_up, m, f, Gate::Gelu);
     }
 
-    fn geglu_backward(&self, dgate_up: ViewMut, dy: View, gate_up: View, m: usize, f: usize) {
+    fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
         activation::gated_backward(self, dgate_up, dy, gate_up, m, f, Gate::Gelu);
     }
 

@@ -21,6 +21,18 @@ pub(super) fn products(p: &Pair, seed: u64, m: usize, n: usize, k: usize) -> Out
             ops.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, write);
         })?;
     }
+    let outputs = [any(poison(m * n)), any(poison(m * n)), any(poison(m * k))];
+    let given = [any(r.vec(m * k)), any(r.vec(n * k)), any(r.vec(n)), wide(r.vec(m * n))];
+    let given: Vec<Given> = outputs.into_iter().chain(given).collect();
+    worst += p.compare(&format!("matmul with bias {m} {n} {k}"), &given, |ops, b| {
+        let [y, turned, dx, x, w, bias, dy] = b else { unreachable!("seven buffers") };
+        ops.matmul_bias_forward(y.view_mut(), x.view(), w.view(), Some(bias.view()), m, n, k);
+        ops.conv1d_bias_forward(turned.view_mut(), x.view(), w.view(), bias.view(), m, k, n);
+        // a gradient that is rounded before its products
+        let mut room = ops.zeroed(w.buf.dtype(), m * n);
+        let dy = ops.operand(dy.view(), &mut room);
+        ops.matmul_backward_input(dx.view_mut(), dy, w.view(), m, n, k, Write::Set);
+    })?;
     Ok(worst)
 }
 
@@ -125,17 +137,19 @@ pub(super) fn activations(p: &Pair, seed: u64, m: usize, f: usize) -> Outcome {
         any(poison(m * 2 * f)),
         any(large(m * 2 * f)),
         any(large(m * f)),
+        any(large(m * f)),
+        any(large(m * f)),
         any(poison(m * f)),
         any(poison(m * f)),
     ];
     worst += p.compare(&format!("activations {m} {f}"), &given, |ops, b| {
-        let [silu, gelu, dsilu, dgelu, gate_up, dy, y, dx] = b else { unreachable!("buffers") };
+        let [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_alone, y, dx] = b else { unreachable!("buffers") };
         ops.swiglu_forward(silu.view_mut(), gate_up.view(), m, f);
-        ops.swiglu_backward(dsilu.view_mut(), dy.view(), gate_up.view(), m, f);
+        ops.swiglu_backward(dsilu.view_mut(), dy.view_mut(), gate_up.view(), m, f);
         ops.geglu_forward(gelu.view_mut(), gate_up.view(), m, f);
-        ops.geglu_backward(dgelu.view_mut(), dy.view(), gate_up.view(), m, f);
+        ops.geglu_backward(dgelu.view_mut(), dy_gelu.view_mut(), gate_up.view(), m, f);
         ops.gelu_forward(y.view_mut(), gate_up.view().slice(0..m * f));
-        ops.gelu_backward(dx.view_mut(), dy.view(), gate_up.view().slice(m * f..2 * m * f));
+        ops.gelu_backward(dx.view_mut(), dy_alone.view_mut(), gate_up.view().slice(m * f..2 * m * f));
     })?;
     Ok(worst)
 }

@@ -208,6 +208,15 @@ static inline int __float_as_int(float x) {
 }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
+#define __expf(x) expf(x)
+static inline float __fdividef(float a, float b) { return a / b; }
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 
 static inline float from_f16(unsigned short h) {
     unsigned sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31, mantissa = h & 0x3ff;
@@ -230,10 +239,6 @@ static inline unsigned short to_f16(float x) {
 }
 
 // --- tensor cores: what a warp does together --------------------------------------------------------------------------------
-
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
 
 static inline unsigned pair(const unsigned short* at) {
     if ((uintptr_t)at % 4) emulator::stop("a pair of halves isn't aligned");

@@ -10,6 +10,8 @@ enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
 
 struct Desc {
     int compute, scale, transa = 0, transb = 0;
+    unsigned epilogue = 1;
+    const void* bias = nullptr; // on the card
     const float *scale_a = nullptr, *scale_b = nullptr; // on the card
 };
 struct Layout {
@@ -55,6 +57,8 @@ API cublasLtMatmulDescSetAttribute(void* desc, int attribute, const void* value,
     Desc* d = (Desc*)desc;
     if (attribute == 3 && bytes == 4) memcpy(&d->transa, value, 4);
     else if (attribute == 4 && bytes == 4) memcpy(&d->transb, value, 4);
+    else if (attribute == 7 && bytes == 4) memcpy(&d->epilogue, value, 4);
+    else if (attribute == 8 && bytes == 8) memcpy(&d->bias, value, 8);
     else if (attribute == 17 && bytes == 8) memcpy(&d->scale_a, value, 8);
     else if (attribute == 18 && bytes == 8) memcpy(&d->scale_b, value, 8);
     else return INVALID_VALUE;
@@ -100,6 +104,7 @@ static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* 
     uint64_t n = d->transb ? b->rows : b->cols, k2 = d->transb ? b->cols : b->rows;
     bool types = a->type == b->type && (c->type == a->type || c->type == R_32F);
     if (is_fp8(a) || is_fp8(b)) types = fits_fp8(d, a, b, c);
+    if (d->epilogue != 1 && (d->epilogue != 4 || !d->bias || (uintptr_t)d->bias % 16)) types = false;
     return k == k2 && c->rows == m && c->cols == n && types;
 }
 
@@ -149,6 +154,7 @@ static std::vector<double> sums(Layout l, bool along, Tensor x) {
 
 static void multiply(Desc how, Layout la, Layout lb, Layout lc, Layout ld, Tensor x, Tensor y, Tensor old, Tensor z, float alpha, float beta) {
     uint64_t depth = how.transa ? la.rows : la.cols;
+    Tensor bias = {(void*)how.bias, z.type};
     double scaled = (double)alpha * (how.scale_a ? *how.scale_a : 1) * (how.scale_b ? *how.scale_b : 1);
     std::vector<double> a = sums(la, how.transa, x), b = sums(lb, !how.transb, y);
     for (uint64_t j = 0; j < ld.cols; j++)
@@ -156,7 +162,8 @@ static void multiply(Desc how, Layout la, Layout lb, Layout lc, Layout ld, Tenso
             double sum = 0;
             for (uint64_t k = 0; k < depth; k++) sum += a[i * depth + k] * b[j * depth + k];
             int64_t to = (int64_t)(j * ld.ld + i);
-            store(z, to, (float)(scaled * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
+            double added = how.epilogue == 4 ? load(bias, (int64_t)i) : 0.0;
+            store(z, to, (float)(added + scaled * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
         }
 }
 

@@ -54,6 +54,11 @@ impl Decoder {
         }
     }
 
+    /// Has this layer adapters?
+    pub(super) fn adapts(&self, layer: usize) -> bool {
+        self.adapters.get(layer).is_some()
+    }
+
     /// Adds to `y` what adapters give for `x`.
     pub(super) fn adapters_forward(
         &self,

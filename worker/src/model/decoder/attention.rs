@@ -107,6 +107,10 @@ impl Decoder {
                 norm.view()
             }
         };
+        if let Some(bias) = &s.o_bias {
+            ops.bias_backward(g.part(bias.clone()), dout, m, d);
+        }
+        let dout = self.linear.gradient(ops, dout, dnorm);
         self.output_backward(ops, input, g, dout, o.view(), d_o.view_mut());
         self.adapters_backward_weight(ops, input, O, g, (o.view(), dout), &mut low);
         self.adapters_backward_input(ops, input, O, d_o.view_mut(), &mut low);
@@ -146,9 +150,6 @@ impl Decoder {
     ) {
         let (p, m) = (input.params, input.batch.rows());
         let (s, d, o_width) = (&self.spans, self.n.hidden, self.o_width());
-        if let Some(bias) = &s.o_bias {
-            ops.bias_backward(g.part(bias.clone()), dx, m, d);
-        }
         if self.wanted[input.layer].o {
             self.linear.backward_weight(ops, g.part(s.o.clone()), dx, o, (m, o_width, d));
         }

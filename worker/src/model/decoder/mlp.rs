@@ -65,7 +65,8 @@ impl Decoder {
         }
     }
 
-    fn gate_backward(&self, ops: &dyn Ops, dgate_up: ViewMut, dact: View, gate_up: View, m: usize) {
+    /// `dact` becomes what the forward made of gate and up.
+    fn gate_backward(&self, ops: &dyn Ops, dgate_up: ViewMut, dact: ViewMut, gate_up: View, m: usize) {
         match self.n.gelu {
             true => ops.geglu_backward(dgate_up, dact, gate_up, m, self.n.intermediate),
             false => ops.swiglu_backward(dgate_up, dact, gate_up, m, self.n.intermediate),
@@ -87,7 +88,6 @@ impl Decoder {
         let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
         let [norm, dnorm, act, dgate_up, _, _, room, _, _, low @ ..] = each::<14>(scratch);
         let mut low = Scratch::new(low);
-        self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
         let dout = match &s.mlp_out_norm {
             None => dx.as_view(),
             Some(at) => {
@@ -100,16 +100,20 @@ impl Decoder {
         if let Some(bias) = &s.down_bias {
             ops.bias_backward(g.part(bias.clone()), dout, m, d);
         }
+        let dout = self.linear.gradient(ops, dout, dnorm);
+        if self.adapts(input.layer) {
+            self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
+            self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut low);
+        }
+        let w_down = p.slice(s.down.clone());
+        self.linear.backward_input(ops, act.view_mut(), dout, w_down, (m, f, d));
+        self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut low);
+        self.gate_backward(ops, dgate_up.view_mut(), act.view_mut(), gate_up.view(), m);
         let wanted = self.wanted[input.layer];
         if wanted.down {
             let dw_down = g.part(s.down.clone());
             self.linear.backward_weight(ops, dw_down, dout, act.view(), (m, f, d));
         }
-        self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut low);
-        let w_down = p.slice(s.down.clone());
-        self.linear.backward_input(ops, act.view_mut(), dout, w_down, (m, f, d));
-        self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut low);
-        self.gate_backward(ops, dgate_up.view_mut(), act.view(), gate_up.view(), m);
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_backward(g.part(bias.clone()), dgate_up.view(), m, 2 * f);
         }

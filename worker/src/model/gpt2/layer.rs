@@ -149,25 +149,29 @@ impl Gpt2 {
         self.linear.conv1d_forward(ops, y, x, w, b, shape);
     }
 
-    /// Gradients of weight (where it is wanted), bias (which is added to) and input.
-    fn project_backward(
+    /// `dx = dy · wᵀ`
+    fn project_backward(&self, ops: &dyn Ops, p: View, at: &Pair, dx: ViewMut, dy: View, shape: Shape) {
+        self.linear.conv1d_backward_input(ops, dx, dy, p.slice(at.w.clone()), shape);
+    }
+
+    /// The gradient of the weight, where it is wanted.
+    fn weight_backward(
         &self,
         ops: &dyn Ops,
-        p: View,
         at: &Pair,
         g: &mut ViewMut,
-        dx: ViewMut,
-        dy: View,
-        x: View,
+        (x, dy): (View, View),
         shape: Shape,
         wanted: bool,
     ) {
-        let (m, _, out) = shape;
-        ops.bias_backward(g.part(at.b.clone()), dy, m, out);
         if wanted {
             self.linear.conv1d_backward_weight(ops, g.part(at.w.clone()), dy, x, shape);
         }
-        self.linear.conv1d_backward_input(ops, dx, dy, p.slice(at.w.clone()), shape);
+    }
+
+    /// Adds to the gradient of the bias.
+    fn bias_backward(&self, ops: &dyn Ops, at: &Pair, g: &mut ViewMut, dy: View, (m, _, out): Shape) {
+        ops.bias_backward(g.part(at.b.clone()), dy, m, out);
     }
 
     /// Adds to `y` what adapters give for `x`.
@@ -256,34 +260,19 @@ impl Gpt2 {
         let [rows, drows, _, _, d_o, dqkv, _, low @ ..] = each::<12>(scratch);
         let mut low = Scratch::new(low);
         let dout = self.drops[input.layer].attention_out.backward(ops, input.batch, d, dx.as_view(), rows);
-        self.project_backward(
-            ops,
-            p,
-            &s.attn_proj,
-            g,
-            d_o.view_mut(),
-            dout,
-            o.view(),
-            (m, d, d),
-            wanted.attn_proj,
-        );
+        self.bias_backward(ops, &s.attn_proj, g, dout, (m, d, d));
+        let dout = self.linear.gradient(ops, dout, drows);
+        self.weight_backward(ops, &s.attn_proj, g, (o.view(), dout), (m, d, d), wanted.attn_proj);
+        self.project_backward(ops, p, &s.attn_proj, d_o.view_mut(), dout, (m, d, d));
         self.adapters_backward(ops, input, ATTN_PROJ, g, (o.view(), dout), d_o.view_mut(), &mut low);
         let (starts, shape) = (&input.batch.starts, self.shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
         let shape = (m, d, 3 * d);
-        self.project_backward(
-            ops,
-            p,
-            &s.c_attn,
-            g,
-            drows.view_mut(),
-            dqkv.view(),
-            rows.view(),
-            shape,
-            wanted.c_attn,
-        );
         let xy = (rows.view(), dqkv.view());
+        self.bias_backward(ops, &s.c_attn, g, dqkv.view(), shape);
+        self.weight_backward(ops, &s.c_attn, g, xy, shape, wanted.c_attn);
+        self.project_backward(ops, p, &s.c_attn, drows.view_mut(), dqkv.view(), shape);
         self.adapters_backward(ops, input, C_ATTN, g, xy, drows.view_mut(), &mut low);
         let (dw, db) = adjacent(g, &s.ln_1);
         let w = p.slice(s.ln_1.w.clone());
@@ -331,34 +320,23 @@ impl Gpt2 {
         let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
         let [rows, drows, act, dfc, _, _, _, low @ ..] = each::<12>(scratch);
         let (wanted, mut low) = (self.wanted[input.layer], Scratch::new(low));
-        ops.gelu_forward(act.view_mut(), fc.view());
         let dout = self.drops[input.layer].mlp_out.backward(ops, input.batch, d, dx.as_view(), rows);
-        self.project_backward(
-            ops,
-            p,
-            &s.mlp_proj,
-            g,
-            dfc.view_mut(),
-            dout,
-            act.view(),
-            (m, f, d),
-            wanted.mlp_proj,
-        );
-        self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dout), dfc.view_mut(), &mut low);
-        ops.gelu_backward(act.view_mut(), dfc.view(), fc.view());
+        self.bias_backward(ops, &s.mlp_proj, g, dout, (m, f, d));
+        let dout = self.linear.gradient(ops, dout, drows);
+        self.project_backward(ops, p, &s.mlp_proj, dfc.view_mut(), dout, (m, f, d));
+        if self.adapters.get(input.layer).is_some() {
+            ops.gelu_forward(act.view_mut(), fc.view());
+            self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dout), dfc.view_mut(), &mut low);
+        }
+        // What the forward multiplied comes back where the gradient was.
+        ops.gelu_backward(act.view_mut(), dfc.view_mut(), fc.view());
+        self.weight_backward(ops, &s.mlp_proj, g, (dfc.view(), dout), (m, f, d), wanted.mlp_proj);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view(), self.norm(p, &s.ln_2), m);
-        self.project_backward(
-            ops,
-            p,
-            &s.c_fc,
-            g,
-            drows.view_mut(),
-            act.view(),
-            rows.view(),
-            (m, d, f),
-            wanted.c_fc,
-        );
-        self.adapters_backward(ops, input, C_FC, g, (rows.view(), act.view()), drows.view_mut(), &mut low);
+        let xy = (rows.view(), act.view());
+        self.bias_backward(ops, &s.c_fc, g, act.view(), (m, d, f));
+        self.weight_backward(ops, &s.c_fc, g, xy, (m, d, f), wanted.c_fc);
+        self.project_backward(ops, p, &s.c_fc, drows.view_mut(), act.view(), (m, d, f));
+        self.adapters_backward(ops, input, C_FC, g, xy, drows.view_mut(), &mut low);
         let (dw, db) = adjacent(g, &s.ln_2);
         let w = p.slice(s.ln_2.w.clone());
         ops.layernorm_backward(dx, dw, db, drows.view(), mid.view(), w, stats.view(), m, Write::Add);

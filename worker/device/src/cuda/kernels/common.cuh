@@ -42,8 +42,16 @@ DEVICE u16 to_f16(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
     return h;
 }
+// Two numbers in the two halves of a word.
+DEVICE u32 two_bf16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
 // Shared memory whose size the launch says.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]
+#else
+DEVICE u32 two_bf16(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
 #endif
 
 DEVICE float load(Tensor x, i64 i) {
@@ -56,6 +64,58 @@ DEVICE void store(Tensor y, i64 i, float x) {
     if (y.type == F32) ((float*)y.at)[i] = x;
     else ((u16*)y.at)[i] = y.type == BF16 ? to_bf16(x) : to_f16(x);
 }
+
+DEVICE Tensor floats(const float* at) { return {(void*)at, F32}; }
+
+// --- eight elements of a thread, in accesses of 16 bytes where they lie so ------------------------------------------------
+// Which thread has which elements depends on the shape alone, so sums keep their order wherever a tensor begins.
+
+DEVICE bool in_one_piece(Tensor x, i64 i, i64 left) {
+    return left >= 8 && ((u64)x.at + (u64)i * (x.type == F32 ? 4 : 2)) % 16 == 0;
+}
+
+// Elements i..i + 8, of which `left` exist; the others are 0.
+DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 left) {
+    if (!in_one_piece(x, i, left)) {
+        for (int k = 0; k < 8; k++) v[k] = k < left ? load(x, i + k) : 0.0f;
+        return;
+    }
+    if (x.type == F32) {
+        const float4* at = (const float4*)((const float*)x.at + i);
+        float4 low = at[0], high = at[1];
+        v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+        v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+        return;
+    }
+    uint4 all = *(const uint4*)((const u16*)x.at + i);
+    u32 words[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u16 low = (u16)words[k], high = (u16)(words[k] >> 16);
+        v[2 * k] = x.type == BF16 ? from_bf16(low) : from_f16(low);
+        v[2 * k + 1] = x.type == BF16 ? from_bf16(high) : from_f16(high);
+    }
+}
+
+DEVICE void store_eight(Tensor y, i64 i, i64 left, const float (&v)[8]) {
+    if (!in_one_piece(y, i, left)) {
+        for (int k = 0; k < 8; k++)
+            if (k < left) store(y, i + k, v[k]);
+        return;
+    }
+    if (y.type == F32) {
+        float4* at = (float4*)((float*)y.at + i);
+        at[0] = {v[0], v[1], v[2], v[3]};
+        at[1] = {v[4], v[5], v[6], v[7]};
+        return;
+    }
+    u32 words[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        words[k] = y.type == BF16 ? two_bf16(v[2 * k], v[2 * k + 1]) : (u32)to_f16(v[2 * k]) | (u32)to_f16(v[2 * k + 1]) << 16;
+    *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
+}
+#define EIGHT(k) _Pragma("unroll") for (int k = 0; k < 8; k++)
 
 // Philox4x32-10: the four words of a block of a sample at a step (philox.rs).
 DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample, u64 step) {
@@ -77,8 +137,13 @@ DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample
 // Every element of a flat vector once, whatever the size of the launch.
 #define EACH(i, n) \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (i64)gridDim.x * blockDim.x)
+// The same in eights.
+#define EACH_EIGHT(i, n) \
+    for (i64 i = 8 * ((i64)blockIdx.x * blockDim.x + threadIdx.x); i < (n); i += 8 * (i64)gridDim.x * blockDim.x)
 // Every element of the block's row.
 #define EACH_OF_ROW(j, d) for (i64 j = threadIdx.x; j < (d); j += blockDim.x)
+// The same in eights.
+#define EIGHTS_OF_ROW(j, d) for (i64 j = 8 * (i64)threadIdx.x; j < (d); j += 8 * (i64)blockDim.x)
 
 template <class T> DEVICE T warp_sum(T x) {
     for (int other = 16; other > 0; other >>= 1) x += __shfl_xor_sync(0xffffffffu, x, other);

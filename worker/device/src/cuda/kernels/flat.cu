@@ -2,15 +2,30 @@
 #include "common.cuh"
 
 KERNEL cast(Tensor y, Tensor x, i64 n) {
-    EACH(i, n) store(y, i, load(x, i));
+    EACH_EIGHT(i, n) {
+        float v[8];
+        load_eight(v, x, i, n - i);
+        store_eight(y, i, n - i, v);
+    }
 }
 
 KERNEL add(Tensor y, Tensor x, i64 n) {
-    EACH(i, n) store(y, i, load(y, i) + load(x, i));
+    EACH_EIGHT(i, n) {
+        float v[8], by[8];
+        load_eight(v, y, i, n - i);
+        load_eight(by, x, i, n - i);
+        EIGHT(k) v[k] += by[k];
+        store_eight(y, i, n - i, v);
+    }
 }
 
 KERNEL scale(Tensor y, i64 n, float factor) {
-    EACH(i, n) store(y, i, load(y, i) * factor);
+    EACH_EIGHT(i, n) {
+        float v[8];
+        load_eight(v, y, i, n - i);
+        EIGHT(k) v[k] *= factor;
+        store_eight(y, i, n - i, v);
+    }
 }
 
 KERNEL offset(Tensor y, i64 n, float by) {
@@ -59,13 +74,14 @@ KERNEL dropout(Tensor x, i64 blocks, DropoutScalars d) {
     }
 }
 
-// One block of threads per `width` elements.
+// One block of threads per `width` elements, a multiple of 8.
 KERNEL norm_blocks(double* out, Tensor x, i64 n, i64 width) {
     i64 first = (i64)blockIdx.x * width, end = first + width < n ? first + width : n;
     double sum = 0;
-    for (i64 i = first + threadIdx.x; i < end; i += blockDim.x) {
-        double v = load(x, i);
-        sum += v * v;
+    for (i64 i = first + 8 * (i64)threadIdx.x; i < end; i += 8 * (i64)blockDim.x) {
+        float v[8];
+        load_eight(v, x, i, end - i);
+        EIGHT(k) sum += (double)v[k] * (double)v[k];
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) out[blockIdx.x] = sum;

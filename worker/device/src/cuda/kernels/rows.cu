@@ -4,37 +4,57 @@
 // y[i, d] = x[rows[i], d]: the embedding's forward, too.
 KERNEL gather_rows(Tensor y, Tensor x, const u32* rows, i64 d) {
     i64 from = (i64)rows[blockIdx.x] * d, to = (i64)blockIdx.x * d;
-    EACH_OF_ROW(j, d) store(y, to + j, load(x, from + j));
+    EIGHTS_OF_ROW(j, d) {
+        float v[8];
+        load_eight(v, x, from + j, d - j);
+        store_eight(y, to + j, d - j, v);
+    }
 }
 
 // dw[ids[k], d] += Σ dx[order[i], d] over i in starts[k]..starts[k + 1], in that order; a block per id.
 KERNEL embedding_backward(Tensor dw, Tensor dx, const u32* ids, const u32* starts, const u32* order, i64 d) {
     u32 first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
     i64 to = (i64)ids[blockIdx.x] * d;
-    EACH_OF_ROW(j, d) {
-        float sum = load(dw, to + j);
-        for (u32 i = first; i < end; i++) sum += load(dx, (i64)order[i] * d + j);
-        store(dw, to + j, sum);
+    EIGHTS_OF_ROW(j, d) {
+        float sum[8];
+        load_eight(sum, dw, to + j, d - j);
+        for (u32 i = first; i < end; i++) {
+            float v[8];
+            load_eight(v, dx, (i64)order[i] * d + j, d - j);
+            EIGHT(k) sum[k] += v[k];
+        }
+        store_eight(dw, to + j, d - j, sum);
     }
 }
 
 // y[m, d] (=|+=) Σ_k weights[m, k]·x[places[m, k], d], in the order of k
 KERNEL combine_rows(Tensor y, Tensor x, Tensor weights, const u32* places, i64 per_row, i64 d, i64 add) {
     i64 to = (i64)blockIdx.x * d, first = (i64)blockIdx.x * per_row;
-    EACH_OF_ROW(j, d) {
-        float sum = 0;
-        for (i64 k = first; k < first + per_row; k++) {
-            float v = load(x, (i64)places[k] * d + j);
-            sum = weights.at ? fmaf(v, load(weights, k), sum) : sum + v;
+    EIGHTS_OF_ROW(j, d) {
+        float sum[8] = {};
+        for (i64 p = first; p < first + per_row; p++) {
+            float v[8], weight = weights.at ? load(weights, p) : 1.0f;
+            load_eight(v, x, (i64)places[p] * d + j, d - j);
+            EIGHT(k) sum[k] = weights.at ? fmaf(v[k], weight, sum[k]) : sum[k] + v[k];
         }
-        store(y, to + j, add ? load(y, to + j) + sum : sum);
+        if (add) {
+            float old[8];
+            load_eight(old, y, to + j, d - j);
+            EIGHT(k) sum[k] = old[k] + sum[k];
+        }
+        store_eight(y, to + j, d - j, sum);
     }
 }
 
 KERNEL row_dots(Tensor out, Tensor a, Tensor b, i64 d) {
     i64 row = (i64)blockIdx.x * d;
     float sum = 0;
-    EACH_OF_ROW(j, d) sum += load(a, row + j) * load(b, row + j);
+    EIGHTS_OF_ROW(j, d) {
+        float x[8], y[8];
+        load_eight(x, a, row + j, d - j);
+        load_eight(y, b, row + j, d - j);
+        EIGHT(k) sum += x[k] * y[k];
+    }
     sum = block_sum(sum);
     if (threadIdx.x == 0) store(out, blockIdx.x, sum);
 }
@@ -42,7 +62,12 @@ KERNEL row_dots(Tensor out, Tensor a, Tensor b, i64 d) {
 KERNEL scale_rows(Tensor x, Tensor factors, i64 d) {
     i64 row = (i64)blockIdx.x * d;
     float factor = load(factors, blockIdx.x);
-    EACH_OF_ROW(j, d) store(x, row + j, load(x, row + j) * factor);
+    EIGHTS_OF_ROW(j, d) {
+        float v[8];
+        load_eight(v, x, row + j, d - j);
+        EIGHT(k) v[k] *= factor;
+        store_eight(x, row + j, d - j, v);
+    }
 }
 
 // --- the router: one warp per row -----------------------------------------------------------------------------------------
