@@ -144,6 +144,42 @@ fn compiled_kernels_are_kept() {
     assert!(kept.iter().all(|f| std::fs::metadata(f).expect("there").len() > 48));
 }
 
+/// The emulated library suggests a slow algorithm, a quick one, and one that refuses.
+#[test]
+fn the_fastest_algorithm_is_found_and_kept() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let multiply = |write| {
+        let cuda = Cuda::open(&places(), 0, Some(cache.path().to_owned())).expect("opened");
+        cuda.time_products();
+        let mut buffers = [1.0f32, 2.0, 3.0].map(|x| {
+            let mut buf = cuda.zeroed(Dtype::F32, 64);
+            cuda.offset(buf.view_mut(), x);
+            buf
+        });
+        let [y, x, w] = &mut buffers;
+        cuda.matmul_forward(y.view_mut(), x.view(), w.view(), 8, 8, 8, write);
+        cuda.downloaded(y.view()).host().to_vec()
+    };
+    let chosen = || {
+        let files = std::fs::read_dir(cache.path()).expect("kept").map(|e| e.expect("entry").path());
+        let of_products = files.filter(|f| f.extension().is_some_and(|e| e == "algorithm"));
+        of_products.map(|f| (std::fs::read(&f).expect("read"), f)).collect::<Vec<_>>()
+    };
+    assert_eq!(multiply(Write::Set), [48.0; 64]);
+    let [(bytes, file)] = &chosen()[..] else { panic!("one choice: {:?}", chosen()) };
+    let which = u64::from_ne_bytes(bytes[48 + 5 * 8..][..8].try_into().expect("eight bytes"));
+    assert_eq!(which, 1, "the quick one");
+    // A file that isn't whole, or names what isn't suggested, is made anew.
+    for damaged in [&bytes[..60], b"", &[0; 112]] {
+        std::fs::write(file, damaged).expect("written");
+        assert_eq!(multiply(Write::Set), [48.0; 64]);
+        assert_eq!(std::fs::read(file).expect("read"), *bytes);
+    }
+    // Timing leaves what is added to as it was.
+    assert_eq!(multiply(Write::Add), [49.0; 64]);
+    assert_eq!(chosen().len(), 2);
+}
+
 /// A home that can't be written is no reason not to train.
 #[test]
 fn kernels_that_cant_be_kept_are_used() {

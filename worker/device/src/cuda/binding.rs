@@ -164,6 +164,13 @@ library! {
 #[repr(C)]
 pub(super) struct Algorithm([u64; 8]);
 
+impl Algorithm {
+    /// As the library laid them out.
+    pub(super) fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
 /// cublasLtMatmulHeuristicResult_t
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]

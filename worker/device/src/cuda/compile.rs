@@ -2,16 +2,14 @@
 use super::binding::{Compiler, Handle};
 use super::card::{Card, Function, Module};
 use super::error::{CudaError, Result};
+use super::kept;
 use super::libs::{Places, Wanted};
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_int},
-    fs::{self, File},
-    io::{Read, Write},
-    path::{Path, PathBuf},
+    path::PathBuf,
     ptr,
     sync::{Mutex, OnceLock, PoisonError},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
 /// A source of kernels: its name and text.
@@ -135,7 +133,7 @@ impl Nvrtc {
         self.check("nvrtcGetCUBINSize", unsafe {
             (self.library.nvrtcGetCUBINSize)(program.handle, &mut bytes)
         })?;
-        if bytes == 0 || bytes > MOST_IMAGE {
+        if bytes == 0 || bytes > kept::MOST {
             let said = format!("an image of {bytes} bytes");
             return Err(CudaError::Call { what: "nvrtcGetCUBIN".to_owned(), code: 0, said });
         }
@@ -160,7 +158,7 @@ impl Program<'_> {
         let mut bytes = 0;
         // SAFETY: one number is written.
         let code = unsafe { (library.nvrtcGetProgramLogSize)(self.handle, &mut bytes) };
-        if code != 0 || bytes == 0 || bytes > MOST_IMAGE {
+        if code != 0 || bytes == 0 || bytes > kept::MOST {
             return None;
         }
         let mut log = vec![0u8; bytes];
@@ -187,11 +185,8 @@ fn c_string(text: &str) -> CString {
 
 // --- the cache ------------------------------------------------------------------------------------------------------------
 
-/// Bytes of the largest image that is believed.
-const MOST_IMAGE: usize = 64 << 20;
-/// A file of the cache: this, the hash of the image, the image.
-const MAGIC: &[u8; 16] = b"launch kernels 1";
-const HEAD: usize = MAGIC.len() + blake3::OUT_LEN;
+/// What a file of the cache begins with.
+const MAGIC: &kept::Magic = b"launch kernels 1";
 
 /// The file of an image: source, options, card and compiler decide.
 fn cache_name(source: Source, arch: &str, version: (u32, u32)) -> String {
@@ -205,36 +200,6 @@ fn cache_name(source: Source, arch: &str, version: (u32, u32)) -> String {
     let hash = hasher.finalize().to_hex();
     let stem = source.file.trim_end_matches(".cu");
     format!("{stem}-{arch}-nvrtc{}.{}-{}.cubin", version.0, version.1, &hash[..16])
-}
-
-/// An image from the cache; none where there is none or it isn't whole.
-fn cached(path: &Path) -> Option<Vec<u8>> {
-    let mut bytes = Vec::new();
-    File::open(path).ok()?.take((HEAD + MOST_IMAGE) as u64).read_to_end(&mut bytes).ok()?;
-    let (head, image) = bytes.split_at_checked(HEAD)?;
-    let (magic, hash) = head.split_at(MAGIC.len());
-    (magic == MAGIC && hash == blake3::hash(image).as_bytes()).then(|| image.to_vec())
-}
-
-/// Writes an image so that other processes see all of it or nothing.
-fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(folder)?;
-    // of this process alone, also where hosts or containers share the folder and have the same process ids
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos());
-    let new = path.with_extension(format!("{}-{now:x}.new", std::process::id()));
-    let written = (|| {
-        let mut file = File::create(&new)?;
-        file.write_all(MAGIC)?;
-        file.write_all(blake3::hash(image).as_bytes())?;
-        file.write_all(image)?;
-        file.sync_all()?;
-        fs::rename(&new, path)
-    })();
-    if written.is_err() {
-        let _ = fs::remove_file(&new);
-    }
-    written
 }
 
 /// The kernels of one card, each source loaded when its first kernel is needed.
@@ -297,6 +262,11 @@ impl Kernels {
         Ok(function)
     }
 
+    /// Where images are kept.
+    pub(super) fn folder(&self) -> Option<PathBuf> {
+        self.cache.clone()
+    }
+
     /// Why the next process compiles again, if it does.
     pub(super) fn unkept(&self) -> Option<&str> {
         self.unkept.get().map(String::as_str)
@@ -321,11 +291,11 @@ impl Kernels {
     fn image(&self, source: Source, arch: &str) -> Result<Vec<u8>> {
         let path =
             self.cache.as_ref().map(|folder| folder.join(cache_name(source, arch, self.nvrtc.version)));
-        if let Some(image) = path.as_deref().and_then(cached) {
+        if let Some(image) = path.as_deref().and_then(|path| kept::read(path, MAGIC)) {
             return Ok(image);
         }
         let image = self.nvrtc.compile(source, arch)?;
-        if let Some(Err(e)) = path.as_deref().map(|path| keep(path, &image)) {
+        if let Some(Err(e)) = path.as_deref().map(|path| kept::write(path, MAGIC, &image)) {
             // A home that is full or can't be written costs the next process this compilation, no more.
             let file = path.unwrap_or_default();
             self.unkept.get_or_init(|| format!("{}: {e}", file.display()));
@@ -337,31 +307,6 @@ impl Kernels {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_image_comes_back_whole_or_not_at_all() {
-        let folder = tempfile::tempdir().expect("folder");
-        let path = folder.path().join("deep").join(cache_name(FLAT, "sm_90", (13, 0)));
-        assert_eq!(cached(&path), None);
-        keep(&path, b"an image").expect("kept");
-        assert_eq!(cached(&path).as_deref(), Some(&b"an image"[..]));
-        let whole = fs::read(&path).expect("file");
-        for (cut, name) in
-            [(&whole[..whole.len() - 1], "short"), (&whole[..9], "no head"), (&[][..], "empty")]
-        {
-            fs::write(&path, cut).expect("written");
-            assert_eq!(cached(&path), None, "{name}");
-        }
-        let mut changed = whole.clone();
-        *changed.last_mut().expect("a byte") ^= 1;
-        fs::write(&path, changed).expect("written");
-        assert_eq!(cached(&path), None, "changed");
-        assert_eq!(
-            fs::read_dir(path.parent().expect("folder")).expect("listed").count(),
-            1,
-            "nothing else is left"
-        );
-    }
 
     #[test]
     fn everything_that_decides_an_image_is_in_its_name() {

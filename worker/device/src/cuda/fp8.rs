@@ -37,7 +37,10 @@ pub(super) fn product(
     let inputs = Inputs::Fp8([&left, &right].map(|rounded| (rounded.kind, rounded.scales.at())));
     let run = |c: Operand, add| {
         let (output, c) = (c.dtype, c.matrix());
-        must(cuda.products.run(&cuda.card, &Product { m, n, k: depth, a, b, c, inputs, output, add, bias: None }));
+        must(
+            cuda.products
+                .run(&cuda.card, &Product { m, n, k: depth, a, b, c, inputs, output, add, bias: None }),
+        );
     };
     let add = write == Write::Add;
     if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNED as u64) {

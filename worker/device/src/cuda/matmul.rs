@@ -1,21 +1,26 @@
-//! Matrix products by cuBLASLt: the algorithm for each shape is chosen once.
+//! Matrix products by cuBLASLt: the algorithm for each shape is chosen once, by the library's guess or by the clock.
 //!
 //! cuBLASLt counts columns first, so a row-major product is asked for as its transpose: the operands change places.
+mod desc;
+mod search;
+
 use super::binding::{
-    Address, Algorithm, BIAS, Blas, COMPUTE_F32, EPILOGUE, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE,
-    R_BF16, R_E4M3, R_E5M2, R_F16, R_F32, SCALE_A, SCALE_B, TRANSPOSE_A, TRANSPOSE_B, WITH_BIAS,
+    Address, Algorithm, Blas, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, R_BF16, R_E4M3, R_E5M2,
+    R_F16, R_F32,
 };
 use super::card::Card;
 use super::error::{CudaError, Result};
 use super::libs::{Places, Wanted};
 use crate::fp8::Fp8;
 use crate::mem::Dtype;
+use desc::{Desc, Own, Preference, check};
+use search::Search;
 use std::{
     collections::HashMap,
-    ffi::{CStr, c_int, c_void},
+    ffi::{c_int, c_void},
     path::PathBuf,
     ptr,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
 /// Bytes that a product may use beside its operands.
@@ -55,6 +60,25 @@ pub(super) enum Inputs {
     Same(Dtype),
     /// Of each its kind, and where on the card its scale lies. Both lie along the sum: `a` as it is, `b` transposed.
     Fp8([(Fp8, Address); 2]),
+}
+
+impl Product {
+    /// What decides which algorithm is best.
+    fn key(&self) -> Key {
+        let [a, b] = self.inputs.types();
+        Key {
+            sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
+            transposed: [self.a.transposed, self.b.transposed],
+            types: [a, b, type_of(self.output)],
+            add: self.add,
+            alignments: [self.a.at, self.b.at, self.c.at].map(alignment),
+            bias: self.bias.map(alignment),
+        }
+    }
+
+    fn own(&self) -> Own {
+        Own { scales: self.inputs.scales(), bias: self.bias }
+    }
 }
 
 impl Inputs {
@@ -113,67 +137,6 @@ impl Drop for Chosen {
     }
 }
 
-/// What lies elsewhere in each product, and is in its description: scales of the operands, a bias.
-#[derive(Clone, Copy)]
-struct Own {
-    scales: Option<[Address; 2]>,
-    bias: Option<Address>,
-}
-
-impl Own {
-    fn of(p: &Product) -> Self {
-        Own { scales: p.inputs.scales(), bias: p.bias }
-    }
-
-    fn is_there(self) -> bool {
-        self.scales.is_some() || self.bias.is_some()
-    }
-}
-
-/// How operands are multiplied, and by what.
-struct Desc {
-    library: Arc<Blas>,
-    handle: Handle,
-}
-
-impl Desc {
-    /// Of a product with these operands transposed, each pair in the order `a`, `b`.
-    fn new(library: &Arc<Blas>, transposed: [bool; 2], own: Own) -> Result<Self> {
-        let mut handle = ptr::null_mut();
-        // SAFETY: one handle is written.
-        let code = unsafe { (library.cublasLtMatmulDescCreate)(&mut handle, COMPUTE_F32, R_F32) };
-        let desc = Desc { library: library.clone(), handle };
-        check(library, "cublasLtMatmulDescCreate", code)?;
-        for (which, transposed) in [(TRANSPOSE_A, transposed[1]), (TRANSPOSE_B, transposed[0])] {
-            desc.set(which, &c_int::from(transposed).to_ne_bytes())?;
-        }
-        if let Some(bias) = own.bias {
-            desc.set(EPILOGUE, &WITH_BIAS.to_ne_bytes())?;
-            desc.set(BIAS, &bias.to_ne_bytes())?;
-        }
-        for (which, scale) in own.scales.into_iter().flat_map(|[a, b]| [(SCALE_A, b), (SCALE_B, a)]) {
-            desc.set(which, &scale.to_ne_bytes())?;
-        }
-        Ok(desc)
-    }
-
-    fn set(&self, which: c_int, value: &[u8]) -> Result<()> {
-        let (at, len) = (value.as_ptr().cast(), value.len());
-        // SAFETY: as many bytes as are said.
-        let code = unsafe { (self.library.cublasLtMatmulDescSetAttribute)(self.handle, which, at, len) };
-        check(&self.library, "cublasLtMatmulDescSetAttribute", code)
-    }
-}
-
-impl Drop for Desc {
-    fn drop(&mut self) {
-        if !self.handle.is_null() {
-            // SAFETY: made by this library, destroyed once.
-            let _ = unsafe { (self.library.cublasLtMatmulDescDestroy)(self.handle) };
-        }
-    }
-}
-
 /// An open cuBLASLt.
 pub(super) struct Products {
     library: Arc<Blas>,
@@ -181,6 +144,8 @@ pub(super) struct Products {
     pub(super) path: PathBuf,
     pub(super) version: usize,
     chosen: Mutex<HashMap<Key, Arc<Chosen>>>,
+    /// Algorithms are timed, not guessed.
+    search: OnceLock<Search>,
 }
 
 // SAFETY: the handle may be used by several threads at once (cuBLASLt keeps no state in it).
@@ -228,27 +193,44 @@ impl Products {
         let version = unsafe { (library.cublasLtGetVersion)() };
         // SAFETY: one handle is written.
         check(&library, "cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut handle) })?;
-        Ok(Products { library, handle, path, version, chosen: Mutex::default() })
+        Ok(Products { library, handle, path, version, chosen: Mutex::default(), search: OnceLock::new() })
+    }
+
+    /// From now on the fastest algorithm for each product is found by the clock, and kept in `folder` for other processes.
+    pub(super) fn time_algorithms(&self, card: &Card, folder: Option<PathBuf>) {
+        self.search.get_or_init(|| Search::new(folder, &card.facts, self.version));
     }
 
     /// Puts the product on the card's stream. `m`, `n` and `k` are above 0.
     pub(super) fn run(&self, card: &Arc<Card>, p: &Product) -> Result<()> {
         card.enter()?; // the choice is made for the thread's card
-        let chosen = self.chosen(p)?;
+        let chosen = self.chosen(card, p)?;
         // What is kept is other threads', too.
-        let own = Own::of(p);
-        let own = own
+        let own = p
+            .own()
             .is_there()
-            .then(|| Desc::new(&self.library, [p.a.transposed, p.b.transposed], own))
+            .then(|| Desc::new(&self.library, [p.a.transposed, p.b.transposed], p.own()))
             .transpose()?;
         let desc = own.as_ref().unwrap_or(&chosen.desc);
         let workspace = card.allocate(chosen.workspace.max(1))?;
+        let algorithm = (&chosen.algorithm, workspace.at(), chosen.workspace);
+        check(&self.library, "cublasLtMatmul", self.call(card, p, desc, chosen.layouts, algorithm))
+    }
+
+    /// The library's answer to one product: what algorithm, where it has its workspace, how many bytes.
+    fn call(
+        &self,
+        card: &Card,
+        p: &Product,
+        desc: &Desc,
+        [first, second, result]: [Handle; 3],
+        (algorithm, workspace, bytes): (&Algorithm, Address, usize),
+    ) -> c_int {
         let (one, beta) = (1.0f32, if p.add { 1.0f32 } else { 0.0 });
         let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
-        let [first, second, result] = chosen.layouts;
         // SAFETY: the descriptions say how large the operands are; the caller checked that the views are as large. The
         // workspace is given back in the stream's order, after this product.
-        let code = unsafe {
+        unsafe {
             (self.library.cublasLtMatmul)(
                 self.handle,
                 desc.handle,
@@ -262,39 +244,30 @@ impl Products {
                 result,
                 p.c.at,
                 result,
-                &chosen.algorithm,
-                workspace.at(),
-                chosen.workspace,
+                algorithm,
+                workspace,
+                bytes,
                 card.stream(),
             )
-        };
-        check(&self.library, "cublasLtMatmul", code)
+        }
     }
 
-    fn chosen(&self, p: &Product) -> Result<Arc<Chosen>> {
-        let [a, b] = p.inputs.types();
-        let key = Key {
-            sizes: [p.m, p.n, p.k, p.a.stride, p.b.stride, p.c.stride],
-            transposed: [p.a.transposed, p.b.transposed],
-            types: [a, b, type_of(p.output)],
-            add: p.add,
-            alignments: [p.a.at, p.b.at, p.c.at].map(alignment),
-            bias: p.bias.map(alignment),
-        };
+    fn chosen(&self, card: &Arc<Card>, p: &Product) -> Result<Arc<Chosen>> {
+        let key = p.key();
         let mut all = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(chosen) = all.get(&key) {
             return Ok(chosen.clone());
         }
-        let chosen = Arc::new(self.choose(&key, Own::of(p))?);
+        let chosen = Arc::new(self.choose(card, p, &key)?);
         all.insert(key, chosen.clone());
         Ok(chosen)
     }
 
-    fn choose(&self, key: &Key, own: Own) -> Result<Chosen> {
+    fn choose(&self, card: &Arc<Card>, p: &Product, key: &Key) -> Result<Chosen> {
         let lt = &self.library;
         let mut chosen = Chosen {
             library: lt.clone(),
-            desc: Desc::new(lt, key.transposed, own)?,
+            desc: Desc::new(lt, key.transposed, p.own())?,
             layouts: [ptr::null_mut(); 3],
             algorithm: Algorithm::default(),
             workspace: 0,
@@ -313,22 +286,31 @@ impl Products {
             };
             check(lt, "cublasLtMatrixLayoutCreate", code)?;
         }
-        let best = self.best(&chosen, key)?;
+        let candidates = self.candidates(&chosen, key)?;
+        let best = match self.search.get() {
+            None => candidates[0],
+            Some(search) => {
+                let time = |candidate: &Heuristic| self.time(card, p, &chosen, candidate);
+                search.fastest(&format!("{key:?}"), &candidates, time)?
+            }
+        };
         (chosen.algorithm, chosen.workspace) = (best.algorithm, best.workspace);
         Ok(chosen)
     }
 
-    fn best(&self, chosen: &Chosen, key: &Key) -> Result<Heuristic> {
-        let lt = &self.library;
+    /// What the library suggests, best guess first; at least one.
+    fn candidates(&self, chosen: &Chosen, key: &Key) -> Result<Vec<Heuristic>> {
+        let (lt, what) = (&self.library, "cublasLtMatmulAlgoGetHeuristic");
         let preference = Preference::new(lt)?;
         preference.set(MOST_WORKSPACE, &(WORKSPACE as u64).to_ne_bytes())?;
         let [a, b, c] = key.alignments;
         for (which, bytes) in (LEAST_ALIGNMENT..).zip([b, a, c, c]) {
             preference.set(which, &bytes.to_ne_bytes())?;
         }
-        let (mut best, mut found) = (Heuristic::default(), 0);
+        let asked = if self.search.get().is_some() { search::CANDIDATES } else { 1 };
+        let (mut all, mut found) = (vec![Heuristic::default(); asked], 0);
         let [first, second, result] = chosen.layouts;
-        // SAFETY: room for one result is said and given.
+        // SAFETY: room for as many results as are asked for.
         let code = unsafe {
             (lt.cublasLtMatmulAlgoGetHeuristic)(
                 self.handle,
@@ -338,68 +320,46 @@ impl Products {
                 result,
                 result,
                 preference.handle,
-                1,
-                &mut best,
+                asked as c_int,
+                all.as_mut_ptr(),
                 &mut found,
             )
         };
-        check(lt, "cublasLtMatmulAlgoGetHeuristic", code)?;
-        check(lt, "cublasLtMatmulAlgoGetHeuristic", best.state)?;
-        if found < 1 || best.workspace > WORKSPACE {
+        check(lt, what, code)?;
+        all.truncate(usize::try_from(found).unwrap_or(0));
+        check(lt, what, all.first().map_or(0, |best| best.state))?;
+        all.retain(|one| one.state == 0 && one.workspace <= WORKSPACE);
+        if all.is_empty() {
             let said = format!("no algorithm for {key:?}");
-            return Err(CudaError::Call { what: "cublasLtMatmulAlgoGetHeuristic".to_owned(), code, said });
+            return Err(CudaError::Call { what: what.to_owned(), code, said });
         }
-        Ok(best)
-    }
-}
-
-struct Preference<'a> {
-    library: &'a Blas,
-    handle: Handle,
-}
-
-impl<'a> Preference<'a> {
-    fn new(library: &'a Blas) -> Result<Self> {
-        let mut handle = ptr::null_mut();
-        // SAFETY: one handle is written.
-        let code = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) };
-        check(library, "cublasLtMatmulPreferenceCreate", code)?;
-        Ok(Preference { library, handle })
+        Ok(all)
     }
 
-    fn set(&self, which: c_int, value: &[u8]) -> Result<()> {
-        // SAFETY: as many bytes as are said.
-        let code = unsafe {
-            (self.library.cublasLtMatmulPreferenceSetAttribute)(
-                self.handle,
-                which,
-                value.as_ptr().cast(),
-                value.len(),
-            )
-        };
-        check(self.library, "cublasLtMatmulPreferenceSetAttribute", code)
-    }
-}
-
-impl Drop for Preference<'_> {
-    fn drop(&mut self) {
-        // SAFETY: made by this library, destroyed once.
-        let _ = unsafe { (self.library.cublasLtMatmulPreferenceDestroy)(self.handle) };
-    }
-}
-
-fn check(library: &Blas, what: &str, code: c_int) -> Result<()> {
-    if code == 0 {
-        return Ok(());
-    }
-    // SAFETY: a text that never ends to live, or null.
-    let said = unsafe {
-        let at = (library.cublasLtGetStatusString)(code);
-        if at.is_null() {
-            "an unknown error".into()
-        } else {
-            CStr::from_ptr(at).to_string_lossy().into_owned()
+    /// Seconds that some runs of a product take by this algorithm; none if it can't. What the result held is as before where it
+    /// is added to, else unspecified.
+    fn time(
+        &self,
+        card: &Arc<Card>,
+        p: &Product,
+        chosen: &Chosen,
+        candidate: &Heuristic,
+    ) -> Result<Option<f64>> {
+        let elements = (p.m - 1) * p.c.stride + p.n;
+        let sums = p.add.then(|| card.allocate(elements * p.output.size())).transpose()?;
+        let there = Product { c: Matrix { at: sums.as_ref().map_or(p.c.at, |sums| sums.at()), ..p.c }, ..*p };
+        let workspace = card.allocate(candidate.workspace.max(1))?;
+        let algorithm = (&candidate.algorithm, workspace.at(), candidate.workspace);
+        let run = || self.call(card, &there, &chosen.desc, chosen.layouts, algorithm) == 0;
+        if !run() {
+            return Ok(None);
         }
-    };
-    Err(CudaError::Call { what: what.to_owned(), code, said })
+        let begin = card.record_timed()?;
+        if !(0..search::RUNS).all(|_| run()) {
+            return Ok(None);
+        }
+        let end = card.record_timed()?;
+        end.wait()?;
+        end.since(&begin)
+    }
 }

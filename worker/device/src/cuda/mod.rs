@@ -16,6 +16,7 @@ mod compile;
 mod error;
 mod flat;
 mod fp8;
+mod kept;
 mod libs;
 mod matmul;
 mod norm;
@@ -135,6 +136,12 @@ impl Cuda {
     /// Compiles and loads every kernel now, so that no step waits for it.
     pub fn warm_up(&self) -> Result<()> {
         self.kernels.load_all(&self.card)
+    }
+
+    /// From now on the fastest algorithm for each product is found by the clock and kept beside the kernels. Which one that is may
+    /// differ from card to card and from host to host, and with it the last bits of products.
+    pub fn time_products(&self) {
+        self.products.time_algorithms(&self.card, self.kernels.folder());
     }
 
     /// Why compiled kernels aren't kept for the next process, where they should have been.

@@ -74,7 +74,8 @@ fn common_type(a: Dtype, b: Dtype) -> Dtype {
 fn product_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View, [m, n, k]: [usize; 3]) {
     expect_len("product with bias", "bias", bias.len(), n);
     let c = Operand::of(y.as_view(), n, false);
-    let types = a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == Dtype::F32) && bias.dtype() == c.dtype;
+    let types =
+        a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == Dtype::F32) && bias.dtype() == c.dtype;
     if !types || m * n * k == 0 || !address(bias).is_multiple_of(16) {
         product(cuda, c, a, b, [m, n, k], Write::Set);
         return norm::bias(cuda, y, bias, m, n);

@@ -143,7 +143,9 @@ pub(super) fn activations(p: &Pair, seed: u64, m: usize, f: usize) -> Outcome {
         any(poison(m * f)),
     ];
     worst += p.compare(&format!("activations {m} {f}"), &given, |ops, b| {
-        let [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_alone, y, dx] = b else { unreachable!("buffers") };
+        let [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_alone, y, dx] = b else {
+            unreachable!("buffers")
+        };
         ops.swiglu_forward(silu.view_mut(), gate_up.view(), m, f);
         ops.swiglu_backward(dsilu.view_mut(), dy.view_mut(), gate_up.view(), m, f);
         ops.geglu_forward(gelu.view_mut(), gate_up.view(), m, f);
