@@ -12,6 +12,9 @@ use crate::ops::{Fp8Matrix, Write, check_fp8};
 const ALIGNED: usize = 16;
 /// Most threads of a block, and those that turn a tile.
 const THREADS: usize = 256;
+/// DEEP and WIDE of fp8.cu.
+const DEEP: usize = 128;
+const WIDE: usize = 32;
 
 /// [`crate::Ops::fp8_product`]
 pub(super) fn product(
@@ -69,9 +72,9 @@ impl Rounded {
         let arguments: [&dyn Param; 7] =
             [&codes.at(), &x, &scales.at(), &numbers[0], &numbers[1], &numbers[2], &number(kind)];
         if along {
-            cuda.each(FP8, c"quantize", count * depth, &arguments);
+            cuda.each_eight(FP8, c"quantize", count * depth, &arguments);
         } else {
-            let tiles = depth.div_ceil(32) * count.div_ceil(32);
+            let tiles = depth.div_ceil(DEEP) * count.div_ceil(WIDE);
             cuda.launch(FP8, c"quantize_turned", blocks(tiles, THREADS), &arguments);
         }
         Rounded { kind, codes, scales }
@@ -80,9 +83,9 @@ impl Rounded {
 
 /// The scale of a vector and its reciprocal, on the card.
 fn scales(cuda: &Cuda, x: Tensor, len: usize, kind: Fp8) -> Memory {
-    let count = len.div_ceil(THREADS).min(cuda.facts().multiprocessors * 4);
+    let count = len.div_ceil(8 * THREADS).min(cuda.facts().multiprocessors * 4);
     let (parts, scales) = (cuda.scratch(count * size_of::<f32>()), cuda.scratch(2 * size_of::<f32>()));
-    cuda.launch(FP8, c"amax", blocks(count, len), &[&parts.at(), &x, &(len as i64)]);
+    cuda.launch(FP8, c"amax", blocks(count, len.div_ceil(8)), &[&parts.at(), &x, &(len as i64)]);
     let arguments: [&dyn Param; 4] = [&scales.at(), &parts.at(), &(count as i64), &number(kind)];
     cuda.launch(FP8, c"scale", blocks(1, count), &arguments);
     scales

@@ -20,7 +20,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 
 namespace emulator {
 struct Dim {
@@ -211,6 +211,9 @@ static inline float __fadd_rn(float a, float b) { return a + b; }
 #define __expf(x) expf(x)
 static inline float __fdividef(float a, float b) { return a / b; }
 
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };

@@ -20,12 +20,44 @@ DEVICE u8 to_fp8(float x, i64 kind) {
     return (u8)(sign | code);
 }
 
+DEVICE u32 two_fp8(float low, float high, i64 kind) {
+    u16 both = 0;
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 890
+    if (kind == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+// Eight numbers times a factor, rounded. The card's own instruction makes the largest number of an infinite one.
+DEVICE uint2 eight_fp8(float (&v)[8], float factor, i64 kind) {
+    u32 most = 0, words[4];
+    EIGHT(k) {
+        v[k] = __fmul_rn(v[k], factor);
+        u32 magnitude = (u32)__float_as_int(v[k]) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+    }
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 890
+    bool by_card = most < 0x7f800000u;
+#else
+    bool by_card = false;
+#endif
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        words[k] = by_card ? two_fp8(v[2 * k], v[2 * k + 1], kind) : (u32)to_fp8(v[2 * k], kind) | (u32)to_fp8(v[2 * k + 1], kind) << 8;
+    return {words[0] | words[1] << 16, words[2] | words[3] << 16};
+}
+
 // Of each block of threads: the largest magnitude of the finite elements it looks at.
 KERNEL amax(float* parts, Tensor x, i64 n) {
     float most = 0;
-    EACH(i, n) {
-        u32 magnitude = (u32)__float_as_int(load(x, i)) & 0x7fffffff;
-        if (magnitude < 0x7f800000u) most = fmaxf(most, __int_as_float((int)magnitude));
+    EACH_EIGHT(i, n) {
+        float v[8];
+        load_eight(v, x, i, n - i);
+        EIGHT(k) {
+            u32 magnitude = (u32)__float_as_int(v[k]) & 0x7fffffff;
+            if (magnitude < 0x7f800000u) most = fmaxf(most, __int_as_float((int)magnitude));
+        }
     }
     most = block_max(most);
     if (threadIdx.x == 0) parts[blockIdx.x] = most;
@@ -46,27 +78,38 @@ KERNEL scale(float* scales, const float* parts, i64 count, i64 kind) {
     scales[1] = __int_as_float((254 - exponent) << 23);
 }
 
-// q[rows, padded] of x[rows, columns], zeros behind the columns.
+// q[rows, padded] of x[rows, columns], zeros behind the columns; padded is a multiple of 16.
 KERNEL quantize(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
-    EACH(i, rows * padded) {
+    EACH_EIGHT(i, rows * padded) {
         i64 row = i / padded, column = i % padded;
-        q[i] = column < columns ? to_fp8(__fmul_rn(load(x, row * columns + column), scales[1]), kind) : (u8)0;
+        float v[8];
+        load_eight(v, x, row * columns + column, columns - column);
+        *(uint2*)(q + i) = eight_fp8(v, scales[1], kind);
     }
 }
 
-// q[columns, padded] of x[rows, columns], zeros behind the rows. A block of 256 threads turns a tile of 32 × 32.
+#define DEEP 128 // rows of a tile
+#define WIDE 32  // its columns
+
+// q[columns, padded] of x[rows, columns], zeros behind the rows. A block of 256 threads turns a tile: eight columns of a row to a
+// thread on the way in, sixteen rows of a column on the way out.
 KERNEL quantize_turned(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
-    __shared__ u8 tile[32][33];
-    i64 tiles = (padded + 31) / 32, row0 = blockIdx.x % tiles * 32, column0 = blockIdx.x / tiles * 32;
-    i64 lane = threadIdx.x & 31, first = threadIdx.x >> 5;
-    for (i64 i = first; i < 32; i += 8) {
-        i64 row = row0 + i, column = column0 + lane;
-        bool there = row < rows && column < columns;
-        tile[i][lane] = there ? to_fp8(__fmul_rn(load(x, row * columns + column), scales[1]), kind) : (u8)0;
+    __shared__ __align__(16) u8 tile[WIDE][DEEP + 16];
+    i64 tiles = (padded + DEEP - 1) / DEEP, row0 = blockIdx.x % tiles * DEEP, column0 = blockIdx.x / tiles * WIDE;
+    for (int i = (int)threadIdx.x; i < DEEP * WIDE / 8; i += 256) {
+        int down = i / (WIDE / 8), across = i % (WIDE / 8) * 8;
+        i64 row = row0 + down, column = column0 + across;
+        float v[8] = {};
+        if (row < rows && column < columns) load_eight(v, x, row * columns + column, columns - column);
+        uint2 codes = eight_fp8(v, scales[1], kind);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            tile[across + k][down] = (u8)(codes.x >> 8 * k);
+            tile[across + 4 + k][down] = (u8)(codes.y >> 8 * k);
+        }
     }
     __syncthreads();
-    for (i64 i = first; i < 32; i += 8) {
-        i64 row = row0 + lane, column = column0 + i;
-        if (row < padded && column < columns) q[column * padded + row] = tile[lane][i];
-    }
+    int across = (int)threadIdx.x / (DEEP / 16), down = (int)threadIdx.x % (DEEP / 16) * 16;
+    i64 row = row0 + down, column = column0 + across;
+    if (row < padded && column < columns) *(uint4*)(q + column * padded + row) = *(const uint4*)&tile[across][down];
 }
