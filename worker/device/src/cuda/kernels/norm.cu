@@ -164,7 +164,7 @@ enum { PLAIN = 0, OF_RMSNORM = 1, OF_LAYERNORM = 2 };
 // Blocks of 32 × 8 threads, one for COLUMNS columns of SUM_ROWS rows: sums[chunk, d] = Σ dy · (1, or the normed x).
 KERNEL sum_rows(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 what) {
     __shared__ float parts[8][COLUMNS];
-    i64 j = (i64)blockIdx.x * COLUMNS + 8 * threadIdx.x, first = (i64)blockIdx.y * SUM_ROWS;
+    i64 j = (i64)blockIdx.y * COLUMNS + 8 * threadIdx.x, first = (i64)blockIdx.x * SUM_ROWS;
     i64 end = first + SUM_ROWS < at.count ? first + SUM_ROWS : at.count;
     float sum[8] = {};
     for (i64 row = first + threadIdx.y; j < at.d && row < end; row += 8) {
@@ -183,7 +183,7 @@ KERNEL sum_rows(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i
     // Thread y adds up what column 8·x + y of all y's has: all of a warp's threads read side by side.
     float total = parts[0][32 * threadIdx.y + threadIdx.x];
     for (int y = 1; y < 8; y++) total += parts[y][32 * threadIdx.y + threadIdx.x];
-    if (j + threadIdx.y < at.d) sums[(i64)blockIdx.y * at.d + j + threadIdx.y] = total;
+    if (j + threadIdx.y < at.d) sums[(i64)blockIdx.x * at.d + j + threadIdx.y] = total;
 }
 
 // out[d] += Σ sums[chunk, d]. Blocks of 32 × 32 threads, one for 32 columns: thread y has every 32nd chunk, then y in order.
