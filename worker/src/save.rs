@@ -338,7 +338,7 @@ impl Label {
     }
 
     fn piece<'a>(&'a self, data: &'a [f32]) -> Piece<'a> {
-        Piece { name: &self.name, role: self.role, start_element: self.start_element, data }
+        Piece { name: &self.name, role: self.role, start_element: self.start_element, data: data.into() }
     }
 }
 
