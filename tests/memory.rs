@@ -88,6 +88,8 @@ fn the_plan_counts_the_background_copy_and_recomputation() {
         &["train.optimizer.name=sgd"],
         &["train.precision=bf16", "train.batch.micro=4"],
         &["cluster.workers_per_host=2", "train.zero.max_live_parameters=4000000"],
+        &["train.precision=bf16", "train.master_weights=false", "train.batch.micro=4"],
+        &["train.precision=bf16", "train.master_weights=false", "cluster.workers_per_host=2"],
         &["train.optimizer.name=muon", "cluster.workers_per_host=2"],
         &["train.precision=bf16", "cluster.workers_per_host=2"],
         &["train.precision=bf16", "cluster.workers_per_host=2", "train.zero.stage=1"],

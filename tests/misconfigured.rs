@@ -166,6 +166,16 @@ const CASES: &[Case] = &[
     // everything else
     ("  precision: int3 #!", "train.precision", "must be"),
     (
+        "  master_weights: false #!",
+        "train.master_weights",
+        "has an effect with `train.precision: bf16` and `fp8` only",
+    ),
+    (
+        "  precision: fp16\n  master_weights: false #!",
+        "train.master_weights",
+        "has an effect with `train.precision: bf16` and `fp8` only",
+    ),
+    (
         "  precision: bf16\n  loss_scale: {min_loss_scale: 2} #!",
         "train.loss_scale.min_loss_scale",
         "with `train.precision: fp16` only",

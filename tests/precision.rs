@@ -39,6 +39,40 @@ fn bf16_is_bit_equal_and_goes_on_from_every_precision() {
 }
 
 #[test]
+fn bf16_without_master_weights_is_bit_equal_and_goes_to_and_fro() {
+    let place = Place::new();
+    let alone = ["train.precision=bf16", "train.master_weights=false"];
+    let masters = ["train.precision=bf16"];
+    let whole = run(&place, &[&alone, &NEVER]).losses();
+    assert_ne!(whole, run(&place, &[&masters, &NEVER]).losses());
+    for set in [
+        ["cluster.workers_per_host=1", "train.zero.stage=0", "train.recompute=none"],
+        ["cluster.workers_per_host=3", "train.zero.stage=1", "train.recompute=block"],
+        ["cluster.workers_per_host=4", "train.zero.stage=2", "train.recompute=none"],
+    ] {
+        assert_eq!(run(&place, &[&alone, &NEVER, &set]).losses(), whole, "{set:?}");
+    }
+    run(&place, &[&alone, &["resume.from=never", "checkpoint.keep=0"]]);
+    let verified = place.launch(&["ckpt", "verify", "runs/tiny/checkpoints"]);
+    assert!(verified.status.success(), "{}", String::from_utf8_lossy(&verified.stderr));
+    let other = ["cluster.workers_per_host=3", "train.zero.stage=1"];
+    assert_eq!(run(&place, &[&alone, &FROM_10, &other]).losses(), whole[10..]);
+    let gathered = place.launch(&["ckpt", "gather", "runs/tiny/checkpoints/step-00000020", "gathered"]);
+    assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
+    // as the run's own folder of weights: nothing was there to be rounded
+    let weights = |folder: &str| fs::read(place.path(folder).join("model.safetensors")).unwrap();
+    assert!(weights("gathered") == weights("runs/tiny/checkpoints/weights"));
+
+    let back = run(&place, &[&masters, &FROM_10, &["checkpoint.dir=another"]]);
+    let said =
+        |ran: &Ran, what: &str| ran.kind("notice").iter().any(|n| n["message"].to_string().contains(what));
+    assert!(said(&back, "the master weights begin at their values"), "{:?}", back.kind("notice"));
+    let from = ["resume.from=another/step-00000020", "checkpoint.dir=third", "train.steps=22"];
+    let again = run(&place, &[&alone, &from]);
+    assert!(said(&again, "rounded to bf16, once, to the nearest"), "{:?}", again.kind("notice"));
+}
+
+#[test]
 fn fp16_skips_steps_that_overflow_tells_each_and_counts_them() {
     let place = Place::new();
     let fp16 = ["train.precision=fp16", "train.loss_scale.initial_scale_power=32"];

@@ -5,10 +5,10 @@ use crate::{
     gpu::places,
     life::STAGING,
     model::{self, Model},
-    optim::state_vectors,
+    optim::{room_len, state_vectors},
     params::Unit,
     resume::check_adapters,
-    stages::{dtype_of, resolve, resolve_lora},
+    stages::{resolve, resolve_lora, weights_of},
     train::{experts, workspace::Workspace},
     trained::{self, LORA_FROM, first_backward},
     zero::{
@@ -158,7 +158,8 @@ impl Memory<'_> {
     fn estimate(&self, rank: u32) -> MemoryEstimate {
         let policy =
             Policy::of_stage(self.train.zero.stage).with_experts(self.train.experts.parallel as usize);
-        let dtype = dtype_of(self.train.precision);
+        let weights = weights_of(self.train);
+        let dtype = weights.dtype;
         let own: u64 = self.own_lengths(rank as usize).iter().sum::<usize>() as u64;
         let own_trained: u64 = self.own_trained(rank as usize).iter().sum::<usize>() as u64;
         let all: u64 = self.mine(rank as usize).map(|u| u.len() as u64).sum();
@@ -170,18 +171,19 @@ impl Memory<'_> {
         let (b, t) = (self.train.batch.micro as usize, self.train.data.seq_len as usize);
         let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
         let computed = if policy.shard_parameters { own } else { all };
-        let master = if policy.keeps_own(dtype) { own } else { all };
+        let master = if policy.keeps_own(true) { own } else { all };
         let half = dtype != Dtype::F32;
         let updated = if policy.shard_optimizer { own_trained } else { all_trained };
         let (gathered, gradients) = self.moving(policy, rank as usize);
-        let saved = 4 * (own + own_trained * states);
+        let saved = weights.updated.size() as u64 * own + 4 * own_trained * states;
         let offload = self.train.zero.offload.is_some();
         let copies = if self.job.checkpoint.r#async && !offload { saved } else { 0 };
         let first = first_backward(self.units);
         let on_gpu = self.job.cluster.trains_on_gpus();
         let mut parts = vec![
             ("parameters".to_string(), dtype.size() as u64 * computed),
-            ("master weights".into(), if half { 4 * master } else { 0 }),
+            ("master weights".into(), if weights.has_masters() { 4 * master } else { 0 }),
+            ("weights being updated".into(), 4 * self.widened_weights(policy, rank as usize)),
             (
                 "optimizer states".into(),
                 4 * states * if offload { self.at_hand(policy, rank as usize) } else { updated },
@@ -216,6 +218,18 @@ impl Memory<'_> {
         parts.retain(|(_, bytes)| *bytes > 0);
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
+    }
+
+    /// Elements of weights in bf16 without masters that are updated as f32 at a time.
+    fn widened_weights(&self, policy: Policy, rank: usize) -> u64 {
+        if !self.train.rounds_stochastically() {
+            return 0;
+        }
+        let updated = |u: &Unit| match policy.shard_optimizer {
+            true => Partition::new(u, self.world).range(rank),
+            false => 0..u.len(),
+        };
+        room_len(self.mine(rank).map(|u| (u, updated(u)))) as u64
     }
 
     /// Of layers with experts: rows, when they are spread evenly, and what of gradients by several slots is summed.

@@ -18,7 +18,7 @@ use crate::{
     storage::Layout,
     train::loss_scale::State,
 };
-use ckpt::{Checkpoint, Facts, Foreign, Found, Source, TensorInfo};
+use ckpt::{Checkpoint, Dtype, Facts, Foreign, Found, Role, Source, TensorInfo};
 use contract::{
     event::Event,
     exit::WorkerExit,
@@ -228,7 +228,7 @@ fn load(
         world: Some(facts.world),
         stage: Some(facts.stage),
     })?;
-    let mut told: Vec<String> = guessed.into_iter().collect();
+    let mut told: Vec<String> = guessed.into_iter().chain(other_masters(bound, &source.tensors())).collect();
     if !alone {
         told.extend(frozen_otherwise(&units, &source.tensors(), &anew));
         told.extend(differences(bound, facts, data));
@@ -286,6 +286,23 @@ fn cursor(bound: &ScheduleBound, facts: &Facts, path: &str) -> Result<(Cursor, O
             );
             Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(said)))
         }
+    }
+}
+
+/// Weights in fp32 that become the only ones in bf16, or the other way round.
+fn other_masters(bound: &ScheduleBound, tensors: &[TensorInfo]) -> Option<String> {
+    let kept = |dtype| tensors.iter().any(|t| t.role == Role::Weight && t.dtype == dtype);
+    let weights = bound.trainer.engine.weights();
+    match weights.updated {
+        device::Dtype::F32 if kept(Dtype::BF16) => Some(format!(
+            "the checkpoint has weights in bf16 and no fp32 master weights: {} begin at their values",
+            if weights.has_masters() { "the master weights" } else { "the fp32 weights" }
+        )),
+        device::Dtype::Bf16 if kept(Dtype::F32) => Some(
+            "train.master_weights is false here: the checkpoint's fp32 weights are rounded to bf16, once, to the nearest"
+                .into(),
+        ),
+        _ => None,
     }
 }
 
@@ -354,11 +371,13 @@ fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> 
         out.push("the training data is not what the checkpoint was trained on: sample numbers go on, their content differs".into());
     }
     let there = &facts.job["train"]["precision"];
+    let masters_there = facts.job["train"]["master_weights"] != json!(false);
     if let Some(there) = Precision::deserialize(there).ok().filter(|there| *there != train.precision) {
         out.push(format!(
-            "precision is {} here and {} in the checkpoint: it goes on from the fp32 master weights",
+            "precision is {} here and {} in the checkpoint: it goes on from the checkpoint's {} weights",
             train.precision.name(),
-            there.name()
+            there.name(),
+            if masters_there { "fp32 master" } else { "bf16" }
         ));
     }
     if train.schedule.name != ScheduleName::Constant

@@ -10,7 +10,9 @@ use crate::{
     storage::Layout,
     zero::engine::Engine,
 };
-use ckpt::{CkptError, Facts, ModelCard, ParityReport, Piece, Role, ShardReport, Staging, TextFile};
+use ckpt::{
+    CkptError, Elements, Facts, ModelCard, ParityReport, Piece, Role, ShardReport, Staging, TextFile,
+};
 use contract::job::{CheckpointSpec, JobSpec};
 use device::{
     Buf, Dtype, Ops, View,
@@ -113,8 +115,8 @@ impl Saver {
     pub fn prepare(&mut self, running: &Running) -> Result<()> {
         let on_gpu = !running.trainer.ops.is_host();
         if on_gpu && self.in_background(running) && matches!(self.rooms, Rooms::NotAsked) {
-            let (lens, ops) = (lens(running), running.trainer.ops.clone());
-            let make = move || lens.into_iter().map(|len| ops.staging(Dtype::F32, len)).collect();
+            let (sizes, ops) = (sizes(running), running.trainer.ops.clone());
+            let make = move || sizes.into_iter().map(|(dtype, len)| ops.staging(dtype, len)).collect();
             self.rooms = Rooms::Coming(thread("checkpoint memory", make)?);
         }
         Ok(())
@@ -146,9 +148,9 @@ impl Saver {
             Rooms::Coming(rooms) => Ok(rooms.join().unwrap_or_else(|panic| {
                 let why = said(panic.as_ref());
                 self.notice = Some(format!("saves wait until the GPU's memory is copied: {why}"));
-                lens(running).into_iter().map(Buf::zeroed).collect()
+                ordinary(running)
             })),
-            Rooms::NotAsked => Ok(lens(running).into_iter().map(Buf::zeroed).collect()),
+            Rooms::NotAsked => Ok(ordinary(running)),
         }
     }
 
@@ -337,20 +339,30 @@ impl Label {
         Label { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    fn piece<'a>(&'a self, data: &'a [f32]) -> Piece<'a> {
+    fn piece<'a>(&'a self, data: View<'a>) -> Piece<'a> {
+        let data = match data.dtype() {
+            Dtype::F32 => Elements::F32(data.host()),
+            Dtype::Bf16 => Elements::Bf16(data.halves()),
+            Dtype::F16 => unreachable!("weights in fp16 have masters"),
+        };
         Piece { name: &self.name, role: self.role, start_element: self.start_element, data }
     }
 }
 
-/// Elements of each vector that this rank owns.
-fn lens(running: &Running) -> Vec<usize> {
+/// Type and elements of each vector that this rank owns.
+fn sizes(running: &Running) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
     let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
-    owned(engine, optimizer, &guards).iter().map(|o| o.values.len()).collect()
+    owned(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
+}
+
+/// Memory of the host for copies of them.
+fn ordinary(running: &Running) -> Vec<Buf> {
+    sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
 fn pieces<'a>(labels: &'a [Label], values: &'a [Buf]) -> Vec<Piece<'a>> {
-    labels.iter().zip(values).map(|(label, values)| label.piece(values.host())).collect()
+    labels.iter().zip(values).map(|(label, values)| label.piece(values.view())).collect()
 }
 
 fn thread<T: Send + 'static>(name: &str, f: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
@@ -369,9 +381,10 @@ fn write_now(
 ) -> Written {
     let copied = |v: &View| if v.is_on_host() { Buf::default() } else { ops.downloaded(*v) };
     let copies: Vec<Buf> = values.iter().map(copied).collect();
-    let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
-        label.piece(if values.is_on_host() { values.host() } else { copy.host() })
-    });
+    let pieces =
+        labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
+            label.piece(if values.is_on_host() { *values } else { copy.view() })
+        });
     let pieces: Vec<Piece> = pieces.collect();
     ckpt::write_shard(path, rank, world, &pieces)
 }
@@ -379,8 +392,9 @@ fn write_now(
 /// Bytes of all tensors of a checkpoint.
 pub fn total_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
     let states = state_roles(optimizer.spec()).len() as u64;
-    let of = |u: &Unit| u.len() as u64 + states * u.trained_len() as u64;
-    4 * engine.shards.iter().map(|s| of(&s.unit)).sum::<u64>()
+    let weight = engine.weights().updated.size() as u64;
+    let of = |u: &Unit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
+    engine.shards.iter().map(|s| of(&s.unit)).sum()
 }
 
 /// An error of the storage.

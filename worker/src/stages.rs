@@ -14,7 +14,11 @@ use crate::{
         workspace::Workspace,
     },
     trained::{self, LORA_FROM, first_backward},
-    zero::{Policy, engine::Engine, queue::Queue},
+    zero::{
+        Policy,
+        engine::{Engine, Weights},
+        queue::Queue,
+    },
 };
 use ckpt::peft::AdapterConfig;
 use comm::Comm;
@@ -161,9 +165,9 @@ impl Parameters {
         let parallel = placement.as_ref().map_or(1, |p| p.parallel);
         let policy = Policy::of_stage(train.zero.stage).with_experts(parallel);
         let slots = (train.batch.global / train.batch.micro) as usize;
-        let (zero, dtype) = (&train.zero, dtype_of(train.precision));
+        let (zero, weights) = (&train.zero, weights_of(&train));
         let held = (zero.prefetch as usize, zero.max_live_parameters);
-        let engine = Engine::new(units, policy, slots, held, dtype, queue, ops.clone())?;
+        let engine = Engine::new(units, policy, slots, held, weights, queue, ops.clone())?;
         let mut model = self.model;
         model.place(ops.as_ref());
         Ok(Sharded { train, model: model.into(), engine, ops, placement })
@@ -179,6 +183,12 @@ pub fn dtype_of(precision: Precision) -> Dtype {
     }
 }
 
+/// Element types of the parameters that a job trains.
+pub fn weights_of(train: &TrainSpec) -> Weights {
+    let dtype = dtype_of(train.precision);
+    Weights { dtype, updated: if train.rounds_stochastically() { dtype } else { Dtype::F32 } }
+}
+
 /// Fills the parameters of a unit that lie here, by logical element, so that any sharding gets the same weights; those whose
 /// names are meant. What is computed with in 16 bits is then right of these alone.
 fn initialise(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, meant: impl Fn(&str) -> bool) {
@@ -190,8 +200,7 @@ fn initialise(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, meant: impl F
             let range = from..seg.flat.end.min(from + PASSING);
             let values = &mut room.host_mut()[..range.len()];
             first_values(unit, range.clone(), seed, &meant, values);
-            let there = range.start - resident.start..range.end - resident.start;
-            engine.with_resident(u, |buf| ops.copy(buf.view_mut().slice(there), View::from(&*values)));
+            engine.fill_resident(u, range.start - resident.start, View::from(&*values));
         }
     }
     if resident == computed {
@@ -237,13 +246,14 @@ impl Sharded {
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
         let ranges = (0..units.len()).map(|u| engine.updated(u));
         let offload = train.zero.offload.as_ref();
+        let seed = train.rounds_stochastically().then_some(train.seed);
         let optimizer =
-            Optimizer::bind(ops.as_ref(), &train.optimizer, &units, &model.ties(), ranges, offload)
+            Optimizer::bind(ops.as_ref(), &train.optimizer, &units, &model.ties(), ranges, offload, seed)
                 .map_err(|f| of_job(&f))?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
         let first = first_backward(&units);
-        let (recompute, dtype, memory) = (train.recompute, engine.dtype(), ops.as_ref());
+        let (recompute, dtype, memory) = (train.recompute, engine.weights().dtype, ops.as_ref());
         let experts = Experts::new(&ops, model.as_ref(), placement.as_ref(), &engine, b * t, recompute);
         let work = || Workspace::new(memory, model.as_ref(), layers, b, t, recompute, first, dtype);
         let trainer = Trainer {

@@ -5,7 +5,7 @@ use crate::{
     optim::{Optimizer, state_vectors},
     params::{Segment, Unit, canonical_order},
     stages::ScheduleBound,
-    zero::engine::Engine,
+    zero::engine::{Engine, put},
 };
 use ckpt::{
     Checkpoint, CkptError, ModelCard, Request, Role, Source, TensorInfo, Tie, WeightShape,
@@ -206,10 +206,12 @@ pub struct Reading<'a> {
     pub meant: fn(&str) -> bool,
 }
 
-/// Reads the owned range of every vector of every unit; from a card's memory by way of the host's, a unit at a time.
+/// Reads the owned range of every vector of every unit; by way of a copy on the host, where those in a card's memory or in 16
+/// bits have one, a unit at a time.
 pub fn read_own(bound: &mut ScheduleBound, reading: &Reading) -> std::result::Result<(), CkptError> {
     let count = bound.trainer.engine.shards.len();
-    let at_once = if bound.trainer.ops.is_host() { count } else { 1 };
+    let in_place = bound.trainer.ops.is_host() && bound.trainer.engine.weights().updated == Dtype::F32;
+    let at_once = if in_place { count } else { 1 };
     (0..count)
         .step_by(at_once.max(1))
         .try_for_each(|u| read_units(bound, u..(u + at_once).min(count), reading))
@@ -254,7 +256,7 @@ fn read_units(
     Ok(())
 }
 
-/// Values that the host writes, wherever they lie.
+/// Values that the host writes as `f32`, wherever and in whichever type they lie.
 enum OnHost<'a> {
     Here(&'a mut [f32]),
     Copy { values: Buf, there: ViewMut<'a> },
@@ -262,9 +264,16 @@ enum OnHost<'a> {
 
 impl<'a> OnHost<'a> {
     fn of(ops: &dyn Ops, there: ViewMut<'a>) -> Self {
-        match there.as_view().is_on_host() {
+        let now = there.as_view();
+        if now.dtype() != Dtype::F32 {
+            let mut wide = ops.zeroed(Dtype::F32, now.len());
+            ops.cast(wide.view_mut(), now);
+            let values = if now.is_on_host() { wide } else { ops.downloaded(wide.view()) };
+            return OnHost::Copy { values, there };
+        }
+        match now.is_on_host() {
             true => OnHost::Here(there.host()),
-            false => OnHost::Copy { values: ops.downloaded(there.as_view()), there },
+            false => OnHost::Copy { values: ops.downloaded(now), there },
         }
     }
 
@@ -275,9 +284,10 @@ impl<'a> OnHost<'a> {
         }
     }
 
+    /// 16-bit ones are rounded to the nearest, which leaves those alone that were not written.
     fn put_back(self, ops: &dyn Ops) {
         if let OnHost::Copy { values, there } = self {
-            ops.copy(there, values.view());
+            put(ops, there, values.view());
         }
     }
 }

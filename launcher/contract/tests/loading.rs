@@ -58,6 +58,10 @@ fn every_shown_default_is_the_default() {
                 let text = "train: {data: {files: [a.txt]}, precision: fp16}";
                 assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
             }
+            "train.master_weights" => {
+                let text = "train: {data: {files: [a.txt]}, precision: bf16}";
+                assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
+            }
             path if path.starts_with("train.lora.") || path.starts_with("train.eval.sample.") => {
                 let text =
                     "train: {data: {files: [a.txt]}, lora: {}, eval: {files: [b.txt], sample: {prompt: a}}}";

@@ -353,8 +353,12 @@ mod tests {
     /// A checkpoint of step 3 with one weight of 4 elements and no optimizer state.
     pub(super) fn saved(root: &Path) -> PathBuf {
         let staging = ckpt::Staging::begin(root, 3, 16).expect("begun");
-        let piece =
-            ckpt::Piece { name: "w", role: Role::Weight, start_element: 0, data: &[1.0, 2.0, 3.0, 1e6] };
+        let piece = ckpt::Piece {
+            name: "w",
+            role: Role::Weight,
+            start_element: 0,
+            data: (&[1.0, 2.0, 3.0, 1e6][..]).into(),
+        };
         let report = ckpt::write_shard(staging.path(), 0, 1, &[piece]).expect("written");
         let model = json!({
             "family": "llama", "hf_config": {}, "weights": [{"name": "w", "shape": [2, 2]}],

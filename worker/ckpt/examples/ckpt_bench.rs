@@ -148,7 +148,7 @@ fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, E
         })
         .collect();
     let reports = on_each(parts, |r, data| {
-        let piece = Piece { name: "w", role: Role::Weight, start_element: starts[r], data };
+        let piece = Piece { name: "w", role: Role::Weight, start_element: starts[r], data: data.into() };
         Ok(write_shard(staging.path(), r as u32, world, &[piece])?)
     })?;
     let null = serde_json::Value::Null;

@@ -2,6 +2,7 @@
 use crate::catalog::{Facts, Role, TensorInfo, TextFile, WeightShape, require_same_model};
 use crate::cut;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
+use crate::dtype::Dtype;
 use crate::error::{CkptError, Damage, Result};
 use crate::extras::Extras;
 use crate::hash::Hash;
@@ -208,8 +209,19 @@ impl Checkpoint {
     /// The same when some of the files aren't here: `fetch` is called once, after the others are read, with all blocks
     /// that are lacking (sorted), and hands each over in that order; each is verified.
     pub fn read_many_with(&self, requests: &mut [Request<'_>], fetch: &mut Fetch<'_>) -> Result<()> {
+        self.read_stored(requests, fetch)?;
+        for request in requests.iter_mut() {
+            if self.tensor(request.name, request.role)?.dtype == Dtype::BF16 {
+                widen(request.out);
+            }
+        }
+        Ok(())
+    }
+
+    /// Each output ends with the elements as they are stored.
+    fn read_stored(&self, requests: &mut [Request<'_>], fetch: &mut Fetch<'_>) -> Result<()> {
         let mut wanted = Vec::new();
-        for request in requests {
+        for request in requests.iter_mut() {
             self.resolve(request, &mut wanted)?;
         }
         wanted.sort_by_key(|w| (w.file, w.bytes.start));
@@ -276,8 +288,11 @@ impl Checkpoint {
                 found: format!("{} elements", tensor.elements()),
             });
         }
-        let mut rest: &mut [u8] = bytemuck::cast_slice_mut(request.out);
         let size = tensor.dtype.size();
+        let all: &mut [u8] = bytemuck::cast_slice_mut(request.out);
+        // narrower elements come to lie at the end, from where they are widened
+        let skip = all.len() - all.len() / 4 * size as usize;
+        let mut rest = &mut all[skip..];
         for (i, part) in cut::cover(&tensor.pieces, Extent::elements, range) {
             let piece = &tensor.pieces[i];
             let from = piece.offset + (part.start - piece.start) * size;
@@ -352,11 +367,18 @@ impl Source for Checkpoint {
     }
 
     fn extras(&self) -> Result<Extras> {
-        Ok(Extras { native: Some(Box::new(self.facts().clone())), ..Extras::default() })
+        let precision = (self.weights_dtype() == Dtype::BF16).then_some(Dtype::BF16);
+        Ok(Extras { native: Some(Box::new(self.facts().clone())), precision, ..Extras::default() })
     }
 
     fn step(&self) -> Option<u64> {
         Some(self.facts().step)
+    }
+
+    fn weights_dtype(&self) -> Dtype {
+        let weights = self.manifest.tensors.iter().filter(|t| t.role == Role::Weight && t.elements() > 0);
+        let (narrow, wide): (Vec<_>, Vec<_>) = weights.partition(|t| t.dtype == Dtype::BF16);
+        if wide.is_empty() && !narrow.is_empty() { Dtype::BF16 } else { Dtype::F32 }
     }
 
     /// A run always lists its groups, also where its optimizer keeps no states.
@@ -412,6 +434,17 @@ impl Source for Checkpoint {
             .flat_map(|t| t.pieces.iter().map(|p| p.file))
             .collect();
         self.require_here(|file| files.contains(&file))
+    }
+}
+
+/// The bf16 numbers in the second half of `out` become its elements.
+fn widen(out: &mut [f32]) {
+    let len = out.len();
+    for i in 0..len {
+        // what is written at `i` lies at or before the halves that are still to be read
+        let halves: &[u16] = bytemuck::cast_slice(out);
+        let half = halves[len + i];
+        out[i] = f32::from_bits(u32::from(half) << 16);
     }
 }
 

@@ -100,7 +100,7 @@ pub(crate) fn assemble(
     if !ranks.iter().copied().eq(0..facts.world) {
         return Err(CkptError::invalid(format!("reports of ranks {ranks:?} for a world of {}", facts.world)));
     }
-    let mut pieces: HashMap<(Role, String), Vec<Extent>> = HashMap::new();
+    let mut pieces: HashMap<(Role, String), (Dtype, Vec<Extent>)> = HashMap::new();
     let mut files = Vec::with_capacity(reports.len());
     for (file, report) in reports.into_iter().enumerate() {
         if report.world != facts.world || report.file != shard_name(report.rank, facts.world) {
@@ -111,7 +111,14 @@ pub(crate) fn assemble(
         }
         for p in report.pieces {
             let extent = Extent { start: p.start, count: p.count, file, offset: p.offset };
-            pieces.entry((p.role, p.name)).or_default().push(extent);
+            let (dtype, held) = pieces.entry((p.role, p.name)).or_insert((p.dtype, Vec::new()));
+            if *dtype != p.dtype {
+                return Err(CkptError::invalid(format!(
+                    "pieces of one {} are {dtype} and {}",
+                    p.role, p.dtype
+                )));
+            }
+            held.push(extent);
         }
         files.push(FileEntry { name: report.file, bytes: report.bytes, blocks: report.blocks, host: None });
     }
@@ -125,8 +132,8 @@ pub(crate) fn assemble(
             let empty = t.shape.contains(&0) && present;
             let empty = empty && !(role.is_optimizer_state() && frozen.contains(t.name.as_str()));
             match pieces.remove(&(role, t.name.clone())) {
-                Some(held) => tensors.push(entry(role, t, held)),
-                None if empty => tensors.push(entry(role, t, Vec::new())),
+                Some((dtype, held)) => tensors.push(entry(role, t, dtype, held)),
+                None if empty => tensors.push(entry(role, t, Dtype::F32, Vec::new())),
                 None => {}
             }
         }
@@ -146,9 +153,9 @@ pub(crate) fn assemble(
 }
 
 /// One tensor with all its pieces.
-fn entry(role: Role, t: &WeightShape, mut pieces: Vec<Extent>) -> TensorEntry {
+fn entry(role: Role, t: &WeightShape, dtype: Dtype, mut pieces: Vec<Extent>) -> TensorEntry {
     pieces.sort_by_key(|e| e.start);
-    TensorEntry { name: t.name.clone(), role, dtype: Dtype::F32, shape: t.shape.clone(), pieces }
+    TensorEntry { name: t.name.clone(), role, dtype, shape: t.shape.clone(), pieces }
 }
 
 /// How a folder takes the place of another.

@@ -34,7 +34,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// How to gather.
 #[derive(Clone, Debug)]
 pub struct GatherOptions {
-    /// F32, BF16 or F16; `None`: as stored.
+    /// F32, BF16 or F16; `None`: as a checkpoint of ours keeps them, of others F32.
     pub dtype: Option<Dtype>,
     /// Files are begun anew before they would exceed this many bytes of tensors; a larger tensor has its own file.
     pub max_shard_size: u64,
@@ -143,7 +143,7 @@ struct Plan {
 
 impl Plan {
     fn new(checkpoint: &dyn Source, options: &GatherOptions, stem: &str) -> Result<Plan> {
-        let dtype = options.dtype.unwrap_or(Dtype::F32);
+        let dtype = options.dtype.unwrap_or_else(|| checkpoint.weights_dtype());
         if !dtype.is_float() {
             return Err(CkptError::invalid(format!("weights are gathered as F32, BF16 or F16, not {dtype}")));
         }

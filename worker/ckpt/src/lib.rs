@@ -64,7 +64,7 @@ pub use parity::{ParityReport, write_parity};
 pub use pickle::Object;
 pub use repair::{RepairOptions, RepairReport, repair};
 pub use root::{Found, Newest, find, find_trained, latest, list, newest, step_name};
-pub use save::{Piece, PieceReport, ShardReport, Staging, write_shard};
+pub use save::{Elements, Piece, PieceReport, ShardReport, Staging, write_shard};
 pub use source::Source;
 pub use state::{Group, LossScale, TrainingState};
 pub use verify::{CheckpointReport, Shard, VerifyOptions, VerifyReport, verify, verify_with};

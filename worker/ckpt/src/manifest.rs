@@ -24,6 +24,8 @@ const FORMAT: &str = "launch checkpoint";
 const VERSION: u32 = 1;
 /// With parity, or with shards on several hosts: it says on which.
 const EXTENDED_VERSION: u32 = 2;
+/// With weights in bf16, and what version 2 may have.
+const NARROW_VERSION: u32 = 3;
 /// The most hosts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
 const OPENING: &str = "{\"blake3\":\"";
@@ -44,7 +46,7 @@ pub(crate) struct Manifest {
     pub(crate) hosts: Vec<Host>,
     pub(crate) files: Vec<FileEntry>,
     pub(crate) tensors: Vec<TensorEntry>,
-    /// A stripe of parity per rank; version 2 has them, version 1 has none.
+    /// A stripe of parity per rank; version 1 has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
@@ -64,7 +66,7 @@ pub(crate) struct FileEntry {
     pub(crate) bytes: u64,
     /// BLAKE3 of each [`BLOCK`] of the file; the last may be shorter.
     pub(crate) blocks: Vec<Hash>,
-    /// Index into [`Manifest::hosts`]; only in version 2.
+    /// Index into [`Manifest::hosts`]; not in version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) host: Option<usize>,
 }
@@ -132,14 +134,28 @@ impl Manifest {
         parity: Option<Vec<FileEntry>>,
     ) -> Manifest {
         let (blake3, format) = ("0".repeat(64), FORMAT.to_owned());
-        let version = if parity.is_some() { EXTENDED_VERSION } else { VERSION };
         let (block_bytes, hosts) = (BLOCK as u64, Vec::new());
-        Manifest { blake3, format, version, facts, block_bytes, hosts, files, tensors, parity }
+        let mut manifest =
+            Manifest { blake3, format, version: VERSION, facts, block_bytes, hosts, files, tensors, parity };
+        manifest.version = manifest.version_for();
+        manifest
+    }
+
+    /// The oldest version that can say all of it.
+    fn version_for(&self) -> u32 {
+        if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
+            NARROW_VERSION
+        } else if self.parity.is_some() || !self.hosts.is_empty() {
+            EXTENDED_VERSION
+        } else {
+            VERSION
+        }
     }
 
     /// The same with the host of each shard, by rank.
     pub(crate) fn scattered(mut self, hosts: Vec<Host>, host_of: &[usize]) -> Manifest {
-        (self.version, self.hosts) = (EXTENDED_VERSION, hosts);
+        self.hosts = hosts;
+        self.version = self.version_for();
         for (file, host) in self.files.iter_mut().zip(host_of) {
             file.host = Some(*host);
         }
@@ -214,9 +230,9 @@ impl Manifest {
         let bad = |why: String| CkptError::damaged(path, MANIFEST, why);
         let (_, zeroed) = Manifest::unsealed(text).map_err(|why| bad(why.into()))?;
         let head: Head = serde_json::from_slice(&zeroed).map_err(|e| bad(e.to_string()))?;
-        if head.format != FORMAT || !(VERSION..=EXTENDED_VERSION).contains(&head.version) {
+        if head.format != FORMAT || !(VERSION..=NARROW_VERSION).contains(&head.version) {
             let what = format!(
-                "it is {:?} version {}, and this program reads {FORMAT:?} version {VERSION} or {EXTENDED_VERSION}",
+                "it is {:?} version {}, and this program reads {FORMAT:?} version {VERSION} to {NARROW_VERSION}",
                 head.format, head.version
             );
             return Err(CkptError::Unsupported { path: path.to_owned(), what });
@@ -257,8 +273,9 @@ impl Manifest {
             return Err(format!("blocks of {} bytes, not {BLOCK}", self.block_bytes));
         }
         self.check_files()?;
-        if (self.parity.is_some() || !self.hosts.is_empty()) != (self.version == EXTENDED_VERSION) {
-            return Err(format!("version {} with or without parity or hosts", self.version));
+        let version = self.version_for();
+        if version != self.version {
+            return Err(format!("it says version {}, and has what is of version {version}", self.version));
         }
         if let Some(parity) = &self.parity {
             crate::parity::check(&self.files, parity)?;
@@ -306,7 +323,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Version 2 says of every shard on which of its hosts it is; version 1 knows no hosts.
+    /// With hosts it says of every shard on which of them it is.
     fn check_hosts(&self) -> std::result::Result<(), String> {
         if self.hosts.is_empty() {
             return match self.files.iter().all(|f| f.host.is_none()) {
@@ -337,8 +354,12 @@ impl Manifest {
     ) -> std::result::Result<(), String> {
         check_name(&tensor.name)?;
         let label = tensor.label();
-        if tensor.dtype != Dtype::F32 {
-            return Err(format!("{label} is {}, but state is kept as F32", tensor.dtype));
+        let narrow = tensor.role == Role::Weight && tensor.dtype == Dtype::BF16;
+        if tensor.dtype != Dtype::F32 && !narrow {
+            return Err(format!(
+                "{label} is {}, but state is kept as F32, weights also as BF16",
+                tensor.dtype
+            ));
         }
         let total =
             elements(&tensor.shape).ok_or(format!("{label} has the impossible shape {:?}", tensor.shape))?;
@@ -395,13 +416,13 @@ impl Manifest {
         }
     }
 
-    /// What the header of a shard must say: key → (elements, byte range in the file).
-    pub(crate) fn expected_header(&self, file: usize) -> HashMap<String, (u64, Range<u64>)> {
+    /// What the header of a shard must say: key → (element type, elements, byte range in the file).
+    pub(crate) fn expected_header(&self, file: usize) -> HashMap<String, (Dtype, u64, Range<u64>)> {
         let mut expected = HashMap::new();
         for tensor in &self.tensors {
             for piece in tensor.pieces.iter().filter(|p| p.file == file && p.count > 0) {
                 let key = safetensors::piece_key(tensor.role, &tensor.name, piece.start);
-                expected.insert(key, (piece.count, piece.bytes(tensor.dtype)));
+                expected.insert(key, (tensor.dtype, piece.count, piece.bytes(tensor.dtype)));
             }
         }
         expected

@@ -75,7 +75,44 @@ pub struct Piece<'a> {
     pub role: Role,
     /// Index in the whole tensor of the first element of `data`.
     pub start_element: u64,
-    pub data: &'a [f32],
+    pub data: Elements<'a>,
+}
+
+/// Elements as a shard keeps them.
+#[derive(Clone, Copy, Debug)]
+pub enum Elements<'a> {
+    F32(&'a [f32]),
+    /// Of weights only: those of a run that has no others.
+    Bf16(&'a [u16]),
+}
+
+impl<'a> From<&'a [f32]> for Elements<'a> {
+    fn from(values: &'a [f32]) -> Self {
+        Elements::F32(values)
+    }
+}
+
+impl Elements<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Elements::F32(values) => values.len(),
+            Elements::Bf16(values) => values.len(),
+        }
+    }
+
+    fn dtype(&self) -> Dtype {
+        match self {
+            Elements::F32(_) => Dtype::F32,
+            Elements::Bf16(_) => Dtype::BF16,
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Elements::F32(values) => bytemuck::cast_slice(values),
+            Elements::Bf16(values) => bytemuck::cast_slice(values),
+        }
+    }
 }
 
 /// Where a piece lies in its shard.
@@ -83,6 +120,7 @@ pub struct Piece<'a> {
 pub struct PieceReport {
     pub name: String,
     pub role: Role,
+    pub dtype: Dtype,
     pub start: u64,
     pub count: u64,
     /// Byte offset in the file.
@@ -107,13 +145,13 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) 
     if rank >= world {
         return Err(CkptError::invalid(format!("rank {rank} of a world of {world}")));
     }
-    let pieces: Vec<&Piece<'_>> = pieces.iter().filter(|p| !p.data.is_empty()).collect();
+    let pieces: Vec<&Piece<'_>> = pieces.iter().filter(|p| p.data.len() > 0).collect();
     let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
     let key = |p: &Piece<'_>| safetensors::piece_key(p.role, p.name, p.start_element);
     let planned: Vec<Planned<'_>> = pieces
         .iter()
         .zip(&shapes)
-        .map(|(p, shape)| Planned { name: key(p), dtype: Dtype::F32, shape })
+        .map(|(p, shape)| Planned { name: key(p), dtype: p.data.dtype(), shape })
         .collect();
     let mut seen = HashSet::new();
     if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {
@@ -127,10 +165,10 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) 
     writer.write(&header)?;
     let mut reports = Vec::with_capacity(pieces.len());
     for p in pieces {
-        writer.write(bytemuck::cast_slice(p.data))?;
-        let (name, count) = (p.name.to_owned(), p.data.len() as u64);
-        reports.push(PieceReport { name, role: p.role, start: p.start_element, count, offset });
-        offset += count * 4;
+        writer.write(p.data.bytes())?;
+        let (name, dtype, count) = (p.name.to_owned(), p.data.dtype(), p.data.len() as u64);
+        reports.push(PieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
+        offset += count * dtype.size();
     }
     let (bytes, blocks) = writer.finish()?;
     Ok(ShardReport { rank, world, file, bytes, blocks, pieces: reports })

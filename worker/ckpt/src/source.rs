@@ -1,6 +1,7 @@
 //! What weights can be gathered from: a checkpoint of ours or of others.
 use crate::catalog::{Role, TensorInfo, TextFile};
 use crate::checkpoint::Request;
+use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::extras::Extras;
 use crate::state::TrainingState;
@@ -44,6 +45,11 @@ pub trait Source: Sync {
 
     /// Optimizer steps done, where it says so.
     fn step(&self) -> Option<u64>;
+
+    /// The type that its weights are gathered in unless another is asked for: BF16 when it has no more of them.
+    fn weights_dtype(&self) -> Dtype {
+        Dtype::F32
+    }
 
     /// What it says of itself beside its tensors.
     fn state(&self) -> TrainingState;

@@ -395,7 +395,7 @@ fn header_problem(folder: &Folder, manifest: &Manifest, file: usize) -> Option<S
     let mut expected = manifest.expected_header(file);
     for e in &header.entries {
         let elements: u64 = e.shape.iter().product();
-        if expected.remove(&e.name) != Some((elements, e.bytes.clone())) {
+        if expected.remove(&e.name) != Some((e.dtype, elements, e.bytes.clone())) {
             return Some(format!("its header has {}, which the manifest has not or elsewhere", e.name));
         }
     }

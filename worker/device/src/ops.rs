@@ -10,7 +10,7 @@
 //! **Determinism.** The result of every op is a function of its arguments alone: bit-equal for any number of threads
 //! and for any alignment of the buffers. Reductions over rows have one fixed shape.
 use crate::fp8::Fp8;
-use crate::mem::{Buf, View, ViewMut};
+use crate::mem::{Buf, Dtype, View, ViewMut};
 use crate::storage::Storage;
 
 /// `=` or `+=`.
@@ -213,6 +213,30 @@ impl Dropout {
     /// Factor of what is kept.
     pub(crate) fn keep(&self) -> f32 {
         (1.0 / (1.0 - self.share)) as f32
+    }
+}
+
+/// Which way each element of a part of a tensor is rounded: up with the share of the step that it has gone from the number below.
+///
+/// Element `i` of the tensor takes the upper 16 bits of word `i mod 4` of the block `⌊i / 4⌋` at the sample 0 and the step
+/// ([`crate::philox::words`]), so it depends on nothing but these numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StochasticRounding {
+    /// Of the random numbers.
+    pub key: [u32; 2],
+    /// Number of the part's first element in its tensor.
+    pub first: u64,
+    /// Optimizer step.
+    pub step: u64,
+}
+
+impl StochasticRounding {
+    /// Refuses a result of another type than bf16, and elements and steps that have no numbers of their own.
+    #[track_caller]
+    pub(crate) fn check(&self, y: &ViewMut) {
+        let (op, dtype, end) = ("round_stochastically", y.dtype(), self.first.saturating_add(y.len() as u64));
+        assert!(dtype == Dtype::Bf16, "{op}: the result is {dtype:?}, not Bf16");
+        assert!(end <= 1 << 45 && self.step < 1 << 42, "{op}: element {end} at step {}", self.step);
     }
 }
 
@@ -539,6 +563,9 @@ pub trait Ops: Storage {
 
     /// `y = x`, rounded to the nearest (ties to even) where `y` is narrower, widened exactly where it is wider.
     fn cast(&self, y: ViewMut, x: View);
+    /// `y = x`, `f32` to bf16, by [`StochasticRounding`]: the expected value is `x`. What bf16 has is not changed, infinities and
+    /// NaN included; nothing finite becomes infinite.
+    fn round_stochastically(&self, y: ViewMut, x: View, draw: &StochasticRounding);
     /// `y += x`
     fn add(&self, y: ViewMut, x: View);
     /// `y *= s`

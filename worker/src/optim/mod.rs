@@ -1,9 +1,11 @@
 //! Optimizer states of this rank's part and their update.
 mod muon;
+mod narrow;
 mod place;
 mod rooms;
 pub mod schedule;
 
+pub use narrow::room_len;
 pub use place::States;
 
 use crate::{
@@ -17,6 +19,7 @@ use device::{
     Ops, View, ViewMut,
     ops::{AdamW, Lion, Sgd},
 };
+use narrow::{Narrow, in_f32};
 use rooms::Rooms;
 use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 
@@ -62,6 +65,8 @@ pub struct Optimizer {
     /// Per unit, per parameter: updates that it has had fewer than the run has done steps.
     late: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
+    /// Of weights in bf16 that have no masters.
+    narrow: Option<Narrow>,
     /// Behind the units: these wait for copies to and from the rooms when they are dropped.
     rooms: Rooms,
 }
@@ -79,7 +84,8 @@ pub struct UnitStates {
 }
 
 impl Optimizer {
-    /// Zero states for the given range of each unit.
+    /// Zero states for the given range of each unit. `rounding`: the run's seed, where weights in bf16 have no masters and are
+    /// rounded stochastically.
     pub fn bind(
         ops: &dyn Ops,
         spec: &OptimizerSpec,
@@ -87,6 +93,7 @@ impl Optimizer {
         ties: &[Tie],
         ranges: impl Iterator<Item = Range<usize>>,
         offload: Option<&Offload>,
+        rounding: Option<u64>,
     ) -> Result<Self, Vec<Fault>> {
         let Groups { numbers, of } = trained::groups(spec, units, ties)?;
         let (first, second) = state_vectors(spec);
@@ -98,8 +105,18 @@ impl Optimizer {
         let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![no_place(offload, &e)])?;
         let whole = whole_matrices(spec, units);
         let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
+        let narrow = rounding.map(|seed| Narrow::new(ops, seed, units, &states));
         let rooms = Rooms::of(ops, &states);
-        Ok(Optimizer { spec: spec.clone(), groups: numbers, group_of: of, whole, late, units: states, rooms })
+        Ok(Optimizer {
+            spec: spec.clone(),
+            groups: numbers,
+            group_of: of,
+            whole,
+            late,
+            units: states,
+            narrow,
+            rooms,
+        })
     }
 
     /// Says by how many updates parameters are behind the run; those not named are not. (A group that another program
@@ -197,7 +214,7 @@ impl Optimizer {
     /// Moves the parts of whole matrices of unit `u` that the bound range has. `directions`: the unit's whole trained
     /// vector.
     fn move_whole(
-        &self,
+        &mut self,
         ops: &dyn Ops,
         u: usize,
         unit: &Unit,
@@ -215,7 +232,10 @@ impl Optimizer {
             let (keep, by) =
                 ((1.0 - lr * n.weight_decay) as f32, (lr * muon::lr_factor(rows, columns)) as f32);
             let p = params.part(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
-            ops.blend(p, keep, direction.view().slice(seg.elements), -by);
+            let direction = direction.view().slice(seg.elements.clone());
+            in_f32(&mut self.narrow, ops, (u, &seg), step.step, p, |p, r| {
+                ops.blend(p, keep, direction.slice(r), -by);
+            });
         }
     }
 
@@ -248,8 +268,11 @@ impl Optimizer {
             }
             let n = &self.groups[self.group_of[u][seg.param]];
             let own_step = step.step.saturating_sub(self.late[u][seg.param]).max(1);
-            let step = StepFacts { step: own_step, lr: step.lr * n.lr_scale, ..step };
-            update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, step);
+            let own = StepFacts { step: own_step, lr: step.lr * n.lr_scale, ..step };
+            in_f32(&mut self.narrow, ops, (u, &seg), step.step, p, |p, piece| {
+                let r = r.start + piece.start..r.start + piece.end;
+                update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, own);
+            });
         }
     }
 }

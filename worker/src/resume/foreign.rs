@@ -1,5 +1,5 @@
 //! Going on from a checkpoint that another program wrote: the training state where it is whole, or weights alone.
-use super::{Resumed, Tell, agree_on_damage, fit::*, frozen_otherwise};
+use super::{Resumed, Tell, agree_on_damage, fit::*, frozen_otherwise, other_masters};
 use crate::{
     agree::agree,
     error::{Error, Result},
@@ -52,6 +52,9 @@ pub(super) fn load(
         notices.extend(frozen_otherwise(&units, &source.tensors(), &fit.anew));
         notices.extend(differences(bound, source, &fit, &units, cursor.step));
         notices.extend(loss_scale(bound, source));
+    }
+    if bound.train().rounds_stochastically() {
+        notices.extend(other_masters(bound, &source.tensors()));
     }
     notices.extend(left_out(source, &fit));
     let facts = source.facts();

@@ -7,7 +7,7 @@ use crate::{
     agree::agree,
     error::{Error, Result},
 };
-use ckpt::{CkptError, Run, Sink, Source, TensorInfo, TextFile, TrainingState};
+use ckpt::{CkptError, Dtype, Run, Sink, Source, TensorInfo, TextFile, TrainingState};
 use device::Buf;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -178,6 +178,10 @@ impl Source for Scattered {
 
     fn step(&self) -> Option<u64> {
         Source::step(&self.checkpoint)
+    }
+
+    fn weights_dtype(&self) -> Dtype {
+        self.checkpoint.weights_dtype()
     }
 
     fn state(&self) -> TrainingState {

@@ -113,7 +113,7 @@ impl Experts {
         recompute: Recompute,
     ) -> Option<Self> {
         let (sparse, placement) = (model.sparse()?, placement?);
-        let (shape, rank, dtype) = (sparse.shape(), engine.rank(), engine.dtype());
+        let (shape, rank, dtype) = (sparse.shape(), engine.rank(), engine.weights().dtype);
         let layers = of_layers(sparse, placement, engine, rank % placement.parallel);
         let count = layers.iter().flatten().count();
         let sets = if recompute == Recompute::None { count } else { count.min(1) };

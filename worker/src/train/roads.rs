@@ -84,7 +84,7 @@ impl Roads {
     ) -> Self {
         let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
         let of = |dtype| Lane::of(ops.as_ref(), dtype);
-        let (rows, weights) = (of(engine.dtype()), of(Dtype::F32));
+        let (rows, weights) = (of(engine.weights().dtype), of(Dtype::F32));
         Roads { ops, queue, world, rank, group, limit, width, rows, weights }
     }
 

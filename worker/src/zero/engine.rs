@@ -12,7 +12,7 @@ use super::{
 };
 use crate::params::Unit;
 use comm::{Comm, Result, Whole};
-use device::{Buf, Dtype, Ops, View, needed_for, storage::Mark};
+use device::{Buf, Dtype, Ops, View, ViewMut, needed_for, storage::Mark};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -30,14 +30,30 @@ pub struct Shard {
     pub part: Partition,
     /// Elements per rank of vectors of the trained tensors alone: gradients, optimizer states.
     trained: Vec<usize>,
-    /// [`Engine::resident`]: the parameters that the optimizer updates, in `f32`.
+    /// [`Engine::resident`]: the parameters that the optimizer updates.
     params: RwLock<Buf>,
-    /// With a 16-bit precision: what ops compute with, the owned part or everything (policy), rounded from `params`.
+    /// Where those are masters of 16-bit ones: what ops compute with, the owned part or everything (policy), rounded from `params`.
     rounded: Option<RwLock<Buf>>,
     /// Everybody's part of what ops compute with, where ranks have memory in common: nothing is gathered then.
     whole: Option<Whole>,
     /// Partial sums of gradients: of the owned part, or of everything (policy).
     grads: Mutex<FoldStack>,
+}
+
+/// The parameters' element types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Weights {
+    /// Of those that ops compute with.
+    pub dtype: Dtype,
+    /// Of those that the optimizer updates: `F32` or the same.
+    pub updated: Dtype,
+}
+
+impl Weights {
+    /// Are there two of each parameter?
+    pub fn has_masters(&self) -> bool {
+        self.dtype != self.updated
+    }
 }
 
 /// The parameters of a unit, whole, for as long as they are held.
@@ -60,7 +76,7 @@ pub struct Engine {
     pub slots: Slots,
     rank: usize,
     world: usize,
-    dtype: Dtype,
+    weights: Weights,
     ops: Arc<dyn Ops>,
     queue: Arc<Queue>,
     prefetch: usize,
@@ -92,18 +108,18 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Engine {
-    /// Allocates this rank's part of every unit, zeroed. `dtype`: of the parameters that ops compute with; `prefetch` and
-    /// `max_live` as `zero` in the job has them.
+    /// Allocates this rank's part of every unit, zeroed. `prefetch` and `max_live` as `zero` in the job has them.
     pub fn new(
         units: Vec<Unit>,
         policy: Policy,
         slots: usize,
         (prefetch, max_live): (usize, u64),
-        dtype: Dtype,
+        weights: Weights,
         queue: Queue,
         ops: Arc<dyn Ops>,
     ) -> Result<Self> {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
+        let dtype = weights.dtype;
         let parameters = |dtype, len| needed_for("the parameters", || ops.zeroed(dtype, len));
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
@@ -120,9 +136,12 @@ impl Engine {
             let of_owners = |len: usize| if unit.owners.has(rank) { len } else { 0 };
             let part_of = |sharded: bool| if sharded { own } else { of_owners(unit.len()) };
             let computed = shared.unwrap_or_else(|| parameters(dtype, part_of(policy.shard_parameters)));
-            let (params, rounded) = match dtype {
-                Dtype::F32 => (computed, None),
-                _ => (parameters(Dtype::F32, part_of(policy.keeps_own(dtype))), Some(RwLock::new(computed))),
+            let (params, rounded) = match weights.has_masters() {
+                false => (computed, None),
+                true => (
+                    parameters(weights.updated, part_of(policy.keeps_own(true))),
+                    Some(RwLock::new(computed)),
+                ),
             };
             let params = RwLock::new(params);
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
@@ -137,7 +156,7 @@ impl Engine {
             slots: Slots { slots, world, interleaved: policy.shard_gradients },
             rank,
             world,
-            dtype,
+            weights,
             ops,
             queue: Arc::new(queue),
             prefetch,
@@ -181,15 +200,15 @@ impl Engine {
         self.shards[u].trained[self.rank]
     }
 
-    /// Element type of the parameters that ops compute with.
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
+    /// Element types of the parameters.
+    pub fn weights(&self) -> Weights {
+        self.weights
     }
 
-    /// Flat range of unit `u` whose `f32` parameters lie here all the time. With a 16-bit precision these are the ones that
-    /// this rank updates.
+    /// Flat range of unit `u` whose parameters lie here all the time as the optimizer updates them. Of masters these are the
+    /// ones that this rank updates.
     pub fn resident(&self, u: usize) -> Range<usize> {
-        self.own_or_whole(u, self.policy.keeps_own(self.dtype))
+        self.own_or_whole(u, self.policy.keeps_own(self.weights.has_masters()))
     }
 
     /// Flat range of unit `u` whose parameters lie here all the time as ops compute with them.
@@ -207,17 +226,21 @@ impl Engine {
         if sharded || !unit.owners.has(self.rank) { self.own(u) } else { 0..unit.len() }
     }
 
-    /// With a 16-bit precision: rounds `values` into what ops compute with, from element `at` of [`Engine::computed`] on.
+    /// Where masters are kept: rounds `values` into what ops compute with, from element `at` of [`Engine::computed`] on.
     pub fn round_from(&self, u: usize, at: usize, values: View) {
         if let Some(rounded) = &self.shards[u].rounded {
-            let mut room = Buf::default();
-            let there = self.ops.at_hand(values, &mut room);
-            self.ops.cast(write(rounded).view_mut().slice(at..at + values.len()), there);
+            put(self.ops.as_ref(), write(rounded).view_mut().slice(at..at + values.len()), values);
         }
     }
 
+    /// `values` become resident parameters of unit `u`, from element `at` of [`Engine::resident`] on: rounded to the nearest where
+    /// those are 16 bits.
+    pub fn fill_resident(&self, u: usize, at: usize, values: View) {
+        put(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
+    }
+
     /// After the resident parameters of unit `u` changed in the same way on every rank that keeps them whole: rounds what
-    /// lies here of them. Nothing in `f32`.
+    /// lies here of them. Nothing without masters.
     pub fn refresh(&self, u: usize) {
         self.shards[u].round(self.ops.as_ref(), self.resident(u), self.computed(u));
     }
@@ -502,7 +525,8 @@ impl Engine {
         }
         let (shards, ops, own) = (self.shards.clone(), self.ops.clone(), self.own(u));
         let (resident, computed) = (self.resident(u), self.computed(u));
-        let (keeps_own, messages) = (self.policy.keeps_own(self.dtype), self.messages.clone());
+        let (keeps_own, messages) =
+            (self.policy.keeps_own(self.weights.has_masters()), self.messages.clone());
         self.publishing.push(self.queue.submit(move |comm: &dyn Comm| {
             let (s, messages) = (&shards[u], &mut lock(&messages));
             if keeps_own {
@@ -527,7 +551,7 @@ impl Shard {
         self.rounded.as_ref().unwrap_or(&self.params)
     }
 
-    /// Rounds the resident parameters to where they lie among the computed ones. Nothing in `f32`.
+    /// Rounds the resident parameters to where they lie among the computed ones. Nothing without masters.
     fn round(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
         let Some(rounded) = &self.rounded else { return };
         let (mut to, from) = (write(rounded), read(&self.params));
@@ -550,6 +574,15 @@ impl Shard {
         let mine = ops.copied(whole.view().slice(own.start - here.start..own.end - here.start));
         gather(comm, ops, messages, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
     }
+}
+
+/// `to` becomes `values`, which may lie elsewhere: rounded to the nearest where it is narrower.
+pub(crate) fn put(ops: &dyn Ops, to: ViewMut, values: View) {
+    if to.dtype() == values.dtype() {
+        return ops.copy(to, values);
+    }
+    let mut room = Buf::default();
+    ops.cast(to, ops.at_hand(values, &mut room));
 }
 
 fn write(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {

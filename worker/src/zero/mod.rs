@@ -9,8 +9,6 @@ pub mod partition;
 pub mod pool;
 pub mod queue;
 
-use device::Dtype;
-
 /// What a ZeRO stage means, as three independent choices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -41,12 +39,10 @@ impl Policy {
         Policy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
     }
 
-    /// Does a rank keep `f32` parameters of its own part alone? With a 16-bit precision they belong to the optimizer's states.
-    pub fn keeps_own(&self, computed_with: Dtype) -> bool {
-        match computed_with {
-            Dtype::F32 => self.shard_parameters,
-            Dtype::Bf16 | Dtype::F16 => self.shard_optimizer,
-        }
+    /// Does a rank keep the parameters that are updated of its own part alone? `f32` masters of 16-bit ones belong to the
+    /// optimizer's states.
+    pub fn keeps_own(&self, masters: bool) -> bool {
+        if masters { self.shard_optimizer } else { self.shard_parameters }
     }
 }
 

@@ -173,7 +173,7 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
 /// Logits of the batch that was just computed, from the head's input, with weights as ops compute with them.
 pub(crate) fn logits(running: &Running, case: &Case) -> Vec<f32> {
     let t = &running.trainer;
-    let (m, d, v, dtype) = (t.batch.rows(), t.model.hidden(), t.model.vocab(), t.engine.dtype());
+    let (m, d, v, dtype) = (t.batch.rows(), t.model.hidden(), t.model.vocab(), t.engine.weights().dtype);
     let mut weights: BTreeMap<String, Buf> = BTreeMap::new();
     params(running, |name, values| {
         let mut rounded = Buf::zeroed_as(dtype, values.len());

@@ -73,6 +73,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         },
         zero: ZeroSpec { stage, prefetch: 1, max_live_parameters: 0, offload: None },
         precision: Precision::Fp32,
+        master_weights: true,
         loss_scale: LossScaleSpec::default(),
         batch: BatchSpec { global, micro },
         optimizer: OptimizerSpec {

@@ -21,6 +21,7 @@ pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
     secrets(d, job);
     if let Some(train) = &job.train {
         batch(d, train);
+        master_weights(d, train);
         loss_scale(d, train);
         model(d, &train.model);
         experts(d, &train.experts);
@@ -143,6 +144,15 @@ fn batch(d: &mut Decoder, train: &TrainSpec) {
             format!("`train.batch.global` ({global}) is not a multiple of `train.batch.micro` ({micro})"),
             &format!("the nearest multiples are {nearest}"),
         );
+    }
+}
+
+/// fp32 weights are their own masters, and fp16 has too few exponents to be the only weights.
+fn master_weights(d: &mut Decoder, train: &TrainSpec) {
+    const KEY: &str = "train.master_weights";
+    if d.clean(&["train.precision"]) && d.map.is_given(KEY) && !train.precision.is_bf16() {
+        let message = format!("`{KEY}` has an effect with `train.precision: bf16` and `fp8` only");
+        d.refuse(KEY, message, "remove it, or set `train.precision: bf16`");
     }
 }
 

@@ -180,6 +180,7 @@ pub static KEYS: &[Key] = &[
     key("train.zero.max_live_parameters", "integer of 0 or more", "0"),
     key("train.zero.offload", "`none`, `{optimizer: cpu}` or `{optimizer: path}`", "none"),
     key("train.precision", "`fp32`, `bf16`, `fp16` or `fp8`", "fp32"),
+    key("train.master_weights", "`true` or `false`", "true"),
     section("train.loss_scale"),
     key("train.loss_scale.initial_scale_power", "integer from 0 to 32", "16"),
     key("train.loss_scale.loss_scale_window", "integer of 1 or more", "2000"),

@@ -231,6 +231,9 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         y.key("offload", offload.unwrap_or_else(|| "none".to_owned()));
     });
     y.key("precision", t.precision.name());
+    if t.precision.is_bf16() {
+        y.key("master_weights", t.master_weights);
+    }
     if t.precision == Precision::Fp16 {
         y.section("loss_scale", |y| {
             y.key("initial_scale_power", t.loss_scale.initial_scale_power);

@@ -21,6 +21,10 @@ pub struct TrainSpec {
     pub data: DataSpec,
     pub zero: ZeroSpec,
     pub precision: Precision,
+    /// Are there fp32 master weights beside those that are computed with? Without them the weights in bf16 are the only ones
+    /// (`Bf16` and `Fp8`).
+    #[serde(default = "kept")]
+    pub master_weights: bool,
     /// `Fp16` only.
     #[serde(default)]
     pub loss_scale: LossScaleSpec,
@@ -43,6 +47,18 @@ pub struct TrainSpec {
     /// Low-rank adapters, which then are all that is trained.
     #[serde(default)]
     pub lora: Option<LoraSpec>,
+}
+
+/// What jobs without the key mean.
+fn kept() -> bool {
+    true
+}
+
+impl TrainSpec {
+    /// Are the weights in 16 bits the only ones?
+    pub fn rounds_stochastically(&self) -> bool {
+        self.precision.is_bf16() && !self.master_weights
+    }
 }
 
 /// `model:` — the family and its numbers, by their Hugging Face names.
@@ -171,6 +187,11 @@ pub enum Precision {
 }
 
 impl Precision {
+    /// Are weights and activations bfloat16?
+    pub fn is_bf16(self) -> bool {
+        matches!(self, Precision::Bf16 | Precision::Fp8)
+    }
+
     /// As job.yaml says it.
     pub fn name(self) -> &'static str {
         match self {
@@ -307,6 +328,7 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
         experts: experts::decode(d, t),
         zero: zero(d, t),
         precision: d.get(t, "train.precision", choice(PRECISIONS, &[])),
+        master_weights: d.get(t, "train.master_weights", boolean),
         loss_scale: loss_scale(d, t),
         batch: batch(d, t),
         schedule: schedule(d, t, optimizer.lr, steps),

@@ -16,12 +16,30 @@ pub(super) struct FilePlan {
 pub(super) enum Content {
     /// As `torch.save` writes it.
     Torch(TorchPlan),
-    /// A shard of ours: role and name of each piece are those of its only span.
-    Shard { rank: u32, pieces: Vec<(usize, Range<u64>)> },
+    /// A shard of ours.
+    Shard { rank: u32, pieces: Vec<ShardPiece> },
     /// A small file.
     Bytes(Vec<u8>),
     /// Another file's content: a hard link where that can be.
     Same(PathBuf),
+}
+
+/// A range of a tensor of the source, as a shard of ours keeps it.
+#[derive(Clone)]
+pub(super) struct ShardPiece {
+    pub(super) tensor: usize,
+    pub(super) elements: Range<u64>,
+    pub(super) dtype: Dtype,
+}
+
+impl ShardPiece {
+    pub(super) fn count(&self) -> u64 {
+        self.elements.end - self.elements.start
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.count() * self.dtype.size()
+    }
 }
 
 /// Values, and the storages of their tensors.
@@ -73,7 +91,7 @@ impl FilePlan {
     pub(super) fn bytes(&self) -> u64 {
         match &self.content {
             Content::Torch(plan) => plan.bytes(),
-            Content::Shard { pieces, .. } => pieces.iter().map(|(_, r)| 4 * (r.end - r.start)).sum(),
+            Content::Shard { pieces, .. } => pieces.iter().map(ShardPiece::bytes).sum(),
             Content::Bytes(bytes) => bytes.len() as u64,
             Content::Same(_) => 0,
         }

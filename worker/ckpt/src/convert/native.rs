@@ -1,11 +1,12 @@
 //! A checkpoint of ours from one of another program, or of ours for another number of ranks.
-use super::file::{Content, FilePlan};
+use super::file::{Content, FilePlan, ShardPiece};
 use super::groups::Group;
 use super::run::Done;
 use super::state::State;
 use super::{ConvertOptions, Plan};
-use crate::catalog::{Facts, LATE, ModelCard, Role, WeightShape};
+use crate::catalog::{Facts, LATE, ModelCard, Role, TensorInfo, WeightShape};
 use crate::commit::write_manifest;
+use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::manifest::shard_name;
 use crate::root::{LATEST, latest_text, step_name};
@@ -38,9 +39,10 @@ pub(super) fn plan(state: &mut State, _options: &ConvertOptions) -> Result<Plan>
         let part = |&i: &usize| {
             let n = u128::from(state.elements(i));
             let cut = |r: u64| (n * u128::from(r) / u128::from(world)) as u64;
-            (i, cut(rank.into())..cut(u64::from(rank) + 1))
+            let elements = cut(rank.into())..cut(u64::from(rank) + 1);
+            ShardPiece { tensor: i, elements, dtype: kept_in(state, i) }
         };
-        let pieces = kept.iter().map(part).filter(|(_, r)| r.start < r.end).collect();
+        let pieces = kept.iter().map(part).filter(|p| p.count() > 0).collect();
         let path = format!("{folder}/{}", shard_name(rank, state.world));
         files.push(FilePlan { path, content: Content::Shard { rank, pieces } });
     }
@@ -49,6 +51,13 @@ pub(super) fn plan(state: &mut State, _options: &ConvertOptions) -> Result<Plan>
         content: Content::Bytes(latest_text(state.step).into_bytes()),
     });
     Ok(Plan { files, stage: Some(state.stage), world: state.world })
+}
+
+/// Of a run of ours that has no other weights than those in bf16 they stay so; everything else is F32.
+fn kept_in(state: &State, tensor: usize) -> Dtype {
+    let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
+    let narrow = state.extras.native.is_some() && *role == Role::Weight && *dtype == Dtype::BF16;
+    if narrow { Dtype::BF16 } else { Dtype::F32 }
 }
 
 /// Writes the manifest when all shards are there.

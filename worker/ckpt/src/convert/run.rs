@@ -1,7 +1,7 @@
 //! Writes planned files in parallel. Each worker reads ahead, converts, and hands over to the thread that writes; what it
 //! needs of memory is the same for every size of file.
 use super::earlier::{shard_is_sound, torch_is_sound};
-use super::file::{Content, FilePlan, Span, TorchPlan};
+use super::file::{Content, FilePlan, ShardPiece, Span, TorchPlan};
 use super::output::{Finished, Output};
 use super::state::State;
 use super::steps::{Loaded, Step, WINDOW, steps};
@@ -18,7 +18,6 @@ use crate::source::Source;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::fs;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -229,31 +228,38 @@ impl Shared<'_> {
         writer.finish()
     }
 
-    fn shard(&self, path: &Path, rank: u32, pieces: &[(usize, Range<u64>)]) -> Result<ShardReport> {
-        let of = |i: usize| &self.tensors[i];
-        let shapes: Vec<[u64; 1]> = pieces.iter().map(|(_, r)| [r.end - r.start]).collect();
+    fn shard(&self, path: &Path, rank: u32, pieces: &[ShardPiece]) -> Result<ShardReport> {
+        let of = |p: &ShardPiece| &self.tensors[p.tensor];
+        let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.count()]).collect();
         let planned: Vec<Planned<'_>> = pieces
             .iter()
             .zip(&shapes)
-            .map(|((i, r), shape)| {
-                let name = safetensors::piece_key(of(*i).role, &of(*i).name, r.start);
-                Planned { name, dtype: Dtype::F32, shape }
+            .map(|(p, shape)| {
+                let name = safetensors::piece_key(of(p).role, &of(p).name, p.elements.start);
+                Planned { name, dtype: p.dtype, shape }
             })
             .collect();
         let header = safetensors::shard_header(rank, self.world, &planned).map_err(CkptError::invalid)?;
         let mut writer = FileWriter::with(path.to_owned(), WritePath::Direct, true, self.buffers.clone())?;
         writer.write(&header)?;
-        let spans: Vec<Span> = pieces.iter().map(|(i, r)| Span::Of(*i, r.clone())).collect();
-        let steps: Vec<Step> = steps(Dtype::F32, &spans);
-        self.stream(&steps, |_, loaded| match loaded {
-            Loaded::Values(values) => writer.write(bytemuck::cast_slice(values)),
+        let alike = pieces.chunk_by(|a, b| a.dtype == b.dtype).map(|run| {
+            let spans: Vec<Span> = run.iter().map(|p| Span::Of(p.tensor, p.elements.clone())).collect();
+            (run[0].dtype, spans)
+        });
+        let alike: Vec<(Dtype, Vec<Span>)> = alike.collect();
+        let steps: Vec<Step> = alike.iter().flat_map(|(dtype, spans)| steps(*dtype, spans)).collect();
+        let mut narrow = Narrow::default();
+        self.stream(&steps, |step, loaded| match (step, loaded) {
+            (Step::Window { dtype, .. }, Loaded::Values(values)) => {
+                writer.write(narrow.convert(*dtype, values))
+            }
             _ => Ok(()),
         })?;
         let (mut offset, mut reports) = (header.len() as u64, Vec::with_capacity(pieces.len()));
-        for (i, r) in pieces {
-            let (name, role, count) = (of(*i).name.clone(), of(*i).role, r.end - r.start);
-            reports.push(PieceReport { name, role, start: r.start, count, offset });
-            offset += count * 4;
+        for p in pieces {
+            let (name, role, start, count) = (of(p).name.clone(), of(p).role, p.elements.start, p.count());
+            reports.push(PieceReport { name, role, dtype: p.dtype, start, count, offset });
+            offset += p.bytes();
         }
         let (bytes, blocks) = writer.finish()?;
         let file = shard_name(rank, self.world);

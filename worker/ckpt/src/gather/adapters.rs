@@ -1,6 +1,7 @@
 //! What is gathered of a checkpoint with low-rank adapters: a folder as PEFT writes it, or the model with its adapters merged.
 use crate::catalog::{Role, TensorInfo, TextFile};
 use crate::checkpoint::Request;
+use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::peft::{ADAPTER_CONFIG, AdapterConfig, PREFIX, STEM, adapter_of, is_adapter, matrix_of};
 use crate::source::Source;
@@ -75,6 +76,10 @@ impl Source for Alone<'_> {
             })
             .collect();
         self.inner.read_many(&mut renamed)
+    }
+
+    fn weights_dtype(&self) -> Dtype {
+        self.inner.weights_dtype()
     }
 
     fn step(&self) -> Option<u64> {

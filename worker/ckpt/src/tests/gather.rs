@@ -121,8 +121,8 @@ fn save_values(root: &Path, data: &[f32]) -> Checkpoint {
     let facts = facts(1, 1, &[("before", &[2]), ("w", &[data.len() as u64])]);
     let staging = Staging::begin(root, 1, data.len() as u64 * 4).expect("begun");
     let pieces = [
-        Piece { name: "before", role: Role::Weight, start_element: 0, data: &[0.5, 0.25] },
-        Piece { name: "w", role: Role::Weight, start_element: 0, data },
+        Piece { name: "before", role: Role::Weight, start_element: 0, data: (&[0.5, 0.25][..]).into() },
+        Piece { name: "w", role: Role::Weight, start_element: 0, data: data.into() },
     ];
     let report = write_shard(staging.path(), 0, 1, &pieces).expect("written");
     Checkpoint::open(&commit(staging, facts, vec![report]).expect("complete").path).expect("complete")

@@ -11,6 +11,7 @@ mod gather;
 mod groups;
 mod kill;
 mod kinds;
+mod narrow;
 mod parity;
 mod peft;
 mod pickled;
@@ -99,7 +100,12 @@ fn write_shards(staging: &Path, facts: &Facts) -> Result<Vec<ShardReport>> {
         let held: Vec<_> = all.iter().map(piece).collect();
         let pieces: Vec<Piece<'_>> = held
             .iter()
-            .map(|(role, name, from, data)| Piece { name, role: *role, start_element: *from as u64, data })
+            .map(|(role, name, from, data)| Piece {
+                name,
+                role: *role,
+                start_element: *from as u64,
+                data: data[..].into(),
+            })
             .collect();
         reports.push(write_shard(staging, rank as u32, facts.world, &pieces)?);
     }

@@ -62,7 +62,7 @@ proptest! {
         let mut reports = Vec::new();
         for (rank, held) in cut(&case, &facts).iter().enumerate() {
             let pieces: Vec<Piece<'_>> = held.iter()
-                .map(|(i, role, start, data)| Piece { name: &names[*i], role: *role, start_element: *start, data }).collect();
+                .map(|(i, role, start, data)| Piece { name: &names[*i], role: *role, start_element: *start, data: data[..].into() }).collect();
             reports.insert(0, write_shard(staging.path(), rank as u32, case.world, &pieces).expect("written"));
         }
         let path = commit(staging, facts.clone(), reports).expect("complete").path;
@@ -159,7 +159,7 @@ fn reports_are_plain_data() {
     let dir = fast_dir();
     let staging = Staging::begin(dir.path(), 1, 0).expect("begun");
     let data = [1.0, 2.0];
-    let piece = Piece { name: "a", role: Role::Momentum, start_element: 4, data: &data };
+    let piece = Piece { name: "a", role: Role::Momentum, start_element: 4, data: data[..].into() };
     let report = write_shard(staging.path(), 0, 1, &[piece]).expect("written");
     let json = serde_json::to_string(&report).expect("serialises");
     assert_eq!(serde_json::from_str::<ShardReport>(&json).expect("reads"), report);

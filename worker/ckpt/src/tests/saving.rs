@@ -96,7 +96,7 @@ fn frozen_weights_need_no_optimizer_state_and_others_do() {
             .collect();
         let pieces: Vec<Piece<'_>> = held
             .iter()
-            .map(|(name, role, data)| Piece { name, role: *role, start_element: 0, data })
+            .map(|(name, role, data)| Piece { name, role: *role, start_element: 0, data: data[..].into() })
             .collect();
         let report = write_shard(staging.path(), 0, 1, &pieces)?;
         commit(staging, facts.clone(), vec![report])
@@ -118,7 +118,7 @@ fn frozen_weights_need_no_optimizer_state_and_others_do() {
 fn a_piece_is_given_once() {
     let dir = fast_dir();
     let staging = Staging::begin(dir.path(), 1, 0).expect("begun");
-    let piece = Piece { name: "a", role: Role::Weight, start_element: 0, data: &[1.0] };
+    let piece = Piece { name: "a", role: Role::Weight, start_element: 0, data: (&[1.0][..]).into() };
     let error = write_shard(staging.path(), 0, 1, &[piece, piece]).expect_err("twice").to_string();
     assert!(error.contains("rank 0 gives weight/a@0 twice"), "{error}");
     assert!(write_shard(staging.path(), 1, 1, &[]).is_err());

@@ -26,6 +26,7 @@ mod rope;
 mod router;
 mod rows;
 mod simd;
+mod stochastic;
 mod storage;
 mod swiglu;
 #[cfg(target_arch = "x86_64")]
@@ -34,7 +35,7 @@ mod x86;
 use crate::mem::{View, ViewMut};
 use crate::ops::{
     AdamW, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, Group, HeadRows, LayerNorm, Lion, Ops,
-    RouterGradient, RouterShape, Sgd, Write,
+    RouterGradient, RouterShape, Sgd, StochasticRounding, Write,
 };
 pub use classifier::classifier_rows;
 use half::Out;
@@ -472,6 +473,11 @@ impl Ops for Cpu {
 
     fn cast(&self, y: ViewMut, x: View) {
         half::cast(self, y, x.into());
+    }
+
+    fn round_stochastically(&self, y: ViewMut, x: View, draw: &StochasticRounding) {
+        draw.check(&y);
+        stochastic::round_stochastically(self, y.halves(), x.host(), *draw);
     }
 
     fn offset(&self, y: ViewMut, s: f32) {

@@ -3,7 +3,7 @@ use super::card::{Launch, Param};
 use super::compile::FLAT;
 use super::{Address, Cuda, Tensor, expect_len, floats, must};
 use crate::mem::{View, ViewMut};
-use crate::ops::{AdamW, Dropout, Lion, NORM_BLOCK, Sgd};
+use crate::ops::{AdamW, Dropout, Lion, NORM_BLOCK, Sgd, StochasticRounding};
 
 pub(super) fn cast(cuda: &Cuda, y: ViewMut, x: View) {
     expect_len("cast", "x", x.len(), y.len());
@@ -80,6 +80,31 @@ pub(super) fn dropout(cuda: &Cuda, x: ViewMut, d: &Dropout) {
     };
     let blocks = samples * d.sample.div_ceil(4);
     cuda.each(FLAT, c"dropout", blocks, &[&Tensor::from(&x), &(blocks as i64), &scalars]);
+}
+
+/// `RoundingScalars` of flat.cu.
+#[repr(C)]
+struct RoundingScalars {
+    first: i64,
+    step: u64,
+    key: [u32; 2],
+}
+
+// SAFETY: struct RoundingScalars of flat.cu.
+unsafe impl Param for RoundingScalars {}
+
+pub(super) fn round_stochastically(cuda: &Cuda, y: ViewMut, x: View, draw: &StochasticRounding) {
+    expect_len("round_stochastically", "x", x.len(), y.len());
+    let StochasticRounding { key, first, step } = *draw;
+    let scalars = RoundingScalars { first: first as i64, step, key };
+    // Blocks of four elements of the tensor, of which the first and the last may lie in the part only partly.
+    let blocks = match x.len() as u64 {
+        0 => 0,
+        len => ((first + len - 1) / 4 - first / 4 + 1) as usize,
+    };
+    let arguments: [&dyn Param; 5] =
+        [&Tensor::from(&y), &floats(x), &(x.len() as i64), &(blocks as i64), &scalars];
+    cuda.each(FLAT, c"round_stochastically", blocks, &arguments);
 }
 
 /// One launch for each vector, one wait for all.

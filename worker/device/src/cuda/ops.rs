@@ -7,7 +7,7 @@ use super::{
 use crate::mem::{Buf, Dtype, View, ViewMut};
 use crate::ops::{
     AdamW, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, Group, HeadRows, LayerNorm, Lion, NORM_BLOCK,
-    Ops, RouterGradient, RouterShape, Sgd, Write,
+    Ops, RouterGradient, RouterShape, Sgd, StochasticRounding, Write,
 };
 
 /// A matrix of a product.
@@ -489,6 +489,11 @@ impl Ops for Cuda {
 
     fn cast(&self, y: ViewMut, x: View) {
         flat::cast(self, y, x);
+    }
+
+    fn round_stochastically(&self, y: ViewMut, x: View, draw: &StochasticRounding) {
+        draw.check(&y);
+        flat::round_stochastically(self, y, x, draw);
     }
 
     fn add(&self, y: ViewMut, x: View) {

@@ -1,8 +1,9 @@
 //! The cases: each op with its backward on one shape.
 use super::{Given, Outcome, Pair, Random, Worst, any, poison, wide};
+use crate::Dtype;
 use crate::ops::{
     AdamW, AttentionShape, ClassifierGrads, Dropout, Group, HeadRows, IGNORE, LayerNorm, Lion, NORM_BLOCK,
-    RouterGradient, RouterShape, Sgd, Write,
+    Ops, RouterGradient, RouterShape, Sgd, StochasticRounding, Write,
 };
 use std::cell::RefCell;
 
@@ -339,7 +340,36 @@ pub(super) fn flat(p: &Pair, seed: u64, n: usize) -> Outcome {
         }
     })?;
     worst += vectors(p, &mut r, n)?;
+    worst += rounding(p, &mut r, n)?;
     Ok(worst)
+}
+
+/// Stochastic rounding, bit by bit: of usual numbers, and of every exponent, infinities and NaN.
+fn rounding(p: &Pair, r: &mut Random, n: usize) -> Outcome {
+    let values: Vec<f32> = (0..n)
+        .map(|i| match i % 3 {
+            0 => f32::from_bits((r.next() >> 7) as u32),
+            1 => f32::from_bits(0x7f7f_0000 | (r.next() >> 7) as u32 & 0x8000_ffff), // the largest
+            _ => r.vec(1)[0],
+        })
+        .collect();
+    let (key, step) = ([n as u32, 11], (1 << 40) + 3);
+    for first in [0, 1, 4096, (1 << 34) - 2] {
+        let draw = StochasticRounding { key, first, step };
+        let run = |ops: &dyn Ops| {
+            let (x, mut y) = (ops.copied(values[..].into()), ops.zeroed(Dtype::Bf16, n));
+            ops.round_stochastically(y.view_mut(), x.view(), &draw);
+            ops.downloaded(y.view()).view().halves().to_vec()
+        };
+        let (want, got) = (run(&p.cpu), run(p.cuda));
+        if let Some(at) = (0..n).find(|&i| want[i] != got[i]) {
+            let (x, got, want) = (values[at], got[at], want[at]);
+            return Err(format!(
+                "{x:e} is rounded to {got:#x} on the card, to {want:#x} on the CPU ({draw:?})"
+            ));
+        }
+    }
+    Ok(Worst::default())
 }
 
 /// What few models and Muon need, and copies inside the backend's memory.

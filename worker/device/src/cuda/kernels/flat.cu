@@ -74,6 +74,34 @@ KERNEL dropout(Tensor x, i64 blocks, DropoutScalars d) {
     }
 }
 
+struct RoundingScalars {
+    i64 first;
+    u64 step;
+    u32 key[2];
+};
+
+// Rounded away from zero when the lower 16 bits and `random`, 16 bits too, carry. Nothing finite becomes infinite; what is no
+// number stays none.
+DEVICE u16 to_bf16_by(float x, u32 random) {
+    u32 bits = (u32)__float_as_int(x), magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
+    u16 sum = (u16)((bits + random) >> 16);
+    return magnitude < 0x7f800000u && (sum & 0x7fff) == 0x7f80 ? (u16)(sum - 1) : sum;
+}
+
+// Each thread draws for four elements of the tensor (Philox4x32-10), of which the part has some.
+KERNEL round_stochastically(Tensor y, const float* x, i64 n, i64 blocks, RoundingScalars d) {
+    EACH(i, blocks) {
+        i64 block = d.first / 4 + i;
+        u32 c[4];
+        random_words(c, d.key, (u64)block, 0, d.step);
+        for (i64 j = 0; j < 4; j++) {
+            i64 at = 4 * block + j - d.first;
+            if (at >= 0 && at < n) ((u16*)y.at)[at] = to_bf16_by(x[at], c[j] >> 16);
+        }
+    }
+}
+
 // One block of threads per `width` elements, a multiple of 8.
 KERNEL norm_blocks(double* out, Tensor x, i64 n, i64 width) {
     i64 first = (i64)blockIdx.x * width, end = first + width < n ? first + width : n;
