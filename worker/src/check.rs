@@ -13,6 +13,7 @@ use crate::{
     trained::{self, LORA_FROM, first_backward},
     zero::{
         Policy, Slots,
+        engine::rounds_on_fetch,
         fold::buffers,
         groups,
         live::{self, Fetch},
@@ -170,7 +171,11 @@ impl Memory<'_> {
         };
         let (b, t) = (self.train.batch.micro as usize, self.train.data.seq_len as usize);
         let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
-        let computed = if policy.shard_parameters { own } else { all };
+        let computed = match policy.shard_parameters {
+            true if self.rounds_on_fetch(policy) => 0,
+            true => own,
+            false => all,
+        };
         let master = if policy.keeps_own(true) { own } else { all };
         let half = dtype != Dtype::F32;
         let updated = if policy.shard_optimizer { own_trained } else { all_trained };
@@ -297,7 +302,7 @@ impl Memory<'_> {
             };
             // What a backward writes of a unit that is frozen in part, before its trained tensors are put together.
             let mixed = trained.filter(|u| !u.all_trained()).map(Unit::len).max().unwrap_or(0);
-            return (0, (whole * buffers(mine, true) + finished + mixed) as u64);
+            return (self.gathered(policy, rank), (whole * buffers(mine, true) + finished + mixed) as u64);
         }
         // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
         let mut pool = PoolPlan::default();
@@ -364,7 +369,8 @@ impl Memory<'_> {
 
     /// Elements of gathered parameters, by the decisions that the engine takes.
     fn gathered(&self, policy: Policy, rank: usize) -> u64 {
-        if !policy.shard_parameters || self.world == 1 {
+        let rounds = self.rounds_on_fetch(policy);
+        if !policy.shard_parameters || (self.world == 1 && !rounds) {
             return 0;
         }
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
@@ -375,7 +381,7 @@ impl Memory<'_> {
         // What stays after one slot is there for the next.
         let once = self.fetches(rank);
         let order = if self.train.batch.global > self.train.batch.micro { once.repeat(2) } else { once };
-        let order = order.into_iter().filter(|&u| self.units[u].owners.below(self.world) > 1);
+        let order = order.into_iter().filter(|&u| rounds || self.units[u].owners.below(self.world) > 1);
         let fetches = live::plan(order, len, self.train.zero.max_live_parameters);
         if common {
             return self.peers_parts(&fetches, |u| len(u) - own[u]);
@@ -401,7 +407,13 @@ impl Memory<'_> {
                 }
             }
         }
-        pool.allocated as u64
+        // The own part, where it is rounded before it travels.
+        let part = if rounds && self.world > 1 { own.into_iter().max().unwrap_or(0) } else { 0 };
+        (pool.allocated + part) as u64
+    }
+
+    fn rounds_on_fetch(&self, policy: Policy) -> bool {
+        rounds_on_fetch(policy, weights_of(self.train), !self.job.cluster.trains_on_gpus())
     }
 
     /// Do the ranks read each other's parameters where those lie? On one host they have memory in common.

@@ -12,7 +12,7 @@ use comm::{
 use contract::{
     control::Welcome,
     env,
-    job::{ClusterSpec, Collectives, Precision},
+    job::{ClusterSpec, Collectives, Numerics, Precision},
     probe::LibraryLook,
 };
 use device::{
@@ -85,6 +85,9 @@ impl Device {
         let cuda = Cuda::open(&places, 0, kernel_cache()).map_err(unusable)?;
         if welcome.job.train.as_ref().is_some_and(|train| train.precision == Precision::Fp8) {
             cuda.check_fp8().map_err(|e| Error::job(format!("train.precision: {e}")))?;
+        }
+        if welcome.job.train.as_ref().is_some_and(|train| train.numerics == Numerics::Fast) {
+            cuda.time_products();
         }
         cuda.warm_up().map_err(unusable)?;
         if let Some(why) = cuda.unkept_kernels() {

@@ -7,7 +7,7 @@ use super::{
     groups::{Messages, gather, runs_of, trade_runs},
     live::{self, Fetch},
     partition::Partition,
-    pool::Pool,
+    pool::{Pool, grow},
     queue::{Queue, Ticket},
 };
 use crate::params::Unit;
@@ -33,6 +33,7 @@ pub struct Shard {
     /// [`Engine::resident`]: the parameters that the optimizer updates.
     params: RwLock<Buf>,
     /// Where those are masters of 16-bit ones: what ops compute with, the owned part or everything (policy), rounded from `params`.
+    /// Not where they are rounded for each use ([`rounds_on_fetch`]).
     rounded: Option<RwLock<Buf>>,
     /// Everybody's part of what ops compute with, where ranks have memory in common: nothing is gathered then.
     whole: Option<Whole>,
@@ -54,6 +55,12 @@ impl Weights {
     pub fn has_masters(&self) -> bool {
         self.dtype != self.updated
     }
+}
+
+/// Are the 16-bit parameters that ops compute with rounded from their masters for each use, not kept beside them? On a card, where
+/// they are gathered anyway: two bytes less for each parameter, and the rounding is little work beside the gather.
+pub fn rounds_on_fetch(policy: Policy, weights: Weights, on_host: bool) -> bool {
+    policy.shard_parameters && weights.has_masters() && !on_host
 }
 
 /// The parameters of a unit, whole, for as long as they are held.
@@ -83,6 +90,8 @@ pub struct Engine {
     /// Most gathered elements that stay between two uses.
     max_live: u64,
     gathered: Arc<Mutex<Pool>>,
+    /// The own part of a unit that is being gathered, where it is rounded for that.
+    rounded_part: Arc<Mutex<Buf>>,
     whole_grads: Arc<Mutex<Pool>>,
     /// Emptied stacks of [`Engine::runs`], each with the mark behind which it is.
     run_grads: Arc<Mutex<Vec<(FoldStack, Mark)>>>,
@@ -135,13 +144,12 @@ impl Engine {
             let own = part.range(rank).len();
             let of_owners = |len: usize| if unit.owners.has(rank) { len } else { 0 };
             let part_of = |sharded: bool| if sharded { own } else { of_owners(unit.len()) };
-            let computed = shared.unwrap_or_else(|| parameters(dtype, part_of(policy.shard_parameters)));
+            let computed = || shared.unwrap_or_else(|| parameters(dtype, part_of(policy.shard_parameters)));
+            let masters = || parameters(weights.updated, part_of(policy.keeps_own(true)));
             let (params, rounded) = match weights.has_masters() {
-                false => (computed, None),
-                true => (
-                    parameters(weights.updated, part_of(policy.keeps_own(true))),
-                    Some(RwLock::new(computed)),
-                ),
+                false => (computed(), None),
+                true if rounds_on_fetch(policy, weights, ops.is_host()) => (masters(), None),
+                true => (masters(), Some(RwLock::new(computed()))),
             };
             let params = RwLock::new(params);
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
@@ -150,6 +158,7 @@ impl Engine {
             Ok(Shard { unit, part, trained, params, rounded, whole, grads })
         });
         let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
+        let rounded_part = Arc::new(Mutex::new(ops.zeroed(dtype, 0)));
         Ok(Engine {
             shards,
             policy,
@@ -162,6 +171,7 @@ impl Engine {
             prefetch,
             max_live,
             gathered: Arc::new(Mutex::new(Pool::of(dtype))),
+            rounded_part,
             whole_grads: Arc::new(Mutex::new(Pool::of(Dtype::F32))),
             run_grads: Arc::default(),
             messages: Arc::default(),
@@ -274,7 +284,12 @@ impl Engine {
     }
 
     fn needs_gather(&self, u: usize) -> bool {
-        self.policy.shard_parameters && self.shards[u].unit.owners.below(self.world) > 1
+        let is_shared = self.policy.shard_parameters && self.shards[u].unit.owners.below(self.world) > 1;
+        is_shared || self.rounds_on_fetch()
+    }
+
+    fn rounds_on_fetch(&self) -> bool {
+        rounds_on_fetch(self.policy, self.weights, self.ops.is_host())
     }
 
     /// The whole parameters of unit `u`: waits for their gather, unless they stayed, and starts the next ones.
@@ -306,12 +321,24 @@ impl Engine {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let take = || lock(&self.gathered).take(self.ops.as_ref(), len);
         let mut whole = needed_for("gathered parameters", take);
-        let (ops, messages) = (self.ops.clone(), self.messages.clone());
+        let (ops, messages, rounded) = (self.ops.clone(), self.messages.clone(), self.rounded_part.clone());
+        let (rounds, alone) = (self.rounds_on_fetch(), shards[u].unit.owners.below(self.world) == 1);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let own = read(s.values());
             let (to, messages) = (whole.view_mut().slice(0..len), &mut lock(&messages));
-            gather(comm, ops.as_ref(), messages, s.unit.owners, s.part.counts(), to, own.view())?;
+            let mut exchange =
+                |to, own| gather(comm, ops.as_ref(), messages, s.unit.owners, s.part.counts(), to, own);
+            if !rounds {
+                exchange(to, own.view())?;
+            } else if alone {
+                ops.cast(to, own.view());
+            } else {
+                let mut mine = lock(&rounded);
+                let mut mine = needed_for("gathered parameters", || grow(ops.as_ref(), &mut mine, own.len()));
+                ops.cast(mine.reborrow(), own.view());
+                exchange(to, mine.as_view())?;
+            }
             Ok(whole)
         })
     }

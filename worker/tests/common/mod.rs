@@ -91,6 +91,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         steps: 20,
         seed: 7,
         recompute: Recompute::None,
+        numerics: Numerics::default(),
         eval: None,
         freeze: Vec::new(),
         train_only: Vec::new(),

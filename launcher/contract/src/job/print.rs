@@ -257,6 +257,7 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
             Recompute::Block => "block",
         },
     );
+    y.key("numerics", t.numerics.name());
     if !t.freeze.is_empty() {
         y.key("freeze", texts(&t.freeze));
     }

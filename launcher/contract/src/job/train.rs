@@ -37,6 +37,8 @@ pub struct TrainSpec {
     pub steps: u64,
     pub seed: u64,
     pub recompute: Recompute,
+    #[serde(default)]
+    pub numerics: Numerics,
     pub eval: Option<EvalSpec>,
     /// Patterns of parameters that are not trained.
     #[serde(default)]
@@ -275,6 +277,26 @@ pub enum ScheduleName {
     Wsd,
 }
 
+/// `numerics:` — what products on GPUs may depend on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Numerics {
+    /// On nothing but the job: the same bits for any number of workers.
+    #[default]
+    Reproducible,
+    /// On the clock, too: of each product the library's algorithm that was the fastest on this host.
+    Fast,
+}
+
+impl Numerics {
+    /// As job.yaml says it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Numerics::Reproducible => "reproducible",
+            Numerics::Fast => "fast",
+        }
+    }
+}
+
 /// `recompute:` — what is computed again in the backward pass instead of kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Recompute {
@@ -340,6 +362,11 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
             t,
             "train.recompute",
             choice(&[("none", Recompute::None), ("block", Recompute::Block)], &[]),
+        ),
+        numerics: d.get(
+            t,
+            "train.numerics",
+            choice(&[("reproducible", Numerics::Reproducible), ("fast", Numerics::Fast)], &[]),
         ),
         eval: eval(d, t),
         freeze: d.opt(t, "train.freeze", list("a list of patterns", text)).unwrap_or_default(),

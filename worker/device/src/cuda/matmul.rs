@@ -336,8 +336,8 @@ impl Products {
         Ok(all)
     }
 
-    /// Seconds that some runs of a product take by this algorithm; none if it can't. What the result held is as before where it
-    /// is added to, else unspecified.
+    /// Seconds that some runs of a product take by this algorithm; none if it can't, or there is no room to try. What the result
+    /// held is as before where it is added to, else unspecified.
     fn time(
         &self,
         card: &Arc<Card>,
@@ -346,9 +346,10 @@ impl Products {
         candidate: &Heuristic,
     ) -> Result<Option<f64>> {
         let elements = (p.m - 1) * p.c.stride + p.n;
-        let sums = p.add.then(|| card.allocate(elements * p.output.size())).transpose()?;
-        let there = Product { c: Matrix { at: sums.as_ref().map_or(p.c.at, |sums| sums.at()), ..p.c }, ..*p };
-        let workspace = card.allocate(candidate.workspace.max(1))?;
+        let room = |bytes| card.allocate(bytes).ok();
+        let sums = room(if p.add { elements * p.output.size() } else { 0 });
+        let (Some(sums), Some(workspace)) = (sums, room(candidate.workspace.max(1))) else { return Ok(None) };
+        let there = Product { c: Matrix { at: if p.add { sums.at() } else { p.c.at }, ..p.c }, ..*p };
         let algorithm = (&candidate.algorithm, workspace.at(), candidate.workspace);
         let run = || self.call(card, &there, &chosen.desc, chosen.layouts, algorithm) == 0;
         if !run() {
