@@ -48,6 +48,10 @@ fn any_world_stage_and_number_of_threads() {
             assert_eq!(got, expected, "world {world}, stage {stage}");
         }
     }
+    for stage in [1, 3] {
+        let all = on_hosts(&[0, 0, 1], |c| steps(&mut build(&narrow(stage), c, 1).fresh(), 4));
+        assert!(all.iter().all(|r| *r == expected), "two hosts, stage {stage}");
+    }
     let again = TrainSpec { recompute: Recompute::Block, ..narrow(3) };
     assert_eq!(fresh_run(&again, 2, 1, 4), expected, "recomputed");
     let other = TrainSpec { seed: 8, ..narrow(0) };
