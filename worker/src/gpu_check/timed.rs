@@ -9,7 +9,7 @@ use crate::{
     storage::Layout,
 };
 use comm::{Comm, local, staged::Staged};
-use contract::job::{JobSpec, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
+use contract::job::{JobSpec, Numerics, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
 use device::{Storage, storage::said};
 use serde_json::{Value, json};
 use std::{
@@ -29,76 +29,80 @@ struct Timed {
     offload: bool,
 }
 
+const GPT2: &str = "family: gpt2, vocab_size: 50257, hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 12, num_attention_heads: 12, tie_word_embeddings: true";
+const QWEN_05B: &str = "family: qwen2, vocab_size: 151936, hidden_size: 896, intermediate_size: 4864, num_hidden_layers: 24, num_attention_heads: 14, num_key_value_heads: 2, tie_word_embeddings: true";
+const QWEN_15B: &str = "family: qwen2, vocab_size: 151936, hidden_size: 1536, intermediate_size: 8960, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2, tie_word_embeddings: true";
 const LLAMA_1B: &str = "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, tie_word_embeddings: true";
-const TIMED: [Timed; 7] = [
-    Timed {
-        what: "GPT-2 124M, 32 × 1024",
-        model: "family: gpt2, vocab_size: 50257, hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 12, num_attention_heads: 12, tie_word_embeddings: true",
-        rest: "data.seq_len=1024 batch.global=32 batch.micro=32",
-        saves: true,
-        offload: false,
-    },
-    Timed {
-        what: "Qwen2.5-0.5B, 8 × 2048",
-        model: "family: qwen2, vocab_size: 151936, hidden_size: 896, intermediate_size: 4864, num_hidden_layers: 24, num_attention_heads: 14, num_key_value_heads: 2, tie_word_embeddings: true",
-        rest: "data.seq_len=2048 batch.global=8 batch.micro=8",
-        saves: false,
-        offload: false,
-    },
-    Timed {
-        what: "Qwen2.5-1.5B, 4 × 2048",
-        model: "family: qwen2, vocab_size: 151936, hidden_size: 1536, intermediate_size: 8960, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2, tie_word_embeddings: true",
-        rest: "data.seq_len=2048 batch.global=4 batch.micro=4",
-        saves: true,
-        offload: false,
-    },
-    Timed {
-        what: "Qwen2.5-1.5B, 4 × 2048, states on the host",
-        model: "family: qwen2, vocab_size: 151936, hidden_size: 1536, intermediate_size: 8960, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2, tie_word_embeddings: true",
-        rest: "data.seq_len=2048 batch.global=4 batch.micro=4",
-        saves: false,
-        offload: true,
-    },
-    Timed {
-        what: "Llama-3.2-1B, 4 × 2048",
-        model: LLAMA_1B,
-        rest: "data.seq_len=2048 batch.global=4 batch.micro=4",
-        saves: false,
-        offload: false,
-    },
-    Timed {
-        what: "Llama-3.2-1B, 4 × 2048, products in fp8",
-        model: LLAMA_1B,
-        rest: "data.seq_len=2048 batch.global=4 batch.micro=4 precision=fp8",
-        saves: false,
-        offload: false,
-    },
-    Timed {
-        what: "Llama-3.1-8B, 1 × 2048, recompute",
-        model: "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8",
-        rest: "data.seq_len=2048 batch.global=1 batch.micro=1 recompute=block",
-        saves: false,
-        offload: false,
-    },
+const LLAMA_8B: &str = "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8";
+const OF_1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
+const OF_2048_8: &str = "data.seq_len=2048 batch.global=8 batch.micro=8";
+const OF_2048_4: &str = "data.seq_len=2048 batch.global=4 batch.micro=4";
+
+/// A model that is timed and no more.
+const fn timed(what: &'static str, model: &'static str, rest: &'static str) -> Timed {
+    Timed { what, model, rest, saves: false, offload: false }
+}
+
+const TIMED: [Timed; 12] = [
+    Timed { saves: true, ..timed("GPT-2 124M, 32 × 1024", GPT2, OF_1024) },
+    timed("Qwen2.5-0.5B, 8 × 2048", QWEN_05B, OF_2048_8),
+    Timed { saves: true, ..timed("Qwen2.5-1.5B, 4 × 2048", QWEN_15B, OF_2048_4) },
+    timed("Llama-3.2-1B, 4 × 2048", LLAMA_1B, OF_2048_4),
+    timed(
+        "Llama-3.1-8B, 2 × 2048, ZeRO stage 3",
+        LLAMA_8B,
+        "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
+    ),
+    timed(
+        "Llama-3.1-8B, 8 × 2048, ZeRO stage 3, recompute",
+        LLAMA_8B,
+        "data.seq_len=2048 batch.global=8 batch.micro=8 zero.stage=3 recompute=block",
+    ),
+    timed(
+        "Llama-3.1-8B, 4 × 2048, no master weights",
+        LLAMA_8B,
+        "data.seq_len=2048 batch.global=4 batch.micro=4 master_weights=false",
+    ),
+    Timed { offload: true, ..timed("Qwen2.5-1.5B, 4 × 2048, states on the host", QWEN_15B, OF_2048_4) },
+    timed(
+        "Llama-3.2-1B, 4 × 2048, products in fp8",
+        LLAMA_1B,
+        "data.seq_len=2048 batch.global=4 batch.micro=4 precision=fp8",
+    ),
+    // What reproducible numbers cost: the same with timed algorithms.
+    timed(
+        "GPT-2 124M, 32 × 1024, numerics fast",
+        GPT2,
+        "data.seq_len=1024 batch.global=32 batch.micro=32 numerics=fast",
+    ),
+    timed(
+        "Qwen2.5-0.5B, 8 × 2048, numerics fast",
+        QWEN_05B,
+        "data.seq_len=2048 batch.global=8 batch.micro=8 numerics=fast",
+    ),
+    timed(
+        "Qwen2.5-1.5B, 4 × 2048, numerics fast",
+        QWEN_15B,
+        "data.seq_len=2048 batch.global=4 batch.micro=4 numerics=fast",
+    ),
 ];
-const TIMED_TINY: [Timed; 3] = [
-    TINY,
-    Timed { what: "the same, states on the host", offload: true, ..TINY },
-    Timed {
-        what: "a tiny Llama, products in fp8",
-        model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 1",
-        rest: "data.seq_len=6 batch.global=1 batch.micro=1 precision=fp8",
-        saves: false,
-        ..TINY
-    },
+const TINY: &str =
+    "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2";
+const OF_6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
+const TIMED_TINY: [Timed; 4] = [
+    Timed { saves: true, ..timed("a tiny Llama, 1 × 6", TINY, OF_6) },
+    Timed { saves: true, offload: true, ..timed("the same, states on the host", TINY, OF_6) },
+    timed(
+        "a tiny Llama, products in fp8",
+        "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 1",
+        "data.seq_len=6 batch.global=1 batch.micro=1 precision=fp8",
+    ),
+    timed(
+        "the first, numerics fast, no master weights",
+        TINY,
+        "data.seq_len=6 batch.global=1 batch.micro=1 numerics=fast master_weights=false",
+    ),
 ];
-const TINY: Timed = Timed {
-    what: "a tiny Llama, 1 × 6",
-    model: "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2",
-    rest: "data.seq_len=6 batch.global=1 batch.micro=1",
-    saves: true,
-    offload: false,
-};
 
 /// Dense bf16 operations per second, by NVIDIA's data sheets (SXM).
 const PEAKS: [(&str, f64); 4] = [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
@@ -136,6 +140,8 @@ pub(super) fn describe(tiny: bool) -> Result<Value, String> {
             "recompute": spec.recompute != Recompute::None,
             "precision": spec.precision.name(),
             "offload": timed.offload,
+            "master_weights": spec.master_weights,
+            "numerics": spec.numerics.name(),
         }))
     });
     each.collect()
@@ -193,6 +199,9 @@ fn measure(timed: &Timed, open: Open, long: Duration) -> Result<Measured, String
     let cuda = open()?;
     if spec.precision == Precision::Fp8 {
         cuda.check_fp8().map_err(|e| e.to_string())?;
+    }
+    if spec.numerics == Numerics::Fast {
+        cuda.time_products();
     }
     let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
     let comm = Arc::new(Staged::new(comm, cuda.clone()));
