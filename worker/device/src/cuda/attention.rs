@@ -18,10 +18,6 @@ const OWN: usize = 128;
 /// Bytes that its blocks have beside rows, at most: statistics of two steps of 64 rows, and `Kept`.
 const BESIDE: usize = 2 * 3 * 64 * 4 + 128;
 
-/// Bytes of keys and values, or of queries and gradients, that blocks of flash.cu walk through at the same time: they are read
-/// again by each block of a head, so they shall stay in the card's cache, which has 40 MB or more in a data centre.
-const AT_A_TIME: usize = 16 << 20;
-
 /// `Attention` of attention.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -66,7 +62,6 @@ fn launch(cuda: &Cuda, s: AttentionShape, heads: usize, rows: usize, squares: us
         "attention: heads of {} elements need {shared} bytes of shared memory, this GPU has {room}",
         s.head_dim
     );
-    assert!(heads <= 65_535 && s.b <= 65_535, "attention: {heads} heads, {} sequences", s.b);
     Launch { grid: [s.t.div_ceil(TILE) as u32, heads as u32, s.b as u32], block: [THREADS, 1, 1], shared }
 }
 
@@ -123,7 +118,9 @@ impl Flash {
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn Param]) {
         let is_wide = usize::from(s.head_dim > 64);
         let is_any = usize::from(s.softcap.is_some() || s.dropout.is_some());
-        let order = self.order(s);
+        let width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+        assert!(s.t <= 1 << 30 && width <= 1 << 30, "attention: {s:?} is too large");
+        let order = self.order(s, cuda.facts().cache);
         let blocks = u32::try_from(order.tiles * order.all).ok().filter(|blocks| *blocks <= i32::MAX as u32);
         let grid = [blocks.unwrap_or_else(|| panic!("attention: too many blocks: {s:?}")), 1, 1];
         let shared = self.rows[is_wide][is_any] * ([64, 128][is_wide] + 8) * size_of::<u16>() + BESIDE;
@@ -134,14 +131,16 @@ impl Flash {
         cuda.launch(FLASH, self.names[is_wide][is_any], shape, &all);
     }
 
-    fn order(&self, s: AttentionShape) -> Order {
+    /// Rows that are walked through are read again by each block of a head. Those of the heads that go together shall stay in
+    /// the card's cache, and leave half of it to the rest.
+    fn order(&self, s: AttentionShape, cache: usize) -> Order {
         let tiles = s.t.div_ceil(OWN);
         let group = s.heads / s.kv_heads;
         let (heads, sharing, others) =
             if self.is_by_keys { (s.kv_heads, 1, group) } else { (s.heads, group, 1) };
         let all = heads * s.b;
         let walked = 2 * others * s.t * s.head_dim * size_of::<u16>();
-        let together = (AT_A_TIME / walked.max(1)).max(1) * sharing;
+        let together = (cache / 2 / walked.max(1)).max(1) * sharing;
         let [tiles, heads, all, together] = [tiles, heads, all, together.min(all)].map(|n| n as i64);
         Order { tiles, heads, all, together }
     }
@@ -163,6 +162,7 @@ fn check(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: Attentio
     expect_len(op, "lse", lse, s.b * s.heads * s.t);
     expect_len(op, "qkv", qkv, s.b * s.t * (s.heads + 2 * s.kv_heads) * s.head_dim);
     expect_len(op, "starts", starts.len(), s.b * s.t);
+    assert!(s.heads <= 65_535 && s.b <= 65_535, "{op}: {} heads, {} sequences", s.heads, s.b);
     if let Some(d) = &s.dropout {
         d.check(op, &s);
     }
@@ -200,8 +200,9 @@ pub(super) fn backward(
     let starts = cuda.numbers(starts);
     let (dqkv, d_o, qkv, lse, shape) =
         (Tensor::from(&dqkv), Tensor::from(d_o), Tensor::from(qkv), floats(lse), Shape::new(s));
-    let per_query = Launch { grid: [s.t as u32, s.heads as u32, s.b as u32], block: [32, 1, 1], shared: 0 };
-    cuda.launch(ATTENTION, c"attention_dots", per_query, &[&dots.at(), &d_o, &Tensor::from(o), &shape]);
+    let grid = [s.t.div_ceil(TILE) as u32, s.heads as u32, s.b as u32];
+    let of_queries = Launch { grid, block: [8 * TILE as u32, 1, 1], shared: 0 };
+    cuda.launch(ATTENTION, c"attention_dots", of_queries, &[&dots.at(), &d_o, &Tensor::from(o), &shape]);
     if fast {
         let arguments: [&dyn Param; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts.at()];
         BACKWARD_Q.launch(cuda, s, &arguments);
@@ -210,4 +211,25 @@ pub(super) fn backward(
     let arguments: [&dyn Param; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts.at(), &shape];
     cuda.launch(ATTENTION, c"attention_backward_q", launch(cuda, s, s.heads, 4, 1), &arguments);
     cuda.launch(ATTENTION, c"attention_backward_kv", launch(cuda, s, s.kv_heads, 4, 2), &arguments);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_whose_rows_fit_into_the_cache_go_together() {
+        let s = AttentionShape::new(2, 1000, 16, 4, 128);
+        let of = |kernel: &Flash, cache| {
+            let order = kernel.order(s, cache);
+            (order.tiles, order.heads, order.all, order.together)
+        };
+        // 512 000 bytes of keys and values for each 4 heads; of queries and gradients four times as many for each one.
+        assert_eq!(of(&FORWARD, 1_024_000), (8, 16, 32, 4));
+        assert_eq!(of(&FORWARD, 3_000_000), (8, 16, 32, 8));
+        assert_eq!(of(&FORWARD, 0), (8, 16, 32, 4));
+        assert_eq!(of(&FORWARD, 1 << 30), (8, 16, 32, 32));
+        assert_eq!(of(&BACKWARD_KV, 5_000_000), (8, 4, 8, 1));
+        assert_eq!(of(&BACKWARD_KV, 9_000_000), (8, 4, 8, 2));
+    }
 }
