@@ -129,6 +129,17 @@ struct Block {
         makecontext(&fiber.start, &Block::enter, 0);
         setcontext(&fiber.start);
     }
+    // A warp runs as far as it can before another does: what isn't behind a barrier of the block comes as early or as late as on
+    // the worst card.
+    void run_warp(size_t begin, size_t end) {
+        for (uint64_t before = progress - 1; progress != before;) {
+            before = progress;
+            for (size_t i = begin; i < end; i++) {
+                size_t turn = backwards ? begin + end - 1 - i : i;
+                if (fibers[turn].live) resume(turn);
+            }
+        }
+    }
     void run() {
         next = finished = 0;
         memset(finished_of_warp, 0, sizeof finished_of_warp);
@@ -139,15 +150,16 @@ struct Block {
         size_t begun = 0;
         while (finished < threads.count()) {
             uint64_t before = progress;
-            for (size_t i = 0; i < begun; i++) {
-                size_t turn = backwards ? begun - 1 - i : i;
-                if (fibers[turn].live) resume(turn);
-            }
+            for (size_t warp = 0; warp < begun; warp += WARP) run_warp(warp, std::min(begun, warp + WARP));
             while (next < threads.count()) {
-                Fiber& fiber = fibers[begun];
-                fiber.started = false;
-                fiber.live = true;
-                resume(begun++);
+                size_t begin = begun;
+                do {
+                    Fiber& fiber = fibers[begun];
+                    fiber.started = false;
+                    fiber.live = true;
+                    resume(begun++);
+                } while (next < threads.count() && begun % WARP != 0);
+                run_warp(begin, begun);
             }
             if (progress == before) stop("threads wait at different barriers");
         }

@@ -540,7 +540,7 @@ KERNEL flash_forward_128(Tensor o, float* lse, Tensor qkv, const u32* starts, At
 KERNEL flash_forward_128_any(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
     forward<128, false, 8, 1, 64, 32, Held<128, 1>>(o, lse, qkv, starts, a, order);
 }
-KERNEL flash_backward_q_64(GIVEN_BACKWARD) { backward_q<64, true, 4, 2, 64, 16>(PASSED_BACKWARD); }
+KERNEL flash_backward_q_64(GIVEN_BACKWARD) { backward_q<64, true, 4, 2, 64, 32>(PASSED_BACKWARD); }
 KERNEL flash_backward_q_64_any(GIVEN_BACKWARD) { backward_q<64, false, 4, 2, 64, 16>(PASSED_BACKWARD); }
 KERNEL flash_backward_q_128(GIVEN_BACKWARD) { backward_q<128, true, 8, 1, 64, 32>(PASSED_BACKWARD); }
 KERNEL flash_backward_q_128_any(GIVEN_BACKWARD) { backward_q<128, false, 8, 1, 64, 32>(PASSED_BACKWARD); }
