@@ -155,7 +155,8 @@ fn edges<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
 }
 
 /// Attention over several tiles: tiles that are seen whole, in part and not at all, heads of every size that kernels are made
-/// for and between them, groups of 1 to 8 heads, caps and dropout.
+/// for and between them, groups of 1 to 8 heads, caps and dropout. Windows of 95 and 79 begin one position behind the first of a
+/// chunk: the least that a mask must hide.
 fn tiles<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
     let all = usize::MAX;
     let shape = AttentionShape::new;
@@ -163,8 +164,8 @@ fn tiles<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
     vec![
         Box::new(move || cases::windowed_attention(p, 20, all, shape(1, 256, 2, 1, 64))),
         Box::new(move || cases::windowed_attention(p, 21, all, shape(1, 290, 1, 1, 128))),
-        Box::new(move || cases::windowed_attention(p, 22, 100, shape(1, 300, 3, 1, 40))),
-        Box::new(move || cases::windowed_attention(p, 23, 70, shape(2, 210, 2, 1, 72))),
+        Box::new(move || cases::windowed_attention(p, 22, 95, shape(1, 300, 3, 1, 40))),
+        Box::new(move || cases::windowed_attention(p, 23, 79, shape(2, 210, 2, 1, 72))),
         Box::new(move || cases::windowed_attention(p, 24, 1, shape(1, 150, 8, 1, 16))),
         Box::new(move || cases::attention(p, 25, shape(1, 257, 4, 2, 96))),
         Box::new(move || cases::attention(p, 26, shape(2, 129, 8, 1, 64))),

@@ -270,7 +270,8 @@ DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const A
 
 // dq = scale · Σ ds·k over keys, ds = p (do·v − Σ do·o).
 template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK>
-DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a, const Order& order) {
+DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
+                       const Order& order) {
     DYNAMIC_SHARED(shared);
     constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // keys, then values
     u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
@@ -371,7 +372,8 @@ template <int THREADS> DEVICE int last_query(const u32* starts, int first, int b
 
 // A step of the backward by keys: queries of one of the heads that share the keys.
 template <int D, int STEP, int THREADS>
-DEVICE void fetch_step(u16* place, Stats<STEP>* to, const Kept& from, const float* lse, const float* dots, const u32* starts, int head, int first) {
+DEVICE void fetch_step(u16* place, Stats<STEP>* to, const Kept& from, const float* lse, const float* dots, const u32* starts, int head,
+                       int first) {
     Rows q = from.one, g = from.other;
     q.at += head * q.dim, g.at += head * g.dim;
     fetch_pair<D, STEP, THREADS>(place, q, g, first);
@@ -445,7 +447,8 @@ DEVICE void weigh(float (&p)[M][N][4], float (&d)[M][N][4], const Chunk& c, u32 
 
 // dv = Σ p·do and dk = scale · Σ ds·q over queries. Rows are keys here, columns queries: scores are transposed.
 template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class Values>
-DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a, const Order& order) {
+DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
+                        const Order& order) {
     DYNAMIC_SHARED(shared);
     constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // queries, then gradients of outputs
     u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
@@ -485,8 +488,9 @@ DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, c
         await_copies<0>();
         __syncthreads(); // this tile is there, and nobody uses the one before any more
         bool is_last = q + STEP >= kept->end;
+        int next = is_last ? kept->at.tile * OWN : q + STEP;
         if (head + is_last < kept->group)
-            fetch_step<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, stats + (here ^ 1), *kept, lse, dots, starts, head + is_last, is_last ? kept->at.tile * OWN : q + STEP);
+            fetch_step<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, stats + (here ^ 1), *kept, lse, dots, starts, head + is_last, next);
         close_copies();
         const u16 *qs = tiles + here * PLACE, *gs = qs + STEP * stride<D>();
         const Stats<STEP>& of_tile = stats[here];

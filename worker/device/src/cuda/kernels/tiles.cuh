@@ -129,7 +129,8 @@ template <int D, int COUNT> DEVICE void write_rows(const Rows& to, int first, co
 }
 
 // The results of a warp by way of its rows of a tile, which nobody else uses any more.
-template <int D, int M> DEVICE void store_rows(const Rows& to, int first, u16* own, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
+template <int D, int M>
+DEVICE void store_rows(const Rows& to, int first, u16* own, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
     put_rows<D, M>(own, x, factor);
     __syncwarp();
     write_rows<D, 16 * M>(to, first, own);
