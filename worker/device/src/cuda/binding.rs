@@ -99,6 +99,7 @@ pub(super) const MULTIPROCESSORS: c_int = 16;
 pub(super) const CAPABILITY_MAJOR: c_int = 75;
 pub(super) const CAPABILITY_MINOR: c_int = 76;
 pub(super) const SHARED_PER_BLOCK: c_int = 97;
+pub(super) const L2_CACHE: c_int = 38;
 pub(super) const MEMORY_POOLS: c_int = 115;
 /// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 pub(super) const DYNAMIC_SHARED: c_int = 8;

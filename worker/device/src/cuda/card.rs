@@ -1,6 +1,6 @@
 //! One card: its context, its streams, memory from the driver's pool, launches.
 use super::binding::{
-    Address, CAPABILITY_MAJOR, CAPABILITY_MINOR, DYNAMIC_SHARED, Driver, Handle, MEMORY_POOLS,
+    Address, CAPABILITY_MAJOR, CAPABILITY_MINOR, DYNAMIC_SHARED, Driver, Handle, L2_CACHE, MEMORY_POOLS,
     MULTIPROCESSORS, NON_BLOCKING, OUT_OF_MEMORY, PORTABLE, RELEASE_THRESHOLD, SHARED_PER_BLOCK,
 };
 use super::error::{CudaError, Result};
@@ -36,6 +36,8 @@ pub struct Facts {
     pub memory: usize,
     /// Bytes of shared memory that a block can have.
     pub shared: usize,
+    /// Bytes of the cache that all blocks share.
+    pub cache: usize,
     /// CUDA's version that the driver implements: (13, 0).
     pub driver: (u32, u32),
     pub driver_path: PathBuf,
@@ -415,6 +417,7 @@ impl Driver {
             multiprocessors: attribute(MULTIPROCESSORS)? as usize,
             memory,
             shared: attribute(SHARED_PER_BLOCK)? as usize,
+            cache: attribute(L2_CACHE)? as usize,
             driver: parts(version),
             driver_path,
         })

@@ -26,9 +26,10 @@ macro_rules! source {
 }
 
 /// What sources include, by name.
-const HEADERS: [(&CStr, &str); 2] = [
+const HEADERS: [(&CStr, &str); 3] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
+    (c"tiles.cuh", include_str!("kernels/tiles.cuh")),
 ];
 pub(super) const FLAT: Source = source!("flat.cu");
 pub(super) const NORM: Source = source!("norm.cu");

@@ -157,20 +157,40 @@ pub(super) fn activations(p: &Pair, seed: u64, m: usize, f: usize) -> Outcome {
     Ok(worst)
 }
 
+/// With documents of random lengths.
 pub(super) fn attention(p: &Pair, seed: u64, shape: AttentionShape) -> Outcome {
+    let mut r = Random::new(seed);
+    let mean = 1 + r.below(100);
+    let starts = r.starts(shape.b, shape.t, mean);
+    attention_from(p, seed, shape, &starts)
+}
+
+/// Every query sees the `window` positions that end with it, as far as they exist.
+pub(super) fn windowed_attention(p: &Pair, seed: u64, window: usize, shape: AttentionShape) -> Outcome {
+    let starts: Vec<u32> =
+        (0..shape.b * shape.t).map(|i| (i % shape.t + 1).saturating_sub(window) as u32).collect();
+    attention_from(p, seed, shape, &starts)
+}
+
+/// Every query sees a random number of positions.
+pub(super) fn ragged_attention(p: &Pair, seed: u64, shape: AttentionShape) -> Outcome {
+    let mut r = Random::new(seed);
+    let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| r.below(i % shape.t + 1) as u32).collect();
+    attention_from(p, seed, shape, &starts)
+}
+
+fn attention_from(p: &Pair, seed: u64, shape: AttentionShape, starts: &[u32]) -> Outcome {
     let mut worst = Worst::default();
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let mut r = Random::new(seed);
-    let mean = 1 + r.below(100);
-    let starts = r.starts(b, t, mean);
     let qkv = b * t * (heads + 2 * kv_heads) * head_dim;
     let o = b * t * heads * head_dim;
     let given =
         [any(poison(o)), wide(poison(b * heads * t)), any(poison(qkv)), any(r.vec(qkv)), any(r.vec(o))];
     worst += p.compare(&format!("{shape:?}"), &given, |ops, bufs| {
         let [o, lse, dqkv, qkv, d_o] = bufs else { unreachable!("buffers") };
-        ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape);
-        ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), &starts, shape);
+        ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
+        ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
     })?;
     Ok(worst)
 }

@@ -88,7 +88,7 @@ pub fn run(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Row> {
             row(what, (0..rounds).map(|_| case(&mut r)))
         })
         .collect();
-    rows.push(row("shapes at the edges", edges(p).into_iter().map(|case| case())));
+    rows.push(row("shapes at the edges", edges(p).into_iter().chain(tiles(p)).map(|case| case())));
     if cuda.facts().has_fp8() {
         let mut r = Random::new(seed ^ (99 << 32));
         let products = (0..rounds)
@@ -151,6 +151,40 @@ fn edges<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
         Box::new(move || cases::embedding(p, 9, 300, 3, 2)),
         Box::new(move || cases::flat(p, 10, 40_000)),
         Box::new(move || cases::activations(p, 11, 1, 700)),
+    ]
+}
+
+/// Attention over several tiles: tiles that are seen whole, in part and not at all, heads of every size that kernels are made
+/// for and between them, groups of 1 to 8 heads, caps and dropout. Windows of 95 and 79 begin one position behind the first of a
+/// chunk: the least that a mask must hide.
+fn tiles<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
+    let all = usize::MAX;
+    let shape = AttentionShape::new;
+    let (softcap, dropout) = (Some(3.0), dropped(1 << 30));
+    vec![
+        Box::new(move || cases::windowed_attention(p, 20, all, shape(1, 256, 2, 1, 64))),
+        Box::new(move || cases::windowed_attention(p, 21, all, shape(1, 290, 1, 1, 128))),
+        Box::new(move || cases::windowed_attention(p, 22, 95, shape(1, 300, 3, 1, 40))),
+        Box::new(move || cases::windowed_attention(p, 23, 79, shape(2, 210, 2, 1, 72))),
+        Box::new(move || cases::windowed_attention(p, 24, 1, shape(1, 150, 8, 1, 16))),
+        Box::new(move || cases::attention(p, 25, shape(1, 257, 4, 2, 96))),
+        Box::new(move || cases::attention(p, 26, shape(2, 129, 8, 1, 64))),
+        Box::new(move || cases::ragged_attention(p, 27, shape(1, 270, 2, 2, 63))),
+        Box::new(move || cases::ragged_attention(p, 28, shape(1, 200, 2, 1, 127))),
+        Box::new(move || {
+            cases::windowed_attention(p, 29, all, AttentionShape { softcap, ..shape(1, 260, 1, 1, 128) })
+        }),
+        Box::new(move || {
+            cases::windowed_attention(
+                p,
+                30,
+                150,
+                AttentionShape { softcap, dropout, ..shape(1, 260, 2, 1, 64) },
+            )
+        }),
+        Box::new(move || {
+            cases::ragged_attention(p, 31, AttentionShape { softcap, dropout, ..shape(1, 230, 2, 1, 120) })
+        }),
     ]
 }
 

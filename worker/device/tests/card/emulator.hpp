@@ -28,7 +28,7 @@ struct Dim {
     unsigned count() const { return x * y * z; }
 };
 constexpr unsigned WARP = 32, MOST_THREADS = 1024;
-constexpr size_t STACK = 64 << 10;
+constexpr size_t STACK = 64 << 10, GUARD = 64; // bytes
 
 [[noreturn]] inline void stop(const char* what) {
     fprintf(stderr, "emulated card: %s\n", what);
@@ -39,6 +39,15 @@ constexpr size_t STACK = 64 << 10;
 struct Barrier {
     unsigned arrived = 0;
     uint64_t turn = 0;
+};
+
+// A copy to shared memory that was begun and hasn't landed.
+struct Copy {
+    uint8_t* to;
+    const uint8_t* from;
+    size_t bytes;
+    bool there; // else zeros
+    unsigned group;
 };
 
 struct Fiber {
@@ -56,6 +65,8 @@ struct Block {
     unsigned finished_of_warp[WARP] = {};
     Barrier all, warps[WARP];
     uint64_t lanes[MOST_THREADS];
+    std::vector<Copy> copies[MOST_THREADS]; // of each thread, in the order in which they were begun
+    unsigned groups[MOST_THREADS] = {};     // that it closed
     std::vector<Fiber> fibers;
     Fiber* running = nullptr;
     jmp_buf scheduler;
@@ -96,6 +107,7 @@ struct Block {
             unsigned turn = next++;
             running->thread = current = backwards ? threads.count() - 1 - turn : turn;
             body();
+            if (!copies[running->thread].empty()) stop("a thread ended before its copies were there");
             finished++;
             finished_of_warp[running->thread / WARP]++;
             progress++;
@@ -117,24 +129,37 @@ struct Block {
         makecontext(&fiber.start, &Block::enter, 0);
         setcontext(&fiber.start);
     }
+    // A warp runs as far as it can before another does: what isn't behind a barrier of the block comes as early or as late as on
+    // the worst card.
+    void run_warp(size_t begin, size_t end) {
+        for (uint64_t before = progress - 1; progress != before;) {
+            before = progress;
+            for (size_t i = begin; i < end; i++) {
+                size_t turn = backwards ? begin + end - 1 - i : i;
+                if (fibers[turn].live) resume(turn);
+            }
+        }
+    }
     void run() {
         next = finished = 0;
         memset(finished_of_warp, 0, sizeof finished_of_warp);
         all = Barrier();
         for (auto& warp : warps) warp = Barrier();
+        for (auto& closed : groups) closed = 0;
         fibers.resize(threads.count());
         size_t begun = 0;
         while (finished < threads.count()) {
             uint64_t before = progress;
-            for (size_t i = 0; i < begun; i++) {
-                size_t turn = backwards ? begun - 1 - i : i;
-                if (fibers[turn].live) resume(turn);
-            }
+            for (size_t warp = 0; warp < begun; warp += WARP) run_warp(warp, std::min(begun, warp + WARP));
             while (next < threads.count()) {
-                Fiber& fiber = fibers[begun];
-                fiber.started = false;
-                fiber.live = true;
-                resume(begun++);
+                size_t begin = begun;
+                do {
+                    Fiber& fiber = fibers[begun];
+                    fiber.started = false;
+                    fiber.live = true;
+                    resume(begun++);
+                } while (next < threads.count() && begun % WARP != 0);
+                run_warp(begin, begun);
             }
             if (progress == before) stop("threads wait at different barriers");
         }
@@ -165,9 +190,9 @@ inline void launch(Dim grid, Dim threads, size_t shared, const std::function<voi
         for (unsigned y = 0; y < grid.y; y++)
             for (unsigned x = 0; x < grid.x; x++) {
                 block.at = {x, y, z};
-                block.shared.assign(shared + 64, 0xff);
+                block.shared.assign(shared + GUARD, 0xff);
                 block.run();
-                for (size_t i = 0; i < 64; i++)
+                for (size_t i = 0; i < GUARD; i++)
                     if (block.shared[shared + i] != 0xff) stop("a kernel wrote beyond its shared memory");
             }
 }
@@ -195,6 +220,15 @@ template <class T> T __shfl_xor_sync(unsigned, T x, int other) {
     return emulator::shuffle(x, emulator::block.current % emulator::WARP ^ (unsigned)other);
 }
 template <class T> T __shfl_sync(unsigned, T x, int from) { return emulator::shuffle(x, (unsigned)from); }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+static inline int __reduce_min_sync(unsigned mask, int x) {
+    for (int other = 16; other > 0; other >>= 1) x = min(x, __shfl_xor_sync(mask, x, other));
+    return x;
+}
+static inline int __reduce_max_sync(unsigned mask, int x) { return ~__reduce_min_sync(mask, ~x); }
+static inline int __any_sync(unsigned mask, int x) { return __reduce_max_sync(mask, x != 0); }
+static inline int __all_sync(unsigned mask, int x) { return __reduce_min_sync(mask, x != 0); }
 
 static inline float __int_as_float(int bits) {
     float x;
@@ -241,21 +275,50 @@ static inline unsigned short to_f16(float x) {
     return (unsigned short)(sign | ((rounded >> 13) - (112 << 10)));
 }
 
-// --- tensor cores: what a warp does together --------------------------------------------------------------------------------
+// --- copies that land later -------------------------------------------------------------------------------------------------
 
-static inline unsigned pair(const unsigned short* at) {
-    if ((uintptr_t)at % 4) emulator::stop("a pair of halves isn't aligned");
-    return (unsigned)at[0] | (unsigned)at[1] << 16;
+namespace emulator {
+inline void expect_shared(const void* at, size_t bytes, const char* what) {
+    const uint8_t *begin = block.shared.data(), *from = (const uint8_t*)at;
+    if ((uintptr_t)at % bytes) stop(what);
+    if (from < begin || from + bytes > begin + block.shared.size() - GUARD) stop("an address isn't in shared memory");
 }
+// Until it lands, nobody finds what was there before, nor what will be.
+inline void copy(void* to, const void* from, size_t bytes, bool there) {
+    expect_shared(to, bytes, "a copy's place isn't aligned");
+    if ((uintptr_t)from % bytes) stop("what a copy takes isn't aligned");
+    memset(to, 0xff, bytes);
+    unsigned self = block.current;
+    block.copies[self].push_back({(uint8_t*)to, (const uint8_t*)from, bytes, there, block.groups[self]});
+}
+} // namespace emulator
+
+static inline void copy_16(void* to, const void* from, bool there) { emulator::copy(to, from, 16, there); }
+static inline void copy_4(void* to, const void* from, bool there) { emulator::copy(to, from, 4, there); }
+static inline void close_copies() { emulator::block.groups[emulator::block.current]++; }
+// What a card may have copied long before lands now and no earlier: all groups but the latest `Open`.
+template <int Open> void await_copies() {
+    unsigned self = emulator::block.current, closed = emulator::block.groups[self];
+    auto& copies = emulator::block.copies[self];
+    size_t landed = 0;
+    for (; landed < copies.size() && copies[landed].group + Open < closed; landed++) {
+        const emulator::Copy& copy = copies[landed];
+        if (copy.there) memcpy(copy.to, copy.from, copy.bytes);
+        else memset(copy.to, 0, copy.bytes);
+    }
+    copies.erase(copies.begin(), copies.begin() + (std::ptrdiff_t)landed);
+}
+
+// --- tensor cores: what a warp does together --------------------------------------------------------------------------------
 
 // The element (row, column) of a 16 × 16 first operand or a 16 × 8 second one, out of all lanes' registers.
 static inline float half_of(unsigned bits, int which) { return __int_as_float((int)((which ? bits >> 16 : bits & 0xffff) << 16)); }
 
-static inline void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+static inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     static unsigned given[emulator::MOST_THREADS][6];
     unsigned self = emulator::block.current, warp = self / 32 * 32, group = self % 32 / 4, turn = self % 4;
     memcpy(given[self], a, 16);
-    memcpy(given[self] + 4, b, 8);
+    given[self][4] = b0, given[self][5] = b1;
     emulator::block.sync_warp();
     for (unsigned i = 0; i < 4; i++) {
         unsigned row = group + 8 * (i / 2), column = 2 * turn + i % 2;
@@ -267,12 +330,30 @@ static inline void multiply(float (&c)[4], const unsigned (&a)[4], const unsigne
     emulator::block.sync_warp();
 }
 
-static inline void load_transposed(unsigned (&b)[2], const unsigned short* row) {
+// The rows of a warp's four matrices, by lane. Rows of a matrix that meet in a bank cost time on a card; here they are an error.
+static inline const unsigned short** rows_of_matrices(const unsigned short* row) {
+    static const unsigned short* rows[emulator::MOST_THREADS];
+    unsigned self = emulator::block.current, warp = self / 32 * 32;
+    emulator::expect_shared(row, 16, "a row of a matrix isn't aligned");
+    rows[self] = row;
+    emulator::block.sync_warp();
+    unsigned banks = 0;
+    for (unsigned i = 0; i < 8; i++) banks |= 1u << (uintptr_t)rows[self / 8 * 8 + i] / 16 % 8;
+    if (banks != 0xff) emulator::stop("rows of a matrix meet in a bank");
+    return rows + warp;
+}
+static inline void load_matrices(unsigned (&x)[4], const unsigned short* row) {
+    const unsigned short** rows = rows_of_matrices(row);
     unsigned lane = emulator::block.current % 32;
-    if (lane < 16 && (uintptr_t)row % 16) emulator::stop("a row of a matrix isn't aligned");
-    for (unsigned matrix = 0; matrix < 2; matrix++) {
-        uint64_t low = emulator::shuffle((uint64_t)row, matrix * 8 + 2 * (lane % 4));
-        uint64_t high = emulator::shuffle((uint64_t)row, matrix * 8 + 2 * (lane % 4) + 1);
-        b[matrix] = (unsigned)((unsigned short*)low)[lane / 4] | (unsigned)((unsigned short*)high)[lane / 4] << 16;
+    for (unsigned i = 0; i < 4; i++) memcpy(&x[i], rows[8 * i + lane / 4] + 2 * (lane % 4), 4);
+    emulator::block.sync_warp();
+}
+static inline void load_transposed(unsigned (&x)[4], const unsigned short* row) {
+    const unsigned short** rows = rows_of_matrices(row);
+    unsigned lane = emulator::block.current % 32;
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned short** two = rows + 8 * i + 2 * (lane % 4);
+        x[i] = (unsigned)two[0][lane / 4] | (unsigned)two[1][lane / 4] << 16;
     }
+    emulator::block.sync_warp();
 }

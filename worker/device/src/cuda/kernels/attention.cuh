@@ -42,10 +42,10 @@ DEVICE void dropout_words(u32 (&c)[4], i64 sequence, i64 head, i64 query, i64 ke
     random_words(c, a.key, (u64)(key / 64 * 16 + key % 16), (u64)(a.number + sequence), (u64)head << 24 | (u64)query);
 }
 
-// The factor of the keys that word w decides about.
-DEVICE float kept_by(const u32 (&c)[4], int w, const Attention& a) {
+// Are the keys kept that word w decides about?
+DEVICE bool is_kept(const u32 (&c)[4], int w, const Attention& a) {
     u32 word = w < 2 ? (w == 0 ? c[0] : c[1]) : (w == 2 ? c[2] : c[3]);
-    return word < a.threshold ? 0.0f : a.keep;
+    return word >= a.threshold;
 }
 
 // What dropout makes of a probability of 1.
@@ -53,5 +53,5 @@ DEVICE float kept(i64 sequence, i64 head, i64 query, i64 key, const Attention& a
     if (a.keep == 0) return 1.0f;
     u32 c[4];
     dropout_words(c, sequence, head, query, key, a);
-    return kept_by(c, (int)(key / 16 % 4), a);
+    return is_kept(c, (int)(key / 16 % 4), a) ? a.keep : 0.0f;
 }

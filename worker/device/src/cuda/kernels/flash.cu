@@ -1,307 +1,554 @@
-// Attention on tensor cores: bf16 in, products of 16 × 8 × 16 summed in f32, memory linear in t, no atomics.
+// Attention on tensor cores: bf16 in and out, products of 16 × 8 × 16 summed in f32, memory linear in t, no atomics.
 //
-// A block of four warps owns 64 rows (queries, or keys in the second backward), 16 per warp; the rows of the other side are
-// walked in tiles through shared memory. D is the heads' size rounded up to 64 or 128; what is added counts as zero.
+// A block owns 128 rows of a head (queries, or keys in the second backward), each warp 16·M of them. The rows of the other side are
+// walked STEP at a time through two places in shared memory: one is copied to while the other is worked with, CHUNK rows at a time,
+// as many as there are registers for. D is the heads' size rounded up to 64 or 128. A kernel that is PLAIN knows neither a cap of
+// the scores nor dropout.
 #include "common.cuh"
 #include "attention.cuh"
+#include "tiles.cuh"
 
-#define WARPS 4
-#define OWN (16 * WARPS)
+#define OWN 128
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
+#define ALL_LANES 0xffffffffu
 
-DEVICE u32 pack(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
+DEVICE bool all_of_warp(bool x) { return __all_sync(ALL_LANES, x); }
 
 #ifndef EMULATED
-// c[16, 8] += a[16, 16] · b[16, 8]
-DEVICE void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+DEVICE float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
-// Two 8 × 8 matrices, transposed; lanes 0 to 15 name their rows.
-DEVICE void load_transposed(u32 (&b)[2], const u16* row) {
-    u32 at = (u32)__cvta_generic_to_shared(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(b[0]), "=r"(b[1]) : "r"(at) : "memory");
+DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
-DEVICE u32 pair(const u16* at) { return *(const u32*)at; }
+#else
+DEVICE float power_of_2(float x) { return exp2f(x); }
+DEVICE float reciprocal(float x) { return 1.0f / x; }
 #endif
 
-// Where a lane's numbers lie: rows `group` and `group + 8`, columns `2·turn` and `2·turn + 1` of each 8.
-DEVICE int group_of_lane() { return (int)(threadIdx.x & 31) >> 2; }
-DEVICE int turn_of_lane() { return (int)(threadIdx.x & 3); }
+// As exact as 1 is: what is lost for small x is lost for the score that it is part of, too.
+DEVICE float tanh_by_power(float x) { return fmaf(-2.0f, reciprocal(1.0f + power_of_2(2.0f * LOG2E * x)), 1.0f); }
 
-// A tile's rows lie 8 elements apart more than they are long: no two lanes meet in a bank, and rows begin at 16 bytes.
-template <int D> DEVICE constexpr int stride() { return D + 8; }
+// --- which rows a block owns -------------------------------------------------------------------------------------------------
 
-// Rows first..first+rows of a head; zeros behind the sequence and behind the head.
-template <int D> DEVICE void load_rows(u16* to, Tensor from, i64 sequence, i64 first, int rows, i64 width, i64 column, Attention a) {
-    const u16* source = (const u16*)from.at;
-    bool whole = a.dim % 8 == 0 && width % 8 == 0 && ((u64)source & 15) == 0;
-    for (int i = (int)threadIdx.x; i < rows * (D / 8); i += 32 * WARPS) {
-        int row = i / (D / 8), j = i % (D / 8) * 8;
-        u16* place = to + row * stride<D>() + j;
-        i64 at = first + row, start = (sequence * a.t + at) * width + column + j;
-        if (whole && at < a.t && j < a.dim) {
-            *(uint4*)place = *(const uint4*)(source + start);
-        } else {
-            for (int k = 0; k < 8; k++) place[k] = at < a.t && j + k < a.dim ? source[start + k] : (u16)0;
-        }
+// How a launch's blocks are numbered. Heads whose other sides fit into the card's cache go together; of those all that own the
+// tiles with most work come first.
+struct Order {
+    i64 tiles, heads, all, together; // of a head; of a sequence; of all sequences; at a time
+};
+struct Place {
+    int tile, head, sequence;
+};
+
+// What a block needs between its steps and at its end lies in shared memory: registers are for sums.
+struct Kept {
+    Place at;
+    int end;         // of the walk
+    int group;       // heads that share keys
+    i64 stats;       // where the first head's begin in lse and dots
+    Rows one, other; // that are walked
+};
+
+DEVICE Place place_of_block(const Order& order, bool last_first) {
+    u32 tiles = (u32)order.tiles, heads = (u32)order.heads, together = (u32)order.together;
+    u32 begin = blockIdx.x / (tiles * together) * together, rest = blockIdx.x - begin * tiles;
+    u32 size = (u32)order.all - begin < together ? (u32)order.all - begin : together;
+    u32 tile = rest / size, head = begin + rest % size;
+    return {(int)(last_first ? tiles - 1 - tile : tile), (int)(head % heads), (int)(head / heads)};
+}
+
+// A warp's 16·M queries; what is needed seldom lies in shared memory.
+template <int M> struct Queries {
+    int from;          // the first
+    int least, most;   // of their starts
+    const int* starts; // of a lane's, every eighth
+    // May any of them see one of the COUNT keys from `key` on, and does each see all of them?
+    template <int COUNT> DEVICE_METHOD bool see_any(int key) const { return key < from + 16 * M && key + COUNT > least; }
+    template <int COUNT> DEVICE_METHOD bool see_all(int key) const { return key + COUNT - 1 <= from && key >= most; }
+    DEVICE_METHOD int of_lane(int j) const { return from + group_of_lane() + 8 * j; }
+};
+
+// Their starts are in shared memory: zeros behind the sequence.
+template <int M> DEVICE Queries<M> queries_of_warp(const int* starts, int first, int t) {
+    int from = first + 16 * M * warp(), own = lane() % (16 * M);
+    starts += 16 * M * warp();
+    int least = __reduce_min_sync(ALL_LANES, from + own < t ? starts[own] : t);
+    int most = __reduce_max_sync(ALL_LANES, starts[own]);
+    return {from, least, most, starts + group_of_lane()};
+}
+
+DEVICE void fetch_starts(int* to, const u32* starts, int first, int t) {
+    int i = (int)threadIdx.x;
+    if (i < OWN) copy_4(to + i, starts + (first + i < t ? first + i : 0), first + i < t);
+}
+
+// The first key that any of the block's queries sees.
+DEVICE int first_key(const u32* starts, int first, int t) {
+    int least = t;
+    for (int q = first + lane(); q < first + OWN && q < t; q += 32) least = min(least, (int)starts[q]);
+    return __reduce_min_sync(ALL_LANES, least);
+}
+
+// Replaces what belongs to keys, from `key` on, that aren't seen.
+template <int M, int N> DEVICE void hide(float (&x)[M][N][4], const Queries<M>& q, int key, float with) {
+#pragma unroll
+    for (int j = 0; j < 2 * M; j++) {
+        int column = key + 2 * turn_of_lane(), from = q.starts[8 * j] - column, to = q.of_lane(j) - column;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& at = x[j / 2][n][j % 2 * 2 + i];
+                at = 8 * n + i >= from && 8 * n + i <= to ? at : with;
+            }
     }
 }
 
-// The 16 × 16 part at (row, column) of a tile, as a first operand.
-template <int D> DEVICE void first_operand(u32 (&x)[4], const u16* tile, int row, int column) {
-    const u16* at = tile + (row + group_of_lane()) * stride<D>() + column + 2 * turn_of_lane();
-    x[0] = pair(at);
-    x[1] = pair(at + 8 * stride<D>());
-    x[2] = pair(at + 8);
-    x[3] = pair(at + 8 * stride<D>() + 8);
+// --- scores ------------------------------------------------------------------------------------------------------------------
+
+// What a score is multiplied by to be an exponent of 2.
+template <bool PLAIN> DEVICE float exponent_of_score(const Attention& a) { return (PLAIN || a.cap == 0 ? a.scale : 1.0f) * LOG2E; }
+
+template <int M, int N> DEVICE void cap_scores(float (&s)[M][N][4], const Attention& a) {
+    if (a.cap == 0) return;
+    float inner = a.scale / a.cap;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[m][n][i] = a.cap * tanh_by_power(s[m][n][i] * inner);
 }
 
-// c[16, 8·N] += own rows · rows of the other tileᵀ
-template <int D, int N> DEVICE void scores(float (&c)[N][4], const u16* own, int row, const u16* other) {
+// d(capped score) / d(scale · q·k)
+DEVICE float slope(float capped, float inverse_cap) { return 1.0f - (capped * inverse_cap) * (capped * inverse_cap); }
+
+// Which probabilities are kept, a bit for each of a lane's: rows are queries, columns keys from `key` on. Before the products,
+// while there are registers. A lane's words are for every second 8 keys.
+template <int M, int N> DEVICE void choose_keys(u32 (&chosen)[2 * M], const Place& at, const Queries<M>& q, int key, const Attention& a) {
 #pragma unroll
-    for (int k = 0; k < D; k += 16) {
-        u32 x[4];
-        first_operand<D>(x, own, row, k);
+    for (int j = 0; j < 2 * M; j++) {
+        chosen[j] = 0;
+        if (a.keep == 0) continue;
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-            const u16* at = other + (8 * n + group_of_lane()) * stride<D>() + k + 2 * turn_of_lane();
-            u32 y[2] = {pair(at), pair(at + 8)};
-            multiply(c[n], x, y);
-        }
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int first = key + 8 * n + 2 * turn_of_lane() + i;
+                u32 c[4];
+                dropout_words(c, at.sequence, at.head, q.of_lane(j), first, a);
+                int w = first / 16 % 4;
+#pragma unroll
+                for (int m = n; m < N; m += 2) chosen[j] |= (u32)is_kept(c, w + m / 2, a) << (2 * m + i);
+            }
     }
 }
 
-// out[16, D] += p[16, 8·N], rounded, · rows of the other tile
-template <int D, int N> DEVICE void add_rows(float (&out)[D / 8][4], const float (&p)[N][4], const u16* other) {
-#pragma unroll
-    for (int k = 0; k < N; k += 2) {
-        u32 x[4] = {pack(p[k][0], p[k][1]), pack(p[k][2], p[k][3]), pack(p[k + 1][0], p[k + 1][1]), pack(p[k + 1][2], p[k + 1][3])};
-        const u16* row = other + (8 * k + (int)(threadIdx.x & 15)) * stride<D>();
-#pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-            u32 y[2];
-            load_transposed(y, row + 8 * n);
-            multiply(out[n], x, y);
-        }
-    }
-}
-
-template <int N> DEVICE void zero(float (&x)[N][4]) {
-#pragma unroll
-    for (int n = 0; n < N; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0;
-}
-
-// Rows of a head of the result; what lies behind the sequence or the head is left.
-template <int D> DEVICE void store_rows(Tensor to, const float (&x)[D / 8][4], const float (&factor)[2], i64 sequence, i64 first, i64 width, i64 column, Attention a) {
-#pragma unroll
-    for (int n = 0; n < D / 8; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            i64 row = first + group_of_lane() + 8 * (i / 2);
-            int j = 8 * n + 2 * turn_of_lane() + i % 2;
-            if (row < a.t && j < a.dim) store(to, (sequence * a.t + row) * width + column + j, x[n][i] * factor[i / 2]);
-        }
-}
-
-// Dropout of p[16, 8·N]: rows are queries, columns keys from `key` on, a multiple of 8·N. A lane's words are for every second 8 keys.
-template <int N> DEVICE void drop_keys(float (&p)[N][4], i64 sequence, i64 head, const i64 (&query)[2], i64 key, const Attention& a) {
+// Zero where it isn't chosen, else what it is times the factor of what is kept.
+template <int M, int N> DEVICE void drop(float (&p)[M][N][4], const u32 (&chosen)[2 * M], const Attention& a) {
     if (a.keep == 0) return;
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int j = 0; j < 2 * M; j++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            i64 first = key + 8 * n + 2 * turn_of_lane() + i % 2;
-            u32 c[4];
-            dropout_words(c, sequence, head, query[i / 2], first, a);
-            int w = (int)(first / 16 % 4);
+        for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int m = n; m < N; m += 2) p[m][i] *= kept_by(c, w + m / 2, a);
-        }
+            for (int i = 0; i < 2; i++) p[j / 2][n][j % 2 * 2 + i] *= chosen[j] >> (2 * n + i) & 1 ? a.keep : 0.0f;
 }
 
-#define TILE_F 64 // keys of a step of the forward
-#define TILE_B 32 // rows of a step of the backward
+// --- forward -----------------------------------------------------------------------------------------------------------------
 
-// Where the first tile of keys begins that any of the block's queries sees.
-DEVICE i64 first_key(const u32* starts, i64 sequence, i64 first, i64 tile, Attention a) {
-    i64 least = a.t;
-    for (i64 q = first; q < first + OWN && q < a.t; q++) {
-        i64 start = start_of(starts, sequence, q, a);
-        least = start < least ? start : least;
+// Of a lane's rows: the largest score so far, and this lane's part of the sum of powers relative to it.
+template <int M> struct Running {
+    float most[2 * M], total[2 * M];
+};
+
+// Scores become powers relative to the rows' largest scores; what was summed up before is brought to the same.
+template <int D, int M, int N> DEVICE void softmax(float (&s)[M][N][4], float (&out)[M][D / 8][4], Running<M>& r, float exponent) {
+    float keep[2 * M];
+    bool changed = false;
+#pragma unroll
+    for (int j = 0; j < 2 * M; j++) {
+        float most = r.most[j], sum = 0;
+#pragma unroll
+        for (int n = 0; n < N; n++) most = fmaxf(most, fmaxf(s[j / 2][n][j % 2 * 2], s[j / 2][n][j % 2 * 2 + 1]));
+        most = row_max(most);
+        float base = most == NEGATIVE_INFINITY ? 0.0f : most * exponent; // nothing was seen yet
+        keep[j] = power_of_2(fmaf(r.most[j], exponent, -base));
+        changed |= r.most[j] != most;
+        r.most[j] = most;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& at = s[j / 2][n][j % 2 * 2 + i];
+                at = power_of_2(fmaf(at, exponent, -base));
+                sum += at;
+            }
+        r.total[j] = fmaf(r.total[j], keep[j], sum);
     }
-    return least / tile * tile;
+    if (!__any_sync(ALL_LANES, changed)) return; // each factor is 1
+#pragma unroll
+    for (int j = 0; j < 2 * M; j++)
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) out[j / 2][n][j % 2 * 2] *= keep[j], out[j / 2][n][j % 2 * 2 + 1] *= keep[j];
 }
 
-template <int D> DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a) {
+template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class Own>
+DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const Attention& a, const Order& order) {
     DYNAMIC_SHARED(shared);
-    u16 *qs = (u16*)shared, *ks = qs + OWN * stride<D>(), *vs = ks + TILE_F * stride<D>();
-    i64 first = (i64)blockIdx.x * OWN, head = blockIdx.y, sequence = blockIdx.z, kv = head / (a.heads / a.kv_heads);
-    int row = 16 * (int)(threadIdx.x / 32);
-    i64 query[2], start[2];
-    for (int h = 0; h < 2; h++) {
-        query[h] = first + row + group_of_lane() + 8 * h;
-        start[h] = start_of(starts, sequence, query[h], a);
+    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // keys, then values
+    u16 *tiles = (u16*)shared, *qs = tiles + (Own::LIES ? 2 * PLACE : 0), *own_rows = qs + 16 * M * warp() * stride<D>();
+    int* own_starts = (int*)(tiles + 2 * PLACE + (Own::LIES ? OWN * stride<D>() : 0));
+    Place at = place_of_block(order, true);
+    int t = (int)a.t, first = at.tile * OWN, end = min(first + OWN, t), kv = at.head / (int)(a.heads / a.kv_heads);
+    Rows k_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + kv) * a.dim, a);
+    Rows v_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
+    starts += (i64)at.sequence * t;
+    Kept* kept = (Kept*)(own_starts + OWN);
+    if (threadIdx.x == 0) *kept = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
+    fetch_rows<D, OWN, THREADS>(qs, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
+    fetch_starts(own_starts, starts, first, t);
+    int key = first_key(starts, first, t) / STEP * STEP;
+    if (Own::LIES) fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
+    close_copies();
+    await_copies<0>();
+    __syncthreads();
+    Queries<M> q = queries_of_warp<M>(own_starts, first, t);
+    Own own;
+    own.load(own_rows);
+    if (!Own::LIES) {
+        __syncthreads(); // the same memory is for the tiles now
+        fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
+        close_copies();
     }
-    load_rows<D>(qs, qkv, sequence, first, OWN, row_width(a), head * a.dim, a);
-    float out[D / 8][4], most[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, total[2] = {0, 0};
+    float out[M][D / 8][4], exponent = exponent_of_score<PLAIN>(a);
     zero(out);
-    for (i64 key = first_key(starts, sequence, first, TILE_F, a); key < first + OWN && key < a.t; key += TILE_F) {
-        __syncthreads();
-        load_rows<D>(ks, qkv, sequence, key, TILE_F, row_width(a), (a.heads + kv) * a.dim, a);
-        load_rows<D>(vs, qkv, sequence, key, TILE_F, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
-        __syncthreads();
-        float s[TILE_F / 8][4];
-        zero(s);
-        scores<D, TILE_F / 8>(s, qs, row, ks);
-        float above[2] = {most[0], most[1]}, keep[2], sum[2] = {0, 0};
-#pragma unroll
-        for (int n = 0; n < TILE_F / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                i64 k = key + 8 * n + 2 * turn_of_lane() + i % 2;
-                bool seen = k <= query[i / 2] && k >= start[i / 2] && query[i / 2] < a.t;
-                s[n][i] = seen ? capped_score(s[n][i], a) * LOG2E : NEGATIVE_INFINITY;
-                above[i / 2] = fmaxf(above[i / 2], s[n][i]);
-            }
-        for (int h = 0; h < 2; h++) {
-            above[h] = row_max(above[h]);
-            keep[h] = above[h] == NEGATIVE_INFINITY ? 1.0f : exp2f(most[h] - above[h]);
-            most[h] = above[h];
+    Running<M> r;
+    for (int j = 0; j < 2 * M; j++) r.most[j] = NEGATIVE_INFINITY, r.total[j] = 0;
+    for (int here = 0; key < kept->end; key += STEP, here ^= 1) {
+        await_copies<0>();
+        __syncthreads(); // this tile is there, and nobody uses the one before any more
+        if (key + STEP < kept->end) fetch_pair<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, kept->one, kept->other, key + STEP);
+        close_copies();
+        const u16 *ks = tiles + here * PLACE, *vs = ks + STEP * stride<D>();
+#pragma unroll 1
+        for (int c = 0; c < STEP; c += CHUNK) {
+            if (!q.template see_any<CHUNK>(key + c)) continue;
+            u32 chosen[2 * M];
+            if (!PLAIN) choose_keys<M, N>(chosen, kept->at, q, key + c, a);
+            float s[M][N][4];
+            zero(s);
+            scores<D>(s, own, ks + c * stride<D>());
+            if (!PLAIN) cap_scores(s, a);
+            if (!q.template see_all<CHUNK>(key + c)) hide(s, q, key + c, NEGATIVE_INFINITY);
+            softmax<D>(s, out, r, exponent);
+            if (!PLAIN) drop(s, chosen, a);
+            add_rows<D>(out, s, vs + c * stride<D>());
         }
-#pragma unroll
-        for (int n = 0; n < TILE_F / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[n][i] = s[n][i] == NEGATIVE_INFINITY ? 0.0f : exp2f(s[n][i] - above[i / 2]);
-                sum[i / 2] += s[n][i];
-            }
-        for (int h = 0; h < 2; h++) total[h] = total[h] * keep[h] + row_sum(sum[h]);
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) out[n][i] *= keep[i / 2];
-        drop_keys(s, sequence, head, query, key, a);
-        add_rows<D, TILE_F / 8>(out, s, vs);
     }
-    float factor[2] = {1.0f / total[0], 1.0f / total[1]};
-    store_rows<D>(o, out, factor, sequence, first + row, a.heads * a.dim, head * a.dim, a);
-    for (int h = 0; h < 2; h++)
-        if (turn_of_lane() == 0 && query[h] < a.t) lse[(sequence * a.heads + head) * a.t + query[h]] = most[h] * LN2 + logf(total[h]);
+    await_copies<0>();
+    __syncthreads();
+    at = kept->at;
+    float factor[2 * M];
+#pragma unroll
+    for (int j = 0; j < 2 * M; j++) {
+        float total = row_sum(r.total[j]);
+        int query = q.of_lane(j);
+        factor[j] = 1.0f / total;
+        if (turn_of_lane() == 0 && query < t) lse[kept->stats + query] = r.most[j] * exponent * LN2 + logf(total);
+    }
+    Rows o_rows = rows_of(o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a);
+    store_rows<D, M>(o_rows, q.from, own_rows, out, factor);
 }
 
-template <int D> DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, Attention a) {
+// --- backward ----------------------------------------------------------------------------------------------------------------
+
+// dq = scale · Σ ds·k over keys, ds = p (do·v − Σ do·o).
+template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK>
+DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
+                       const Order& order) {
     DYNAMIC_SHARED(shared);
-    u16 *qs = (u16*)shared, *gs = qs + OWN * stride<D>(), *ks = gs + OWN * stride<D>(), *vs = ks + TILE_B * stride<D>();
-    i64 first = (i64)blockIdx.x * OWN, head = blockIdx.y, sequence = blockIdx.z, kv = head / (a.heads / a.kv_heads);
-    int row = 16 * (int)(threadIdx.x / 32);
-    i64 query[2], start[2], stats = (sequence * a.heads + head) * a.t;
-    float l[2], dot[2];
-    for (int h = 0; h < 2; h++) {
-        query[h] = first + row + group_of_lane() + 8 * h;
-        start[h] = start_of(starts, sequence, query[h], a);
-        l[h] = query[h] < a.t ? lse[stats + query[h]] * LOG2E : 0.0f;
-        dot[h] = query[h] < a.t ? dots[stats + query[h]] : 0.0f;
+    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // keys, then values
+    u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
+    int* own_starts = (int*)(tiles + 2 * PLACE);
+    Place at = place_of_block(order, true);
+    int t = (int)a.t, first = at.tile * OWN, end = min(first + OWN, t), kv = at.head / (int)(a.heads / a.kv_heads);
+    Rows k_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + kv) * a.dim, a);
+    Rows v_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
+    starts += (i64)at.sequence * t;
+    Kept* kept = (Kept*)(own_starts + OWN);
+    if (threadIdx.x == 0) *kept = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
+    fetch_rows<D, OWN, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
+    fetch_rows<D, OWN, THREADS>(tiles + PLACE, rows_of(d_o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a), first);
+    fetch_starts(own_starts, starts, first, t);
+    close_copies();
+    int key = first_key(starts, first, t) / STEP * STEP;
+    await_copies<0>();
+    __syncthreads();
+    Queries<M> q = queries_of_warp<M>(own_starts, first, t);
+    float l[2 * M], dot[2 * M], exponent = exponent_of_score<PLAIN>(a), inverse_cap = a.cap > 0 ? 1.0f / a.cap : 0.0f;
+    i64 stats = kept->stats;
+#pragma unroll
+    for (int j = 0; j < 2 * M; j++) {
+        int query = q.of_lane(j);
+        l[j] = query < t ? lse[stats + query] * LOG2E : 0.0f;
+        dot[j] = query < t ? dots[stats + query] : 0.0f;
     }
-    load_rows<D>(qs, qkv, sequence, first, OWN, row_width(a), head * a.dim, a);
-    load_rows<D>(gs, d_o, sequence, first, OWN, a.heads * a.dim, head * a.dim, a);
-    float out[D / 8][4];
+    Held<D, M> qs, gs;
+    qs.load(own_rows);
+    gs.load(own_rows + PLACE);
+    __syncthreads(); // the same memory is for the tiles now
+    fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
+    close_copies();
+    float out[M][D / 8][4];
     zero(out);
-    for (i64 key = first_key(starts, sequence, first, TILE_B, a); key < first + OWN && key < a.t; key += TILE_B) {
-        __syncthreads();
-        load_rows<D>(ks, qkv, sequence, key, TILE_B, row_width(a), (a.heads + kv) * a.dim, a);
-        load_rows<D>(vs, qkv, sequence, key, TILE_B, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
-        __syncthreads();
-        float s[TILE_B / 8][4], d[TILE_B / 8][4];
-        zero(s);
-        zero(d);
-        scores<D, TILE_B / 8>(s, qs, row, ks);
-        scores<D, TILE_B / 8>(d, gs, row, vs);
-        drop_keys(d, sequence, head, query, key, a);
-#pragma unroll
-        for (int n = 0; n < TILE_B / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                i64 k = key + 8 * n + 2 * turn_of_lane() + i % 2;
-                bool seen = k <= query[i / 2] && k >= start[i / 2] && query[i / 2] < a.t;
-                float score = capped_score(s[n][i], a);
-                d[n][i] = seen ? exp2f(score * LOG2E - l[i / 2]) * (d[n][i] - dot[i / 2]) * score_slope(score, a) : 0.0f;
-            }
-        add_rows<D, TILE_B / 8>(out, d, ks);
-    }
-    float one[2] = {1, 1};
-    store_rows<D>(dqkv, out, one, sequence, first + row, row_width(a), head * a.dim, a);
-}
-
-// Rows are keys here, columns queries.
-template <int D> DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, Attention a) {
-    DYNAMIC_SHARED(shared);
-    u16 *ks = (u16*)shared, *vs = ks + OWN * stride<D>(), *qs = vs + OWN * stride<D>(), *gs = qs + TILE_B * stride<D>();
-    i64 first = (i64)blockIdx.x * OWN, kv = blockIdx.y, sequence = blockIdx.z, heads = a.heads / a.kv_heads;
-    int row = 16 * (int)(threadIdx.x / 32);
-    load_rows<D>(ks, qkv, sequence, first, OWN, row_width(a), (a.heads + kv) * a.dim, a);
-    load_rows<D>(vs, qkv, sequence, first, OWN, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
-    float dk[D / 8][4], dv[D / 8][4];
-    zero(dk);
-    zero(dv);
-    for (i64 head = kv * heads; head < (kv + 1) * heads; head++) {
-        i64 stats = (sequence * a.heads + head) * a.t;
-        for (i64 q = first; q < a.t; q += TILE_B) {
-            __syncthreads();
-            load_rows<D>(qs, qkv, sequence, q, TILE_B, row_width(a), head * a.dim, a);
-            load_rows<D>(gs, d_o, sequence, q, TILE_B, a.heads * a.dim, head * a.dim, a);
-            __syncthreads();
-            float p[TILE_B / 8][4], d[TILE_B / 8][4];
-            zero(p);
+    for (int here = 0; key < kept->end; key += STEP, here ^= 1) {
+        await_copies<0>();
+        __syncthreads(); // this tile is there, and nobody uses the one before any more
+        if (key + STEP < kept->end) fetch_pair<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, kept->one, kept->other, key + STEP);
+        close_copies();
+        const u16 *ks = tiles + here * PLACE, *vs = ks + STEP * stride<D>();
+#pragma unroll 1
+        for (int c = 0; c < STEP; c += CHUNK) {
+            if (!q.template see_any<CHUNK>(key + c)) continue;
+            u32 chosen[2 * M];
+            if (!PLAIN) choose_keys<M, N>(chosen, kept->at, q, key + c, a);
+            float s[M][N][4], d[M][N][4];
+            zero(s);
             zero(d);
-            scores<D, TILE_B / 8>(p, ks, row, qs);
-            scores<D, TILE_B / 8>(d, vs, row, gs);
+            scores<D>(s, qs, ks + c * stride<D>());
+            scores<D>(d, gs, vs + c * stride<D>());
+            if (!PLAIN) cap_scores(s, a), drop(d, chosen, a);
 #pragma unroll
-            for (int n = 0; n < TILE_B / 8; n++)
+            for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    i64 query = q + 8 * n + 2 * turn_of_lane() + j;
-                    i64 start = start_of(starts, sequence, query, a);
-                    float l = query < a.t ? lse[stats + query] * LOG2E : 0.0f, dot = query < a.t ? dots[stats + query] : 0.0f;
+                for (int m = 0; m < M; m++)
 #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        i64 key = first + row + group_of_lane() + 8 * h;
-                        int i = 2 * h + j;
-                        bool seen = query < a.t && key <= query && key >= start;
-                        float score = capped_score(p[n][i], a);
-                        float factor = kept(sequence, head, query, key, a);
-                        p[n][i] = seen ? exp2f(score * LOG2E - l) : 0.0f;
-                        d[n][i] = seen ? p[n][i] * (d[n][i] * factor - dot) * score_slope(score, a) : 0.0f;
-                        p[n][i] *= factor;
+                    for (int i = 0; i < 4; i++) {
+                        float ds = d[m][n][i] - dot[2 * m + i / 2];
+                        if (!PLAIN) ds *= slope(s[m][n][i], inverse_cap);
+                        d[m][n][i] = power_of_2(fmaf(s[m][n][i], exponent, -l[2 * m + i / 2])) * ds;
+                    }
+            if (!q.template see_all<CHUNK>(key + c)) hide(d, q, key + c, 0.0f);
+            add_rows<D>(out, d, ks + c * stride<D>());
+        }
+    }
+    await_copies<0>();
+    __syncthreads();
+    float factor[2 * M];
+    for (int j = 0; j < 2 * M; j++) factor[j] = a.scale;
+    at = kept->at;
+    Rows dq_rows = rows_of(dqkv.at, at.sequence, row_width(a), at.head * a.dim, a);
+    store_rows<D, M>(dq_rows, q.from, own_rows, out, factor);
+}
+
+// What a tile of queries brings beside its rows.
+template <int STEP> struct Stats {
+    float lse[STEP], dots[STEP];
+    int starts[STEP];
+};
+
+template <int STEP, int THREADS> DEVICE void fetch_stats(Stats<STEP>* to, const float* lse, const float* dots, const u32* starts, int first, int t) {
+    for (int i = (int)threadIdx.x; i < 3 * STEP; i += THREADS) {
+        int j = i % STEP;
+        bool there = first + j < t;
+        const void* row = i < STEP ? (const void*)lse : i < 2 * STEP ? (const void*)dots : (const void*)starts;
+        copy_4((u32*)to + i, (const u32*)row + (there ? first + j : 0), there);
+    }
+}
+
+// The position behind the last query that sees any key before `behind`: the largest that this thread looks at.
+template <int THREADS> DEVICE int last_query(const u32* starts, int first, int behind, int t) {
+    int last = first;
+    for (int q = first + (int)threadIdx.x; q < t; q += THREADS)
+        if ((int)starts[q] < behind) last = q + 1;
+    return __reduce_max_sync(ALL_LANES, last);
+}
+
+// A step of the backward by keys: queries of one of the heads that share the keys.
+template <int D, int STEP, int THREADS>
+DEVICE void fetch_step(u16* place, Stats<STEP>* to, const Kept& from, const float* lse, const float* dots, const u32* starts, int head,
+                       int first) {
+    Rows q = from.one, g = from.other;
+    q.at += head * q.dim, g.at += head * g.dim;
+    fetch_pair<D, STEP, THREADS>(place, q, g, first);
+    i64 stats = from.stats + (i64)head * q.t;
+    fetch_stats<STEP, THREADS>(to, lse + stats, dots + stats, starts + (i64)from.at.sequence * q.t, first, q.t);
+}
+
+// Where a chunk's queries and a warp's keys meet; `key` is the lane's first.
+struct Chunk {
+    int query, key;
+    const float *lse, *dots; // of the lane's first query
+    const int* starts;
+};
+
+// Zero for keys that their query doesn't see.
+template <int M, int N> DEVICE void hide_keys(float (&x)[M][N][4], const Chunk& c) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            int query = c.query + 8 * n + j - c.key, start = c.starts[8 * n + j] - c.key;
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float& at = x[m][n][2 * h + j];
+                    at = 16 * m + 8 * h <= query && 16 * m + 8 * h >= start ? at : 0.0f;
+                }
+        }
+}
+
+// Which probabilities are kept, a bit for each of a lane's.
+template <int M, int N> DEVICE u32 choose_queries(const Chunk& c, int sequence, int head, const Attention& a) {
+    u32 chosen = 0;
+    static_assert(4 * M * N <= 32, "a bit for each");
+#pragma unroll
+    for (int i = 0; i < 4 * M * N; i++) {
+        int query = c.query + 8 * (i / 2 % N) + i % 2, key = c.key + 8 * (i / (2 * N));
+        chosen |= (u32)(kept(sequence, head, query, key, a) != 0) << i;
+    }
+    return chosen;
+}
+
+// Scores become probabilities, and do·v becomes the gradient of scale · q·k.
+template <bool PLAIN, int M, int N>
+DEVICE void weigh(float (&p)[M][N][4], float (&d)[M][N][4], const Chunk& c, u32 chosen, float exponent, const Attention& a) {
+    float inverse_cap = a.cap > 0 ? 1.0f / a.cap : 0.0f, keep = a.keep == 0 ? 1.0f : a.keep;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float l = c.lse[8 * n + j] * LOG2E, dot = c.dots[8 * n + j];
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float &score = p[m][n][2 * h + j], &ds = d[m][n][2 * h + j];
+                    float power = power_of_2(fmaf(score, exponent, -l));
+                    if (PLAIN) {
+                        ds = power * (ds - dot);
+                        score = power;
+                    } else {
+                        bool is_kept = chosen >> (2 * N * (2 * m + h) + 2 * n + j) & 1;
+                        float factor = is_kept ? keep : 0.0f;
+                        ds = power * (ds * factor - dot) * slope(score, inverse_cap);
+                        score = power * factor;
                     }
                 }
-            add_rows<D, TILE_B / 8>(dv, p, gs);
-            add_rows<D, TILE_B / 8>(dk, d, qs);
         }
-    }
-    float one[2] = {1, 1};
-    store_rows<D>(dqkv, dk, one, sequence, first + row, row_width(a), (a.heads + kv) * a.dim, a);
-    store_rows<D>(dqkv, dv, one, sequence, first + row, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
 }
 
-// Grids: (64 queries, heads, sequences), and (64 keys, kv_heads, sequences) for the last.
-KERNEL flash_forward_64(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a) {
-    forward<64>(o, lse, qkv, starts, a);
+// dv = Σ p·do and dk = scale · Σ ds·q over queries. Rows are keys here, columns queries: scores are transposed.
+template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class Values>
+DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
+                        const Order& order) {
+    DYNAMIC_SHARED(shared);
+    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // queries, then gradients of outputs
+    u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
+    u16* values = tiles + (Values::LIES ? 2 * PLACE : OWN * stride<D>());
+    Stats<STEP>* stats = (Stats<STEP>*)(tiles + 2 * PLACE + (Values::LIES ? OWN * stride<D>() : 0));
+    Kept* kept = (Kept*)(stats + 2);
+    Place at = place_of_block(order, false);
+    int t = (int)a.t, first = at.tile * OWN, group = (int)(a.heads / a.kv_heads), head = at.head * group;
+    i64 k_column = (a.heads + at.head) * a.dim, v_column = k_column + a.kv_heads * a.dim;
+    fetch_rows<D, OWN, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), k_column, a), first);
+    fetch_rows<D, OWN, THREADS>(values, rows_of(qkv.at, at.sequence, row_width(a), v_column, a), first);
+    close_copies();
+    if (threadIdx.x == 0) {
+        Rows q_rows = rows_of(qkv.at, at.sequence, row_width(a), head * a.dim, a);
+        Rows g_rows = rows_of(d_o.at, at.sequence, a.heads * a.dim, head * a.dim, a);
+        *kept = {at, 0, group, ((i64)at.sequence * a.heads + head) * t, q_rows, g_rows};
+    }
+    int last = last_query<THREADS>(starts + (i64)at.sequence * t, first, first + OWN, t);
+    if (lane() == 0) stats->starts[warp()] = last;
+    await_copies<0>();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int w = 0; w < WARPS; w++) kept->end = max(kept->end, stats->starts[w]);
+    Held<D, M> ks;
+    Values vs;
+    ks.load(own_rows);
+    vs.load(values + (own_rows - tiles));
+    __syncthreads(); // the same memory is for the tiles now
+    fetch_step<D, STEP, THREADS>(tiles, stats, *kept, lse, dots, starts, 0, first);
+    close_copies();
+    float dk[M][D / 8][4], dv[M][D / 8][4], exponent = exponent_of_score<PLAIN>(a);
+    zero(dk);
+    zero(dv);
+    int own = first + 16 * M * warp(), q = first;
+    head = 0;
+    for (int here = 0; head < kept->group; here ^= 1) {
+        await_copies<0>();
+        __syncthreads(); // this tile is there, and nobody uses the one before any more
+        bool is_last = q + STEP >= kept->end;
+        int next = is_last ? kept->at.tile * OWN : q + STEP;
+        if (head + is_last < kept->group)
+            fetch_step<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, stats + (here ^ 1), *kept, lse, dots, starts, head + is_last, next);
+        close_copies();
+        const u16 *qs = tiles + here * PLACE, *gs = qs + STEP * stride<D>();
+        const Stats<STEP>& of_tile = stats[here];
+        bool is_hidden = all_of_warp(of_tile.starts[lane()] >= own + 16 * M && of_tile.starts[lane() + STEP - 32] >= own + 16 * M);
+        bool is_whole = all_of_warp(of_tile.starts[lane()] <= own && of_tile.starts[lane() + STEP - 32] <= own);
+#pragma unroll 1
+        for (int c = 0; c < STEP; c += CHUNK) {
+            if (q + c + CHUNK <= own || q + c >= t || is_hidden) continue;
+            int column = c + 2 * turn_of_lane();
+            Chunk chunk = {q + column, own + group_of_lane(), of_tile.lse + column, of_tile.dots + column, of_tile.starts + column};
+            u32 chosen = PLAIN ? 0 : choose_queries<M, N>(chunk, kept->at.sequence, kept->at.head * kept->group + head, a);
+            float p[M][N][4], d[M][N][4];
+            zero(p);
+            zero(d);
+            scores<D>(p, ks, qs + c * stride<D>());
+            scores<D>(d, vs, gs + c * stride<D>());
+            if (!PLAIN) cap_scores(p, a);
+            weigh<PLAIN>(p, d, chunk, chosen, exponent, a);
+            if (q + c < own + 16 * M - 1 || !is_whole) hide_keys(p, chunk), hide_keys(d, chunk);
+            add_rows<D>(dv, p, gs + c * stride<D>());
+            add_rows<D>(dk, d, qs + c * stride<D>());
+        }
+        q += STEP;
+        if (q >= kept->end) q = kept->at.tile * OWN, head++;
+    }
+    await_copies<0>();
+    __syncthreads();
+    at = kept->at;
+    k_column = (a.heads + at.head) * a.dim, v_column = k_column + a.kv_heads * a.dim;
+    float one[2 * M], factor[2 * M];
+    for (int j = 0; j < 2 * M; j++) one[j] = 1, factor[j] = a.scale;
+    store_rows<D, M>(rows_of(dqkv.at, at.sequence, row_width(a), v_column, a), own, own_rows, dv, one);
+    store_rows<D, M>(rows_of(dqkv.at, at.sequence, row_width(a), k_column, a), own, own_rows, dk, factor);
 }
-KERNEL flash_forward_128(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a) {
-    forward<128>(o, lse, qkv, starts, a);
+
+// --- kernels -----------------------------------------------------------------------------------------------------------------
+
+// Grids: a block for each 128 queries, or keys in the last, of each head of each sequence. `_any`: with a cap, dropout or both.
+#define GIVEN_BACKWARD Tensor dqkv, Tensor d_o, Tensor qkv, const float *lse, const float *dots, const u32 *starts, Attention a, Order order
+#define PASSED_BACKWARD dqkv, d_o, qkv, lse, dots, starts, a, order
+
+KERNEL flash_forward_64(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
+    forward<64, true, 4, 2, 64, 64, Held<64, 2>>(o, lse, qkv, starts, a, order);
 }
-KERNEL flash_backward_q_64(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, Attention a) {
-    backward_q<64>(dqkv, d_o, qkv, lse, dots, starts, a);
+KERNEL flash_forward_64_any(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
+    forward<64, false, 4, 2, 64, 32, Held<64, 2>>(o, lse, qkv, starts, a, order);
 }
-KERNEL flash_backward_q_128(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, Attention a) {
-    backward_q<128>(dqkv, d_o, qkv, lse, dots, starts, a);
+KERNEL flash_forward_128(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
+    forward<128, true, 4, 2, 32, 32, Lying<128, 2>>(o, lse, qkv, starts, a, order);
 }
-KERNEL flash_backward_kv_64(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, Attention a) {
-    backward_kv<64>(dqkv, d_o, qkv, lse, dots, starts, a);
+KERNEL flash_forward_128_any(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
+    forward<128, false, 8, 1, 64, 32, Held<128, 1>>(o, lse, qkv, starts, a, order);
 }
-KERNEL flash_backward_kv_128(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, Attention a) {
-    backward_kv<128>(dqkv, d_o, qkv, lse, dots, starts, a);
-}
+KERNEL flash_backward_q_64(GIVEN_BACKWARD) { backward_q<64, true, 4, 2, 64, 32>(PASSED_BACKWARD); }
+KERNEL flash_backward_q_64_any(GIVEN_BACKWARD) { backward_q<64, false, 4, 2, 64, 16>(PASSED_BACKWARD); }
+KERNEL flash_backward_q_128(GIVEN_BACKWARD) { backward_q<128, true, 8, 1, 64, 32>(PASSED_BACKWARD); }
+KERNEL flash_backward_q_128_any(GIVEN_BACKWARD) { backward_q<128, false, 8, 1, 64, 32>(PASSED_BACKWARD); }
+KERNEL flash_backward_kv_64(GIVEN_BACKWARD) { backward_kv<64, true, 4, 2, 64, 16, Lying<64, 2>>(PASSED_BACKWARD); }
+KERNEL flash_backward_kv_64_any(GIVEN_BACKWARD) { backward_kv<64, false, 8, 1, 64, 16, Held<64, 1>>(PASSED_BACKWARD); }
+KERNEL flash_backward_kv_128(GIVEN_BACKWARD) { backward_kv<128, true, 8, 1, 64, 16, Held<128, 1>>(PASSED_BACKWARD); }
+KERNEL flash_backward_kv_128_any(GIVEN_BACKWARD) { backward_kv<128, false, 8, 1, 32, 16, Lying<128, 1>>(PASSED_BACKWARD); }
