@@ -50,7 +50,7 @@ enum Command {
         dir: PathBuf,
         /// The folder to make
         out: PathBuf,
-        /// Element type to write; as stored when not given
+        /// Element type to write; without it that of the trained weights: f32, or bf16 where there are no others
         #[arg(long, value_enum)]
         dtype: Option<Precision>,
         /// A new file is begun before one would exceed this size
