@@ -132,6 +132,24 @@ fn training_on_an_emulated_card_passes() {
     assert_eq!(said.matches("| ok |").count(), 11 + 3 * 5, "{said}");
 }
 
+/// Every kernel of a step has its row, and the shares are of one whole.
+#[test]
+fn a_profile_shows_what_a_step_is_made_of() {
+    let (code, said) = with(card::folder(), &["--tiny", "--profile", "0"], ("CARD_ORDER", "0"));
+    assert_eq!(code, Some(0), "{said}");
+    for part in
+        ["a step takes", "| adamw |", "| cross_entropy | 1 |", "| rmsnorm_forward |", "(bf16 · bf16 → f32)"]
+    {
+        assert!(said.contains(part), "{part} is missing in: {said}");
+    }
+    let shares =
+        said.lines().filter_map(|line| line.strip_suffix(" % |")?.rsplit("| ").next()?.parse::<f64>().ok());
+    let whole: f64 = shares.sum();
+    assert!((99.0..101.0).contains(&whole), "{whole} %: {said}");
+    let (code, said) = with(card::folder(), &["--tiny", "--profile", "9"], ("CARD_ORDER", "0"));
+    assert!(code == Some(1) && said.contains("there are 4 models, from 0 on"), "{said}");
+}
+
 /// A job whose model an emulated card has patience for.
 const SMALL: [&str; 8] = [
     "train.model.hidden_size=12",

@@ -43,12 +43,15 @@ struct Extent {
     ops_alone: bool,
     /// Nothing but the speed of training this one of the models.
     model: Option<usize>,
+    /// Nothing but where a step of this one's time goes.
+    profile: Option<usize>,
 }
 
-const USAGE: &str = "launch gpu-check [--device N] [--quick] [--tiny] [--ops | --models | --model N]";
+const USAGE: &str =
+    "launch gpu-check [--device N] [--quick] [--tiny] [--ops | --models | --model N | --profile N]";
 
 /// See [`USAGE`]; returns the process exit code. `--models` says what models are timed, `--model N` times one of them: both as JSON,
-/// for `scripts/bench/beside_torch`.
+/// for `scripts/bench/beside_torch`. `--profile N` shows what a step of one is made of.
 pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
     let mut extent = Extent::default();
     let (mut arguments, mut list) = (arguments, false);
@@ -59,8 +62,9 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
             "--tiny" => extent.tiny = true,
             "--ops" => extent.ops_alone = true,
             "--models" => list = true,
-            "--device" | "--model" => match (number(), argument.as_str()) {
+            "--device" | "--model" | "--profile" => match (number(), argument.as_str()) {
                 (Some(n), "--device") => extent.index = n,
+                (Some(n), "--profile") => extent.profile = Some(n),
                 (Some(n), _) => extent.model = Some(n),
                 _ => return wrong(&format!("{argument} needs a number")),
             },
@@ -82,6 +86,16 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
     if let Some(number) = extent.model {
         drop(cuda);
         return said(timed::one(&open, extent.tiny, number));
+    }
+    if let Some(number) = extent.profile {
+        drop(cuda);
+        return match timed::profile(&open, extent.tiny, number) {
+            Ok(()) => OK,
+            Err(why) => {
+                println!("gpu-check: {why}");
+                FAILED
+            }
+        };
     }
     match check(&cuda, extent, &open) {
         Ok(true) => OK,

@@ -3,12 +3,13 @@ use crate::catalog::{Facts, Role, TensorInfo, TextFile, WeightShape, require_sam
 use crate::cut;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
 use crate::dtype::Dtype;
+use crate::elsewhere::Elsewhere;
 use crate::error::{CkptError, Damage, Result};
 use crate::extras::Extras;
 use crate::hash::Hash;
+use crate::host::Host;
 use crate::manifest::{Extent, FileEntry, Manifest, TensorEntry};
-use crate::scattered::{Elsewhere, Host};
-use crate::source::Source;
+use crate::source::{Request, Source};
 use crate::state::TrainingState;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -33,17 +34,6 @@ impl fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Checkpoint({})", self.path.display())
     }
-}
-
-/// A range of a tensor to read, for [`Checkpoint::read_many`].
-#[derive(Debug)]
-pub struct Request<'a> {
-    pub name: &'a str,
-    pub role: Role,
-    /// Index in the whole tensor of the first element wanted.
-    pub start_element: u64,
-    /// Filled; its length says how many elements are wanted.
-    pub out: &'a mut [f32],
 }
 
 /// Consecutive 1 MiB blocks of a file.

@@ -7,10 +7,9 @@ pub use self::stats::{At, Cast, Values};
 
 use self::stats::Stats;
 use crate::catalog::{Role, TensorInfo, Tie};
-use crate::checkpoint::Request;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::source::Source;
+use crate::source::{Request, Source};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;

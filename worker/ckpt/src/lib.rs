@@ -21,6 +21,7 @@ mod cut;
 mod diff;
 mod disk;
 mod dtype;
+mod elsewhere;
 mod error;
 mod extras;
 pub mod fault;
@@ -28,6 +29,7 @@ mod foreign;
 pub mod formats;
 mod gather;
 mod hash;
+mod host;
 #[doc(hidden)]
 pub mod hostile;
 mod manifest;
@@ -42,13 +44,14 @@ pub mod scattered;
 mod seems;
 mod source;
 mod state;
+mod stripes;
 #[cfg(test)]
 mod tests;
 mod verify;
 mod watch;
 
 pub use catalog::{Facts, ModelCard, Role, TensorInfo, TextFile, Tie, WeightShape};
-pub use checkpoint::{Checkpoint, Fetch, Request, Run, Sink};
+pub use checkpoint::{Checkpoint, Fetch, Run, Sink};
 pub use commit::{Committed, commit, commit_parity, prune};
 pub use convert::{ConvertOptions, ConvertReport, Target, Ungrouped, convert, ungrouped};
 pub use diff::{
@@ -65,7 +68,7 @@ pub use pickle::Object;
 pub use repair::{RepairOptions, RepairReport, repair};
 pub use root::{Found, Newest, find, find_trained, latest, list, newest, step_name};
 pub use save::{Elements, Piece, PieceReport, ShardReport, Staging, write_shard};
-pub use source::Source;
+pub use source::{Request, Source};
 pub use state::{Group, LossScale, TrainingState};
 pub use verify::{CheckpointReport, Shard, VerifyOptions, VerifyReport, verify, verify_with};
 pub use watch::{Landed, Sighting, Watch};

@@ -9,7 +9,8 @@ use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors;
 use crate::hash::Hash;
-use crate::scattered::Host;
+use crate::host::Host;
+use crate::stripes;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -278,7 +279,9 @@ impl Manifest {
             return Err(format!("it says version {}, and has what is of version {version}", self.version));
         }
         if let Some(parity) = &self.parity {
-            crate::parity::check(&self.files, parity)?;
+            let sizes: Vec<u64> = self.files.iter().map(|f| f.bytes).collect();
+            let given = parity.iter().map(|f| (f.name.as_str(), f.bytes, f.blocks.len() as u64));
+            stripes::check(&sizes, given)?;
         }
         self.check_hosts()?;
         let mut spans: Vec<Vec<Range<u64>>> = vec![Vec::new(); self.files.len()];

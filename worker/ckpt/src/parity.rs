@@ -9,6 +9,7 @@ use crate::error::{CkptError, Result};
 use crate::hash::Hash;
 use crate::manifest::{FileEntry, Manifest};
 use crate::save::ShardReport;
+use crate::stripes::{parity_name, stripe};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::ops::Range;
@@ -27,23 +28,6 @@ pub struct ParityReport {
     pub bytes: u64,
     /// BLAKE3 of each MiB of the file.
     pub blocks: Vec<Hash>,
-}
-
-/// Name of a rank's stripe.
-pub(crate) fn parity_name(rank: u32, world: u32) -> String {
-    format!("parity-{rank:05}-of-{world:05}.bin")
-}
-
-/// Blocks of the parity that stripe `rank` holds, and its size in bytes; `sizes` are those of the shards.
-pub(crate) fn stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
-    let block = BLOCK as u64;
-    let longest = sizes.iter().copied().max().unwrap_or(0);
-    let all = longest.div_ceil(block);
-    let each = all.div_ceil(sizes.len().max(1) as u64);
-    let start = u64::from(rank).saturating_mul(each).min(all);
-    let end = start.saturating_add(each).min(all);
-    let bytes = end.saturating_mul(block).min(longest) - start.saturating_mul(block).min(longest);
-    (start..end, bytes)
 }
 
 /// Writes this rank's stripe into the folder of [`crate::Staging::path`] and makes it durable, once every shard is written.
@@ -113,25 +97,6 @@ fn xor(sum: &mut Vec<u8>, bytes: &[u8]) {
         sum.resize(bytes.len(), 0);
     }
     sum.iter_mut().zip(bytes).for_each(|(s, b)| *s ^= b);
-}
-
-/// `Err`: what of the parity doesn't fit the shards.
-pub(crate) fn check(shards: &[FileEntry], parity: &[FileEntry]) -> std::result::Result<(), String> {
-    let world = u32::try_from(shards.len()).map_err(|e| e.to_string())?;
-    if parity.len() != shards.len() {
-        return Err(format!("{} parity files for {world} shards", parity.len()));
-    }
-    let sizes: Vec<u64> = shards.iter().map(|f| f.bytes).collect();
-    for (rank, file) in (0..world).zip(parity) {
-        let (blocks, bytes) = stripe(&sizes, rank);
-        let fits = file.name == parity_name(rank, world)
-            && file.bytes == bytes
-            && file.blocks.len() as u64 == blocks.end - blocks.start;
-        if !fits {
-            return Err(format!("parity file {rank} ({}) doesn't fit the shards", file.name));
-        }
-    }
-    Ok(())
 }
 
 /// What [`rebuild`] did, one line each.

@@ -8,35 +8,20 @@ use crate::catalog::Facts;
 use crate::commit::{self, Committed, Swap, publish, require_file};
 use crate::disk::{self, Folder};
 use crate::error::{CkptError, Result};
+pub use crate::host::Host;
+use crate::host::{HOST, ID_LEN, NAME_MAX};
 use crate::manifest::{MANIFEST, Manifest};
 use crate::root::{self, SAVING, step_name};
 use crate::save::{ShardReport, Staging};
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// In the directory of checkpoints: the id of the host whose directory it is.
-const HOST: &str = ".host";
-/// It before it is renamed.
+/// [`HOST`] before it is renamed.
 const HOST_NEW: &str = ".host-new";
-/// Hex digits of an id.
-const ID_LEN: usize = 32;
-/// The longest name of a host that is kept, bytes.
-const NAME_MAX: usize = 255;
 /// The most checkpoints of a directory that are looked at, newest first.
 const LISTED_MAX: usize = 4096;
-
-/// A host that keeps shards in a directory of its own.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Host {
-    /// 32 hex digits, kept in its directory of checkpoints.
-    pub id: String,
-    /// For people.
-    pub name: String,
-}
 
 impl Host {
     /// The host whose directory of checkpoints `root` is, with the name it has now. The id is made at first use.
@@ -50,16 +35,6 @@ impl Host {
         Ok(Host { id, name: if name.is_empty() { "unnamed".into() } else { name } })
     }
 
-    /// The id in a directory of checkpoints; `None` when there is none, or what is left of writing one.
-    fn id_of(root: &Path) -> Result<Option<String>> {
-        let folder = Folder::open(root)?;
-        if !folder.has(HOST)? {
-            return Ok(None);
-        }
-        let text = String::from_utf8(folder.read(HOST, 4096)?).unwrap_or_default();
-        Ok(text.strip_suffix('\n').filter(|id| is_id(id)).map(str::to_owned))
-    }
-
     fn make_id(root: &Path) -> Result<String> {
         let mut random = [0u8; ID_LEN / 2];
         let source = Path::new("/dev/urandom");
@@ -68,45 +43,6 @@ impl Host {
         let id: String = random.iter().map(|b| format!("{b:02x}")).collect();
         commit::replace_file(root, HOST_NEW, HOST, format!("{id}\n").as_bytes())?;
         Ok(id)
-    }
-
-    /// `Err` says what is wrong with it.
-    pub(crate) fn check(&self) -> std::result::Result<(), String> {
-        let sound =
-            is_id(&self.id) && self.name.len() <= NAME_MAX && !self.name.chars().any(char::is_control);
-        if sound { Ok(()) } else { Err("a host whose id or name is none".into()) }
-    }
-}
-
-fn is_id(text: &str) -> bool {
-    text.len() == ID_LEN && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
-}
-
-impl fmt::Display for Host {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (id {})", self.name, self.id.get(..8).unwrap_or(&self.id))
-    }
-}
-
-/// Which shards of a checkpoint may be absent from its folder: those of other hosts.
-pub(crate) struct Elsewhere<'m> {
-    manifest: &'m Manifest,
-    own: Option<String>,
-}
-
-impl<'m> Elsewhere<'m> {
-    /// For the checkpoint in `path`; its parent says which host this is. Without that every shard may be elsewhere.
-    pub(crate) fn of(path: &Path, manifest: &'m Manifest) -> Self {
-        let own = match manifest.hosts.is_empty() {
-            true => None,
-            false => Host::id_of(&disk::parent_of(path)).unwrap_or(None),
-        };
-        Elsewhere { manifest, own }
-    }
-
-    /// The other host on which this shard lies.
-    pub(crate) fn host_of(&self, file: usize) -> Option<&'m Host> {
-        self.manifest.host_of(file).filter(|host| Some(&host.id) != self.own.as_ref())
     }
 }
 

@@ -1,12 +1,22 @@
 //! What weights can be gathered from: a checkpoint of ours or of others.
 use crate::catalog::{Role, TensorInfo, TextFile};
-use crate::checkpoint::Request;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::extras::Extras;
 use crate::state::TrainingState;
 use serde_json::{Map, Value};
 use std::path::Path;
+
+/// A range of a tensor to read, for [`crate::Checkpoint::read_many`].
+#[derive(Debug)]
+pub struct Request<'a> {
+    pub name: &'a str,
+    pub role: Role,
+    /// Index in the whole tensor of the first element wanted.
+    pub start_element: u64,
+    /// Filled; its length says how many elements are wanted.
+    pub out: &'a mut [f32],
+}
 
 /// A checkpoint of any format: tensors by role and name, read as f32 in any ranges.
 pub trait Source: Sync {

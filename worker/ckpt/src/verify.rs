@@ -1,6 +1,7 @@
 //! Checks every byte of a checkpoint, or of a directory of them, and finds all problems at once.
 use crate::checkpoint::Checkpoint;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, exists, stream};
+use crate::elsewhere::Elsewhere;
 use crate::error::{CkptError, Damage, Result};
 use crate::foreign::values::not_finite;
 use crate::foreign::{self, sweep};
@@ -8,7 +9,6 @@ use crate::formats::safetensors;
 use crate::hash::Hash;
 use crate::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::root::{self, DELETING, LATEST, LATEST_NEW, REPLACED, SAVING};
-use crate::scattered::Elsewhere;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 

@@ -10,7 +10,7 @@ use crate::{
 };
 use comm::{Comm, local, staged::Staged};
 use contract::job::{JobSpec, Numerics, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
-use device::{Storage, storage::said};
+use device::{Cuda, Storage, storage::said};
 use serde_json::{Value, json};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -149,8 +149,7 @@ pub(super) fn describe(tiny: bool) -> Result<Value, String> {
 
 /// Speed and memory of the model with this number.
 pub(super) fn one(open: Open, tiny: bool, number: usize) -> Result<Value, String> {
-    let (models, long) = all(tiny);
-    let timed = models.get(number).ok_or_else(|| format!("there are {} models, from 0 on", models.len()))?;
+    let (timed, long) = (by_number(tiny, number)?, all(tiny).1);
     let Measured { tokens_per_s, flops, mfu, memory, .. } =
         measured(&Timed { saves: false, ..*timed }, open, long)?;
     Ok(json!({
@@ -186,6 +185,68 @@ impl Timed {
         spec.zero = ZeroSpec { offload: self.offload.then_some(Offload::Cpu), ..spec.zero };
         Ok((job, spec))
     }
+
+    /// Opens the card, builds the model there and takes its first steps.
+    fn warm(&self, open: Open) -> Result<Warm, String> {
+        let text = |e: Error| e.message;
+        let (job, spec) = self.spec()?;
+        let cuda = open()?;
+        if spec.precision == Precision::Fp8 {
+            cuda.check_fp8().map_err(|e| e.to_string())?;
+        }
+        if spec.numerics == Numerics::Fast {
+            cuda.time_products();
+        }
+        let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
+        let comm = Arc::new(Staged::new(comm, cuda.clone()));
+        let mut running = build(&spec, comm, cuda.clone()).map_err(text)?.fresh();
+        for _ in 0..3 {
+            take_step(&mut running).map_err(text)?;
+        }
+        Ok(Warm { job, spec, cuda, running })
+    }
+}
+
+/// A model that has taken its first steps.
+struct Warm {
+    job: JobSpec,
+    spec: TrainSpec,
+    cuda: Arc<Cuda>,
+    running: Running,
+}
+
+/// Prints what the time of a step of this model goes to.
+pub(super) fn profile(open: Open, tiny: bool, number: usize) -> Result<(), String> {
+    let timed = by_number(tiny, number)?;
+    let shown = catch_unwind(AssertUnwindSafe(|| show_profile(timed, open)));
+    shown.unwrap_or_else(|panic| Err(said(panic.as_ref())))
+}
+
+fn show_profile(timed: &Timed, open: Open) -> Result<(), String> {
+    let text = |e: Error| e.message;
+    let Warm { cuda, mut running, .. } = timed.warm(open)?;
+    let each = time_steps(&mut running, &mut |steps, _| steps >= 5).map_err(text)?;
+    cuda.begin_profile();
+    take_step(&mut running).map_err(text)?;
+    let all = cuda.end_profile().map_err(|e| e.to_string())?;
+    let sum: f64 = all.iter().map(|spent| spent.seconds).sum();
+    println!(
+        "{}: a step takes {:.2} ms; measured piece by piece {:.2} ms\n",
+        timed.what,
+        1e3 * each,
+        1e3 * sum
+    );
+    println!("| work | calls | ms | share |\n|---|---|---|---|");
+    for spent in all {
+        let share = 100.0 * spent.seconds / sum.max(f64::MIN_POSITIVE);
+        println!("| {} | {} | {:.3} | {share:.1} % |", spent.what, spent.calls, 1e3 * spent.seconds);
+    }
+    Ok(())
+}
+
+fn by_number(tiny: bool, number: usize) -> Result<&'static Timed, String> {
+    let models = all(tiny).0;
+    models.get(number).ok_or_else(|| format!("there are {} models, from 0 on", models.len()))
 }
 
 fn measured(timed: &Timed, open: Open, long: Duration) -> Result<Measured, String> {
@@ -195,20 +256,7 @@ fn measured(timed: &Timed, open: Open, long: Duration) -> Result<Measured, Strin
 
 fn measure(timed: &Timed, open: Open, long: Duration) -> Result<Measured, String> {
     let text = |e: Error| e.message;
-    let (job, spec) = timed.spec()?;
-    let cuda = open()?;
-    if spec.precision == Precision::Fp8 {
-        cuda.check_fp8().map_err(|e| e.to_string())?;
-    }
-    if spec.numerics == Numerics::Fast {
-        cuda.time_products();
-    }
-    let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
-    let comm = Arc::new(Staged::new(comm, cuda.clone()));
-    let mut running = build(&spec, comm, cuda.clone()).map_err(text)?.fresh();
-    for _ in 0..3 {
-        take_step(&mut running).map_err(text)?;
-    }
+    let Warm { job, spec, cuda, mut running } = timed.warm(open)?;
     let each = time_steps(&mut running, &mut |steps, elapsed| steps >= 3 && elapsed >= long).map_err(text)?;
     let tokens_per_s = running.trainer.global_batch() as f64 * f64::from(spec.data.seq_len) / each;
     let flops = tokens_per_s * running.trainer.model.flops_per_token(spec.data.seq_len as usize);

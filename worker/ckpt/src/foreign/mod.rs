@@ -17,12 +17,11 @@ pub use self::facts::ForeignFacts;
 
 use self::store::{Part, Store, Wanted};
 use crate::catalog::{Role, TensorInfo, TextFile};
-use crate::checkpoint::Request;
 use crate::cut;
 use crate::disk::Folder;
 use crate::error::{CkptError, Damage, Result};
 use crate::extras::Extras;
-use crate::source::Source;
+use crate::source::{Request, Source};
 use crate::state::TrainingState;
 use crate::verify::CheckpointReport;
 use serde_json::{Map, Value};

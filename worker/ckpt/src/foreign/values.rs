@@ -1,7 +1,6 @@
 //! Values that are no finite numbers.
-use crate::checkpoint::Request;
 use crate::error::Result;
-use crate::source::Source;
+use crate::source::{Request, Source};
 
 /// Elements looked at in one go.
 const VALUES_AT_A_TIME: u64 = 1 << 20;

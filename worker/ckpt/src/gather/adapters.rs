@@ -1,10 +1,9 @@
 //! What is gathered of a checkpoint with low-rank adapters: a folder as PEFT writes it, or the model with its adapters merged.
 use crate::catalog::{Role, TensorInfo, TextFile};
-use crate::checkpoint::Request;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::peft::{ADAPTER_CONFIG, AdapterConfig, PREFIX, STEM, adapter_of, is_adapter, matrix_of};
-use crate::source::Source;
+use crate::source::{Request, Source};
 use crate::state::TrainingState;
 use serde_json::{Map, Value};
 use std::collections::HashMap;

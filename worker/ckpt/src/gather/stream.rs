@@ -1,10 +1,9 @@
 //! Windows of a file of weights on their way: some threads read ahead while one converts and hands over to the writer.
 use super::{GatheredFile, Plan};
-use crate::checkpoint::Request;
 use crate::disk::{FileWriter, WritePath};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::source::Source;
+use crate::source::{Request, Source};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::collections::{BTreeMap, BTreeSet};

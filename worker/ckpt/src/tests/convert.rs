@@ -2,13 +2,12 @@
 //! nothing that was finished; memory doesn't grow with the checkpoint.
 use super::{fast_dir, files, names};
 use crate::catalog::Role;
-use crate::checkpoint::Request;
 use crate::convert::{ConvertOptions, Target, convert};
 use crate::error::{CkptError, Result};
 use crate::extras::{Extras, ParamGroup};
 use crate::pickle::Object;
 use crate::root::{Found, find};
-use crate::source::Source;
+use crate::source::{Request, Source};
 use crate::{Dtype, TensorInfo, Tie, TrainingState};
 use proptest::prelude::*;
 use serde_json::Value;

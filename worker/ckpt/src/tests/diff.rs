@@ -1,11 +1,11 @@
 //! Whole checkpoints compared.
 use super::{facts, fast_dir, save};
 use crate::catalog::{Role, TensorInfo, Tie};
-use crate::checkpoint::{Checkpoint, Request};
+use crate::checkpoint::Checkpoint;
 use crate::diff::{Cast, DiffOptions, Side, diff};
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::source::Source;
+use crate::source::{Request, Source};
 use half::bf16;
 use std::path::Path;
 

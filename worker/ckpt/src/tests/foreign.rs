@@ -1,14 +1,13 @@
 //! Checkpoints of other programs: real ones bit for bit, made-up ones for the rules, damaged ones by name.
 use super::fast_dir;
 use crate::catalog::Role;
-use crate::checkpoint::Request;
 use crate::error::{CkptError, Result};
 use crate::foreign::Foreign;
 use crate::formats::{safetensors, zip};
 use crate::gather::{GatherOptions, gather};
 use crate::hash::Hash;
 use crate::root::{Found, find};
-use crate::source::Source;
+use crate::source::{Request, Source};
 use crate::tests::pickled::{P, dict, torch_file};
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! Checkpoints of runs whose only weights are in bf16: kept so, and read, gathered and converted as what they are.
 use super::*;
-use crate::checkpoint::{Checkpoint, Request};
+use crate::checkpoint::Checkpoint;
 use crate::commit::commit;
 use crate::convert::{ConvertOptions, Target, convert};
 use crate::dtype::Dtype;
@@ -9,6 +9,7 @@ use crate::gather::{GatherOptions, gather};
 use crate::hash::Hash;
 use crate::manifest::Manifest;
 use crate::save::Elements;
+use crate::source::Request;
 use crate::verify;
 use half::bf16;
 use proptest::prelude::*;

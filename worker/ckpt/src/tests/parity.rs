@@ -3,7 +3,8 @@ use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::commit::commit_parity;
 use crate::disk::BLOCK;
-use crate::parity::{stripe, write_parity};
+use crate::parity::write_parity;
+use crate::stripes::stripe;
 use crate::{RepairOptions, repair, verify};
 use std::fs;
 

@@ -1,8 +1,9 @@
 //! What is saved is read, however it was cut and whatever range is asked for.
 use super::*;
-use crate::checkpoint::{Checkpoint, Request};
+use crate::checkpoint::Checkpoint;
 use crate::commit::commit;
 use crate::formats::safetensors;
+use crate::source::Request;
 use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 

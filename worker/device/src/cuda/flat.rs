@@ -169,7 +169,7 @@ pub(super) fn adamw(cuda: &Cuda, p: ViewMut, g: View, avg: ViewMut, avg_sq: View
     let scalars = AdamScalars::new(h);
     let arguments: [&dyn Param; 6] =
         [&Tensor::from(&p), &Tensor::from(g), &states[0], &states[1], &(len as i64), &scalars];
-    cuda.each(FLAT, c"adamw", len, &arguments);
+    cuda.each_eight(FLAT, c"adamw", len, &arguments);
 }
 
 pub(super) fn sgd(cuda: &Cuda, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {

@@ -3,7 +3,7 @@ use super::card::{Launch, Param};
 use super::compile::FP8;
 use super::matmul::{Inputs, Matrix, Product};
 use super::ops::{Operand, nothing_to_sum, through_f32};
-use super::{Cuda, Memory, Tensor, must};
+use super::{Cuda, Memory, Tensor};
 use crate::fp8::Fp8;
 use crate::mem::{Dtype, ViewMut};
 use crate::ops::{Fp8Matrix, Write, check_fp8};
@@ -40,10 +40,7 @@ pub(super) fn product(
     let inputs = Inputs::Fp8([&left, &right].map(|rounded| (rounded.kind, rounded.scales.at())));
     let run = |c: Operand, add| {
         let (output, c) = (c.dtype, c.matrix());
-        must(
-            cuda.products
-                .run(&cuda.card, &Product { m, n, k: depth, a, b, c, inputs, output, add, bias: None }),
-        );
+        cuda.multiply(&Product { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
     };
     let add = write == Write::Add;
     if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNED as u64) {

@@ -76,6 +76,20 @@ impl Product {
         }
     }
 
+    /// For people: `product 8192 × 4096 × 1024 (bf16 · bf16 → f32)`.
+    pub(super) fn describe(&self) -> String {
+        let name = |which| match which {
+            R_F16 => "f16",
+            R_BF16 => "bf16",
+            R_E4M3 => "e4m3",
+            R_E5M2 => "e5m2",
+            _ => "f32",
+        };
+        let ([a, b], c) = (self.inputs.types().map(name), name(type_of(self.output)));
+        let rest = if self.add { ", added" } else { "" };
+        format!("product {} × {} × {} ({a} · {b} → {c}{rest})", self.m, self.n, self.k)
+    }
+
     fn own(&self) -> Own {
         Own { scales: self.inputs.scales(), bias: self.bias }
     }

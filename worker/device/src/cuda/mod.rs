@@ -21,6 +21,7 @@ mod libs;
 mod matmul;
 mod norm;
 mod ops;
+mod profile;
 mod rows;
 mod storage;
 mod streams;
@@ -30,13 +31,15 @@ pub use classifier::logits_bytes;
 pub use error::{CudaError, Result};
 pub use libs::{Found, Places, Wanted};
 pub use matmul::WORKSPACE;
+pub use profile::Spent;
 
 use crate::mem::{Buf, Dtype, Memory as Home, View, ViewMut};
 use crate::storage::Stopped;
 use binding::Address;
 use card::{Card, Launch, Memory, Param};
 use compile::{Kernels, Nvrtc, Source};
-use matmul::Products;
+use matmul::{Product, Products};
+use profile::Profile;
 use std::{
     collections::{HashMap, VecDeque},
     ffi::CStr,
@@ -53,6 +56,7 @@ pub struct Cuda {
     recent: Mutex<HashMap<usize, Recent>>,
     /// Waits of a stream for a mark that are timed and not counted yet: begin and end.
     waits: Mutex<Vec<[Event; 2]>>,
+    profile: Profile,
     /// Last: fields are dropped in order, and cuBLASLt wants to be closed while there is a context.
     card: Arc<Card>,
 }
@@ -96,7 +100,8 @@ impl Cuda {
         let kernels = Kernels::new(Nvrtc::open(places)?, &card, cache)?;
         card.enter()?;
         let products = Products::open(places)?;
-        Ok(Cuda { kernels, products, recent: Mutex::default(), waits: Mutex::default(), card })
+        let (recent, waits, profile) = (Mutex::default(), Mutex::default(), Profile::default());
+        Ok(Cuda { kernels, products, recent, waits, profile, card })
     }
 
     /// The card.
@@ -215,7 +220,12 @@ impl Cuda {
         let function = must(self.kernels.get(&self.card, source, name, shape.shared));
         let name = name.to_str().unwrap_or("a kernel");
         // SAFETY: each op passes its kernel's arguments, views as long as its shape says.
-        must(unsafe { self.card.launch(name, function, shape, arguments) });
+        self.piece(|| name.to_owned(), || unsafe { self.card.launch(name, function, shape, arguments) });
+    }
+
+    /// Asks for a product.
+    fn multiply(&self, p: &Product) {
+        self.piece(|| p.describe(), || self.products.run(&self.card, p));
     }
 
     /// A kernel over all elements of a flat vector, each thread at one at a time.

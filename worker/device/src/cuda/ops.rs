@@ -52,7 +52,7 @@ pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]
     let run = |c: Operand, add| {
         let (output, matrices) = (c.dtype, [a, b, c].map(Operand::matrix));
         let ([a, b, c], inputs) = (matrices, Inputs::Same(inputs));
-        must(cuda.products.run(&cuda.card, &Product { m, n, k, a, b, c, inputs, output, add, bias: None }));
+        cuda.multiply(&Product { m, n, k, a, b, c, inputs, output, add, bias: None });
     };
     if c.dtype == Dtype::F32 || c.dtype == inputs {
         return run(c, add);
@@ -82,7 +82,7 @@ fn product_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View
     }
     let (inputs, output, bias) = (Inputs::Same(a.dtype), c.dtype, Some(address(bias)));
     let [a, b, c] = [a, b, c].map(Operand::matrix);
-    must(cuda.products.run(&cuda.card, &Product { m, n, k, a, b, c, inputs, output, add: false, bias }));
+    cuda.multiply(&Product { m, n, k, a, b, c, inputs, output, add: false, bias });
 }
 
 /// Is there no term to sum? The result is then what it will be.

@@ -67,14 +67,16 @@ impl Storage for Cuda {
             }
             (false, false) => {
                 let bytes = from.len() * from.dtype().size();
-                must(self.card.copy(address(to.as_view()), address(from), bytes));
+                let (to, from) = (address(to.as_view()), address(from));
+                self.piece(|| "copy".to_owned(), || self.card.copy(to, from, bytes));
             }
         }
     }
 
     fn clear(&self, x: ViewMut) {
         let bytes = x.len() * x.dtype().size();
-        must(self.card.fill_zero(address(x.as_view()), bytes));
+        let at = address(x.as_view());
+        self.piece(|| "clear".to_owned(), || self.card.fill_zero(at, bytes));
     }
 
     /// By way of scratch: copies inside a card must not overlap.

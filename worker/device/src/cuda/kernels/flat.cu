@@ -121,17 +121,22 @@ struct AdamScalars {
 };
 
 KERNEL adamw(Tensor p, Tensor g, float* avg, float* avg_sq, i64 n, AdamScalars h) {
-    EACH(i, n) {
-        float grad = __fmul_rn(load(g, i), h.grad_scale);
-        float param = __fmul_rn(load(p, i), h.keep);
-        float m = avg[i];
-        m = __fadd_rn(h.from_end ? grad : m, __fmul_rn(h.weight, __fadd_rn(grad, -m)));
-        float v = __fmul_rn(avg_sq[i], h.beta2);
-        v = __fadd_rn(v, __fmul_rn(__fmul_rn(h.rest2, grad), grad));
-        float denom = __fadd_rn(sqrtf(v) / h.correction2, h.eps);
-        avg[i] = m;
-        avg_sq[i] = v;
-        store(p, i, __fadd_rn(param, __fmul_rn(h.step, m) / denom));
+    EACH_EIGHT(i, n) {
+        float param[8], grad[8], m[8], v[8];
+        load_eight(param, p, i, n - i);
+        load_eight(grad, g, i, n - i);
+        load_eight(m, floats(avg), i, n - i);
+        load_eight(v, floats(avg_sq), i, n - i);
+        EIGHT(k) {
+            grad[k] = __fmul_rn(grad[k], h.grad_scale);
+            m[k] = __fadd_rn(h.from_end ? grad[k] : m[k], __fmul_rn(h.weight, __fadd_rn(grad[k], -m[k])));
+            v[k] = __fadd_rn(__fmul_rn(v[k], h.beta2), __fmul_rn(__fmul_rn(h.rest2, grad[k]), grad[k]));
+            float denom = __fadd_rn(sqrtf(v[k]) / h.correction2, h.eps);
+            param[k] = __fadd_rn(__fmul_rn(param[k], h.keep), __fmul_rn(h.step, m[k]) / denom);
+        }
+        store_eight(floats(avg), i, n - i, m);
+        store_eight(floats(avg_sq), i, n - i, v);
+        store_eight(p, i, n - i, param);
     }
 }
 
