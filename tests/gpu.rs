@@ -336,5 +336,5 @@ fn a_peer_trains_the_same_models() {
     assert!(number(1) > 0.0 && number(2) > 0.0 && number(3) > 0.0, "{said}");
     let (code, said) = run("7");
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("there are models 0 to 2"), "{said}");
+    assert!(said.contains("there are models 0 to 3"), "{said}");
 }

@@ -216,7 +216,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("worker/src/gpu_check/timed.rs", "println!", "the same"),
     ("worker/src/gpu.rs", "println!", "a worker's stdout is its log file"),
     (
-        "worker/device/src/cuda/compile.rs",
+        "worker/device/src/cuda/kept.rs",
         "rename(",
         "the kernel cache isn't a checkpoint: it can be made again",
     ),
