@@ -150,7 +150,7 @@ fn batch(d: &mut Decoder, train: &TrainSpec) {
 /// fp32 weights are their own masters, and fp16 has too few exponents to be the only weights.
 fn master_weights(d: &mut Decoder, train: &TrainSpec) {
     const KEY: &str = "train.master_weights";
-    if d.clean(&["train.precision"]) && d.map.is_given(KEY) && !train.precision.is_bf16() {
+    if d.clean(&["train.precision", KEY]) && d.map.is_given(KEY) && !train.precision.is_bf16() {
         let message = format!("`{KEY}` has an effect with `train.precision: bf16` and `fp8` only");
         d.refuse(KEY, message, "remove it, or set `train.precision: bf16`");
     }
