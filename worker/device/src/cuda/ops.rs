@@ -69,14 +69,13 @@ fn common_type(a: Dtype, b: Dtype) -> Dtype {
     }
 }
 
-/// `c[m, n] = a[m, k] · b[k, n] + bias[n]`, rounded once where the library adds the bias itself: with operands of one type, a bias
-/// of the result's and at 16 bytes.
+/// `c[m, n] = a[m, k] · b[k, n] + bias[n]`, rounded once where the library adds the bias itself: everything is of one type, the bias
+/// at 16 bytes, and no matrix a vector.
 fn product_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View, [m, n, k]: [usize; 3]) {
     expect_len("product with bias", "bias", bias.len(), n);
     let c = Operand::of(y.as_view(), n, false);
-    let types =
-        a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == Dtype::F32) && bias.dtype() == c.dtype;
-    if !types || m * n * k == 0 || !address(bias).is_multiple_of(16) {
+    let one_type = [b.dtype, c.dtype, bias.dtype()].iter().all(|dtype| *dtype == a.dtype);
+    if !one_type || m < 2 || n < 2 || k == 0 || !address(bias).is_multiple_of(16) {
         product(cuda, c, a, b, [m, n, k], Write::Set);
         return norm::bias(cuda, y, bias, m, n);
     }
