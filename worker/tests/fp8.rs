@@ -5,13 +5,7 @@ mod common;
 use common::*;
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, Recompute, TrainSpec};
 use contract::judge::TrainJudge;
-use device::ops::IGNORE;
-use worker::{
-    error::Result,
-    model::Batch,
-    stages::Spec,
-    train::step::{Source, Word},
-};
+use worker::{stages::Spec, train::step::Word};
 
 /// Sizes that are multiples of 16, and no others in common.
 fn llama() -> ModelSpec {
@@ -37,28 +31,9 @@ fn spec(model: ModelSpec, stage: u8, precision: Precision) -> TrainSpec {
     spec
 }
 
-/// Sequences of which each token says the next one: after a few steps a model knows them.
-struct Learnable {
-    vocab: u32,
-}
-
-impl Source for Learnable {
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
-        for (at, token) in batch.tokens.iter_mut().enumerate() {
-            let (sample, i) = (first + (at / batch.t) as u64, (at % batch.t) as u64);
-            *token = ((sample * 17 + i * 5) % u64::from(self.vocab)) as u32;
-        }
-        for (label, token) in batch.labels.iter_mut().zip(&batch.tokens) {
-            *label = if *token % 7 == 0 { IGNORE } else { (token + 5) % self.vocab };
-        }
-        batch.starts.fill(0);
-        Ok(())
-    }
-}
-
 fn learn(spec: &TrainSpec, steps: u64) -> Vec<f64> {
     let mut running = build(spec, on_ranks(1, |c| c).remove(0), 2).fresh();
-    let source = Learnable { vocab: spec.model.vocab_size };
+    let source = Learnable { vocab: spec.model.vocab_size, ignored: Some(7) };
     (0..steps).map(|_| running.step(&source, Word::default()).unwrap().0.loss).collect()
 }
 

@@ -8,12 +8,10 @@ use contract::{job::*, judge::TrainJudge};
 use device::{Dtype, Ops};
 use std::{collections::BTreeMap, path::Path};
 use worker::{
-    error::Result,
-    model::Batch,
     resume::{Place, resume},
     stages::Running,
     storage::Layout,
-    train::step::{Source, Word},
+    train::step::Word,
 };
 
 const BEFORE: u64 = 3;
@@ -286,30 +284,11 @@ fn the_plan_counts_no_master_weights() {
     assert!(sharded["weights being updated"] <= alone["weights being updated"]);
 }
 
-/// Sequences of which each token says the next one.
-struct Learnable {
-    vocab: u32,
-}
-
-impl Source for Learnable {
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
-        for (at, token) in batch.tokens.iter_mut().enumerate() {
-            let (sample, i) = (first + (at / batch.t) as u64, (at % batch.t) as u64);
-            *token = ((sample * 17 + i * 5) % u64::from(self.vocab)) as u32;
-        }
-        for (label, token) in batch.labels.iter_mut().zip(&batch.tokens) {
-            *label = (token + 5) % self.vocab;
-        }
-        batch.starts.fill(0);
-        Ok(())
-    }
-}
-
 /// Losses of a run whose steps are so small that most of them are less than half a step of the weights in bf16. `nearest`: the
 /// masters are rounded after each step, so that nothing is kept of what bf16 lacks.
 fn learn(spec: &TrainSpec, nearest: bool, steps: u64) -> Vec<f64> {
     let mut running = build(spec, on_ranks(1, |c| c).remove(0), 2).fresh();
-    let source = Learnable { vocab: spec.model.vocab_size };
+    let source = Learnable { vocab: spec.model.vocab_size, ignored: None };
     let round = |running: &mut Running| {
         for u in 0..running.trainer.engine.shards.len() {
             running.trainer.engine.with_resident(u, |p| {

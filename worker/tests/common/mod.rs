@@ -127,6 +127,28 @@ impl Source for MadeUp {
     }
 }
 
+/// Sequences of which each token says the next one: after a few steps a model knows them.
+pub(crate) struct Learnable {
+    pub(crate) vocab: u32,
+    /// Tokens that this divides have no label.
+    pub(crate) ignored: Option<u32>,
+}
+
+impl Source for Learnable {
+    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
+        for (at, token) in batch.tokens.iter_mut().enumerate() {
+            let (sample, i) = (first + (at / batch.t) as u64, (at % batch.t) as u64);
+            *token = ((sample * 17 + i * 5) % u64::from(self.vocab)) as u32;
+        }
+        for (label, token) in batch.labels.iter_mut().zip(&batch.tokens) {
+            let ignored = self.ignored.is_some_and(|by| token.is_multiple_of(by));
+            *label = if ignored { IGNORE } else { (token + 5) % self.vocab };
+        }
+        batch.starts.fill(0);
+        Ok(())
+    }
+}
+
 pub(crate) fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ScheduleBound {
     build_on(spec, comm, Arc::new(Cpu::new(threads)))
 }
