@@ -185,6 +185,27 @@ fn apart(a: &Ran, b: &Ran) -> f64 {
     a.iter().zip(&b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
 }
 
+/// Two workers that search at once have one choice for each product, and keep it; by default nobody searches.
+#[test]
+fn a_job_may_time_products() {
+    let place = Place::new();
+    let chosen = || {
+        let files = std::fs::read_dir(place.path(".cache/launch/kernels")).expect("kernels are kept");
+        let names = files.map(|f| f.expect("entry").file_name().to_string_lossy().into_owned());
+        names.filter(|name| name.ends_with(".algorithm")).count()
+    };
+    let none = ("CARD_COUNT", "1");
+    let shared = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
+    let one = Ran::of(&job(&place, &shared, none)).succeeded();
+    assert_eq!(chosen(), 0);
+    place.forget_checkpoints();
+    let fast = [&shared[..], &["train.numerics=fast"]].concat();
+    let timed = Ran::of(&job(&place, &fast, none)).succeeded();
+    assert!(chosen() > 3, "{} choices", chosen());
+    // The emulated library's algorithms differ in time alone.
+    assert_eq!(timed.losses(), one.losses());
+}
+
 /// The executable from job to weights: one worker, then two that share the card; the second run goes on on the CPU.
 #[test]
 fn a_job_trains_on_a_card() {
