@@ -229,16 +229,7 @@ fn static_shared(image: &[u8]) -> Vec<(String, u64)> {
 /// The real compiler, for each kind of card: no GPU is needed for that.
 #[test]
 fn kernels_compile_for_each_kind_of_card() {
-    let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(std::path::PathBuf::from);
-    let cache = cache
-        .or_else(|| Some(std::path::PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")));
-    let folder = cache.expect("a home").join("nvrtc/nvidia/cu13/lib");
-    if !folder.exists() {
-        let why = "skipped kernels_compile_for_each_kind_of_card: no NVRTC (scripts/setup-tests installs it)";
-        assert!(std::env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
-        eprintln!("{why}");
-        return;
-    }
+    let Some(folder) = card::nvrtc() else { return };
     let places = Places { job: vec![folder], ..Places::default() };
     for arch in ["sm_80", "sm_90", "sm_100"] {
         let images = cuda::compile_all(&places, arch).expect("compiles");

@@ -75,7 +75,8 @@ pub(super) fn norms(p: &Pair, seed: u64, m: usize, d: usize) -> Outcome {
         ];
         worst += p.compare(&format!("layernorm {m} {d}"), &given, |ops, b| {
             let [y, stats, x, delta, w, bias, dx, dw, db, dy] = b else { unreachable!("buffers") };
-            let norm = LayerNorm { w: w.view(), b: bias.view(), eps: 1e-2 };
+            // Rows of two elements that are nearly alike: what rounding does to x, the norm makes 1/√eps times as large.
+            let norm = LayerNorm { w: w.view(), b: bias.view(), eps: 1e-1 };
             ops.layernorm_forward(y.view_mut(), stats.view_mut(), x.view(), norm, m);
             ops.add_layernorm_forward(y.view_mut(), stats.view_mut(), x.view_mut(), delta.view(), norm, m);
             let (dx, dw, db) = (dx.view_mut(), dw.view_mut(), db.view_mut());

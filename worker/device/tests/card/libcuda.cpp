@@ -1,6 +1,8 @@
 // A CUDA driver whose card is the emulator. Memory is host memory, each allocation with a page behind it that nobody may
 // touch, filled with numbers that are none. Work is done when it is asked for, or later (streams.hpp).
 //
+// Kernels are their sources as C++ (emulator.hpp), or where the image is PTX what the compiler made of them (ptx.hpp).
+//
 // CARD_VERSION=13000 what cuDriverGetVersion says; CARD_COUNT=1 cards; CARD_MEMORY=bytes that can be allocated;
 // CARD_CAPABILITY=90 (sm_90); CARD_FAILS=name:n the n-th call of a function (from 1) fails, with CUDA_ERROR_LAUNCH_FAILED.
 #include "emulator.hpp"
@@ -14,6 +16,7 @@
 #include <utility>
 #include "common.cuh"
 #include "kernels.inc"
+#include "opcodes.hpp"
 
 #define API extern "C" __attribute__((visibility("default"))) int
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719 };
@@ -66,6 +69,18 @@ static bool inside(uintptr_t at, size_t bytes) {
     return at + bytes <= start + a.bytes;
 }
 
+// Where there is memory for the work that is being done now.
+static std::map<uintptr_t, size_t> mapped;
+static bool is_there(uint64_t at, size_t bytes) {
+    static thread_local std::pair<uintptr_t, size_t> last;
+    auto inside = [&] { return at >= last.first && at + bytes <= last.first + last.second; };
+    if (inside() && mapped.count(last.first)) return true;
+    auto next = mapped.upper_bound(at);
+    if (next == mapped.begin()) return false;
+    last = *std::prev(next);
+    return inside();
+}
+
 API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     LOCKED;
     MAY_FAIL("cuMemAllocAsync");
@@ -82,6 +97,7 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     memset(map, 0xff, room);
     uintptr_t at = (uintptr_t)map + (room - (bytes + 15) / 16 * 16);
     allocations[at] = {(uint8_t*)map, room + page, bytes};
+    mapped[at] = bytes;
     allocated += bytes;
     *out = at;
     return SUCCESS;
@@ -96,7 +112,8 @@ API cuMemFreeAsync(uintptr_t at, void* stream) {
         gone = found->second;
         allocations.erase(found);
     }
-    work(stream, [gone] {
+    work(stream, [gone, at] {
+        mapped.erase(at);
         allocated -= gone.bytes;
         kept.insert(gone.bytes);
         kept_bytes += gone.bytes;
@@ -295,8 +312,11 @@ API cuGetErrorString(int code, const char** text) {
 
 // --- kernels --------------------------------------------------------------------------------------------------------------
 
+struct Shape {
+    unsigned grid[3], threads[3], shared;
+};
 struct Kernel {
-    std::function<std::function<void()>(void**)> bind; // copies the arguments
+    std::function<std::function<void(const Shape&)>(void**)> bind; // copies the arguments
     long shared = 48 << 10;
 };
 
@@ -305,26 +325,56 @@ template <class... A, size_t... I> static std::function<void()> with(void (*f)(A
     return [=] { std::apply(f, kept); };
 }
 template <class... A> static Kernel kernel(void (*f)(A...)) {
-    return {[f](void** given) { return with(f, given, std::index_sequence_for<A...>()); }};
+    return {[f](void** given) {
+        return [body = with(f, given, std::index_sequence_for<A...>())](const Shape& s) {
+            emulator::launch({s.grid[0], s.grid[1], s.grid[2]}, {s.threads[0], s.threads[1], s.threads[2]}, s.shared, body);
+        };
+    }};
+}
+static Kernel kernel(const ptx::Kernel& k) {
+    return {[&k](void** given) {
+        std::vector<uint8_t> parameters(k.parameter_bytes);
+        for (size_t i = 0; i < k.parameters.size(); i++) memcpy(&parameters[k.parameters[i].begin], given[i], k.parameters[i].end - k.parameters[i].begin);
+        return [&k, parameters](const Shape& s) {
+            const char* order = getenv("CARD_ORDER");
+            ptx::Grid(k, parameters, s.grid, s.threads, s.shared, is_there).run(order && *order == '1');
+        };
+    }};
 }
 #define ENTRY(file, name) {#file "/" #name, kernel(file::name)},
-static std::map<std::string, Kernel> kernels = {KERNELS(ENTRY)};
+static const std::map<std::string, Kernel> sources = {KERNELS(ENTRY)};
 
-// An image is what the emulated compiler made: "EMULATED file".
+struct Module {
+    ptx::Module ptx;
+    std::map<std::string, Kernel> kernels;
+};
+
+// An image is what the emulated compiler made: "EMULATED file", or PTX.
 API cuModuleLoadData(void** module, const void* image) {
     LOCKED;
     MAY_FAIL("cuModuleLoadData");
     const char* text = (const char*)image;
-    if (strncmp(text, "EMULATED ", 9)) return INVALID_IMAGE;
-    *module = new std::string(text + 9);
+    Module* m = new Module;
+    *module = m;
+    if (!strncmp(text, "EMULATED ", 9)) {
+        std::string folder = std::string(text + 9) + "/";
+        for (auto& [name, k] : sources)
+            if (!name.compare(0, folder.size(), folder)) m->kernels[name.substr(folder.size())] = k;
+    } else if (strstr(text, ".version")) {
+        m->ptx = ptx::Parser(text).module();
+        for (auto& [name, k] : m->ptx.kernels) m->kernels[name] = kernel(k);
+    } else {
+        return INVALID_IMAGE;
+    }
     return SUCCESS;
 }
 API cuModuleUnload(void* module) {
-    delete (std::string*)module;
+    delete (Module*)module;
     return SUCCESS;
 }
 API cuModuleGetFunction(void** function, void* module, const char* name) {
-    auto found = kernels.find(*(std::string*)module + "/" + name);
+    auto& kernels = ((Module*)module)->kernels;
+    auto found = kernels.find(name);
     if (found == kernels.end()) return NOT_FOUND;
     *function = &found->second;
     return SUCCESS;
@@ -342,6 +392,6 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
         MAY_FAIL("cuLaunchKernel");
     }
     if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || shared > k->shared) return INVALID_VALUE;
-    work(stream, [=, body = k->bind(given)] { emulator::launch({gx, gy, gz}, {bx, by, bz}, shared, body); });
+    work(stream, [=, body = k->bind(given)] { body({{gx, gy, gz}, {bx, by, bz}, shared}); });
     return SUCCESS;
 }

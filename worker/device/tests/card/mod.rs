@@ -17,8 +17,17 @@ const LIBRARIES: [(&str, &str); 3] = [
 ];
 const SOURCES: [&str; 8] = ["flat", "norm", "activation", "rows", "classifier", "attention", "flash", "fp8"];
 
-/// Where the emulated libraries lie; built by the first test that asks.
+/// Where the emulated libraries lie; built by the first test that asks. `LAUNCH_TEST_CARD=compiled`: with NVIDIA's compiler.
 pub(crate) fn folder() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| match std::env::var("LAUNCH_TEST_CARD").as_deref() {
+        Ok("compiled") => compiled_folder().expect("LAUNCH_TEST_CARD=compiled needs NVRTC"),
+        _ => source_folder().to_owned(),
+    })
+}
+
+/// With kernels as C++.
+fn source_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let [sources, kernels] = ["tests/card", "src/cuda/kernels"].map(|folder| device().join(folder));
@@ -35,6 +44,39 @@ pub(crate) fn folder() -> &'static Path {
         }
         made
     })
+}
+
+/// With NVIDIA's compiler: kernels run as the PTX that it makes of them. None where it isn't installed
+/// (`scripts/setup-tests` does), which is an error where everything is asked for.
+#[allow(dead_code, reason = "not every test file that has the card needs it")]
+pub(crate) fn compiled_folder() -> Option<PathBuf> {
+    let nvrtc = nvrtc()?;
+    let made = source_folder().with_extension("compiled");
+    if !made.exists() {
+        let new = made.with_extension(std::process::id().to_string());
+        fs::create_dir_all(&new).expect("a folder");
+        for (library, _) in LIBRARIES {
+            fs::copy(source_folder().join(library), new.join(library)).expect("copied");
+        }
+        std::os::unix::fs::symlink(nvrtc, new.join("nvrtc")).expect("a link");
+        put(&new, &made);
+    }
+    Some(made)
+}
+
+/// Where NVIDIA's compiler lies.
+#[allow(dead_code, reason = "as above")]
+pub(crate) fn nvrtc() -> Option<PathBuf> {
+    let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")));
+    let folder = cache.expect("a home").join("nvrtc/nvidia/cu13/lib");
+    if folder.exists() {
+        return Some(folder);
+    }
+    let why = "skipped: no NVRTC (scripts/setup-tests installs it)";
+    assert!(std::env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
+    eprintln!("{why}");
+    None
 }
 
 /// The crate `device`, seen from its own tests, from the worker's or from those of the executable.
@@ -66,7 +108,7 @@ fn build(sources: &Path, kernels: &Path, made: &Path) {
             .arg(&new)
             .arg("-I")
             .arg(sources)
-            .arg(format!("-Wl,-soname,{library}"))
+            .arg(format!("-Wl,-soname,emulated-{library}"))
             .arg("-o")
             .arg(new.join(library))
             .arg(sources.join(source))
@@ -74,9 +116,13 @@ fn build(sources: &Path, kernels: &Path, made: &Path) {
             .expect("a C++ compiler (scripts/setup-tests installs one)");
         assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
     }
-    if fs::rename(&new, made).is_err() {
+    put(&new, made);
+}
+
+fn put(new: &Path, made: &Path) {
+    if fs::rename(new, made).is_err() {
         assert!(made.exists(), "{} can't be made", made.display());
-        fs::remove_dir_all(&new).expect("removed");
+        fs::remove_dir_all(new).expect("removed");
     }
 }
 

@@ -1,0 +1,159 @@
+//! The CUDA backend on the emulated card, its kernels as NVIDIA's compiler made them: PTX, run instruction by instruction. And that
+//! this way of running them sees what compute-sanitizer would.
+mod card;
+
+use device::cuda::Places;
+use device::{Cuda, parity};
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::process::Command;
+
+#[test]
+fn every_op_as_it_was_compiled_is_the_cpus() {
+    let Some(folder) = card::compiled_folder() else { return };
+    let places = Places { job: vec![folder], ..Places::default() };
+    let cuda = Cuda::open(&places, 0, None).expect("the emulated card");
+    let rows = parity::run(&cuda, 1, 2);
+    assert_eq!(rows.len(), 11);
+    assert!(rows.iter().all(|row| row.failed.is_none() && row.shapes >= 2), "{rows:#?}");
+}
+
+/// A kernel of 64 threads with 64 words of shared memory: thread `%r0` has its word's address there in `%r1`, its neighbour's in the warp
+/// in `%r2`, that of its like in the other warp in `%r3`; `%rd0` is where 64 words lie on the card, `%p0` is true for the lower half of
+/// a warp, `%p1` for the first warp.
+const BEGIN: &str = "
+.version 9.0
+.target sm_90
+.address_size 64
+.visible .entry f(
+    .param .u64 f_param_0
+)
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<16>;
+    .reg .b64 %rd<4>;
+    .shared .align 16 .b8 words[256];
+    mov.u32 %r0, %tid.x;
+    shl.b32 %r4, %r0, 2;
+    mov.u32 %r5, words;
+    add.s32 %r1, %r5, %r4;
+    xor.b32 %r6, %r4, 4;
+    add.s32 %r2, %r5, %r6;
+    xor.b32 %r7, %r4, 128;
+    add.s32 %r3, %r5, %r7;
+    and.b32 %r8, %r0, 16;
+    setp.eq.s32 %p0, %r8, 0;
+    setp.lt.u32 %p1, %r0, 32;
+    ld.param.u64 %rd0, [f_param_0];
+    cvt.u64.u32 %rd1, %r4;
+    add.s64 %rd1, %rd0, %rd1;
+";
+
+/// What the kernel does then, and what is said of it: nothing where it is right.
+const KERNELS: [(&str, Option<&str>); 19] = [
+    ("st.shared.u32 [%r1], %r0; bar.sync 0; ld.shared.u32 %r9, [%r3]; st.global.u32 [%rd1], %r9;", None),
+    ("st.shared.u32 [%r1], %r0; bar.warp.sync -1; ld.shared.u32 %r9, [%r2];", None),
+    ("st.shared.u32 [%r1], %r0; ld.shared.u32 %r9, [%r1]; st.shared.u32 [%r1], %r9;", None),
+    ("@%p0 bra $L1; mov.u32 %r9, 1; $L1: shfl.sync.bfly.b32 %r9|%p2, %r0, 1, 31, -1;", None),
+    (
+        "cp.async.ca.shared.global [%r1], [%rd1], 4, 4; cp.async.commit_group; cp.async.wait_group 0; ld.shared.u32 %r9, [%r1];",
+        None,
+    ),
+    ("st.shared.u32 [%r1], %r0; ld.shared.u32 %r9, [%r3];", Some("a race in shared memory")),
+    (
+        "st.shared.u32 [%r1], %r0; bar.warp.sync -1; ld.shared.u32 %r9, [%r3];",
+        Some("a race in shared memory"),
+    ),
+    ("st.shared.u32 [%r1], %r0; ld.shared.u32 %r9, [%r2];", Some("reads what was written by thread")),
+    ("ld.shared.u32 %r9, [%r3]; st.shared.u32 [%r1], %r0;", Some("a race in shared memory")),
+    ("ld.shared.u32 %r9, [%r2]; st.shared.u32 [%r1], %r0;", Some("writes what was read by thread")),
+    ("st.shared.u32 [words], %r0;", Some("writes what was written by thread")),
+    (
+        "cp.async.ca.shared.global [%r1], [%rd1], 4, 4; cp.async.commit_group; cp.async.wait_group 1; ld.shared.u32 %r9, [%r1];",
+        Some("reads what is being copied"),
+    ),
+    (
+        "cp.async.ca.shared.global [%r1], [%rd1], 4, 4; cp.async.commit_group;",
+        Some("ended before its copies were there"),
+    ),
+    ("st.shared.u32 [%r1+4], %r0;", Some("beyond its array in shared memory")),
+    ("ld.global.u32 %r9, [%rd1+4];", Some("isn't in the card's memory")),
+    ("ld.global.v2.u32 {%r9, %r10}, [%rd1];", Some("an address isn't aligned")),
+    (
+        "@%p0 bra $L1; ret; $L1: shfl.sync.bfly.b32 %r9|%p2, %r0, 1, 31, -1;",
+        Some("lanes that ended are waited for"),
+    ),
+    (
+        "@%p0 bra $L1; bar.sync 0; ret; $L1: shfl.sync.bfly.b32 %r9|%p2, %r0, 1, 31, -1;",
+        Some("lanes wait for others of their warp that never come"),
+    ),
+    ("@%p0 bra $L1; bar.sync 0; ret; $L1: bar.sync 0;", Some("lanes of a warp wait at different barriers")),
+];
+
+#[test]
+fn what_a_card_would_do_wrong_sometimes_is_always_seen() {
+    for (i, (kernel, expected)) in KERNELS.iter().enumerate() {
+        let mut child = Command::new(std::env::current_exe().expect("our own path"));
+        child.args(["one_kernel", "--exact", "--nocapture"]).env("PTX_TEST_KERNEL", i.to_string());
+        let output = child.output().expect("a process");
+        let said = String::from_utf8_lossy(&output.stderr);
+        match expected {
+            None => assert!(output.status.success(), "{kernel}: {said}"),
+            Some(expected) => {
+                assert!(!output.status.success() && said.contains(expected), "{kernel}: {said}")
+            }
+        }
+    }
+}
+
+/// The other test's child: one of the kernels, whose fault ends the process.
+#[test]
+fn one_kernel() {
+    let Ok(which) = std::env::var("PTX_TEST_KERNEL") else { return };
+    let (body, _) = KERNELS[which.parse::<usize>().expect("a number")];
+    let image = CString::new(format!("{BEGIN}{body}\nret;\n}}\n")).expect("a text");
+    assert_eq!(launch(&image), 0);
+}
+
+type Any = *mut c_void;
+
+/// The driver's answer to a launch of `f` in a module of this image.
+fn launch(image: &CString) -> c_int {
+    // SAFETY: the emulated driver, its functions as NVIDIA's declares them; the one argument is an address.
+    unsafe {
+        let driver =
+            libloading::Library::new(card::folder().join("libcuda.so.1")).expect("the emulated driver");
+        let call = |name: &str| {
+            driver.get::<Any>(name.as_bytes()).expect("a function").try_as_raw_ptr().expect("an address")
+        };
+        let new_stream: extern "C" fn(*mut Any, c_uint) -> c_int =
+            std::mem::transmute(call("cuStreamCreate"));
+        let allocate: extern "C" fn(*mut u64, usize, Any) -> c_int =
+            std::mem::transmute(call("cuMemAllocAsync"));
+        let load: extern "C" fn(*mut Any, *const c_char) -> c_int =
+            std::mem::transmute(call("cuModuleLoadData"));
+        let find: extern "C" fn(*mut Any, Any, *const c_char) -> c_int =
+            std::mem::transmute(call("cuModuleGetFunction"));
+        type Launch = extern "C" fn(
+            Any,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            Any,
+            *mut Any,
+            *mut Any,
+        ) -> c_int;
+        let launch: Launch = std::mem::transmute(call("cuLaunchKernel"));
+        let (mut stream, mut module, mut function, mut words) =
+            (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut(), 0u64);
+        assert_eq!(new_stream(&mut stream, 0), 0);
+        assert_eq!(allocate(&mut words, 256, stream), 0);
+        assert_eq!(load(&mut module, image.as_ptr()), 0);
+        assert_eq!(find(&mut function, module, c"f".as_ptr()), 0);
+        let mut arguments = [std::ptr::from_mut(&mut words).cast::<c_void>()];
+        launch(function, 1, 1, 1, 64, 1, 1, 0, stream, arguments.as_mut_ptr(), std::ptr::null_mut())
+    }
+}
