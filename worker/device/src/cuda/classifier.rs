@@ -78,7 +78,8 @@ pub(super) fn classifier(
             &cap.unwrap_or(0.0),
             &factor,
         ];
-        cuda.each_row(CLASSIFIER, c"cross_entropy", count, v, &arguments);
+        let kernel = if cap.is_some() { c"cross_entropy_capped" } else { c"cross_entropy" };
+        cuda.each_row(CLASSIFIER, kernel, count, v, &arguments);
         if let Some(g) = &grads {
             let dx = Operand::of(g.dx.as_view().slice(start * d..(start + count) * d), d, false);
             product(cuda, dx, dlogits, Operand::of(w, d, false), [count, d, v], Write::Set);

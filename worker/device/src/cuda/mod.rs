@@ -276,6 +276,13 @@ impl Cuda {
     }
 }
 
+/// Is each of these of its type and at 16 bytes, in rows of whole eights? Then a kernel whose name ends in the type may be taken.
+fn eights(width: usize, tensors: &[(Tensor, Dtype)]) -> bool {
+    let is_whole =
+        |(tensor, dtype): &(Tensor, Dtype)| tensor.at.is_multiple_of(16) && tensor.dtype == number(*dtype);
+    width.is_multiple_of(8) && tensors.iter().all(is_whole)
+}
+
 /// Most threads of a block, where a kernel asks for nothing else.
 const THREADS: usize = 256;
 

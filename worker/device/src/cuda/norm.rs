@@ -1,9 +1,10 @@
 //! RMSNorm, LayerNorm, the norm of heads, bias: rows, and sums over rows.
 use super::card::{Launch, Param};
 use super::compile::NORM;
-use super::{Address, Cuda, Tensor, expect_len, floats};
-use crate::mem::{View, ViewMut};
+use super::{Address, Cuda, Tensor, eights, expect_len, floats, threads};
+use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::{HeadRows, LayerNorm, Write};
+use std::ffi::CStr;
 
 /// SUM_ROWS and COLUMNS of norm.cu.
 const SUM_ROWS: usize = 64;
@@ -28,10 +29,31 @@ impl Rows {
         Rows { count: rows as i64, d: d as i64, per: 1, stride: d as i64, first: 0 }
     }
 
+    /// Do all begin at eights, if the first element does?
+    fn are_eights(&self) -> bool {
+        [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
+    }
+
     fn heads(h: HeadRows) -> Self {
         let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first].map(|x| x as i64);
-        Rows { count: (h.rows * h.heads) as i64, d, per, stride, first }
+        let count = h.rows * h.heads;
+        assert!(count < 1 << 31, "norms of {count} heads");
+        Rows { count: count as i64, d, per, stride, first }
     }
+}
+
+/// Which kernel for rows of `d` elements: for anything; for these types in whole eights, one for each thread, or up to four.
+fn choose(d: usize, tensors: &[(Tensor, Dtype)], [any, one, four]: [&'static CStr; 3]) -> &'static CStr {
+    match d.div_ceil(8 * threads(d) as usize) {
+        _ if !eights(d, tensors) => any,
+        0..=1 => one,
+        2..=4 => four,
+        _ => any,
+    }
+}
+
+fn all_bf16<const N: usize>(tensors: [Tensor; N]) -> [(Tensor, Dtype); N] {
+    tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
 /// What the summed rows are multiplied with.
@@ -58,7 +80,12 @@ fn sum_rows(cuda: &Cuda, out: Address, dy: Tensor, times: Times, at: Rows) {
         Times::LayerNormed(x, stats) => (x, stats, 2),
     };
     let shape = Launch { grid: [chunks as u32, d.div_ceil(COLUMNS) as u32, 1], block: [32, 8, 1], shared: 0 };
-    cuda.launch(NORM, c"sum_rows", shape, &[&sums.at(), &dy, &x, &stats, &at, &what]);
+    // x isn't there, or lies as dy does
+    let known = [(dy, Dtype::Bf16), (if x.at == 0 { dy } else { x }, Dtype::Bf16)];
+    let is_known = at.are_eights() && eights(d, &known);
+    let name = if is_known { c"sum_rows_bf16" } else { c"sum_rows" };
+    assert!(rows < 1 << 31, "a sum over {rows} rows");
+    cuda.launch(NORM, name, shape, &[&sums.at(), &dy, &x, &stats, &at, &what]);
     let shape = Launch { grid: [d.div_ceil(32) as u32, 1, 1], block: [32, 32, 1], shared: 0 };
     cuda.launch(NORM, c"add_sums", shape, &[&out, &sums.at(), &(chunks as i64), &(d as i64)]);
 }
@@ -82,9 +109,11 @@ pub(super) fn rms(
     }
     let delta = delta.map_or(Tensor::NONE, Tensor::from);
     let rstd = floats(rstd.as_view());
-    let arguments: [&dyn Param; 8] =
-        [&Tensor::from(&y), &rstd, &x, &delta, &Tensor::from(w), &(m as i64), &(d as i64), &eps];
-    cuda.each_short_row(NORM, c"rmsnorm_forward", m, d, &arguments);
+    let (y, w) = (Tensor::from(&y), Tensor::from(w));
+    let names = [c"rmsnorm_forward", c"rmsnorm_forward_bf16", c"rmsnorm_forward_bf16_long"];
+    let name = choose(d, &all_bf16([y, x, if delta.at == 0 { x } else { delta }, w]), names);
+    let arguments: [&dyn Param; 8] = [&y, &rstd, &x, &delta, &w, &(m as i64), &(d as i64), &eps];
+    cuda.each_short_row(NORM, name, m, d, &arguments);
 }
 
 pub(super) fn rms_backward(
@@ -107,8 +136,12 @@ pub(super) fn rms_backward(
     let (at, dy, x, rstd) = (Rows::plain(m, d), Tensor::from(dy), Tensor::from(x), floats(rstd));
     sum_rows(cuda, floats(dw.as_view()), dy, Times::RmsNormed(x, rstd), at);
     let add = i64::from(write == Write::Add);
-    let arguments: [&dyn Param; 7] = [&Tensor::from(&dx), &dy, &x, &Tensor::from(w), &rstd, &at, &add];
-    cuda.each_short_row(NORM, c"rmsnorm_backward", m, d, &arguments);
+    let (dx, w) = (Tensor::from(&dx), Tensor::from(w));
+    let names = [c"rmsnorm_backward", c"rmsnorm_backward_bf16", c"rmsnorm_backward_bf16_long"];
+    let [dy_type, x_type, w_type] = all_bf16([dy, x, w]);
+    let name = choose(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
+    let arguments: [&dyn Param; 7] = [&dx, &dy, &x, &w, &rstd, &at, &add];
+    cuda.each_short_row(NORM, name, m, d, &arguments);
 }
 
 fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRows) {
@@ -122,10 +155,13 @@ fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRow
 
 pub(super) fn heads(cuda: &Cuda, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
     check_heads("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len(), h);
-    let rstd = floats(rstd.as_view());
-    let arguments: [&dyn Param; 6] =
-        [&Tensor::from(&x), &Tensor::from(&raw), &rstd, &Tensor::from(w), &Rows::heads(h), &eps];
-    cuda.each_short_row(NORM, c"rmsnorm_heads_forward", h.rows * h.heads, h.head_dim, &arguments);
+    let (at, rstd) = (Rows::heads(h), floats(rstd.as_view()));
+    let (x, raw, w) = (Tensor::from(&x), Tensor::from(&raw), Tensor::from(w));
+    let any = c"rmsnorm_heads_forward";
+    let known = if at.are_eights() { c"rmsnorm_heads_forward_bf16" } else { any };
+    let name = choose(h.head_dim, &all_bf16([x, raw, w]), [any, known, any]);
+    let arguments: [&dyn Param; 6] = [&x, &raw, &rstd, &w, &at, &eps];
+    cuda.each_short_row(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
 }
 
 pub(super) fn heads_backward(
@@ -143,8 +179,11 @@ pub(super) fn heads_backward(
     let (at, d, raw, rstd) = (Rows::heads(h), Tensor::from(&dx), Tensor::from(raw), floats(rstd));
     // before the gradient is overwritten
     sum_rows(cuda, floats(dw.as_view()), d, Times::RmsNormed(raw, rstd), at);
-    let arguments: [&dyn Param; 7] = [&d, &d, &raw, &Tensor::from(w), &rstd, &at, &0i64];
-    cuda.each_short_row(NORM, c"rmsnorm_backward", h.rows * h.heads, h.head_dim, &arguments);
+    let (any, w) = (c"rmsnorm_backward", Tensor::from(w));
+    let known = if at.are_eights() { c"rmsnorm_heads_backward_bf16" } else { any };
+    let name = choose(h.head_dim, &all_bf16([d, raw, w]), [any, known, any]);
+    let arguments: [&dyn Param; 7] = [&d, &d, &raw, &w, &rstd, &at, &0i64];
+    cuda.each_short_row(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
 }
 
 /// `y`, and `x += delta` before where delta is given.
@@ -166,10 +205,11 @@ pub(super) fn layer(
     }
     let delta = delta.map_or(Tensor::NONE, Tensor::from);
     let (w, b, stats) = (Tensor::from(norm.w), Tensor::from(norm.b), floats(stats.as_view()));
-    let (rows, width) = (m as i64, d as i64);
-    let arguments: [&dyn Param; 9] =
-        [&Tensor::from(&y), &stats, &x, &delta, &w, &b, &rows, &width, &norm.eps];
-    cuda.each_short_row(NORM, c"layernorm_forward", m, d, &arguments);
+    let (y, rows, width) = (Tensor::from(&y), m as i64, d as i64);
+    let names = [c"layernorm_forward", c"layernorm_forward_bf16", c"layernorm_forward_bf16_long"];
+    let name = choose(d, &all_bf16([y, x, if delta.at == 0 { x } else { delta }, w, b]), names);
+    let arguments: [&dyn Param; 9] = [&y, &stats, &x, &delta, &w, &b, &rows, &width, &norm.eps];
+    cuda.each_short_row(NORM, name, m, d, &arguments);
 }
 
 pub(super) fn layer_backward(
@@ -194,10 +234,12 @@ pub(super) fn layer_backward(
     sum_rows(cuda, floats(dw.as_view()), dy, Times::LayerNormed(x, stats), at);
     sum_rows(cuda, floats(db.as_view()), dy, Times::One, at);
     let add = i64::from(write == Write::Add);
-    let (rows, width) = (m as i64, d as i64);
-    let arguments: [&dyn Param; 8] =
-        [&Tensor::from(&dx), &dy, &x, &Tensor::from(w), &stats, &rows, &width, &add];
-    cuda.each_short_row(NORM, c"layernorm_backward", m, d, &arguments);
+    let (dx, w, rows, width) = (Tensor::from(&dx), Tensor::from(w), m as i64, d as i64);
+    let names = [c"layernorm_backward", c"layernorm_backward_bf16", c"layernorm_backward_bf16_long"];
+    let [dy_type, x_type, w_type] = all_bf16([dy, x, w]);
+    let name = choose(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
+    let arguments: [&dyn Param; 8] = [&dx, &dy, &x, &w, &stats, &rows, &width, &add];
+    cuda.each_short_row(NORM, name, m, d, &arguments);
 }
 
 pub(super) fn bias(cuda: &Cuda, y: ViewMut, bias: View, m: usize, n: usize) {

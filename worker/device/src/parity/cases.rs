@@ -112,7 +112,7 @@ pub(super) fn heads(p: &Pair, seed: u64, rows: usize, heads: usize, head_dim: us
         ops.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), w.view(), h);
     })?;
     let half = head_dim; // pairs of heads twice as wide
-    let stride = heads * 2 * half + 5;
+    let stride = heads * 2 * half + if half.is_multiple_of(8) { 8 } else { 5 };
     let angles: Vec<f32> = r.vec(t * half);
     let given = [
         any(r.vec(b * t * stride)),

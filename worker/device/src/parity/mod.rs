@@ -88,7 +88,10 @@ pub fn run(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Row> {
             row(what, (0..rounds).map(|_| case(&mut r)))
         })
         .collect();
-    rows.push(row("shapes at the edges", edges(p).into_iter().chain(tiles(p)).map(|case| case())));
+    rows.push(row(
+        "shapes at the edges",
+        edges(p).into_iter().chain(tiles(p)).chain(eights(p)).map(|case| case()),
+    ));
     if cuda.facts().has_fp8() {
         let mut r = Random::new(seed ^ (99 << 32));
         let products = (0..rounds)
@@ -151,6 +154,26 @@ fn edges<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
         Box::new(move || cases::embedding(p, 9, 300, 3, 2)),
         Box::new(move || cases::flat(p, 10, 40_000)),
         Box::new(move || cases::activations(p, 11, 1, 700)),
+    ]
+}
+
+/// Rows of whole eights: one for a warp, one for each thread of a block, several, and more than are kept in registers; the same of
+/// heads, and of sums over more rows than a block has.
+fn eights<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
+    vec![
+        Box::new(move || cases::norms(p, 40, 3, 8)),
+        Box::new(move || cases::norms(p, 41, 131, 64)),
+        Box::new(move || cases::norms(p, 42, 5, 1016)),
+        Box::new(move || cases::norms(p, 43, 2, 2056)),
+        Box::new(move || cases::norms(p, 44, 2, 8192)),
+        Box::new(move || cases::norms(p, 45, 1, 8200)),
+        Box::new(move || cases::heads(p, 46, 21, 3, 64, 2)),
+        Box::new(move || cases::heads(p, 47, 3, 40, 8, 1)),
+        Box::new(move || cases::heads(p, 48, 2, 1, 264, 3)),
+        Box::new(move || cases::activations(p, 49, 3, 2056)),
+        Box::new(move || cases::activations(p, 50, 17, 8)),
+        Box::new(move || cases::classifier(p, 51, 5, 8, 2088, None)),
+        Box::new(move || cases::classifier(p, 52, 3, 8, 2051, Some(2.0))),
     ]
 }
 

@@ -128,12 +128,17 @@ fn put(new: &Path, made: &Path) {
 
 /// Every kernel in the sources, each file in a namespace of its own as each is a module of its own.
 fn list_of_kernels(kernels: &Path) -> String {
-    let mut text = String::from("#undef KERNEL\n#define KERNEL static void\n");
+    let mut text = String::from(
+        "#undef KERNEL\n#undef WIDE_KERNEL\n#define KERNEL static void\n#define WIDE_KERNEL static void\n",
+    );
     let mut all = String::new();
     for file in SOURCES {
         writeln!(text, "namespace {file} {{\n#include \"{file}.cu\"\n}}").expect("a string");
         let source = fs::read_to_string(kernels.join(format!("{file}.cu"))).expect("a source");
-        for line in source.lines().filter_map(|line| line.strip_prefix("KERNEL ")) {
+        for line in source.lines() {
+            let Some(line) = line.strip_prefix("WIDE_").unwrap_or(line).strip_prefix("KERNEL ") else {
+                continue;
+            };
             let name = line.split('(').next().expect("a name");
             write!(all, " X({file}, {name})").expect("a string");
         }

@@ -125,6 +125,7 @@ inline void pack(Warp& w, const Instruction& i, uint32_t lanes, int bytes) {
 inline const uint8_t* card_memory(Warp& w, uint64_t at, size_t bytes, const Instruction& i) {
     if (at % bytes) stop("an address isn't aligned: " + i.text);
     if (!w.block->is_there(at, bytes)) stop("an address isn't in the card's memory: " + i.text);
+    w.block->bytes += bytes;
     return (const uint8_t*)at;
 }
 inline Space space_of(const Instruction& i, uint64_t& at) {
@@ -195,6 +196,7 @@ inline void begin_copy(Warp& w, const Instruction& i, uint32_t lanes) {
         uint64_t from = w.get<uint64_t>(i.slots[0], l) + w.get<uint64_t>(i.slots[1], l);
         if (to % bytes || from % bytes) stop("a copy isn't aligned: " + i.text);
         if (taken && !w.block->is_there(from, taken)) stop("an address isn't in the card's memory: " + i.text);
+        w.block->bytes += taken;
         w.block->shadow.write(w.thread(l), to, bytes, i.text, true);
         memset(w.block->shared.data() + to, 0xff, bytes);
         w.copies[l].push_back({to, (const uint8_t*)from, bytes, taken, w.groups[l]});
@@ -314,7 +316,7 @@ inline const Opcode* find_opcode(const std::string& name) {
         TWO("mul.wide.u32", uint64_t, uint32_t, uint32_t, (uint64_t)a * b) TWO("mul.wide.u16", uint32_t, uint16_t, uint16_t, (uint32_t)a * b)
         THREE("fma.rm.f32", float, float, float, float, rounded_down(a, b, c)) SAME("copysign.f32", float, std::copysign(b, a))
         SAME("div.approx.f32", float, a / b) ONE("ex2.approx.f32", float, float, std::exp2(a)) ONE("ex2.approx.ftz.f32", float, float, flushed(std::exp2(flushed(a))))
-        ONE("rcp.approx.ftz.f32", float, float, flushed(1 / flushed(a))) ONE("lg2.approx.f32", float, float, std::log2(a))
+        ONE("rcp.approx.ftz.f32", float, float, flushed(1 / flushed(a))) ONE("rsqrt.approx.f32", float, float, 1 / std::sqrt(a)) ONE("rsqrt.approx.ftz.f32", float, float, flushed(1 / std::sqrt(flushed(a)))) ONE("lg2.approx.f32", float, float, std::log2(a))
         ONE("rcp.approx.ftz.f64", double, double, 1 / a)
         {"bfi.b32", {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { w.set(i.slots[0], l, inserted<uint32_t>(GET(uint32_t, 1), GET(uint32_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))); }); }, Kind::PLAIN}},
         {"bfi.b64", {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { w.set(i.slots[0], l, inserted<uint64_t>(GET(uint64_t, 1), GET(uint64_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))); }); }, Kind::PLAIN}},

@@ -68,6 +68,7 @@ struct Kernel {
     uint32_t parameter_bytes = 0, local_bytes = 0;
     uint32_t static_end = RESERVED; // where dynamic shared memory begins
     std::vector<Range> variables;   // static shared ones
+    unsigned most_threads = 256;    // of a block: with more a kernel might have too few registers, unless it was compiled for that
     int finest = 4;                 // bytes of the smallest access to shared memory, at most 4
     int slots = 0;
     std::vector<std::pair<int, uint64_t>> constants; // slot, value
@@ -193,8 +194,8 @@ class Parser {
         if (text.next() != "(") stop("PTX: an entry without parameters");
         while (text.peek() != ")") parameter();
         text.next();
-        while (text.peek() != "{") text.next(); // .maxntid and its kin
-        text.next();
+        for (std::string word = text.next(); word != "{"; word = text.next())
+            if (word == ".maxntid") kernel.most_threads = (unsigned)atoi(text.next().c_str());
         for (int depth = 1; depth > 0;) {
             std::string word = text.next();
             if (word == "{") depth++;

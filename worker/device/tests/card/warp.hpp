@@ -2,6 +2,8 @@
 // that are apart go on from the first place in the text, so they meet where the compiler let them. What runs together on a card
 // (shuffles, votes, tensor cores) waits for its lanes; that they never come is an error, as are addresses that aren't aligned or
 // nobody's, and races in shared memory (shadow.hpp).
+//
+// CARD_COUNTS=1: each launch says how many instructions its warps ran and how many bytes they moved. On a card both take their time.
 #pragma once
 #include "ptx.hpp"
 #include "shadow.hpp"
@@ -60,6 +62,7 @@ struct Block {
     std::vector<Warp> warps;
     Shadow shadow;
     bool (*is_there)(uint64_t at, size_t bytes); // memory of the card
+    uint64_t instructions = 0, bytes = 0; // of warps; from and to the card's memory
 };
 
 template <class F> inline void each_lane(uint32_t lanes, F f) {
@@ -78,6 +81,7 @@ inline uint32_t Warp::straight(uint32_t at, uint32_t lanes, uint32_t others) {
     for (;;) {
         const Instruction& i = kernel->code[at];
         uint32_t m = guarded(i, lanes);
+        block->instructions++;
         switch (i.kind) {
         case Kind::PLAIN:
             if (m) i.run(*this, i, m);
@@ -153,6 +157,7 @@ class Grid {
         block.kernel = &kernel;
         block.parameters = &parameters;
         block.is_there = is_there;
+        if (threads[0] * threads[1] * threads[2] > kernel.most_threads) stop(kernel.name + " wasn't compiled for so many threads");
         end = kernel.static_end + dynamic;
         unsigned count = threads[0] * threads[1] * threads[2];
         block.warps.resize((count + 31) / 32);
@@ -163,6 +168,9 @@ class Grid {
         for (at[2] = 0; at[2] < grid[2]; at[2]++)
             for (at[1] = 0; at[1] < grid[1]; at[1]++)
                 for (at[0] = 0; at[0] < grid[0]; at[0]++) run_block(at, backwards);
+        if (getenv("CARD_COUNTS"))
+            fprintf(stderr, "%s: %llu instructions of warps, %llu bytes of the card's memory\n", block.kernel->name.c_str(), (unsigned long long)block.instructions,
+                    (unsigned long long)block.bytes);
     }
 
   private:

@@ -1,101 +1,119 @@
 // Rotary position embedding, GELU, SwiGLU, GeGLU.
 #include "common.cuh"
 
-// Pairs (i, i + half) of each head turned by the angle of the row's position; sign −1 turns back. A block per row.
-KERNEL rope(Tensor x, const float* cosines, const float* sines, i64 t, i64 heads, i64 half, i64 stride, float sign) {
-    i64 row = (i64)blockIdx.x * stride, angle = (i64)blockIdx.x % t * half;
-    int eights = (int)((half + 7) / 8); // of a head
-    for (int part = (int)threadIdx.x; part < (int)heads * eights; part += (int)blockDim.x) {
-        i64 i = part % eights * 8, at = row + part / eights * 2 * half + i, left = half - i;
-        float a[8], b[8], c[8], s[8];
-        load_eight(a, x, at, left);
-        load_eight(b, x, at + half, left);
-        load_eight(c, floats(cosines), angle + i, left);
-        load_eight(s, floats(sines), angle + i, left);
-        EIGHT(k) {
-            float first = a[k];
-            a[k] = first * c[k] - b[k] * (sign * s[k]);
-            b[k] = b[k] * c[k] + first * (sign * s[k]);
+// Pairs (i, i + half) of each head turned by the angle of the row's position; sign −1 turns back. A block per position and sequence,
+// x: eights of a half, y: heads.
+template <int X> DEVICE void rope_of(Tensor x, const float* cosines, const float* sines, int heads, int half, i64 stride, float sign) {
+    i64 row = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * stride, angle = (i64)blockIdx.x * half;
+    for (int i = 8 * (int)threadIdx.x; i < half; i += 8 * (int)blockDim.x) {
+        i64 left = half - i;
+        float c[8], s[8];
+        load_eight<X == ANY ? ANY : F32>(c, floats(cosines), angle + i, left);
+        load_eight<X == ANY ? ANY : F32>(s, floats(sines), angle + i, left);
+        EIGHT(k) s[k] *= sign;
+        for (int head = (int)threadIdx.y; head < heads; head += (int)blockDim.y) {
+            i64 at = row + 2 * head * half + i;
+            float a[8], b[8];
+            load_eight<X>(a, x, at, left);
+            load_eight<X>(b, x, at + half, left);
+            EIGHT(k) {
+                float first = a[k];
+                a[k] = first * c[k] - b[k] * s[k];
+                b[k] = b[k] * c[k] + first * s[k];
+            }
+            store_eight<X>(x, at, left, a);
+            store_eight<X>(x, at + half, left, b);
         }
-        store_eight(x, at, left, a);
-        store_eight(x, at + half, left, b);
     }
 }
+#define ROPE Tensor x, const float *cosines, const float *sines, i64 heads, i64 half, i64 stride, float sign
+KERNEL rope(ROPE) { rope_of<ANY>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
+KERNEL rope_bf16(ROPE) { rope_of<BF16>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
 
-// 1 / (1 + e^−x) without overflow
-DEVICE float sigmoid(float x) {
-    float e = __expf(-fabsf(x));
-    return __fdividef(x >= 0 ? 1.0f : e, 1.0f + e);
-}
+// 1 / (1 + e^−x): e^−x may be infinite, which is a share of 0.
+DEVICE float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-LOG2E * x)); }
 
 // ½·x·(1 + tanh u) is x·σ(2u); 2·√(2/π) = 1.595769…
-DEVICE float twice_u(float x) { return 1.5957691216057308f * (x + 0.044715f * x * x * x); }
-DEVICE float gelu(float x) { return x * sigmoid(twice_u(x)); }
-DEVICE float gelu_slope(float x) {
-    float s = sigmoid(twice_u(x));
-    return s + x * s * (1.0f - s) * 1.5957691216057308f * (1.0f + 3.0f * 0.044715f * x * x);
-}
-DEVICE float silu(float x) { return x * sigmoid(x); }
-DEVICE float silu_slope(float x) {
-    float s = sigmoid(x);
-    return s * (1.0f + x * (1.0f - s));
-}
+#define TWICE_ROOT 1.5957691216057308f
+DEVICE float twice_u(float x) { return x * fmaf(TWICE_ROOT * 0.044715f, x * x, TWICE_ROOT); }
+struct Silu {
+    DEVICE_METHOD static float share(float x) { return sigmoid(x); }
+    // The slope of x·share, given the share.
+    DEVICE_METHOD static float slope(float x, float s) { return s * fmaf(x, 1.0f - s, 1.0f); }
+};
+struct Gelu {
+    DEVICE_METHOD static float share(float x) { return sigmoid(twice_u(x)); }
+    DEVICE_METHOD static float slope(float x, float s) {
+        float slope_of_2u = fmaf(TWICE_ROOT * 3.0f * 0.044715f, x * x, TWICE_ROOT);
+        return s * fmaf(x * slope_of_2u, 1.0f - s, 1.0f);
+    }
+};
 
-KERNEL gelu_forward(Tensor y, Tensor x, i64 n) {
+template <int X> DEVICE void gelu_forward_of(Tensor y, Tensor x, i64 n) {
     EACH_EIGHT(i, n) {
         float v[8];
-        load_eight(v, x, i, n - i);
-        EIGHT(k) v[k] = gelu(v[k]);
-        store_eight(y, i, n - i, v);
+        load_eight<X>(v, x, i, n - i);
+        EIGHT(k) v[k] *= Gelu::share(v[k]);
+        store_eight<X>(y, i, n - i, v);
     }
 }
+KERNEL gelu_forward(Tensor y, Tensor x, i64 n) { gelu_forward_of<ANY>(y, x, n); }
+KERNEL gelu_forward_bf16(Tensor y, Tensor x, i64 n) { gelu_forward_of<BF16>(y, x, n); }
 
 // dy becomes y.
-KERNEL gelu_backward(Tensor dx, Tensor dy, Tensor x, i64 n) {
+template <int X> DEVICE void gelu_backward_of(Tensor dx, Tensor dy, Tensor x, i64 n) {
     EACH_EIGHT(i, n) {
         float v[8], d[8];
-        load_eight(v, x, i, n - i);
-        load_eight(d, dy, i, n - i);
+        load_eight<X>(v, x, i, n - i);
+        load_eight<X>(d, dy, i, n - i);
         EIGHT(k) {
-            d[k] *= gelu_slope(v[k]);
-            v[k] = gelu(v[k]);
+            float share = Gelu::share(v[k]);
+            d[k] *= Gelu::slope(v[k], share);
+            v[k] *= share;
         }
-        store_eight(dx, i, n - i, d);
-        store_eight(dy, i, n - i, v);
+        store_eight<X>(dx, i, n - i, d);
+        store_eight<X>(dy, i, n - i, v);
     }
 }
-
-enum { SILU = 0, GELU = 1 };
+KERNEL gelu_backward(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_of<ANY>(dx, dy, x, n); }
+KERNEL gelu_backward_bf16(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_of<BF16>(dx, dy, x, n); }
 
 // y = act(gate)·up; gate, then up in each row. A block per row.
-KERNEL gated_forward(Tensor y, Tensor gate_up, i64 f, i64 act) {
+template <class Act, int X> DEVICE void gated_forward_of(Tensor y, Tensor gate_up, i64 f) {
     i64 row = (i64)blockIdx.x * f;
     EIGHTS_OF_ROW(j, f) {
         float gate[8], up[8];
-        load_eight(gate, gate_up, 2 * row + j, f - j);
-        load_eight(up, gate_up, 2 * row + f + j, f - j);
-        EIGHT(k) up[k] *= act == SILU ? silu(gate[k]) : gelu(gate[k]);
-        store_eight(y, row + j, f - j, up);
+        load_eight<X>(gate, gate_up, 2 * row + j, f - j);
+        load_eight<X>(up, gate_up, 2 * row + f + j, f - j);
+        EIGHT(k) up[k] *= gate[k] * Act::share(gate[k]);
+        store_eight<X>(y, row + j, f - j, up);
     }
 }
+KERNEL swiglu_forward(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Silu, ANY>(y, gate_up, f); }
+KERNEL swiglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Silu, BF16>(y, gate_up, f); }
+KERNEL geglu_forward(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Gelu, ANY>(y, gate_up, f); }
+KERNEL geglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Gelu, BF16>(y, gate_up, f); }
 
 // dy becomes y.
-KERNEL gated_backward(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f, i64 act) {
+template <class Act, int X> DEVICE void gated_backward_of(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) {
     i64 row = (i64)blockIdx.x * f;
     EIGHTS_OF_ROW(j, f) {
         float gate[8], up[8], d[8];
-        load_eight(gate, gate_up, 2 * row + j, f - j);
-        load_eight(up, gate_up, 2 * row + f + j, f - j);
-        load_eight(d, dy, row + j, f - j);
+        load_eight<X>(gate, gate_up, 2 * row + j, f - j);
+        load_eight<X>(up, gate_up, 2 * row + f + j, f - j);
+        load_eight<X>(d, dy, row + j, f - j);
         EIGHT(k) {
-            float through = act == SILU ? silu(gate[k]) : gelu(gate[k]);
-            float slope = act == SILU ? silu_slope(gate[k]) : gelu_slope(gate[k]);
-            gate[k] = d[k] * up[k] * slope;
+            float share = Act::share(gate[k]), through = gate[k] * share;
+            gate[k] = d[k] * up[k] * Act::slope(gate[k], share);
             up[k] *= through;
             d[k] *= through;
         }
-        store_eight(dgate_up, 2 * row + j, f - j, gate);
-        store_eight(dgate_up, 2 * row + f + j, f - j, d);
-        store_eight(dy, row + j, f - j, up);
+        store_eight<X>(dgate_up, 2 * row + j, f - j, gate);
+        store_eight<X>(dgate_up, 2 * row + f + j, f - j, d);
+        store_eight<X>(dy, row + j, f - j, up);
     }
 }
+KERNEL swiglu_backward(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Silu, ANY>(dgate_up, dy, gate_up, f); }
+KERNEL swiglu_backward_bf16(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Silu, BF16>(dgate_up, dy, gate_up, f); }
+KERNEL geglu_backward(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Gelu, ANY>(dgate_up, dy, gate_up, f); }
+KERNEL geglu_backward_bf16(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Gelu, BF16>(dgate_up, dy, gate_up, f); }

@@ -3,62 +3,79 @@
 
 #define IGNORE 0xffffffffu
 
-DEVICE float capped(float logit, float cap) { return cap > 0 ? cap * tanhf(logit / cap) : logit; }
+template <bool IS_CAPPED> DEVICE float capped(float logit, float cap) { return IS_CAPPED ? cap * tanhf(logit / cap) : logit; }
+
+// Logits j..j + 8 of a row, as they go into the softmax. Rows lie at 16 bytes and have room for whole eights: what lies behind the last
+// logit counts as none.
+template <bool IS_CAPPED> DEVICE void load_logits(float (&x)[8], const float* row, int j, int v, float cap) {
+    load_eight<F32>(x, floats(row), j, 8);
+    EIGHT(k) x[k] = capped<IS_CAPPED>(x[k], cap);
+    if (j + 8 <= v) return;
+    EIGHT(k) if (j + k >= v) x[k] = NEGATIVE_INFINITY;
+}
+DEVICE float power(float x) { return power_of_2(x * LOG2E); }
 
 // A row's largest logit, and Σ e^(logit − largest) in f64: each thread's own as it goes, then of all.
-DEVICE float softmax_of_row(double& total, Tensor logits, i64 row, i64 v, float cap) {
+template <bool IS_CAPPED> DEVICE float softmax_of_row(double& total, const float* row, int v, float cap) {
     float most = NEGATIVE_INFINITY;
     double sum = 0;
     EIGHTS_OF_ROW(j, v) {
         float x[8], part = 0, above = most;
-        load_eight(x, logits, row + j, v - j);
-        EIGHT(k) {
-            x[k] = k < v - j ? capped(x[k], cap) : NEGATIVE_INFINITY;
-            above = fmaxf(above, x[k]);
+        load_logits<IS_CAPPED>(x, row, j, v, cap);
+        EIGHT(k) above = fmaxf(above, x[k]);
+        if (above != most) {
+            sum *= (double)expf(most - above);
+            most = above;
         }
-        float pivot = above == NEGATIVE_INFINITY ? 0.0f : above;
-        EIGHT(k) part += expf(x[k] - pivot);
-        sum = (most == above ? sum : sum * (double)expf(most - above)) + (double)part;
-        most = above;
+        float pivot = most == NEGATIVE_INFINITY ? 0.0f : most;
+        EIGHT(k) part += power(x[k] - pivot);
+        sum += (double)part;
     }
     float above = block_max(most);
     total = block_sum(sum == 0 ? 0.0 : sum * (double)expf(most - above));
     return above;
 }
 
-// loss[row]; rows of `stride` logits. `over`: the type of the gradient times `factor`, which is written over the logits, a row over
-// its own beginning; below 0: none. cap 0: none.
-KERNEL cross_entropy(float* loss, float* logits, const u32* labels, i64 v, i64 stride, i64 over, float cap, float factor) {
-    i64 row = (i64)blockIdx.x * stride, wide = 8 * (i64)blockDim.x;
-    Tensor given = floats(logits), dlogits = {logits, over};
-    i64 to = over == F32 ? row : 2 * row;
+// Gradients of the logits over the row's own beginning.
+template <bool IS_CAPPED> DEVICE void write_gradient(Tensor to, const float* row, int v, u32 label, float cap, float most, float share, float factor) {
+    for (int first = 0; first < v; first += 8 * (int)blockDim.x) {
+        int j = first + 8 * (int)threadIdx.x, here = (int)label - j;
+        float x[8];
+        if (j < v) load_logits<IS_CAPPED>(x, row, j, v, cap);
+        __syncthreads(); // gradients of 16 bits take the place of logits that another thread has just read
+        if (j >= v) continue;
+        EIGHT(k) {
+            float slope = IS_CAPPED ? 1.0f - (x[k] / cap) * (x[k] / cap) : 1.0f;
+            float d = power(x[k] - most) * share - (k == here ? 1.0f : 0.0f);
+            x[k] = d * (IS_CAPPED ? slope * factor : factor);
+        }
+        store_whole(to, j, x);
+    }
+}
+
+template <bool IS_CAPPED>
+DEVICE void cross_entropy_of(float* loss, float* logits, const u32* labels, i64 v, i64 stride, i64 over, float cap, float factor) {
+    float* row = logits + (i64)blockIdx.x * stride;
+    Tensor dlogits = {row, over};
     u32 label = labels[blockIdx.x];
     if (label == IGNORE) {
         float none[8] = {};
         if (threadIdx.x == 0) loss[blockIdx.x] = 0;
-        if (over >= 0) EIGHTS_OF_ROW(j, v) store_eight(dlogits, to + j, v - j, none);
+        if (over >= 0) EIGHTS_OF_ROW(j, v) store_whole(dlogits, j, none);
         return;
     }
     double total;
-    float most = softmax_of_row(total, given, row, v, cap);
+    float most = softmax_of_row<IS_CAPPED>(total, row, (int)v, cap);
     if (threadIdx.x == 0) {
-        loss[blockIdx.x] = (float)(log(total) + (double)most - (double)capped(logits[row + label], cap));
+        loss[blockIdx.x] = (float)(log(total) + (double)most - (double)capped<IS_CAPPED>(row[label], cap));
     }
     if (over < 0) return;
-    float share = (float)(1.0 / total);
     __syncthreads(); // the label's logit is overwritten below
-    for (i64 first = 0; first < v; first += wide) {
-        i64 j = first + 8 * (i64)threadIdx.x;
-        float x[8];
-        if (j < v) load_eight(x, given, row + j, v - j);
-        __syncthreads(); // gradients of 16 bits take the place of logits that another thread has just read
-        if (j >= v) continue;
-        EIGHT(k) {
-            float logit = capped(x[k], cap);
-            float d = expf(logit - most) * share - (j + k == label ? 1.0f : 0.0f);
-            if (cap > 0) d *= 1.0f - (logit / cap) * (logit / cap);
-            x[k] = d * factor;
-        }
-        store_eight(dlogits, to + j, v - j, x);
-    }
+    write_gradient<IS_CAPPED>(dlogits, row, (int)v, label, cap, most, (float)(1.0 / total), factor);
 }
+
+// loss[row]; rows of `stride` logits. `over`: the type of the gradient times `factor`, which is written over the logits, a row over
+// its own beginning; below 0: none. cap 0: none.
+#define GIVEN float *loss, float *logits, const u32 *labels, i64 v, i64 stride, i64 over, float cap, float factor
+KERNEL cross_entropy(GIVEN) { cross_entropy_of<false>(loss, logits, labels, v, stride, over, cap, factor); }
+KERNEL cross_entropy_capped(GIVEN) { cross_entropy_of<true>(loss, logits, labels, v, stride, over, cap, factor); }

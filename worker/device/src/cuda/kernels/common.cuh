@@ -10,8 +10,11 @@ typedef unsigned long long u64;
 
 #ifndef KERNEL
 #define KERNEL extern "C" __global__ void
+// Of blocks of up to 1024 threads: the compiler leaves registers for all of them. Others have at most 256.
+#define WIDE_KERNEL extern "C" __global__ void __launch_bounds__(1024)
 #endif
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_METHOD __device__ __forceinline__
 
 // Elements of a type that is known when the kernel runs; `at` is 0 for what isn't given.
 struct Tensor {
@@ -23,6 +26,12 @@ enum { F32 = 0, BF16 = 1, F16 = 2 };
 #define NEGATIVE_INFINITY __int_as_float((int)0xff800000)
 
 DEVICE float from_bf16(u16 h) { return __int_as_float((int)((u32)h << 16)); }
+
+// The two halves of a word.
+DEVICE void split_bf16(float& low, float& high, u32 both) {
+    low = __int_as_float((int)(both << 16));
+    high = __int_as_float((int)(both & 0xffff0000u));
+}
 
 // To the nearest, ties to even; what is no number stays none.
 DEVICE u16 to_bf16(float x) {
@@ -48,11 +57,24 @@ DEVICE u32 two_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+DEVICE float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 // Shared memory whose size the launch says.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]
 #else
 DEVICE u32 two_bf16(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
+DEVICE float power_of_2(float x) { return exp2f(x); }
+DEVICE float reciprocal(float x) { return 1.0f / x; }
 #endif
+#define LOG2E 1.4426950408889634f
 
 DEVICE float load(Tensor x, i64 i) {
     if (x.type == F32) return ((const float*)x.at)[i];
@@ -74,12 +96,8 @@ DEVICE bool in_one_piece(Tensor x, i64 i, i64 left) {
     return left >= 8 && ((u64)x.at + (u64)i * (x.type == F32 ? 4 : 2)) % 16 == 0;
 }
 
-// Elements i..i + 8, of which `left` exist; the others are 0.
-DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 left) {
-    if (!in_one_piece(x, i, left)) {
-        for (int k = 0; k < 8; k++) v[k] = k < left ? load(x, i + k) : 0.0f;
-        return;
-    }
+// Elements i..i + 8, which lie in one piece.
+DEVICE void load_whole(float (&v)[8], Tensor x, i64 i) {
     if (x.type == F32) {
         const float4* at = (const float4*)((const float*)x.at + i);
         float4 low = at[0], high = at[1];
@@ -91,18 +109,18 @@ DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 left) {
     u32 words[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        u16 low = (u16)words[k], high = (u16)(words[k] >> 16);
-        v[2 * k] = x.type == BF16 ? from_bf16(low) : from_f16(low);
-        v[2 * k + 1] = x.type == BF16 ? from_bf16(high) : from_f16(high);
+        if (x.type == BF16) split_bf16(v[2 * k], v[2 * k + 1], words[k]);
+        else v[2 * k] = from_f16((u16)words[k]), v[2 * k + 1] = from_f16((u16)(words[k] >> 16));
     }
 }
 
-DEVICE void store_eight(Tensor y, i64 i, i64 left, const float (&v)[8]) {
-    if (!in_one_piece(y, i, left)) {
-        for (int k = 0; k < 8; k++)
-            if (k < left) store(y, i + k, v[k]);
-        return;
-    }
+// Of which `left` exist; the others are 0.
+DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 left) {
+    if (in_one_piece(x, i, left)) return load_whole(v, x, i);
+    for (int k = 0; k < 8; k++) v[k] = k < left ? load(x, i + k) : 0.0f;
+}
+
+DEVICE void store_whole(Tensor y, i64 i, const float (&v)[8]) {
     if (y.type == F32) {
         float4* at = (float4*)((float*)y.at + i);
         at[0] = {v[0], v[1], v[2], v[3]};
@@ -115,7 +133,41 @@ DEVICE void store_eight(Tensor y, i64 i, i64 left, const float (&v)[8]) {
         words[k] = y.type == BF16 ? two_bf16(v[2 * k], v[2 * k + 1]) : (u32)to_f16(v[2 * k]) | (u32)to_f16(v[2 * k + 1]) << 16;
     *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
 }
+DEVICE void store_eight(Tensor y, i64 i, i64 left, const float (&v)[8]) {
+    if (in_one_piece(y, i, left)) return store_whole(y, i, v);
+    for (int k = 0; k < 8; k++)
+        if (k < left) store(y, i + k, v[k]);
+}
 #define EIGHT(k) _Pragma("unroll") for (int k = 0; k < 8; k++)
+
+// The same where the compiler knows more: F32 or BF16 is the type of a tensor that lies at 16 bytes, whose rows are whole eights;
+// ANY is anything. Which of its kernels an op takes, the host decides (`eights` in mod.rs): they give the same bits.
+#define ANY -1
+template <int TYPE> DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 left) {
+    if (TYPE == ANY) return load_eight(v, x, i, left);
+    Tensor known = {x.at, TYPE};
+    load_whole(v, known, i);
+}
+template <int TYPE> DEVICE void store_eight(Tensor y, i64 i, i64 left, const float (&v)[8]) {
+    if (TYPE == ANY) return store_eight(y, i, left, v);
+    Tensor known = {y.at, TYPE};
+    store_whole(known, i, v);
+}
+// v becomes what is kept of it.
+template <int TYPE> DEVICE void store_rounded(Tensor y, i64 i, i64 left, float (&v)[8]) {
+    if (TYPE != BF16) {
+        store_eight<TYPE>(y, i, left, v);
+        if (TYPE == ANY) load_eight(v, y, i, left);
+        return;
+    }
+    u32 words[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        words[k] = two_bf16(v[2 * k], v[2 * k + 1]);
+        split_bf16(v[2 * k], v[2 * k + 1], words[k]);
+    }
+    *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
+}
 
 // Philox4x32-10: the four words of a block of a sample at a step (philox.rs).
 DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample, u64 step) {
@@ -143,7 +195,7 @@ DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample
 // Every element of the block's row.
 #define EACH_OF_ROW(j, d) for (i64 j = threadIdx.x; j < (d); j += blockDim.x)
 // The same in eights.
-#define EIGHTS_OF_ROW(j, d) for (i64 j = 8 * (i64)threadIdx.x; j < (d); j += 8 * (i64)blockDim.x)
+#define EIGHTS_OF_ROW(j, d) for (int j = 8 * (int)threadIdx.x; j < (int)(d); j += 8 * (int)blockDim.x)
 
 template <class T> DEVICE T warp_sum(T x) {
     for (int other = 16; other > 0; other >>= 1) x += __shfl_xor_sync(0xffffffffu, x, other);
@@ -155,16 +207,15 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-// The sum over a block of whole warps, the same bits in every thread: lanes as a tree, then warps in order.
+// The sum over a block of whole warps, the same bits in every thread: lanes as a tree, then warps as one.
 template <class T> DEVICE T block_sum(T x) {
     __shared__ T parts[32];
     x = warp_sum(x);
     __syncthreads(); // an earlier sum may still be read
     if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = x;
     __syncthreads();
-    T total = parts[0];
-    for (u32 warp = 1; warp < blockDim.x >> 5; warp++) total += parts[warp];
-    return total;
+    u32 lane = threadIdx.x & 31;
+    return warp_sum(lane < blockDim.x >> 5 ? parts[lane] : (T)0);
 }
 
 DEVICE float block_max(float x) {
@@ -173,7 +224,6 @@ DEVICE float block_max(float x) {
     __syncthreads();
     if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = x;
     __syncthreads();
-    float most = parts[0];
-    for (u32 warp = 1; warp < blockDim.x >> 5; warp++) most = fmaxf(most, parts[warp]);
-    return most;
+    u32 lane = threadIdx.x & 31;
+    return warp_max(lane < blockDim.x >> 5 ? parts[lane] : NEGATIVE_INFINITY);
 }

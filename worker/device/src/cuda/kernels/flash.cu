@@ -9,27 +9,10 @@
 #include "tiles.cuh"
 
 #define OWN 128
-#define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define ALL_LANES 0xffffffffu
 
 DEVICE bool all_of_warp(bool x) { return __all_sync(ALL_LANES, x); }
-
-#ifndef EMULATED
-DEVICE float power_of_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#else
-DEVICE float power_of_2(float x) { return exp2f(x); }
-DEVICE float reciprocal(float x) { return 1.0f / x; }
-#endif
 
 // As exact as 1 is: what is lost for small x is lost for the score that it is part of, too.
 DEVICE float tanh_by_power(float x) { return fmaf(-2.0f, reciprocal(1.0f + power_of_2(2.0f * LOG2E * x)), 1.0f); }

@@ -1,159 +1,206 @@
 // RMSNorm and LayerNorm, alone, after a residual add, and of each head; sums over the rows of a matrix.
 //
-// A block per row; of rows with at most 256 elements (heads) a warp each, several to a block.
+// A block per row; of rows with at most 256 elements (heads) a warp each, several to a block. A kernel `_bf16` keeps what it read of
+// a row, up to KEEP eights of a thread, in registers; the others (KEEP 0) read it again.
 #include "common.cuh"
 
 DEVICE i64 this_row() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
 
 // The sum over the threads of a row.
 DEVICE float row_sum(float x) { return blockDim.x == 32 ? warp_sum(x) : block_sum(x); }
+DEVICE float mean_of(float sum, i64 d) { return __fdividef(sum, (float)d); }
+
+// A thread's eights of a row, by number and first element.
+#define EIGHTS_KEPT(n, j, d) \
+    _Pragma("unroll (KEEP ? KEEP : 1)") for (int n = 0, j = 8 * (int)threadIdx.x; (KEEP == 0 || n < KEEP) && j < (int)(d); n++, j += 8 * (int)blockDim.x)
+template <int KEEP> struct Kept {
+    float eights[KEEP ? KEEP : 1][8];
+    DEVICE_METHOD float (&operator[](int n))[8] { return eights[KEEP ? n : 0]; }
+};
 
 // Elements of x, to which delta is added before, as it is kept (rounded to x's type), where delta is given.
-DEVICE void added(float (&v)[8], Tensor x, Tensor delta, i64 i, i64 left) {
-    load_eight(v, x, i, left);
+template <int X> DEVICE void added(float (&v)[8], Tensor x, Tensor delta, i64 i, i64 left) {
+    load_eight<X>(v, x, i, left);
     if (!delta.at) return;
     float by[8];
-    load_eight(by, delta, i, left);
+    load_eight<X>(by, delta, i, left);
     EIGHT(k) v[k] += by[k];
-    store_eight(x, i, left, v);
-    load_eight(v, x, i, left);
+    store_rounded<X>(x, i, left, v);
 }
 
-KERNEL rmsnorm_forward(Tensor y, float* rstd, Tensor x, Tensor delta, Tensor w, i64 rows, i64 d, float eps) {
+template <int X, int KEEP> DEVICE void rms_forward(Tensor y, float* rstd, Tensor x, Tensor delta, Tensor w, i64 rows, i64 d, float eps) {
     i64 row = this_row() * d;
     if (this_row() >= rows) return;
     float sum = 0;
-    EIGHTS_OF_ROW(j, d) {
-        float v[8];
-        added(v, x, delta, row + j, d - j);
-        EIGHT(k) sum += v[k] * v[k];
+    Kept<KEEP> v;
+    EIGHTS_KEPT(n, j, d) {
+        added<X>(v[n], x, delta, row + j, d - j);
+        EIGHT(k) sum += v[n][k] * v[n][k];
     }
-    float factor = 1.0f / sqrtf(row_sum(sum) / (float)d + eps);
+    float factor = rsqrtf(mean_of(row_sum(sum), d) + eps);
     if (threadIdx.x == 0) rstd[this_row()] = factor;
-    EIGHTS_OF_ROW(j, d) {
-        float v[8], weight[8];
-        load_eight(v, x, row + j, d - j);
-        load_eight(weight, w, j, d - j);
-        EIGHT(k) v[k] = v[k] * factor * weight[k];
-        store_eight(y, row + j, d - j, v);
+    EIGHTS_KEPT(n, j, d) {
+        float weight[8];
+        if (KEEP == 0) load_eight<X>(v[n], x, row + j, d - j);
+        load_eight<X>(weight, w, j, d - j);
+        EIGHT(k) v[n][k] *= factor * weight[k];
+        store_eight<X>(y, row + j, d - j, v[n]);
     }
 }
+#define RMS_FORWARD Tensor y, float *rstd, Tensor x, Tensor delta, Tensor w, i64 rows, i64 d, float eps
+KERNEL rmsnorm_forward(RMS_FORWARD) { rms_forward<ANY, 0>(y, rstd, x, delta, w, rows, d, eps); }
+KERNEL rmsnorm_forward_bf16(RMS_FORWARD) { rms_forward<BF16, 1>(y, rstd, x, delta, w, rows, d, eps); }
+KERNEL rmsnorm_forward_bf16_long(RMS_FORWARD) { rms_forward<BF16, 4>(y, rstd, x, delta, w, rows, d, eps); }
 
 // Rows of `d` that lie in groups of `per` inside rows of `stride`, from column `first` on: heads. Plain rows: per 1, stride d.
 struct Rows {
     i64 count, d, per, stride, first;
 };
-DEVICE i64 row_start(Rows r, i64 row) { return row / r.per * r.stride + r.first + row % r.per * r.d; }
+DEVICE i64 row_start(Rows r, i64 row) {
+    if (r.per == 1) return row * r.stride + r.first;
+    u32 group = (u32)row / (u32)r.per;
+    return group * r.stride + r.first + ((u32)row - group * (u32)r.per) * r.d;
+}
 
 // The gradient by x of a row of RMSNorm; dy and dx may be the same memory.
-KERNEL rmsnorm_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float* rstd, Rows at, i64 add) {
+template <int X, int DX, int KEEP> DEVICE void rms_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float* rstd, Rows at, i64 add) {
     if (this_row() >= at.count) return;
     i64 row = this_row() * at.d, given = row_start(at, this_row());
     float factor = rstd[this_row()], along = 0;
-    EIGHTS_OF_ROW(j, at.d) {
-        float g[8], weight[8], v[8];
-        load_eight(g, dy, given + j, at.d - j);
-        load_eight(weight, w, j, at.d - j);
-        load_eight(v, x, row + j, at.d - j);
-        EIGHT(k) along += g[k] * weight[k] * v[k];
-    }
-    along = row_sum(along) * factor * factor / (float)at.d;
-    EIGHTS_OF_ROW(j, at.d) {
-        float g[8], weight[8], v[8];
-        load_eight(g, dy, given + j, at.d - j);
-        load_eight(weight, w, j, at.d - j);
-        load_eight(v, x, row + j, at.d - j);
-        EIGHT(k) g[k] = factor * (g[k] * weight[k] - v[k] * along);
-        if (add) {
-            load_eight(v, dx, given + j, at.d - j);
-            EIGHT(k) g[k] = v[k] + g[k];
+    Kept<KEEP> g, v;
+    EIGHTS_KEPT(n, j, at.d) {
+        float weight[8];
+        load_eight<X>(g[n], dy, given + j, at.d - j);
+        load_eight<X>(weight, w, j, at.d - j);
+        load_eight<X>(v[n], x, row + j, at.d - j);
+        EIGHT(k) {
+            g[n][k] *= weight[k];
+            along += g[n][k] * v[n][k];
         }
-        store_eight(dx, given + j, at.d - j, g);
+    }
+    along = mean_of(row_sum(along) * factor * factor, at.d);
+    EIGHTS_KEPT(n, j, at.d) {
+        if (KEEP == 0) {
+            float weight[8];
+            load_eight<X>(g[n], dy, given + j, at.d - j);
+            load_eight<X>(weight, w, j, at.d - j);
+            load_eight<X>(v[n], x, row + j, at.d - j);
+            EIGHT(k) g[n][k] *= weight[k];
+        }
+        EIGHT(k) g[n][k] = factor * (g[n][k] - v[n][k] * along);
+        if (add) {
+            load_eight<DX>(v[n], dx, given + j, at.d - j);
+            EIGHT(k) g[n][k] = v[n][k] + g[n][k];
+        }
+        store_eight<DX>(dx, given + j, at.d - j, g[n]);
     }
 }
+#define RMS_BACKWARD Tensor dx, Tensor dy, Tensor x, Tensor w, const float *rstd, Rows at, i64 add
+KERNEL rmsnorm_backward(RMS_BACKWARD) { rms_backward<ANY, ANY, 0>(dx, dy, x, w, rstd, at, add); }
+KERNEL rmsnorm_backward_bf16(RMS_BACKWARD) { rms_backward<BF16, F32, 1>(dx, dy, x, w, rstd, at, add); }
+KERNEL rmsnorm_backward_bf16_long(RMS_BACKWARD) { rms_backward<BF16, F32, 4>(dx, dy, x, w, rstd, at, add); }
+KERNEL rmsnorm_heads_backward_bf16(RMS_BACKWARD) { rms_backward<BF16, BF16, 1>(dx, dy, x, w, rstd, at, add); }
 
 // In place on x; what the heads were goes to raw.
-KERNEL rmsnorm_heads_forward(Tensor x, Tensor raw, float* rstd, Tensor w, Rows at, float eps) {
+template <int X, int KEEP> DEVICE void rms_heads_forward(Tensor x, Tensor raw, float* rstd, Tensor w, Rows at, float eps) {
     if (this_row() >= at.count) return;
     i64 row = this_row() * at.d, given = row_start(at, this_row());
     float sum = 0;
-    EIGHTS_OF_ROW(j, at.d) {
-        float v[8];
-        load_eight(v, x, given + j, at.d - j);
-        store_eight(raw, row + j, at.d - j, v);
-        EIGHT(k) sum += v[k] * v[k];
+    Kept<KEEP> v;
+    EIGHTS_KEPT(n, j, at.d) {
+        load_eight<X>(v[n], x, given + j, at.d - j);
+        store_eight<X>(raw, row + j, at.d - j, v[n]);
+        EIGHT(k) sum += v[n][k] * v[n][k];
     }
-    float factor = 1.0f / sqrtf(row_sum(sum) / (float)at.d + eps);
+    float factor = rsqrtf(mean_of(row_sum(sum), at.d) + eps);
     if (threadIdx.x == 0) rstd[this_row()] = factor;
-    EIGHTS_OF_ROW(j, at.d) {
-        float v[8], weight[8];
-        load_eight(v, raw, row + j, at.d - j);
-        load_eight(weight, w, j, at.d - j);
-        EIGHT(k) v[k] = v[k] * factor * weight[k];
-        store_eight(x, given + j, at.d - j, v);
+    EIGHTS_KEPT(n, j, at.d) {
+        float weight[8];
+        if (KEEP == 0) load_eight<X>(v[n], raw, row + j, at.d - j);
+        load_eight<X>(weight, w, j, at.d - j);
+        EIGHT(k) v[n][k] *= factor * weight[k];
+        store_eight<X>(x, given + j, at.d - j, v[n]);
     }
 }
+#define RMS_HEADS_FORWARD Tensor x, Tensor raw, float *rstd, Tensor w, Rows at, float eps
+KERNEL rmsnorm_heads_forward(RMS_HEADS_FORWARD) { rms_heads_forward<ANY, 0>(x, raw, rstd, w, at, eps); }
+KERNEL rmsnorm_heads_forward_bf16(RMS_HEADS_FORWARD) { rms_heads_forward<BF16, 1>(x, raw, rstd, w, at, eps); }
 
-KERNEL layernorm_forward(Tensor y, float* stats, Tensor x, Tensor delta, Tensor w, Tensor b, i64 rows, i64 d, float eps) {
+template <int X, int KEEP>
+DEVICE void layer_forward(Tensor y, float* stats, Tensor x, Tensor delta, Tensor w, Tensor b, i64 rows, i64 d, float eps) {
     i64 row = this_row() * d;
     if (this_row() >= rows) return;
-    float sum = 0;
-    EIGHTS_OF_ROW(j, d) {
-        float v[8];
-        added(v, x, delta, row + j, d - j);
-        EIGHT(k) sum += v[k];
+    float sum = 0, square = 0;
+    Kept<KEEP> v;
+    EIGHTS_KEPT(n, j, d) {
+        added<X>(v[n], x, delta, row + j, d - j);
+        EIGHT(k) sum += v[n][k];
     }
-    float mean = row_sum(sum) / (float)d, square = 0;
-    EIGHTS_OF_ROW(j, d) {
-        float v[8];
-        load_eight(v, x, row + j, d - j);
-        EIGHT(k) square += k < d - j ? (v[k] - mean) * (v[k] - mean) : 0.0f;
+    float mean = mean_of(row_sum(sum), d);
+    EIGHTS_KEPT(n, j, d) {
+        if (KEEP == 0) load_eight<X>(v[n], x, row + j, d - j);
+        EIGHT(k) square += X != ANY || k < d - j ? (v[n][k] - mean) * (v[n][k] - mean) : 0.0f;
     }
-    float factor = 1.0f / sqrtf(row_sum(square) / (float)d + eps);
+    float factor = rsqrtf(mean_of(row_sum(square), d) + eps);
     if (threadIdx.x == 0) {
         stats[2 * this_row()] = mean;
         stats[2 * this_row() + 1] = factor;
     }
-    EIGHTS_OF_ROW(j, d) {
-        float v[8], weight[8], bias[8];
-        load_eight(v, x, row + j, d - j);
-        load_eight(weight, w, j, d - j);
-        load_eight(bias, b, j, d - j);
-        EIGHT(k) v[k] = (v[k] - mean) * factor * weight[k] + bias[k];
-        store_eight(y, row + j, d - j, v);
+    EIGHTS_KEPT(n, j, d) {
+        float weight[8], bias[8];
+        if (KEEP == 0) load_eight<X>(v[n], x, row + j, d - j);
+        load_eight<X>(weight, w, j, d - j);
+        load_eight<X>(bias, b, j, d - j);
+        EIGHT(k) v[n][k] = (v[n][k] - mean) * factor * weight[k] + bias[k];
+        store_eight<X>(y, row + j, d - j, v[n]);
     }
 }
+#define LAYER_FORWARD Tensor y, float *stats, Tensor x, Tensor delta, Tensor w, Tensor b, i64 rows, i64 d, float eps
+KERNEL layernorm_forward(LAYER_FORWARD) { layer_forward<ANY, 0>(y, stats, x, delta, w, b, rows, d, eps); }
+KERNEL layernorm_forward_bf16(LAYER_FORWARD) { layer_forward<BF16, 1>(y, stats, x, delta, w, b, rows, d, eps); }
+KERNEL layernorm_forward_bf16_long(LAYER_FORWARD) { layer_forward<BF16, 4>(y, stats, x, delta, w, b, rows, d, eps); }
 
-KERNEL layernorm_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float* stats, i64 rows, i64 d, i64 add) {
+template <int X, int DX, int KEEP>
+DEVICE void layer_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float* stats, i64 rows, i64 d, i64 add) {
     i64 row = this_row() * d;
     if (this_row() >= rows) return;
     float mean = stats[2 * this_row()], factor = stats[2 * this_row() + 1];
     float along_one = 0, along_x = 0;
-    EIGHTS_OF_ROW(j, d) {
-        float g[8], weight[8], v[8];
-        load_eight(g, dy, row + j, d - j);
-        load_eight(weight, w, j, d - j);
-        load_eight(v, x, row + j, d - j);
+    Kept<KEEP> g, v; // the gradient by the normed x, and that
+    EIGHTS_KEPT(n, j, d) {
+        float weight[8];
+        load_eight<X>(g[n], dy, row + j, d - j);
+        load_eight<X>(weight, w, j, d - j);
+        load_eight<X>(v[n], x, row + j, d - j);
         EIGHT(k) {
-            along_one += g[k] * weight[k];
-            along_x += g[k] * weight[k] * (v[k] - mean) * factor;
+            g[n][k] *= weight[k];
+            v[n][k] = (v[n][k] - mean) * factor;
+            along_one += g[n][k];
+            along_x += g[n][k] * v[n][k];
         }
     }
-    along_one = row_sum(along_one) / (float)d;
-    along_x = row_sum(along_x) / (float)d;
-    EIGHTS_OF_ROW(j, d) {
-        float g[8], weight[8], v[8];
-        load_eight(g, dy, row + j, d - j);
-        load_eight(weight, w, j, d - j);
-        load_eight(v, x, row + j, d - j);
-        EIGHT(k) g[k] = factor * (g[k] * weight[k] - along_one - (v[k] - mean) * factor * along_x);
-        if (add) {
-            load_eight(v, dx, row + j, d - j);
-            EIGHT(k) g[k] = v[k] + g[k];
+    along_one = mean_of(row_sum(along_one), d);
+    along_x = mean_of(row_sum(along_x), d);
+    EIGHTS_KEPT(n, j, d) {
+        if (KEEP == 0) {
+            float weight[8];
+            load_eight<X>(g[n], dy, row + j, d - j);
+            load_eight<X>(weight, w, j, d - j);
+            load_eight<X>(v[n], x, row + j, d - j);
+            EIGHT(k) g[n][k] *= weight[k], v[n][k] = (v[n][k] - mean) * factor;
         }
-        store_eight(dx, row + j, d - j, g);
+        EIGHT(k) g[n][k] = factor * (g[n][k] - along_one - v[n][k] * along_x);
+        if (add) {
+            load_eight<DX>(v[n], dx, row + j, d - j);
+            EIGHT(k) g[n][k] = v[n][k] + g[n][k];
+        }
+        store_eight<DX>(dx, row + j, d - j, g[n]);
     }
 }
+#define LAYER_BACKWARD Tensor dx, Tensor dy, Tensor x, Tensor w, const float *stats, i64 rows, i64 d, i64 add
+KERNEL layernorm_backward(LAYER_BACKWARD) { layer_backward<ANY, ANY, 0>(dx, dy, x, w, stats, rows, d, add); }
+KERNEL layernorm_backward_bf16(LAYER_BACKWARD) { layer_backward<BF16, F32, 1>(dx, dy, x, w, stats, rows, d, add); }
+KERNEL layernorm_backward_bf16_long(LAYER_BACKWARD) { layer_backward<BF16, F32, 4>(dx, dy, x, w, stats, rows, d, add); }
 
 // --- gradients of weights: sums over rows, in two steps of fixed shape --------------------------------------------------
 
@@ -162,16 +209,16 @@ KERNEL layernorm_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float*
 enum { PLAIN = 0, OF_RMSNORM = 1, OF_LAYERNORM = 2 };
 
 // Blocks of 32 × 8 threads, one for COLUMNS columns of SUM_ROWS rows: sums[chunk, d] = Σ dy · (1, or the normed x).
-KERNEL sum_rows(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 what) {
+template <int X> DEVICE void sum_rows_of(float* sums, Tensor dy, Tensor x, const float* stats, const Rows& at, i64 what) {
     __shared__ float parts[8][COLUMNS];
-    i64 j = (i64)blockIdx.y * COLUMNS + 8 * threadIdx.x, first = (i64)blockIdx.x * SUM_ROWS;
-    i64 end = first + SUM_ROWS < at.count ? first + SUM_ROWS : at.count;
+    i64 j = (i64)blockIdx.y * COLUMNS + 8 * threadIdx.x;
+    int first = (int)blockIdx.x * SUM_ROWS, end = (int)(first + SUM_ROWS < at.count ? first + SUM_ROWS : at.count);
     float sum[8] = {};
-    for (i64 row = first + threadIdx.y; j < at.d && row < end; row += 8) {
+    for (int row = first + (int)threadIdx.y; j < at.d && row < end; row += 8) {
         float g[8], v[8];
-        load_eight(g, dy, row_start(at, row) + j, at.d - j);
+        load_eight<X>(g, dy, row_start(at, row) + j, at.d - j);
         if (what != PLAIN) {
-            load_eight(v, x, row * at.d + j, at.d - j);
+            load_eight<X>(v, x, row * at.d + j, at.d - j);
             float mean = what == OF_LAYERNORM ? stats[2 * row] : 0.0f;
             float factor = what == OF_LAYERNORM ? stats[2 * row + 1] : stats[row];
             EIGHT(k) g[k] *= (v[k] - mean) * factor;
@@ -185,9 +232,11 @@ KERNEL sum_rows(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i
     for (int y = 1; y < 8; y++) total += parts[y][32 * threadIdx.y + threadIdx.x];
     if (j + threadIdx.y < at.d) sums[(i64)blockIdx.x * at.d + j + threadIdx.y] = total;
 }
+KERNEL sum_rows(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 what) { sum_rows_of<ANY>(sums, dy, x, stats, at, what); }
+KERNEL sum_rows_bf16(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 what) { sum_rows_of<BF16>(sums, dy, x, stats, at, what); }
 
 // out[d] += Σ sums[chunk, d]. Blocks of 32 × 32 threads, one for 32 columns: thread y has every 32nd chunk, then y in order.
-KERNEL add_sums(float* out, const float* sums, i64 chunks, i64 d) {
+WIDE_KERNEL add_sums(float* out, const float* sums, i64 chunks, i64 d) {
     __shared__ float parts[32][32];
     i64 j = (i64)blockIdx.x * 32 + threadIdx.x;
     float sum = 0;

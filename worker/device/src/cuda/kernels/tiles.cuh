@@ -2,8 +2,6 @@
 //
 // A tile's rows hold D elements and lie D + 8 apart: eight rows that `ldmatrix` takes together begin in eight different groups
 // of four banks. What lies behind the head or the sequence counts as zero. A file of kernels includes it once.
-#define DEVICE_METHOD __device__ __forceinline__
-
 template <int D> DEVICE constexpr int stride() { return D + 8; }
 
 #ifndef EMULATED
