@@ -137,9 +137,13 @@ fn training_on_an_emulated_card_passes() {
 fn a_profile_shows_what_a_step_is_made_of() {
     let (code, said) = with(card::folder(), &["--tiny", "--profile", "0"], ("CARD_ORDER", "0"));
     assert_eq!(code, Some(0), "{said}");
-    for part in
-        ["a step takes", "| adamw |", "| cross_entropy | 1 |", "| rmsnorm_forward_bf16 |", "(bf16 · bf16 → f32)"]
-    {
+    for part in [
+        "a step takes",
+        "| adamw |",
+        "| cross_entropy | 1 |",
+        "| rmsnorm_forward_bf16 |",
+        "(bf16 · bf16 → f32)",
+    ] {
         assert!(said.contains(part), "{part} is missing in: {said}");
     }
     let shares =

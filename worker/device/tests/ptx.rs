@@ -3,7 +3,8 @@
 mod card;
 
 use device::cuda::Places;
-use device::{Cuda, parity};
+use device::ops::{LayerNorm, Write};
+use device::{Buf, Cuda, Dtype, Ops, Storage, ViewMut, parity};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::process::Command;
 
@@ -156,4 +157,106 @@ fn launch(image: &CString) -> c_int {
         let mut arguments = [std::ptr::from_mut(&mut words).cast::<c_void>()];
         launch(function, 1, 1, 1, 64, 1, 1, 0, stream, arguments.as_mut_ptr(), std::ptr::null_mut())
     }
+}
+
+/// Which kernel an op takes depends on where its memory lies; what it computes doesn't.
+#[test]
+fn the_same_bits_wherever_memory_begins() {
+    let Some(folder) = card::compiled_folder() else { return };
+    let places = Places { job: vec![folder], ..Places::default() };
+    let cuda = Cuda::open(&places, 0, None).expect("the emulated card");
+    for (m, d) in [(3, 64), (2, 1032), (1, 4104)] {
+        let near = layer(&cuda, m, d, 0);
+        let odd = layer(&cuda, m, d, 1);
+        for (i, (near, odd)) in near.iter().zip(&odd).enumerate() {
+            let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(near.iter().all(|x| x.is_finite()) && near.iter().any(|x| *x != 0.0), "{i}");
+            assert_eq!(bits(near), bits(odd), "{i} of {m} × {d}");
+        }
+    }
+}
+
+/// What the ops of a layer leave in their buffers, which begin `shift` elements after their memory.
+fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
+    let mut turn = 0u32;
+    let mut buffers: Vec<(Buf, usize)> = Vec::new();
+    let sizes = [m * d, m * d, m * d, d, d, m * d, m * d, 2 * m * d, m * d, 2 * m * d, m * d, m * d];
+    for (i, len) in sizes.into_iter().enumerate() {
+        let values: Vec<f32> = (0..shift + len)
+            .map(|_| {
+                turn = turn.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (turn >> 8) as f32 / 4e6 - 2.0
+            })
+            .collect();
+        // the same values wherever they begin
+        turn = i as u32;
+        let wide = cuda.copied((&values[..]).into());
+        let mut buf = cuda.zeroed(if i == 6 { Dtype::F32 } else { Dtype::Bf16 }, shift + len);
+        let room = shift + len;
+        cuda.cast(buf.view_mut().slice(shift..room), wide.view().slice(0..len));
+        buffers.push((buf, shift));
+    }
+    let statistics = || cuda.zeroed(Dtype::F32, 2 * m);
+    let (mut rstd, mut stats, mut dw, mut db) =
+        (cuda.zeroed(Dtype::F32, m), statistics(), cuda.zeroed(Dtype::F32, d), cuda.zeroed(Dtype::F32, d));
+    let mut views: Vec<ViewMut> = buffers
+        .iter_mut()
+        .map(|(buf, shift)| {
+            let len = buf.len();
+            buf.view_mut().slice(*shift..len)
+        })
+        .collect();
+    let [y, x, delta, w, b, dy, dx, gate_up, h, dgate_up, z, dz] = &mut views[..] else {
+        unreachable!("buffers")
+    };
+    cuda.add_rmsnorm_forward(
+        y.reborrow(),
+        rstd.view_mut(),
+        x.reborrow(),
+        delta.as_view(),
+        w.as_view(),
+        m,
+        d,
+        1e-5,
+    );
+    cuda.rmsnorm_backward(
+        dx.reborrow(),
+        dw.view_mut(),
+        dy.as_view(),
+        x.as_view(),
+        w.as_view(),
+        rstd.view(),
+        m,
+        d,
+        Write::Add,
+    );
+    let norm = LayerNorm { w: w.as_view(), b: b.as_view(), eps: 1e-5 };
+    cuda.add_layernorm_forward(z.reborrow(), stats.view_mut(), x.reborrow(), delta.as_view(), norm, m);
+    let grads = (dw.view_mut(), db.view_mut());
+    cuda.layernorm_backward(
+        dx.reborrow(),
+        grads.0,
+        grads.1,
+        dy.as_view(),
+        x.as_view(),
+        w.as_view(),
+        stats.view(),
+        m,
+        Write::Add,
+    );
+    cuda.swiglu_forward(h.reborrow(), gate_up.as_view(), m, d);
+    cuda.swiglu_backward(dgate_up.reborrow(), dy.reborrow(), gate_up.as_view(), m, d);
+    cuda.gelu_forward(delta.reborrow(), y.as_view());
+    cuda.gelu_backward(dz.reborrow(), h.reborrow(), y.as_view());
+    drop(views);
+    buffers.push((dw, 0));
+    buffers.push((db, 0));
+    buffers
+        .iter()
+        .map(|(buf, shift)| {
+            let mut wide = cuda.zeroed(Dtype::F32, buf.len() - shift);
+            cuda.cast(wide.view_mut(), buf.view().slice(*shift..buf.len()));
+            cuda.downloaded(wide.view()).host().to_vec()
+        })
+        .collect()
 }

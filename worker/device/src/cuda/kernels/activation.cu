@@ -18,8 +18,8 @@ template <int X> DEVICE void rope_of(Tensor x, const float* cosines, const float
             load_eight<X>(b, x, at + half, left);
             EIGHT(k) {
                 float first = a[k];
-                a[k] = first * c[k] - b[k] * s[k];
-                b[k] = b[k] * c[k] + first * s[k];
+                a[k] = fmaf(-b[k], s[k], __fmul_rn(first, c[k]));
+                b[k] = fmaf(b[k], c[k], __fmul_rn(first, s[k]));
             }
             store_eight<X>(x, at, left, a);
             store_eight<X>(x, at + half, left, b);

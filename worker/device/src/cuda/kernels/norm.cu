@@ -1,7 +1,8 @@
 // RMSNorm and LayerNorm, alone, after a residual add, and of each head; sums over the rows of a matrix.
 //
 // A block per row; of rows with at most 256 elements (heads) a warp each, several to a block. A kernel `_bf16` keeps what it read of
-// a row, up to KEEP eights of a thread, in registers; the others (KEEP 0) read it again.
+// a row, up to KEEP eights of a thread, in registers; the others (KEEP 0) read it again. Both give the same bits: what is fused is
+// written so, and nothing else that the compiler might fuse.
 #include "common.cuh"
 
 DEVICE i64 this_row() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
@@ -35,7 +36,7 @@ template <int X, int KEEP> DEVICE void rms_forward(Tensor y, float* rstd, Tensor
     Kept<KEEP> v;
     EIGHTS_KEPT(n, j, d) {
         added<X>(v[n], x, delta, row + j, d - j);
-        EIGHT(k) sum += v[n][k] * v[n][k];
+        EIGHT(k) sum = fmaf(v[n][k], v[n][k], sum);
     }
     float factor = rsqrtf(mean_of(row_sum(sum), d) + eps);
     if (threadIdx.x == 0) rstd[this_row()] = factor;
@@ -74,8 +75,8 @@ template <int X, int DX, int KEEP> DEVICE void rms_backward(Tensor dx, Tensor dy
         load_eight<X>(weight, w, j, at.d - j);
         load_eight<X>(v[n], x, row + j, at.d - j);
         EIGHT(k) {
-            g[n][k] *= weight[k];
-            along += g[n][k] * v[n][k];
+            g[n][k] = __fmul_rn(g[n][k], weight[k]);
+            along = fmaf(g[n][k], v[n][k], along);
         }
     }
     along = mean_of(row_sum(along) * factor * factor, at.d);
@@ -85,12 +86,12 @@ template <int X, int DX, int KEEP> DEVICE void rms_backward(Tensor dx, Tensor dy
             load_eight<X>(g[n], dy, given + j, at.d - j);
             load_eight<X>(weight, w, j, at.d - j);
             load_eight<X>(v[n], x, row + j, at.d - j);
-            EIGHT(k) g[n][k] *= weight[k];
+            EIGHT(k) g[n][k] = __fmul_rn(g[n][k], weight[k]);
         }
-        EIGHT(k) g[n][k] = factor * (g[n][k] - v[n][k] * along);
+        EIGHT(k) g[n][k] = factor * fmaf(-v[n][k], along, g[n][k]);
         if (add) {
             load_eight<DX>(v[n], dx, given + j, at.d - j);
-            EIGHT(k) g[n][k] = v[n][k] + g[n][k];
+            EIGHT(k) g[n][k] = __fadd_rn(v[n][k], g[n][k]);
         }
         store_eight<DX>(dx, given + j, at.d - j, g[n]);
     }
@@ -110,7 +111,7 @@ template <int X, int KEEP> DEVICE void rms_heads_forward(Tensor x, Tensor raw, f
     EIGHTS_KEPT(n, j, at.d) {
         load_eight<X>(v[n], x, given + j, at.d - j);
         store_eight<X>(raw, row + j, at.d - j, v[n]);
-        EIGHT(k) sum += v[n][k] * v[n][k];
+        EIGHT(k) sum = fmaf(v[n][k], v[n][k], sum);
     }
     float factor = rsqrtf(mean_of(row_sum(sum), at.d) + eps);
     if (threadIdx.x == 0) rstd[this_row()] = factor;
@@ -139,7 +140,10 @@ DEVICE void layer_forward(Tensor y, float* stats, Tensor x, Tensor delta, Tensor
     float mean = mean_of(row_sum(sum), d);
     EIGHTS_KEPT(n, j, d) {
         if (KEEP == 0) load_eight<X>(v[n], x, row + j, d - j);
-        EIGHT(k) square += X != ANY || k < d - j ? (v[n][k] - mean) * (v[n][k] - mean) : 0.0f;
+        EIGHT(k) {
+            float apart = X != ANY || k < d - j ? v[n][k] - mean : 0.0f;
+            square = fmaf(apart, apart, square);
+        }
     }
     float factor = rsqrtf(mean_of(row_sum(square), d) + eps);
     if (threadIdx.x == 0) {
@@ -151,7 +155,7 @@ DEVICE void layer_forward(Tensor y, float* stats, Tensor x, Tensor delta, Tensor
         if (KEEP == 0) load_eight<X>(v[n], x, row + j, d - j);
         load_eight<X>(weight, w, j, d - j);
         load_eight<X>(bias, b, j, d - j);
-        EIGHT(k) v[n][k] = (v[n][k] - mean) * factor * weight[k] + bias[k];
+        EIGHT(k) v[n][k] = fmaf((v[n][k] - mean) * factor, weight[k], bias[k]);
         store_eight<X>(y, row + j, d - j, v[n]);
     }
 }
@@ -173,10 +177,10 @@ DEVICE void layer_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float
         load_eight<X>(weight, w, j, d - j);
         load_eight<X>(v[n], x, row + j, d - j);
         EIGHT(k) {
-            g[n][k] *= weight[k];
+            g[n][k] = __fmul_rn(g[n][k], weight[k]);
             v[n][k] = (v[n][k] - mean) * factor;
             along_one += g[n][k];
-            along_x += g[n][k] * v[n][k];
+            along_x = fmaf(g[n][k], v[n][k], along_x);
         }
     }
     along_one = mean_of(row_sum(along_one), d);
@@ -187,12 +191,12 @@ DEVICE void layer_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float
             load_eight<X>(g[n], dy, row + j, d - j);
             load_eight<X>(weight, w, j, d - j);
             load_eight<X>(v[n], x, row + j, d - j);
-            EIGHT(k) g[n][k] *= weight[k], v[n][k] = (v[n][k] - mean) * factor;
+            EIGHT(k) g[n][k] = __fmul_rn(g[n][k], weight[k]), v[n][k] = (v[n][k] - mean) * factor;
         }
-        EIGHT(k) g[n][k] = factor * (g[n][k] - along_one - v[n][k] * along_x);
+        EIGHT(k) g[n][k] = factor * fmaf(-v[n][k], along_x, g[n][k] - along_one);
         if (add) {
             load_eight<DX>(v[n], dx, row + j, d - j);
-            EIGHT(k) g[n][k] = v[n][k] + g[n][k];
+            EIGHT(k) g[n][k] = __fadd_rn(v[n][k], g[n][k]);
         }
         store_eight<DX>(dx, row + j, d - j, g[n]);
     }
@@ -221,7 +225,7 @@ template <int X> DEVICE void sum_rows_of(float* sums, Tensor dy, Tensor x, const
             load_eight<X>(v, x, row * at.d + j, at.d - j);
             float mean = what == OF_LAYERNORM ? stats[2 * row] : 0.0f;
             float factor = what == OF_LAYERNORM ? stats[2 * row + 1] : stats[row];
-            EIGHT(k) g[k] *= (v[k] - mean) * factor;
+            EIGHT(k) g[k] = __fmul_rn(g[k], (v[k] - mean) * factor);
         }
         EIGHT(k) sum[k] += g[k];
     }
