@@ -1,6 +1,6 @@
 //! The memory that a backend computes in, and the way between it and the host's.
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use std::{any::Any, cell::Cell, ops::Range, sync::Arc};
+use std::{any::Any, cell::Cell, ops::Range, sync::Arc, time::Duration};
 
 /// Memory of a backend. Everything happens in the order of the calls, those of the ops included, whichever thread they come
 /// from; but what a thread asks for in a stream of its own ([`Storage::in_own_stream`]) is in order with itself alone, and with what
@@ -51,6 +51,11 @@ pub trait Storage: Send + Sync {
         let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_beside(to.view_mut(), *from, &[]));
         let done = copies.filter(|mark| mark.0.is_some()).last().unwrap_or_default(); // in order
         Download { bufs: to, done }
+    }
+    /// A step took so long. A backend that can go about its work in several ways goes on in the faster one; what there is to say
+    /// about it, once.
+    fn step_took(&self, _took: Duration) -> Option<String> {
+        None
     }
     /// The most bytes of the backend's own memory that were in use at once, by this process; 0 where it is the host's.
     fn peak_memory(&self) -> u64;

@@ -91,6 +91,12 @@ library! {
         fn cuLaunchKernel(
             Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void,
         ) -> c_int;
+        fn cuStreamBeginCapture_v2(Handle, c_int) -> c_int;
+        fn cuStreamEndCapture(Handle, *mut Handle) -> c_int;
+        fn cuGraphInstantiateWithFlags(*mut Handle, Handle, u64) -> c_int;
+        fn cuGraphLaunch(Handle, Handle) -> c_int;
+        fn cuGraphExecDestroy(Handle) -> c_int;
+        fn cuGraphDestroy(Handle) -> c_int;
     }
 }
 
@@ -113,6 +119,8 @@ pub(super) const NON_BLOCKING: c_uint = 1;
 pub(super) const NO_TIMING: c_uint = 2;
 /// CUDA_ERROR_NOT_READY
 pub(super) const NOT_READY: c_int = 600;
+/// CU_STREAM_CAPTURE_MODE_RELAXED
+pub(super) const RELAXED: c_int = 2;
 /// CUDA_ERROR_OUT_OF_MEMORY
 pub(super) const OUT_OF_MEMORY: c_int = 2;
 

@@ -6,6 +6,7 @@ use std::{
     ops::Range,
     ptr::NonNull,
     sync::{Arc, PoisonError},
+    time::Duration,
 };
 
 /// A thread's stream, and what is kept for it.
@@ -13,7 +14,7 @@ struct OwnStream<'a>(&'a Cuda, streams::OwnStream);
 
 impl Drop for OwnStream<'_> {
     fn drop(&mut self) {
-        let lists = self.0.recent().remove(&self.1.handle().addr());
+        let lists = self.0.lists().remove(&self.1.handle().addr());
         drop(lists); // in the stream's turn, which is still this thread's
     }
 }
@@ -153,6 +154,10 @@ impl Storage for Cuda {
             }
             Mark::of(must(self.card.record()))
         })
+    }
+
+    fn step_took(&self, took: Duration) -> Option<String> {
+        self.after_step(took)
     }
 
     fn peak_memory(&self) -> u64 {

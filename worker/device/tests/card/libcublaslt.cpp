@@ -175,6 +175,9 @@ static void multiply(Desc how, Layout la, Layout lb, Layout lc, Layout ld, Tenso
 
 API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a, const void* B, void* b, const float* beta, const void* C,
                    void* c, void* D, void* d, const Algo* algo, void* workspace, size_t bytes, void* stream) {
+    if (stream && ((Stream*)stream)->capture && ((Stream*)stream)->invalid) return 14; // CUBLAS_STATUS_INTERNAL_ERROR
+    const char* said = getenv("CARD_FAILS"); // a product that can't be captured
+    if (said && !strcmp(said, "captured product") && spoils(stream)) return NOT_SUPPORTED;
     const Desc how = *(Desc*)desc;
     const Layout la = *(Layout*)a, lb = *(Layout*)b, lc = *(Layout*)c, ld = *(Layout*)d;
     const void* at[4] = {A, B, C, D};

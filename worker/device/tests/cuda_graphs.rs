@@ -1,0 +1,183 @@
+//! CUDA graphs on the emulated card: the same numbers, fewer calls, and what happens where they fail. One test: the card counts, and
+//! is told to fail, for the whole process.
+#[path = "card/calls.rs"]
+mod calls;
+mod card;
+
+use calls::calls;
+use device::{Buf, Cuda, Dtype, Ops, Storage, cuda::Places, ops::Write, parity};
+use std::time::Duration;
+
+fn cuda() -> Cuda {
+    let places = Places { job: vec![card::folder().to_owned()], ..Places::default() };
+    Cuda::open(&places, 0, None).expect("the emulated card")
+}
+
+/// Some buffers, and a step that changes them: kernels, a list, products with scratch memory, a fill and a copy.
+struct Work<'a> {
+    cuda: &'a Cuda,
+    all: [Buf; 4],
+}
+
+impl<'a> Work<'a> {
+    fn new(cuda: &'a Cuda) -> Self {
+        let all = [1.0f32, -0.5, 0.25, 2.0].map(|x| {
+            let mut buf = cuda.zeroed(Dtype::F32, 64);
+            cuda.offset(buf.view_mut(), x);
+            buf
+        });
+        Work { cuda, all }
+    }
+
+    fn step(&mut self, factor: f32, tokens: &[u32; 8]) {
+        let (cuda, [x, y, w, z]) = (self.cuda, &mut self.all);
+        cuda.embedding_forward(y.view_mut(), x.view(), tokens, 8);
+        cuda.matmul_forward(z.view_mut(), y.view(), w.view(), 8, 8, 8, Write::Add);
+        cuda.scale(z.view_mut(), 0.5);
+        cuda.add(x.view_mut(), z.view());
+        cuda.softcap(x.view_mut(), 3.0);
+        cuda.clear(y.view_mut());
+        cuda.copy(y.view_mut().slice(0..8), z.view().slice(8..16));
+        cuda.bias_backward(w.view_mut().slice(0..8), y.view(), 8, 8); // with scratch memory
+        cuda.scale(w.view_mut(), factor);
+    }
+
+    fn bits(&self) -> Vec<u32> {
+        let all = self.all.iter().map(|buf| self.cuda.downloaded(buf.view()));
+        all.flat_map(|buf| buf.host().iter().map(|x| x.to_bits()).collect::<Vec<_>>()).collect()
+    }
+}
+
+const STEPS: u32 = 6;
+
+/// The tokens of a step, another list each time.
+fn tokens(step: u32) -> [u32; 8] {
+    std::array::from_fn(|i| (i as u32 * 5 + step * 3) % 8)
+}
+
+/// The bits after some steps, the last factor changing with each of them or not.
+fn run(cuda: &Cuda, changing: bool) -> Vec<u32> {
+    let mut work = Work::new(cuda);
+    for step in 0..STEPS {
+        work.step(if changing { 0.5 + step as f32 } else { 0.75 }, &tokens(step));
+        cuda.wait();
+    }
+    work.bits()
+}
+
+#[test]
+fn graphs_do_what_the_calls_would_have_done() {
+    let plain = [false, true].map(|changing| run(&cuda(), changing));
+    the_same_numbers_by_fewer_calls(&plain);
+    work_that_never_comes_again_is_no_graph();
+    graphs_are_few();
+    failures_leave_the_work_right(&plain[0]);
+    the_clock_decides();
+    let cuda = cuda();
+    cuda.use_graphs(true);
+    let rows = parity::run(&cuda, 1, 2);
+    assert!(rows.iter().all(|row| row.failed.is_none() && row.worst.f32 < 1e-3), "{rows:#?}");
+}
+
+fn the_same_numbers_by_fewer_calls(plain: &[Vec<u32>; 2]) {
+    let cuda = cuda();
+    cuda.use_graphs(true);
+    assert_eq!(run(&cuda, false), plain[0]);
+    assert_eq!(run(&cuda, true), plain[1], "an argument that changes");
+    let mut work = Work::new(&cuda);
+    for step in 0..3 {
+        work.step(0.75, &tokens(step));
+        cuda.wait();
+    }
+    let asked = || ["cuLaunchKernel", "cuMemsetD8Async", "cuMemAllocAsync", "cuMemFreeAsync"].map(calls);
+    let (before, launches, known) = (asked(), calls("cuGraphLaunch"), cuda.replayed());
+    for step in 3..3 + STEPS {
+        work.step(0.75, &tokens(step));
+        cuda.wait();
+    }
+    assert_eq!(asked(), before, "nothing is asked for but graphs");
+    assert_eq!(calls("cuGraphLaunch") - launches, i64::from(STEPS));
+    let now = cuda.replayed();
+    assert_eq!((now.on, now.kept, now.plain), (true, known.kept, known.plain));
+    assert_eq!(now.calls - known.calls, u64::from(STEPS) * 10, "calls of a step");
+    // Off again: call by call, and the same numbers go on.
+    let mut beside = Work::new(&cuda);
+    cuda.use_graphs(false);
+    (0..3 + STEPS).for_each(|step| beside.step(0.75, &tokens(step)));
+    assert_eq!(beside.bits(), work.bits());
+    assert_eq!(cuda.replayed().kept, 0);
+    assert_eq!(calls("cuGraphExecDestroy"), calls("cuGraphInstantiate"), "all are given back");
+}
+
+fn work_that_never_comes_again_is_no_graph() {
+    let cuda = cuda();
+    cuda.use_graphs(true);
+    let made = calls("cuGraphInstantiate");
+    let mut work = Work::new(&cuda);
+    for step in 0..40u16 {
+        work.step(f32::from(step), &tokens(0));
+        cuda.wait();
+    }
+    assert_eq!((calls("cuGraphInstantiate"), cuda.replayed().kept), (made, 0));
+}
+
+/// Pieces that come twice and never again: graphs don't pile up, and after a while no more are made.
+fn graphs_are_few() {
+    let cuda = cuda();
+    cuda.use_graphs(true);
+    let mut buf = cuda.zeroed(Dtype::F32, 8);
+    let mut most = 0;
+    for piece in 0..1300u16 {
+        for _ in 0..2 {
+            (0..4).for_each(|_| cuda.scale(buf.view_mut(), 1.0 + f32::from(piece)));
+            cuda.wait();
+        }
+        most = most.max(cuda.replayed().kept);
+    }
+    assert_eq!(most, 512);
+    assert!(cuda.replayed().launches < 600, "{:?}", cuda.replayed());
+    drop((buf, cuda));
+    assert_eq!(calls("cuGraphExecDestroy"), calls("cuGraphInstantiate"), "all are given back");
+}
+
+fn failures_leave_the_work_right(expected: &[u32]) {
+    for (fails, said) in [
+        ("cuStreamBeginCapture:1", "cuStreamBeginCapture failed: CUDA_ERROR_LAUNCH_FAILED"),
+        ("cuStreamEndCapture:1", "cuStreamEndCapture failed"),
+        ("cuGraphInstantiate:1", "cuGraphInstantiate failed"),
+        ("cuGraphLaunch:1", "cuGraphLaunch failed"),
+        ("cuGraphLaunch:3", "cuGraphLaunch failed"),
+        ("captured product", "cublasLtMatmul failed"),
+    ] {
+        let cuda = cuda();
+        cuda.use_graphs(true);
+        // SAFETY: no other thread runs.
+        unsafe { std::env::set_var("CARD_FAILS", fails) };
+        assert_eq!(run(&cuda, false), expected, "{fails}");
+        // SAFETY: as above.
+        unsafe { std::env::remove_var("CARD_FAILS") };
+        assert!(!cuda.replayed().on, "{fails}");
+        let why = cuda.step_took(Duration::ZERO).expect("it is said");
+        assert!(why.starts_with("CUDA graphs are off") && why.contains(said), "{fails}: {why}");
+        assert_eq!(cuda.step_took(Duration::ZERO), None, "once");
+        assert_eq!(run(&cuda, false), expected, "{fails}, afterwards");
+        drop(cuda);
+        assert_eq!(calls("cuGraphDestroy"), calls("cuGraphInstantiate"), "{fails}");
+    }
+}
+
+fn the_clock_decides() {
+    for (with, text) in
+        [(3, "CUDA graphs are on: a step takes 3.00 ms with them, 5.00 ms without"), (7, "are off")]
+    {
+        let cuda = cuda();
+        cuda.try_graphs();
+        let mut said = Vec::new();
+        for _ in 0..60 {
+            let ms = if cuda.replayed().on { with } else { 5 };
+            said.extend(cuda.step_took(Duration::from_millis(ms)));
+        }
+        assert!(said.len() == 1 && said[0].contains(text), "{said:?}");
+        assert_eq!(cuda.replayed().on, with < 5);
+    }
+}
