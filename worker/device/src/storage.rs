@@ -54,7 +54,7 @@ pub trait Storage: Send + Sync {
     }
     /// A step took so long. A backend that can go about its work in several ways goes on in the faster one; what there is to say
     /// about it, once.
-    fn step_took(&self, _took: Duration) -> Option<String> {
+    fn step_took(&self, _took: Duration) -> Option<Said> {
         None
     }
     /// The most bytes of the backend's own memory that were in use at once, by this process; 0 where it is the host's.
@@ -99,6 +99,15 @@ pub trait Storage: Send + Sync {
     }
 }
 
+/// What a backend found out about itself; the job goes on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Said {
+    /// Which way is the faster one. The others of the job will have found the same.
+    Found(String),
+    /// What doesn't work here.
+    Failed(String),
+}
+
 /// A place in a stream's work that other streams can go on from; the default is one that lies behind them all.
 #[derive(Clone, Default)]
 pub struct Mark(Option<Arc<dyn Point>>);
@@ -114,6 +123,11 @@ pub(crate) trait Point: Send + Sync {
 impl Mark {
     pub(crate) fn of(point: impl Point + 'static) -> Self {
         Mark(Some(Arc::new(point)))
+    }
+
+    /// Is it the default, which nobody waits for?
+    pub fn is_behind_all(&self) -> bool {
+        self.0.is_none()
     }
 
     /// What this thread asks for from now on happens after the mark. Nothing waits here.

@@ -14,6 +14,7 @@ use super::binding::{Handle, RELAXED};
 use super::card::Card;
 use super::error::Result;
 use super::{Cuda, must};
+use crate::storage::Said;
 use arena::Arena;
 pub(super) use arena::Block;
 pub(super) use piece::Piece;
@@ -179,11 +180,12 @@ impl Cuda {
     }
 
     /// [`crate::Storage::step_took`]
-    pub(super) fn after_step(&self, took: Duration) -> Option<String> {
+    pub(super) fn after_step(&self, took: Duration) -> Option<Said> {
         let mut trial = self.trial();
         if let Some(why) = self.card.given_up() {
             *trial = None;
-            return Some(format!("CUDA graphs are off, and everything goes on without them: {why}"));
+            let text = format!("CUDA graphs are off, and everything goes on without them: {why}");
+            return Some(Said::Failed(text));
         }
         match trial.as_mut()?.took(took) {
             Next::Same => None,
@@ -197,9 +199,9 @@ impl Cuda {
                 self.use_graphs(on);
                 let [without, with] = [without, with].map(|s| 1e3 * s);
                 let so = if on { "on" } else { "off" };
-                Some(format!(
+                Some(Said::Found(format!(
                     "CUDA graphs are {so}: a step takes {with:.2} ms with them, {without:.2} ms without"
-                ))
+                )))
             }
         }
     }

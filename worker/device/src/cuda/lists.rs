@@ -13,6 +13,8 @@ use std::{
 
 /// Lists of one name and size that lie on the card side by side, where layers ask for different ones in turn.
 const MOST: usize = 4;
+/// They take turns when so many in a row are what had just gone.
+const TURNS: u32 = 2;
 /// Lists that were sent last and lie nowhere any more: a driver that reads the host's memory by itself may still do so.
 const SENT: usize = 8;
 /// Places have powers of two as sizes, bytes, from this on.
@@ -32,8 +34,9 @@ struct Places {
     all: Vec<(Memory, Vec<u8>)>,
     /// The place that the next new list gets.
     next: usize,
-    /// What the last new list took the place of.
+    /// What the last new list took the place of, and how many new lists in a row were what had just gone.
     gone: Vec<u8>,
+    returned: u32,
 }
 
 impl Lists {
@@ -47,9 +50,10 @@ impl Lists {
         if let Some((memory, _)) = places.all.iter().find(|(_, held)| held == list) {
             return Ok(memory.at());
         }
-        // Who asks again for what was just replaced will do so again.
-        let grows = places.all.is_empty() || places.gone == list && places.all.len() < MOST;
-        if grows {
+        // Lists that take turns want a place each.
+        places.returned = if places.gone == list { places.returned + 1 } else { 0 };
+        if places.all.is_empty() || places.returned >= TURNS && places.all.len() < MOST {
+            places.returned = 0;
             places.next = places.all.len();
             places.all.push((card.allocate(size)?, Vec::new()));
         }

@@ -1,7 +1,7 @@
 //! [`Storage`] on a card.
 use super::{Cuda, Pinned, address, must, streams};
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use crate::storage::{Mark, Point, Stopped, Storage};
+use crate::storage::{Mark, Point, Said, Stopped, Storage};
 use std::{
     ops::Range,
     ptr::NonNull,
@@ -156,7 +156,7 @@ impl Storage for Cuda {
         })
     }
 
-    fn step_took(&self, took: Duration) -> Option<String> {
+    fn step_took(&self, took: Duration) -> Option<Said> {
         self.after_step(took)
     }
 
