@@ -12,6 +12,6 @@ pub(crate) fn calls(function: &str) -> i64 {
         let count = library
             .get::<unsafe extern "C" fn(*const c_char) -> c_long>(b"cardCalls\0")
             .expect("it counts calls");
-        i64::from(count(name.as_ptr()))
+        count(name.as_ptr())
     }
 }
