@@ -69,6 +69,7 @@ fn run(cuda: &Cuda, changing: bool) -> Vec<u32> {
 fn graphs_do_what_the_calls_would_have_done() {
     let plain = [false, true].map(|changing| run(&cuda(), changing));
     the_same_numbers_by_fewer_calls(&plain);
+    memory_that_goes_back_was_used();
     work_that_never_comes_again_is_no_graph();
     graphs_are_few();
     failures_leave_the_work_right(&plain[0]);
@@ -107,6 +108,28 @@ fn the_same_numbers_by_fewer_calls(plain: &[Vec<u32>; 2]) {
     assert_eq!(beside.bits(), work.bits());
     assert_eq!(cuda.replayed().kept, 0);
     assert_eq!(calls("cuGraphExecDestroy"), calls("cuGraphInstantiate"), "all are given back");
+}
+
+/// What waits is done before memory that it uses goes back, and before anybody looks at its results.
+fn memory_that_goes_back_was_used() {
+    let cuda = cuda();
+    cuda.use_graphs(true);
+    let mut sum = cuda.zeroed(Dtype::F32, 64);
+    for step in 1..=STEPS {
+        let mut other = cuda.zeroed(Dtype::F32, 64);
+        cuda.offset(other.view_mut(), 1.5);
+        for _ in 0..4 {
+            cuda.add(sum.view_mut(), other.view());
+        }
+        drop(other);
+        cuda.offset(sum.view_mut(), 1.0);
+        let mark = cuda.mark();
+        cuda.in_own_stream(&mut || {
+            mark.follow();
+            let copy = cuda.copied(sum.view());
+            assert_eq!(cuda.downloaded(copy.view()).host(), [7.0 * step as f32; 64]);
+        });
+    }
 }
 
 fn work_that_never_comes_again_is_no_graph() {

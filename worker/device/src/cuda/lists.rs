@@ -20,7 +20,7 @@ const SENT: usize = 8;
 /// Places have powers of two as sizes, bytes, from this on.
 const LEAST: usize = 256;
 
-/// The lists of one stream: what one stream was sent isn't there yet for another.
+/// The lists of one thread in one stream: what one stream was sent isn't there yet for another.
 #[derive(Default)]
 pub(super) struct Lists {
     /// By name and bytes.

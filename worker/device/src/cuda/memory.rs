@@ -120,11 +120,9 @@ impl Card {
         }
     }
 
-    /// Scratch memory that nobody uses goes back to the driver.
+    /// Scratch memory of the card's stream that nobody uses goes back to the driver, whoever needs it.
     fn give_up_scratch(&self) {
-        if let Some(mut state) = self.recording() {
-            state.release(self);
-        }
+        self.graphs.lock().release(self);
     }
 }
 

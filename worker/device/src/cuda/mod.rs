@@ -52,6 +52,7 @@ use std::{
     ffi::CStr,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::{self, ThreadId},
 };
 use streams::Event;
 
@@ -59,8 +60,8 @@ use streams::Event;
 pub struct Cuda {
     kernels: Kernels,
     products: Products,
-    /// Of each stream.
-    lists: Mutex<HashMap<usize, Lists>>,
+    /// Of each thread and stream: a place that one thread gives another list would be another's list, too.
+    lists: Mutex<HashMap<(usize, ThreadId), Lists>>,
     /// Waits of a stream for a mark that are timed and not counted yet: begin and end.
     waits: Mutex<Vec<[Event; 2]>>,
     profile: Profile,
@@ -195,11 +196,11 @@ impl Cuda {
     /// is there still: sending can cost a wait for the work before.
     fn numbers<T: bytemuck::Pod>(&self, name: &'static str, numbers: &[T]) -> Address {
         let mut all = self.lists();
-        let lists = all.entry(self.card.stream().addr()).or_default();
+        let lists = all.entry((self.card.stream().addr(), thread::current().id())).or_default();
         must(lists.place(&self.card, name, bytemuck::cast_slice(numbers)))
     }
 
-    fn lists(&self) -> MutexGuard<'_, HashMap<usize, Lists>> {
+    fn lists(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), Lists>> {
         // a panic leaves the lists whole
         self.lists.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -6,6 +6,7 @@ use std::{
     ops::Range,
     ptr::NonNull,
     sync::{Arc, PoisonError},
+    thread,
     time::Duration,
 };
 
@@ -14,7 +15,7 @@ struct OwnStream<'a>(&'a Cuda, streams::OwnStream);
 
 impl Drop for OwnStream<'_> {
     fn drop(&mut self) {
-        let lists = self.0.lists().remove(&self.1.handle().addr());
+        let lists = self.0.lists().remove(&(self.1.handle().addr(), thread::current().id()));
         drop(lists); // in the stream's turn, which is still this thread's
     }
 }
