@@ -34,12 +34,13 @@ fn learned(spec: &TrainSpec, world: usize, graphs: bool) -> Curve {
     all.into_iter().next().unwrap()
 }
 
+fn gpt2(dropout: Option<f64>) -> TrainSpec {
+    let model = ModelSpec { dropout, ..families::from(&families::folder("gpt2")) };
+    train_spec(model, 0, 4, 1, 7)
+}
+
 /// What is trained in different ways, and by how many ranks.
 fn cases() -> Vec<(&'static str, TrainSpec, &'static [usize])> {
-    let gpt2 = |dropout| {
-        let model = ModelSpec { dropout, ..families::from(&families::folder("gpt2")) };
-        train_spec(model, 0, 4, 1, 7)
-    };
     let mut recomputed = spec(2, Precision::Bf16);
     recomputed.recompute = Recompute::Block;
     let mut away = spec(3, Precision::Bf16);
@@ -85,7 +86,8 @@ fn training_by_graphs_is_the_same_by_fewer_calls() {
     for (what, spec, least) in [
         ("a Llama", spec(0, Precision::Fp32), 80),
         ("stage 3", spec(3, Precision::Bf16), 80),
-        ("GPT-2", train_spec(families::from(&families::folder("gpt2")), 0, 4, 1, 7), 80),
+        ("GPT-2", gpt2(None), 80),
+        ("GPT-2 with dropout", gpt2(Some(0.3)), 80),
     ] {
         a_step_goes_by_graphs(what, &spec, least);
     }
@@ -107,7 +109,8 @@ fn checkpoints_go_from_the_one_to_the_other() {
 
 /// Calls that put work on the card, and others.
 const WORK: [&str; 4] = ["cuLaunchKernel", "cublasLtMatmul", "cuMemsetD8Async", "cuMemcpyDtoDAsync"];
-const OTHER: [&str; 3] = ["cuGraphLaunch", "cuMemAllocAsync", "cuMemFreeAsync"];
+const OTHER: [&str; 4] =
+    ["cuGraphLaunch", "cuMemAllocAsync", "cuMemFreeAsync", "cuGraphExecKernelNodeSetParams"];
 
 /// Calls of a step that graphs saved, in percent, once they are made; and nothing grows any more.
 fn a_step_goes_by_graphs(what: &str, spec: &TrainSpec, least: i64) {
@@ -122,17 +125,19 @@ fn a_step_goes_by_graphs(what: &str, spec: &TrainSpec, least: i64) {
             (WORK.map(calls).iter().sum::<i64>(), OTHER.map(calls), cuda.replayed(), cuda.memory().unwrap())
         };
         let (work, [launches, ..], before, memory) = asked();
-        let [got, gave] = [OTHER[1], OTHER[2]].map(calls);
+        let [got, gave, changed] = [OTHER[1], OTHER[2], OTHER[3]].map(calls);
         learn(&mut running, 3);
         let (now, others, after, left) = asked();
         if graphs {
             assert_eq!((others[1], others[2], left), (got, gave, memory), "{what}: memory is asked for");
             assert_eq!(after.kept, before.kept, "{what}: graphs pile up");
         }
-        ((now - work) / 3, (others[0] - launches) / 3)
+        ((now - work) / 3, (others[0] - launches) / 3, (others[3] - changed) / 3)
     };
-    let ((plain, none), (rest, graphs)) = (counted(false), counted(true));
-    println!("{what}: a step is {plain} calls without graphs, {rest} calls and {graphs} graphs with them");
+    let ((plain, none, _), (rest, graphs, changed)) = (counted(false), counted(true));
+    println!(
+        "{what}: a step is {plain} calls without graphs, {rest} calls and {graphs} graphs with {changed} changes with them"
+    );
     assert_eq!(none, 0);
     assert!(100 * (plain - rest) >= least * plain, "{what}: {rest} of {plain} calls, {graphs} graphs");
 }

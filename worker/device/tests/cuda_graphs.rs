@@ -71,8 +71,9 @@ fn graphs_do_what_the_calls_would_have_done() {
     the_same_numbers_by_fewer_calls(&plain);
     memory_that_goes_back_was_used();
     work_that_never_comes_again_is_no_graph();
+    few_arguments_are_changed();
     graphs_are_few();
-    failures_leave_the_work_right(&plain[0]);
+    failures_leave_the_work_right(&plain);
     the_clock_decides();
     let cuda = cuda();
     cuda.use_graphs(true);
@@ -136,12 +137,26 @@ fn work_that_never_comes_again_is_no_graph() {
     let cuda = cuda();
     cuda.use_graphs(true);
     let made = calls("cuGraphInstantiate");
-    let mut work = Work::new(&cuda);
+    let mut buf = cuda.zeroed(Dtype::F32, 8);
     for step in 0..40u16 {
-        work.step(f32::from(step), &tokens(0));
+        (0..6u16).for_each(|call| cuda.offset(buf.view_mut(), f32::from(6 * step + call)));
         cuda.wait();
     }
+    assert_eq!(cuda.downloaded(buf.view()).host(), [(0..240).sum::<u16>().into(); 8]);
     assert_eq!((calls("cuGraphInstantiate"), cuda.replayed().kept), (made, 0));
+}
+
+/// A graph of a piece in which one argument is another each time is one graph.
+fn few_arguments_are_changed() {
+    let expected = run(&cuda(), true);
+    let cuda = cuda();
+    cuda.use_graphs(true);
+    let (launched, changed) = (calls("cuLaunchKernel"), calls("cuGraphExecKernelNodeSetParams"));
+    assert_eq!(run(&cuda, true), expected);
+    let found = cuda.replayed();
+    assert_eq!((found.kept, found.changed), (1, u64::from(STEPS) - 2), "{found:?}");
+    assert_eq!(calls("cuGraphExecKernelNodeSetParams") - changed, i64::from(STEPS) - 2);
+    assert!(calls("cuLaunchKernel") - launched < 30, "{}", calls("cuLaunchKernel") - launched);
 }
 
 /// Pieces that come twice and never again: graphs don't pile up, and after a while no more are made.
@@ -152,7 +167,7 @@ fn graphs_are_few() {
     let mut most = 0;
     for piece in 0..1300u16 {
         for _ in 0..2 {
-            (0..4).for_each(|_| cuda.scale(buf.view_mut(), 1.0 + f32::from(piece)));
+            (0..4u16).for_each(|call| cuda.scale(buf.view_mut(), f32::from(4 * piece + call)));
             cuda.wait();
         }
         most = most.max(cuda.replayed().kept);
@@ -163,20 +178,23 @@ fn graphs_are_few() {
     assert_eq!(calls("cuGraphExecDestroy"), calls("cuGraphInstantiate"), "all are given back");
 }
 
-fn failures_leave_the_work_right(expected: &[u32]) {
+fn failures_leave_the_work_right(plain: &[Vec<u32>; 2]) {
     for (fails, said) in [
         ("cuStreamBeginCapture:1", "cuStreamBeginCapture failed: CUDA_ERROR_LAUNCH_FAILED"),
         ("cuStreamEndCapture:1", "cuStreamEndCapture failed"),
         ("cuGraphInstantiate:1", "cuGraphInstantiate failed"),
         ("cuGraphLaunch:1", "cuGraphLaunch failed"),
         ("cuGraphLaunch:3", "cuGraphLaunch failed"),
+        ("cuGraphExecKernelNodeSetParams:2", "cuGraphExecKernelNodeSetParams failed"),
         ("captured product", "cublasLtMatmul failed"),
     ] {
         let cuda = cuda();
         cuda.use_graphs(true);
+        let changing = fails.contains("SetParams");
+        let expected = &plain[usize::from(changing)];
         // SAFETY: no other thread runs.
         unsafe { std::env::set_var("CARD_FAILS", fails) };
-        assert_eq!(run(&cuda, false), expected, "{fails}");
+        assert_eq!(run(&cuda, changing), *expected, "{fails}");
         // SAFETY: as above.
         unsafe { std::env::remove_var("CARD_FAILS") };
         assert!(!cuda.replayed().on, "{fails}");
@@ -185,7 +203,7 @@ fn failures_leave_the_work_right(expected: &[u32]) {
         };
         assert!(why.starts_with("CUDA graphs are off") && why.contains(said), "{fails}: {why}");
         assert_eq!(cuda.step_took(Duration::ZERO), None, "once");
-        assert_eq!(run(&cuda, false), expected, "{fails}, afterwards");
+        assert_eq!(run(&cuda, changing), *expected, "{fails}, afterwards");
         drop(cuda);
         assert_eq!(calls("cuGraphDestroy"), calls("cuGraphInstantiate"), "{fails}");
     }

@@ -94,10 +94,28 @@ library! {
         fn cuStreamBeginCapture_v2(Handle, c_int) -> c_int;
         fn cuStreamEndCapture(Handle, *mut Handle) -> c_int;
         fn cuGraphInstantiateWithFlags(*mut Handle, Handle, u64) -> c_int;
+        fn cuStreamGetCaptureInfo_v2(
+            Handle, *mut c_int, *mut u64, *mut Handle, *mut *const Handle, *mut usize,
+        ) -> c_int;
+        fn cuGraphExecKernelNodeSetParams_v2(Handle, Handle, *const KernelNode) -> c_int;
         fn cuGraphLaunch(Handle, Handle) -> c_int;
         fn cuGraphExecDestroy(Handle) -> c_int;
         fn cuGraphDestroy(Handle) -> c_int;
     }
+}
+
+/// CUDA_KERNEL_NODE_PARAMS_v2
+#[repr(C)]
+pub(super) struct KernelNode {
+    pub(super) function: Handle,
+    pub(super) grid: [c_uint; 3],
+    pub(super) block: [c_uint; 3],
+    pub(super) shared: c_uint,
+    pub(super) arguments: *mut *mut c_void,
+    pub(super) extra: *mut *mut c_void,
+    /// Read where there is no function, as is its context.
+    pub(super) kernel: Handle,
+    pub(super) context: Handle,
 }
 
 /// CU_DEVICE_ATTRIBUTE_…

@@ -401,14 +401,7 @@ pub(super) struct Module(Handle);
 
 /// A kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Function(Handle);
-
-impl Function {
-    /// Which it is, as a number.
-    pub(super) fn number(self) -> u64 {
-        self.0.addr() as u64
-    }
-}
+pub(super) struct Function(pub(super) Handle);
 
 // SAFETY: only passed to the driver, from any thread.
 unsafe impl Send for Module {}

@@ -7,20 +7,21 @@
 //!
 //! Only the card's stream has pieces. What goes through other streams is short, and is asked for at once.
 mod arena;
+mod captured;
 mod piece;
 mod trial;
 
-use super::binding::{Handle, RELAXED};
+use super::binding::Handle;
 use super::card::Card;
 use super::error::Result;
 use super::{Cuda, must};
 use crate::storage::Said;
 use arena::Arena;
 pub(super) use arena::Block;
+use captured::Graph;
 pub(super) use piece::Piece;
 use std::{
     collections::{HashMap, HashSet},
-    ptr,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -38,6 +39,8 @@ const MOST: usize = 64;
 const KEPT: usize = 512;
 /// Pieces that came once and are remembered by their hash.
 const SEEN: usize = 4096;
+/// Pieces that are remembered whole, to be compared with one that is like them.
+const STRANGE: usize = 256;
 /// So many graphs that went before they were launched twice: pieces here don't come again, and no more graphs are made.
 const WASTED: usize = 64;
 
@@ -51,6 +54,8 @@ pub struct Replayed {
     /// Graphs that were launched, and what they did that would have been calls.
     pub launches: u64,
     pub calls: u64,
+    /// Kernels of graphs whose arguments were changed.
+    pub changed: u64,
     /// Calls that were issued one by one.
     pub plain: u64,
 }
@@ -65,7 +70,8 @@ pub(super) struct Graphs {
 /// A graph, ready to be launched, and the piece that it does.
 struct Kept {
     piece: Piece,
-    graph: Handle,
+    graph: Graph,
+    likeness: u64,
     last: u64,
     launches: u64,
 }
@@ -77,7 +83,11 @@ pub(super) struct State {
     pub(super) piece: Piece,
     /// Graphs by their piece's hash.
     kept: HashMap<u64, Kept>,
+    /// Hashes of pieces that came once.
     seen: HashSet<u64>,
+    /// Pieces for which there was no graph, and hashes of kept ones, both by likeness: what came last.
+    strange: HashMap<u64, Piece>,
+    like: HashMap<u64, u64>,
     /// Scratch memory of the stream.
     pub(super) arena: Arena,
     /// What went wrong where no error could be returned.
@@ -241,10 +251,53 @@ impl State {
         let hash = self.piece.hash();
         let there = match self.kept.get(&hash) {
             Some(kept) => kept.piece == self.piece,
-            // New, or it can't be kept: then another graph has its hash.
-            None => self.wasted < WASTED && self.again(hash) && self.capture(card, hash),
+            None => self.prepare(card, hash),
         };
         if there && self.replay(card, hash) { Ok(()) } else { self.plainly(card) }
+    }
+
+    /// A graph for a piece that has none with its hash: made where the piece came before, or one in which few arguments were
+    /// others; and of such a one that there is a graph of, it is changed.
+    fn prepare(&mut self, card: &Card, hash: u64) -> bool {
+        let likeness = self.piece.likeness();
+        if !self.again(hash) {
+            if let Some(old) = self.like.get(&likeness).copied() {
+                return self.change(card, old, hash);
+            }
+            let few = self.strange.get(&likeness).and_then(|other| other.changed(&self.piece));
+            if !few.is_some_and(|changed| is_few(&changed, &self.piece)) {
+                self.remember(likeness);
+                return false;
+            }
+        }
+        self.strange.remove(&likeness);
+        self.wasted < WASTED && self.capture(card, hash, likeness)
+    }
+
+    /// Keeps a piece that may come again with other arguments.
+    fn remember(&mut self, likeness: u64) {
+        if self.strange.len() >= STRANGE {
+            self.strange.clear(); // the next step finds them again
+        }
+        self.strange.insert(likeness, self.piece.clone());
+    }
+
+    /// Makes the graph of a piece that this one is like into this one's, where few calls change.
+    fn change(&mut self, card: &Card, old: u64, hash: u64) -> bool {
+        let Some(kept) = self.kept.get(&old) else { return false };
+        let changed = kept.piece.changed(&self.piece);
+        let few = changed.filter(|changed| is_few(changed, &self.piece) && kept.graph.knows(changed));
+        let Some(changed) = few else { return false };
+        if let Err(error) = kept.graph.change(card, &self.piece, &changed) {
+            self.give_up(card, &error.to_string());
+            return false;
+        }
+        let Some(mut kept) = self.kept.remove(&old) else { return false };
+        self.like.insert(kept.likeness, hash);
+        std::mem::swap(&mut kept.piece, &mut self.piece);
+        self.counts.changed += changed.len() as u64;
+        self.kept.insert(hash, kept);
+        true
     }
 
     fn plainly(&mut self, card: &Card) -> Result<()> {
@@ -267,11 +320,8 @@ impl State {
     /// Launches the graph with this hash, if the driver can.
     fn replay(&mut self, card: &Card, hash: u64) -> bool {
         let Some(kept) = self.kept.get_mut(&hash) else { return false };
-        // SAFETY: graph and stream live; the memory that the piece was asked for with is there, as it would have to be for
-        // the calls.
-        let code = unsafe { (card.driver.cuGraphLaunch)(kept.graph, card.stream) };
-        if let Err(error) = card.driver.check("cuGraphLaunch", code) {
-            self.piece = std::mem::take(&mut kept.piece); // equal, or moved there
+        if let Err(error) = kept.graph.launch(card) {
+            std::mem::swap(&mut kept.piece, &mut self.piece); // equal, or moved there
             self.give_up(card, &error.to_string());
             return false;
         }
@@ -282,14 +332,15 @@ impl State {
     }
 
     /// Makes a graph of what waits, and keeps it; false, and no graphs any more, where that fails.
-    fn capture(&mut self, card: &Card, hash: u64) -> bool {
-        match captured(card, &self.piece) {
+    fn capture(&mut self, card: &Card, hash: u64, likeness: u64) -> bool {
+        match Graph::of(card, &self.piece) {
             Ok(graph) => {
                 if self.kept.len() >= KEPT {
                     self.drop_oldest(card);
                 }
-                let piece = std::mem::take(&mut self.piece);
-                self.kept.insert(hash, Kept { piece, graph, last: self.counts.launches, launches: 0 });
+                let (piece, last) = (std::mem::take(&mut self.piece), self.counts.launches);
+                self.kept.insert(hash, Kept { piece, graph, likeness, last, launches: 0 });
+                self.like.insert(likeness, hash);
                 true
             }
             Err(error) => {
@@ -303,7 +354,8 @@ impl State {
         let oldest = self.kept.iter().min_by_key(|(_, kept)| kept.last).map(|(hash, _)| *hash);
         if let Some(gone) = oldest.and_then(|hash| self.kept.remove(&hash)) {
             self.wasted += usize::from(gone.launches < 2);
-            destroy(card, &gone);
+            self.like.retain(|_, hash| Some(*hash) != oldest);
+            gone.graph.destroy(card);
         }
     }
 
@@ -321,36 +373,14 @@ impl State {
 
     /// Gives back the graphs.
     fn forget(&mut self, card: &Card) {
-        self.kept.drain().for_each(|(_, kept)| destroy(card, &kept));
+        self.kept.drain().for_each(|(_, kept)| kept.graph.destroy(card));
         self.seen.clear();
+        self.strange.clear();
+        self.like.clear();
     }
 }
 
-/// A launch that is under way ends all the same.
-fn destroy(card: &Card, kept: &Kept) {
-    // SAFETY: made by the driver, destroyed once; nothing can be done about an error.
-    let _ = unsafe { (card.driver.cuGraphExecDestroy)(kept.graph) };
-}
-
-/// The piece as a graph. Nothing of it is done.
-fn captured(card: &Card, piece: &Piece) -> Result<Handle> {
-    let driver = &card.driver;
-    // What libraries do of their own at their first call (load a kernel) is no reason to fail.
-    // SAFETY: the stream lives; nobody else asks it for anything until the capture ends.
-    let code = unsafe { (driver.cuStreamBeginCapture_v2)(card.stream, RELAXED) };
-    driver.check("cuStreamBeginCapture", code)?;
-    let issued = piece.issue(card);
-    let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: the stream is capturing; one handle is written. After an error it is null.
-    let code = unsafe { (driver.cuStreamEndCapture)(card.stream, &mut graph) };
-    let made = issued.and_then(|()| driver.check("cuStreamEndCapture", code)).and_then(|()| {
-        // SAFETY: the graph was just made; one handle is written.
-        let code = unsafe { (driver.cuGraphInstantiateWithFlags)(&mut ready, graph, 0) };
-        driver.check("cuGraphInstantiate", code)
-    });
-    if !graph.is_null() {
-        // SAFETY: destroyed once; what is ready to be launched doesn't need it.
-        let _ = unsafe { (driver.cuGraphDestroy)(graph) };
-    }
-    made.map(|()| ready)
+/// To change a call costs less than to ask for it, but not nothing.
+fn is_few(changed: &[usize], piece: &Piece) -> bool {
+    3 * changed.len() <= piece.len()
 }

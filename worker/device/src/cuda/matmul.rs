@@ -207,6 +207,7 @@ impl Open {
 }
 
 /// A product with everything that it needs.
+#[derive(Clone)]
 pub(super) struct Asked {
     open: Arc<Open>,
     product: Product,

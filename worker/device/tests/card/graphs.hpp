@@ -2,8 +2,14 @@
 // each launch of the graph, in the stream's order. One part of libcuda.cpp.
 #pragma once
 
-typedef std::shared_ptr<std::vector<std::function<void()>>> Works; // a launch under way outlives its graph
-enum { RELAXED_CAPTURE = 2 };
+typedef std::vector<std::shared_ptr<Node>> Nodes;
+// What is ready to be launched has nodes of its own, by those of the graph that it was made of.
+struct Ready {
+    Nodes source;
+    std::shared_ptr<Nodes> nodes; // a launch under way outlives it, and sees no change
+};
+static std::set<Node*> living; // of graphs that aren't destroyed
+enum { RELAXED_CAPTURE = 2, CAPTURE_ACTIVE = 1, CAPTURE_INVALID = 2 };
 
 API cuStreamBeginCapture_v2(void* stream, int mode) {
     CALLED("cuStreamBeginCapture");
@@ -13,7 +19,7 @@ API cuStreamBeginCapture_v2(void* stream, int mode) {
     }
     Stream* s = (Stream*)stream;
     if (s->capture || mode < 0 || mode > RELAXED_CAPTURE) return INVALID_VALUE;
-    s->capture = std::make_shared<std::vector<std::function<void()>>>();
+    s->capture = std::make_shared<Nodes>();
     s->invalid = false;
     return SUCCESS;
 }
@@ -22,14 +28,25 @@ API cuStreamEndCapture(void* stream, void** graph) {
     *graph = nullptr;
     Stream* s = (Stream*)stream;
     if (!s->capture) return CAPTURE_UNMATCHED;
-    Works works = std::move(s->capture);
+    Nodes nodes = std::move(*s->capture);
     s->capture = nullptr;
-    {
-        LOCKED;
-        MAY_FAIL("cuStreamEndCapture");
-    }
+    LOCKED;
+    MAY_FAIL("cuStreamEndCapture");
     if (s->invalid) return CAPTURE_INVALIDATED;
-    *graph = new Works(works);
+    for (auto& node : nodes) living.insert(node.get());
+    *graph = new Nodes(nodes);
+    return SUCCESS;
+}
+// What comes next depends on the node that was captured last.
+API cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph, void* const** nodes, size_t* count) {
+    static thread_local void* last;
+    Stream* s = (Stream*)stream;
+    *status = !s->capture ? 0 : s->invalid ? CAPTURE_INVALID : CAPTURE_ACTIVE;
+    if (*status != CAPTURE_ACTIVE) return SUCCESS; // nothing else is written
+    *id = 1, *graph = nullptr;
+    *count = s->capture->empty() ? 0 : 1;
+    last = *count ? s->capture->back().get() : nullptr;
+    *nodes = &last;
     return SUCCESS;
 }
 API cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long flags) {
@@ -39,7 +56,28 @@ API cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long fl
         MAY_FAIL("cuGraphInstantiate");
     }
     if (!graph || flags) return INVALID_VALUE;
-    *ready = new Works(*(Works*)graph);
+    Nodes& source = *(Nodes*)graph;
+    *ready = new Ready{source, std::make_shared<Nodes>(source)};
+    return SUCCESS;
+}
+// CUDA_KERNEL_NODE_PARAMS_v2
+struct KernelNode {
+    void* function;
+    Shape shape;
+    void **given, **extra;
+    void *kernel, *context;
+};
+API cuGraphExecKernelNodeSetParams_v2(void* ready, void* node, const KernelNode* wanted) {
+    CALLED("cuGraphExecKernelNodeSetParams");
+    LOCKED;
+    MAY_FAIL("cuGraphExecKernelNodeSetParams");
+    Ready* r = (Ready*)ready;
+    auto found = std::find_if(r->source.begin(), r->source.end(), [&](auto& own) { return own.get() == node; });
+    if (found == r->source.end() || !living.count((Node*)node) || !(*found)->is_kernel || wanted->extra) return INVALID_VALUE;
+    std::function<void()> body = bound((Kernel*)wanted->function, wanted->shape, wanted->given);
+    if (!body) return INVALID_VALUE;
+    r->nodes = std::make_shared<Nodes>(*r->nodes);
+    (*r->nodes)[(size_t)(found - r->source.begin())] = std::make_shared<Node>(Node{with_lock(body), true});
     return SUCCESS;
 }
 API cuGraphLaunch(void* ready, void* stream) {
@@ -49,18 +87,20 @@ API cuGraphLaunch(void* ready, void* stream) {
         LOCKED;
         MAY_FAIL("cuGraphLaunch");
     }
-    in_turn(stream, [works = *(Works*)ready] {
-        for (auto& work : *works) work();
+    in_turn(stream, [nodes = ((Ready*)ready)->nodes] {
+        for (auto& node : *nodes) node->work();
     });
     return SUCCESS;
 }
 API cuGraphExecDestroy(void* ready) {
     CALLED("cuGraphExecDestroy");
-    delete (Works*)ready;
+    delete (Ready*)ready;
     return SUCCESS;
 }
 API cuGraphDestroy(void* graph) {
     CALLED("cuGraphDestroy");
-    delete (Works*)graph;
+    LOCKED;
+    for (auto& node : *(Nodes*)graph) living.erase(node.get());
+    delete (Nodes*)graph;
     return SUCCESS;
 }

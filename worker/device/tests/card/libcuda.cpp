@@ -50,12 +50,13 @@ static bool fails(const char* name) {
 }
 
 // Work on the card's memory, in its turn.
-static void work(void* stream, std::function<void()> what) {
-    in_turn(stream, [what = std::move(what)] {
+static std::function<void()> with_lock(std::function<void()> what) {
+    return [what = std::move(what)] {
         LOCKED;
         what();
-    });
+    };
 }
+static void work(void* stream, std::function<void()> what) { in_turn(stream, with_lock(std::move(what))); }
 
 // --- memory ---------------------------------------------------------------------------------------------------------------
 
@@ -363,6 +364,15 @@ API cuFuncSetAttribute(void* function, int attribute, int value) {
     ((Kernel*)function)->shared = value;
     return SUCCESS;
 }
+// Blocks, threads of each, bytes of shared memory.
+struct Shape {
+    unsigned gx, gy, gz, bx, by, bz, shared;
+};
+// A launch with copies of its arguments; nothing where a card would refuse it.
+static std::function<void()> bound(Kernel* k, Shape s, void** given) {
+    if (!s.gx || !s.gy || !s.gz || s.gy > 65535 || s.gz > 65535 || !s.bx || s.bx * s.by * s.bz > 1024 || s.shared > k->shared) return nullptr;
+    return [=, body = k->bind(given)] { emulator::launch({s.gx, s.gy, s.gz}, {s.bx, s.by, s.bz}, s.shared, body); };
+}
 API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
                    void** given, void**) {
     Kernel* k = (Kernel*)function;
@@ -372,8 +382,10 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
         LOCKED;
         MAY_FAIL("cuLaunchKernel");
     }
-    if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || shared > k->shared) return INVALID_VALUE;
-    work(stream, [=, body = k->bind(given)] { emulator::launch({gx, gy, gz}, {bx, by, bz}, shared, body); });
+    std::function<void()> body = bound(k, {gx, gy, gz, bx, by, bz, shared}, given);
+    if (!body) return INVALID_VALUE;
+    work(stream, std::move(body));
+    if (((Stream*)stream)->capture) ((Stream*)stream)->capture->back()->is_kernel = true;
     return SUCCESS;
 }
 

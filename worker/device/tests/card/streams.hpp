@@ -18,6 +18,12 @@
 #include <unistd.h>
 #include <vector>
 
+// A piece of captured work.
+struct Node {
+    std::function<void()> work;
+    bool is_kernel = false;
+};
+
 struct Stream {
     // Works that another library has put here where there is no thread, and not done: what comes behind them waits.
     std::atomic<int> pending{0};
@@ -29,7 +35,7 @@ struct Stream {
     bool ends = false;
     std::thread thread;
     // While the stream is capturing: what it was asked for, none of which is done; and whether that was something forbidden.
-    std::shared_ptr<std::vector<std::function<void()>>> capture;
+    std::shared_ptr<std::vector<std::shared_ptr<Node>>> capture;
     bool invalid = false;
 
     void put(std::function<void()> work) {
@@ -91,7 +97,7 @@ static inline bool spoils(void* stream) {
 // Does `work` in its turn: at once, unless the stream has a thread or is capturing.
 static inline void in_turn(void* stream, std::function<void()> work) {
     Stream* s = (Stream*)stream;
-    if (s && s->capture) return s->capture->push_back(std::move(work));
+    if (s && s->capture) return s->capture->push_back(std::make_shared<Node>(Node{std::move(work)}));
     if (s && s->threaded) return s->put(std::move(work));
     while (s && s->pending > 0) usleep(20);
     work();

@@ -1,5 +1,5 @@
 //! A piece of a stream's work that isn't asked for yet: kernels with their arguments, products, fills and copies, in order.
-use super::super::binding::Address;
+use super::super::binding::{Address, KernelNode};
 use super::super::card::{Card, Function, Launch, Param};
 use super::super::error::Result;
 use super::super::matmul::Asked;
@@ -10,7 +10,7 @@ use std::{
 };
 
 /// One piece of work.
-#[derive(PartialEq)]
+#[derive(Clone, PartialEq)]
 enum Call {
     Kernel {
         name: &'static CStr,
@@ -32,7 +32,7 @@ enum Call {
 }
 
 /// Calls in their order; equal pieces do the same work at the same places.
-#[derive(Default, PartialEq)]
+#[derive(Clone, Default, PartialEq)]
 pub(in super::super) struct Piece {
     calls: Vec<Call>,
     /// Arguments of kernels, each from a word on.
@@ -93,35 +93,105 @@ impl Piece {
 
     /// Asks the card for all of it, call by call.
     pub(super) fn issue(&self, card: &Card) -> Result<()> {
-        self.calls.iter().try_for_each(|call| match call {
-            Call::Kernel { name, function, shape, arguments } => {
-                let start = |at: &usize| ptr::from_ref(&self.words[*at]).cast_mut().cast::<c_void>();
-                let mut pointers: Vec<*mut c_void> =
-                    self.starts[arguments.clone()].iter().map(start).collect();
-                // SAFETY: promised when it was added.
-                unsafe { card.start(name, *function, *shape, &mut pointers, card.stream) }
+        self.each(card, |_| ())
+    }
+
+    /// As [`Piece::issue`]; after each call `f` is told whether it was a kernel.
+    pub(super) fn each(&self, card: &Card, mut f: impl FnMut(bool)) -> Result<()> {
+        for call in &self.calls {
+            match call {
+                Call::Kernel { name, function, shape, arguments } => {
+                    let mut pointers = self.pointers(arguments);
+                    // SAFETY: promised when it was added.
+                    unsafe { card.start(name, *function, *shape, &mut pointers, card.stream)? };
+                }
+                Call::Product(asked) => asked.issue(card.stream)?,
+                Call::Zeros { at, bytes } => card.fill_now(*at, *bytes, card.stream)?,
+                Call::Copy { to, from, bytes } => card.copy_now(*to, *from, *bytes, card.stream)?,
             }
-            Call::Product(asked) => asked.issue(card.stream),
-            Call::Zeros { at, bytes } => card.fill_now(*at, *bytes, card.stream),
-            Call::Copy { to, from, bytes } => card.copy_now(*to, *from, *bytes, card.stream),
-        })
+            f(matches!(call, Call::Kernel { .. }));
+        }
+        Ok(())
+    }
+
+    fn pointers(&self, arguments: &Range<usize>) -> Vec<*mut c_void> {
+        let start = |at: &usize| ptr::from_ref(&self.words[*at]).cast_mut().cast();
+        self.starts[arguments.clone()].iter().map(start).collect()
+    }
+
+    /// The calls whose kernels have other arguments or another shape in `other`; none where the pieces differ in more than that.
+    pub(super) fn changed(&self, other: &Piece) -> Option<Vec<usize>> {
+        if self.calls.len() != other.calls.len()
+            || self.starts != other.starts
+            || self.words.len() != other.words.len()
+        {
+            return None;
+        }
+        let mut changed = Vec::new();
+        for (i, pair) in self.calls.iter().zip(&other.calls).enumerate() {
+            match pair {
+                (
+                    Call::Kernel { function, shape, arguments, .. },
+                    Call::Kernel { function: f, shape: s, arguments: a, .. },
+                ) if function == f && arguments == a => {
+                    if shape != s || self.words_of(a) != other.words_of(a) {
+                        changed.push(i);
+                    }
+                }
+                (one, another) if one == another => {}
+                _ => return None,
+            }
+        }
+        Some(changed)
+    }
+
+    fn words_of(&self, arguments: &Range<usize>) -> &[u64] {
+        let start = |i: usize| self.starts.get(i).copied().unwrap_or(self.words.len());
+        &self.words[start(arguments.start)..start(arguments.end)]
+    }
+
+    /// Runs `f` with a kernel of the piece as a graph's nodes are described.
+    pub(super) fn with_kernel<T>(&self, call: usize, f: impl FnOnce(&KernelNode) -> T) -> Option<T> {
+        let Call::Kernel { function, shape, arguments, .. } = &self.calls[call] else { return None };
+        let mut pointers = self.pointers(arguments);
+        let node = KernelNode {
+            function: function.0,
+            grid: shape.grid,
+            block: shape.block,
+            shared: shape.shared as u32,
+            arguments: pointers.as_mut_ptr(),
+            extra: ptr::null_mut(),
+            kernel: ptr::null_mut(),
+            context: ptr::null_mut(),
+        };
+        Some(f(&node))
     }
 
     /// Of equal pieces the same, of others hardly ever.
     pub(super) fn hash(&self) -> u64 {
+        let mut hash = self.likeness();
+        for call in &self.calls {
+            if let Call::Kernel { shape, .. } = call {
+                mix(&mut hash, shape.grid.map(u64::from));
+            }
+        }
+        mix(&mut hash, self.words.iter().copied());
+        hash
+    }
+
+    /// The same of pieces that differ in no more than their kernels' arguments and shapes.
+    pub(super) fn likeness(&self) -> u64 {
         let mut hash = self.calls.len() as u64;
         for call in &self.calls {
             match call {
-                Call::Kernel { function, shape, arguments, .. } => {
-                    let [x, y, z] = shape.grid.map(u64::from);
-                    mix(&mut hash, [function.number(), x, y, z, arguments.end as u64]);
+                Call::Kernel { function, arguments, .. } => {
+                    mix(&mut hash, [function.0.addr() as u64, arguments.end as u64]);
                 }
                 Call::Product(asked) => mix(&mut hash, asked.numbers()),
                 Call::Zeros { at, bytes } => mix(&mut hash, [*at, *bytes as u64]),
                 Call::Copy { to, from, bytes } => mix(&mut hash, [*to, *from, *bytes as u64]),
             }
         }
-        mix(&mut hash, self.words.iter().copied());
         hash
     }
 }
