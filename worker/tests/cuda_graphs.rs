@@ -82,7 +82,9 @@ fn training_by_graphs_is_the_same_by_fewer_calls() {
             assert_eq!(learned(&spec, *world, true), expected, "{what}, {world} ranks");
         }
     }
+    streams_that_lag_change_nothing();
     checkpoints_go_from_the_one_to_the_other();
+    ranks_go_by_graphs();
     for (what, spec, least) in [
         ("a Llama", spec(0, Precision::Fp32), 80),
         ("stage 3", spec(3, Precision::Bf16), 80),
@@ -90,6 +92,44 @@ fn training_by_graphs_is_the_same_by_fewer_calls() {
         ("GPT-2 with dropout", gpt2(Some(0.3)), 80),
     ] {
         a_step_goes_by_graphs(what, &spec, least);
+    }
+}
+
+/// What doesn't wait for a graph as it would for its calls finds numbers that are none.
+fn streams_that_lag_change_nothing() {
+    let mut away = spec(3, Precision::Bf16);
+    away.zero.offload = Some(Offload::Cpu);
+    for (what, spec) in
+        [("stage 2", spec(2, Precision::Bf16)), ("states on the host", away), ("dropout", gpt2(Some(0.3)))]
+    {
+        let expected = learned(&spec, 1, false);
+        for lag in ["side:1000", "main:100"] {
+            // SAFETY: no other thread runs.
+            unsafe { std::env::set_var("CARD_LAG", lag) };
+            assert_eq!(learned(&spec, 2, true), expected, "{what}, {lag}");
+        }
+        // SAFETY: as above.
+        unsafe { std::env::remove_var("CARD_LAG") };
+    }
+}
+
+/// Collectives end pieces: of two ranks fewer calls go by graphs.
+fn ranks_go_by_graphs() {
+    GRAPHS.store(true, Relaxed);
+    for (what, spec) in [("stage 0", spec(0, Precision::Bf16)), ("stage 3", spec(3, Precision::Bf16))] {
+        let share = on_ranks(2, |hosts| {
+            let cuda = cuda();
+            let comm = Arc::new(comm::staged::Staged::new(hosts, cuda.clone()));
+            let mut running = build_on(&spec, comm, cuda.clone()).fresh();
+            learn(&mut running, STEPS);
+            let before = cuda.replayed();
+            learn(&mut running, 3);
+            let now = cuda.replayed();
+            let (by_graphs, plain) = (now.calls - before.calls, now.plain - before.plain);
+            println!("{what}, 2 ranks: {before:?} {now:?}");
+            100 * by_graphs / (by_graphs + plain)
+        });
+        assert!(share.iter().all(|share| *share >= 60), "{what}: {share:?} %");
     }
 }
 
