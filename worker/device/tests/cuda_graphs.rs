@@ -70,6 +70,7 @@ fn graphs_do_what_the_calls_would_have_done() {
     let plain = [false, true].map(|changing| run(&cuda(), changing));
     the_same_numbers_by_fewer_calls(&plain);
     memory_that_goes_back_was_used();
+    scratch_memory_grows_behind_what_uses_it();
     work_that_never_comes_again_is_no_graph();
     few_arguments_are_changed();
     graphs_are_few();
@@ -131,6 +132,29 @@ fn memory_that_goes_back_was_used() {
             assert_eq!(cuda.downloaded(copy.view()).host(), [7.0 * step as f32; 64]);
         });
     }
+}
+
+/// Scratch memory that becomes larger: what waits is done with the smaller one.
+fn scratch_memory_grows_behind_what_uses_it() {
+    // SAFETY: no other thread runs.
+    unsafe { std::env::set_var("CARD_LAG", "main:10") }; // or new memory may be where the old one was
+    let [plain, by_graphs] = [false, true].map(|graphs| {
+        let cuda = cuda();
+        cuda.use_graphs(graphs);
+        let Work { all: [x, y, ..], .. } = &mut Work::new(&cuda);
+        let mut wide = [1.0, 2.0].map(|by| {
+            let mut buf = cuda.zeroed(Dtype::F32, 9000);
+            cuda.offset(buf.view_mut(), by);
+            buf
+        });
+        let [to, from] = &mut wide;
+        cuda.bias_backward(x.view_mut().slice(0..8), y.view(), 8, 8);
+        cuda.bias_backward(to.view_mut(), from.view(), 1, 9000);
+        [x, to].map(|buf| cuda.downloaded(buf.view()).host().to_vec())
+    });
+    // SAFETY: as above; both cards are closed.
+    unsafe { std::env::remove_var("CARD_LAG") };
+    assert_eq!(by_graphs, plain);
 }
 
 fn work_that_never_comes_again_is_no_graph() {

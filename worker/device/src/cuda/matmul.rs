@@ -1,6 +1,7 @@
 //! Matrix products by cuBLASLt: the algorithm for each shape is chosen once, by the library's guess or by the clock.
 //!
 //! cuBLASLt counts columns first, so a row-major product is asked for as its transpose: the operands change places.
+mod asked;
 mod desc;
 mod search;
 
@@ -13,11 +14,13 @@ use super::error::{CudaError, Result};
 use super::libs::{Places, Wanted};
 use crate::fp8::Fp8;
 use crate::mem::Dtype;
+pub(super) use asked::Asked;
+use asked::Open;
 use desc::{Desc, Own, Preference, check};
 use search::Search;
 use std::{
     collections::HashMap,
-    ffi::{c_int, c_void},
+    ffi::c_int,
     path::PathBuf,
     ptr,
     sync::{Arc, Mutex, OnceLock, PoisonError},
@@ -148,99 +151,6 @@ impl Drop for Chosen {
             // SAFETY: made by this library, destroyed once.
             let _ = unsafe { (self.library.cublasLtMatrixLayoutDestroy)(layout) };
         }
-    }
-}
-
-/// The library, opened.
-struct Open {
-    library: Arc<Blas>,
-    handle: Handle,
-}
-
-// SAFETY: the handle may be used by several threads at once (cuBLASLt keeps no state in it).
-unsafe impl Send for Open {}
-// SAFETY: as above.
-unsafe impl Sync for Open {}
-
-impl Drop for Open {
-    fn drop(&mut self) {
-        // SAFETY: made by this library, destroyed once.
-        let _ = unsafe { (self.library.cublasLtDestroy)(self.handle) };
-    }
-}
-
-impl Open {
-    /// The library's answer to one product: what algorithm, where it has its workspace, how many bytes.
-    fn call(
-        &self,
-        stream: Handle,
-        p: &Product,
-        desc: &Desc,
-        [first, second, result]: [Handle; 3],
-        (algorithm, workspace, bytes): (&Algorithm, Address, usize),
-    ) -> c_int {
-        let (one, beta) = (1.0f32, if p.add { 1.0f32 } else { 0.0 });
-        let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
-        // SAFETY: the descriptions say how large the operands are; the caller checked that the views are as large. The
-        // workspace is given back in the stream's order, after this product.
-        unsafe {
-            (self.library.cublasLtMatmul)(
-                self.handle,
-                desc.handle,
-                scalar(&one),
-                p.b.at,
-                first,
-                p.a.at,
-                second,
-                scalar(&beta),
-                p.c.at,
-                result,
-                p.c.at,
-                result,
-                algorithm,
-                workspace,
-                bytes,
-                stream,
-            )
-        }
-    }
-}
-
-/// A product with everything that it needs.
-#[derive(Clone)]
-pub(super) struct Asked {
-    open: Arc<Open>,
-    product: Product,
-    chosen: Arc<Chosen>,
-    workspace: Address,
-}
-
-impl PartialEq for Asked {
-    fn eq(&self, other: &Self) -> bool {
-        self.product == other.product
-            && self.workspace == other.workspace
-            && Arc::ptr_eq(&self.chosen, &other.chosen)
-    }
-}
-
-impl Asked {
-    /// Puts it on a stream.
-    pub(super) fn issue(&self, stream: Handle) -> Result<()> {
-        let Asked { open, product, chosen, workspace } = self;
-        // What is kept is other threads', too.
-        let own = product.own();
-        let transposed = [product.a.transposed, product.b.transposed];
-        let own = own.is_there().then(|| Desc::new(&open.library, transposed, own)).transpose()?;
-        let desc = own.as_ref().unwrap_or(&chosen.desc);
-        let algorithm = (&chosen.algorithm, *workspace, chosen.workspace);
-        let code = open.call(stream, product, desc, chosen.layouts, algorithm);
-        check(&open.library, "cublasLtMatmul", code)
-    }
-
-    /// What tells it from most others.
-    pub(super) fn numbers(&self) -> [u64; 6] {
-        let Product { m, n, a, b, c, .. } = self.product;
-        [m as u64, n as u64, a.at, b.at, c.at, self.workspace]
     }
 }
 
