@@ -126,6 +126,7 @@ fn training_on_an_emulated_card_passes() {
         "| the same, states on the host |",
         "| a tiny Llama, products in fp8 |",
         "| the first, numerics fast, no master weights |",
+        "| the first, CUDA graphs |",
     ] {
         assert!(said.contains(row), "{row} is missing in: {said}");
     }
@@ -151,7 +152,7 @@ fn a_profile_shows_what_a_step_is_made_of() {
     let whole: f64 = shares.sum();
     assert!((99.0..101.0).contains(&whole), "{whole} %: {said}");
     let (code, said) = with(card::folder(), &["--tiny", "--profile", "9"], ("CARD_ORDER", "0"));
-    assert!(code == Some(1) && said.contains("there are 4 models, from 0 on"), "{said}");
+    assert!(code == Some(1) && said.contains("there are 5 models, from 0 on"), "{said}");
 }
 
 /// A job whose model an emulated card has patience for.
@@ -208,6 +209,35 @@ fn a_job_may_time_products() {
     assert!(chosen() > 3, "{} choices", chosen());
     // The emulated library's algorithms differ in time alone.
     assert_eq!(timed.losses(), one.losses());
+}
+
+/// With graphs, where they fail, and where the clock decides: the same losses, and one word about it.
+#[test]
+fn a_job_may_use_graphs() {
+    let place = Place::new();
+    let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
+    let ran = |set: &[&str], told| {
+        place.forget_checkpoints();
+        let ran = Ran::of(&job(&place, &[&alone[..], set].concat(), told)).succeeded();
+        let notices = ran.kind("notice").into_iter();
+        let said: Vec<String> = notices
+            .filter_map(|e| Some(e["message"].as_str()?.to_owned()))
+            .filter(|m| m.contains("graphs"))
+            .collect();
+        (ran.losses(), said)
+    };
+    let none = ("CARD_COUNT", "1");
+    let (losses, said) = ran(&["train.cuda_graphs=false"], none);
+    assert!(said.is_empty(), "{said:?}");
+    assert_eq!(ran(&["train.cuda_graphs=true"], none), (losses.clone(), said));
+    let (failing, said) = ran(&["train.cuda_graphs=true"], ("CARD_FAILS", "cuGraphInstantiate:1"));
+    assert_eq!(failing, losses);
+    let why = "CUDA graphs are off, and everything goes on without them: cuGraphInstantiate failed";
+    assert!(said.len() == 1 && said[0].starts_with(why), "{said:?}");
+    let (all, said) = ran(&["train.steps=32"], none);
+    assert_eq!(all.len(), 32);
+    assert!(said.len() == 1 && said[0].contains("ms with them"), "{said:?}");
+    assert_eq!(ran(&["train.steps=32", "train.cuda_graphs=false"], none).0, all);
 }
 
 /// The executable from job to weights: one worker, then two that share the card; the second run goes on on the CPU.
@@ -361,5 +391,5 @@ fn a_peer_trains_the_same_models() {
     assert!(number(1) > 0.0 && number(2) > 0.0 && number(3) > 0.0, "{said}");
     let (code, said) = run("7");
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("there are models 0 to 3"), "{said}");
+    assert!(said.contains("there are models 0 to 4"), "{said}");
 }

@@ -12,7 +12,7 @@ use comm::{
 use contract::{
     control::Welcome,
     env,
-    job::{ClusterSpec, Collectives, Numerics, Precision},
+    job::{ClusterSpec, Collectives, CudaGraphs, Numerics, Precision},
     probe::LibraryLook,
 };
 use device::{
@@ -83,11 +83,18 @@ impl Device {
         let places = places(&cluster.cuda_libs, &welcome.workdir);
         let unusable = |e| Error::cluster(format!("no GPU can be used for `cluster.devices`: {e}"));
         let cuda = Cuda::open(&places, 0, kernel_cache()).map_err(unusable)?;
-        if welcome.job.train.as_ref().is_some_and(|train| train.precision == Precision::Fp8) {
-            cuda.check_fp8().map_err(|e| Error::job(format!("train.precision: {e}")))?;
-        }
-        if welcome.job.train.as_ref().is_some_and(|train| train.numerics == Numerics::Fast) {
-            cuda.time_products();
+        if let Some(train) = &welcome.job.train {
+            if train.precision == Precision::Fp8 {
+                cuda.check_fp8().map_err(|e| Error::job(format!("train.precision: {e}")))?;
+            }
+            if train.numerics == Numerics::Fast {
+                cuda.time_products();
+            }
+            match train.cuda_graphs {
+                CudaGraphs::Auto => cuda.try_graphs(),
+                CudaGraphs::Always => cuda.use_graphs(true),
+                CudaGraphs::Never => {}
+            }
         }
         cuda.warm_up().map_err(unusable)?;
         if let Some(why) = cuda.unkept_kernels() {

@@ -13,7 +13,7 @@ use contract::job::*;
 use device::{Dtype, Ops, Storage};
 use emulated::*;
 use std::{
-    sync::{Arc, mpsc},
+    sync::{Arc, atomic::Ordering::Relaxed, mpsc},
     time::Duration,
 };
 use worker::zero::queue::Queue;
@@ -64,8 +64,12 @@ fn streams_wait_for_what_they_need() {
         // SAFETY: no other thread runs.
         unsafe { std::env::set_var("CARD_LAG", lag) };
         for ((what, spec, world), expected) in cases.iter().zip(&expected) {
-            assert_eq!(run(spec, *world, STEPS), *expected, "{what}, {lag}, by way of the host");
-            assert_eq!(run_over_nccl(spec, *world, STEPS), *expected, "{what}, {lag}, NCCL");
+            for graphs in [false, true] {
+                GRAPHS.store(graphs, Relaxed);
+                let how = if graphs { "with graphs" } else { "without graphs" };
+                assert_eq!(run(spec, *world, STEPS), *expected, "{what}, {lag}, by way of the host, {how}");
+                assert_eq!(run_over_nccl(spec, *world, STEPS), *expected, "{what}, {lag}, NCCL, {how}");
+            }
         }
         saves_hold_what_was(lag);
     }

@@ -51,6 +51,8 @@ const JOBS: &[&str] = &[
     "train: {data: {files: [a]}, precision: bf16}",
     "train: {data: {files: [a]}, precision: fp8}",
     "train: {data: {files: [a]}, numerics: fast}",
+    "train: {data: {files: [a]}, cuda_graphs: true}",
+    "train: {data: {files: [a]}, cuda_graphs: false}",
     "train: {data: {files: [a]}, precision: bf16, master_weights: false}",
     "cluster: {devices: cuda, workers_per_gpu: 2, collectives: host, cuda_libs: ['a b', /c]}\ntrain: {data: {files: [a]}}",
     "cluster: {devices: [2, 0], collectives: nccl}\ntrain: {data: {files: [a]}}",

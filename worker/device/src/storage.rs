@@ -1,6 +1,6 @@
 //! The memory that a backend computes in, and the way between it and the host's.
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use std::{any::Any, cell::Cell, ops::Range, sync::Arc};
+use std::{any::Any, cell::Cell, ops::Range, sync::Arc, time::Duration};
 
 /// Memory of a backend. Everything happens in the order of the calls, those of the ops included, whichever thread they come
 /// from; but what a thread asks for in a stream of its own ([`Storage::in_own_stream`]) is in order with itself alone, and with what
@@ -52,6 +52,11 @@ pub trait Storage: Send + Sync {
         let done = copies.filter(|mark| mark.0.is_some()).last().unwrap_or_default(); // in order
         Download { bufs: to, done }
     }
+    /// A step took so long. A backend that can go about its work in several ways goes on in the faster one; what there is to say
+    /// about it, once.
+    fn step_took(&self, _took: Duration) -> Option<Said> {
+        None
+    }
     /// The most bytes of the backend's own memory that were in use at once, by this process; 0 where it is the host's.
     fn peak_memory(&self) -> u64;
 
@@ -94,6 +99,15 @@ pub trait Storage: Send + Sync {
     }
 }
 
+/// What a backend found out about itself; the job goes on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Said {
+    /// Which way is the faster one. The others of the job will have found the same.
+    Found(String),
+    /// What doesn't work here.
+    Failed(String),
+}
+
 /// A place in a stream's work that other streams can go on from; the default is one that lies behind them all.
 #[derive(Clone, Default)]
 pub struct Mark(Option<Arc<dyn Point>>);
@@ -109,6 +123,11 @@ pub(crate) trait Point: Send + Sync {
 impl Mark {
     pub(crate) fn of(point: impl Point + 'static) -> Self {
         Mark(Some(Arc::new(point)))
+    }
+
+    /// Is it the default, which nobody waits for?
+    pub fn is_behind_all(&self) -> bool {
+        self.0.is_none()
     }
 
     /// What this thread asks for from now on happens after the mark. Nothing waits here.

@@ -9,7 +9,7 @@ use crate::{
     storage::Layout,
 };
 use comm::{Comm, local, staged::Staged};
-use contract::job::{JobSpec, Numerics, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
+use contract::job::{CudaGraphs, JobSpec, Numerics, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
 use device::{Cuda, Storage, storage::said};
 use serde_json::{Value, json};
 use std::{
@@ -43,7 +43,7 @@ const fn timed(what: &'static str, model: &'static str, rest: &'static str) -> T
     Timed { what, model, rest, saves: false, offload: false }
 }
 
-const TIMED: [Timed; 12] = [
+const TIMED: [Timed; 14] = [
     Timed { saves: true, ..timed("GPT-2 124M, 32 × 1024", GPT2, OF_1024) },
     timed("Qwen2.5-0.5B, 8 × 2048", QWEN_05B, OF_2048_8),
     Timed { saves: true, ..timed("Qwen2.5-1.5B, 4 × 2048", QWEN_15B, OF_2048_4) },
@@ -69,6 +69,13 @@ const TIMED: [Timed; 12] = [
         LLAMA_1B,
         "data.seq_len=2048 batch.global=4 batch.micro=4 precision=fp8",
     ),
+    // Bound by launches: without CUDA graphs, and with them.
+    timed("GPT-2 124M, 2 × 256", GPT2, "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=false"),
+    timed(
+        "GPT-2 124M, 2 × 256, CUDA graphs",
+        GPT2,
+        "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=true",
+    ),
     // What reproducible numbers cost: the same with timed algorithms.
     timed(
         "GPT-2 124M, 32 × 1024, numerics fast",
@@ -89,7 +96,7 @@ const TIMED: [Timed; 12] = [
 const TINY: &str =
     "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2";
 const OF_6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
-const TIMED_TINY: [Timed; 4] = [
+const TIMED_TINY: [Timed; 5] = [
     Timed { saves: true, ..timed("a tiny Llama, 1 × 6", TINY, OF_6) },
     Timed { saves: true, offload: true, ..timed("the same, states on the host", TINY, OF_6) },
     timed(
@@ -102,6 +109,7 @@ const TIMED_TINY: [Timed; 4] = [
         TINY,
         "data.seq_len=6 batch.global=1 batch.micro=1 numerics=fast master_weights=false",
     ),
+    timed("the first, CUDA graphs", TINY, "data.seq_len=6 batch.global=1 batch.micro=1 cuda_graphs=true"),
 ];
 
 /// Dense bf16 operations per second, by NVIDIA's data sheets (SXM).
@@ -142,6 +150,7 @@ pub(super) fn describe(tiny: bool) -> Result<Value, String> {
             "offload": timed.offload,
             "master_weights": spec.master_weights,
             "numerics": spec.numerics.name(),
+            "cuda_graphs": spec.cuda_graphs.name(),
         }))
     });
     each.collect()
@@ -197,6 +206,8 @@ impl Timed {
         if spec.numerics == Numerics::Fast {
             cuda.time_products();
         }
+        // Of the others all are compared call by call.
+        cuda.use_graphs(spec.cuda_graphs == CudaGraphs::Always);
         let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
         let comm = Arc::new(Staged::new(comm, cuda.clone()));
         let mut running = build(&spec, comm, cuda.clone()).map_err(text)?.fresh();

@@ -17,6 +17,7 @@ use contract::{
     exit::WorkerExit,
     job::{Every, JobSpec, Reload},
 };
+use device::storage::Said;
 use std::time::{Duration, Instant};
 
 /// Held-out samples.
@@ -77,9 +78,11 @@ pub fn run(running: &mut Running, run: &Run, saver: &mut Saver) -> Result<Worker
             return Err(not_finite(&outcome, running, saver));
         }
         run.session.at_step(running.at.step);
+        let took = began.elapsed();
         if run.leader {
-            run.session.event(step_event(running, &outcome, lr, began.elapsed()))?;
+            run.session.event(step_event(running, &outcome, lr, took))?;
         }
+        ways(running, run, took)?;
         let flags = outcome.word.flags;
         if saver.pending() && flags & WRITING == 0 {
             finish(running, run, saver)?;
@@ -130,6 +133,16 @@ fn reload(running: &mut Running, run: &Run, values: &mut Reload) -> Result<()> {
         run.session.event(Event::Reload { step: running.at.step, values: values.clone() })?;
     }
     Ok(())
+}
+
+/// What the backend found out about the ways that it has. What doesn't work is a matter of each rank.
+fn ways(running: &Running, run: &Run, took: Duration) -> Result<()> {
+    let rank = Some(running.trainer.engine.rank() as u32);
+    match running.trainer.ops.step_took(took) {
+        Some(Said::Found(message)) if run.leader => run.session.event(Event::Notice { rank: None, message }),
+        Some(Said::Failed(message)) => run.session.event(Event::Notice { rank, message }),
+        Some(Said::Found(_)) | None => Ok(()),
+    }
 }
 
 fn due(values: &Reload, step: u64) -> bool {

@@ -66,9 +66,11 @@ impl FoldStack {
         self.stack.is_empty()
     }
 
-    /// A buffer of the stack's length with unspecified content, to be filled and given to [`FoldStack::push_owned`].
+    /// A buffer of the stack's length with unspecified content, to be filled and given to [`FoldStack::push_owned`]. The first in
+    /// memory: so a step has the buffers of the step before, and a card may be asked for the same work again.
     pub fn take(&mut self, ops: &dyn Ops) -> Buf {
-        self.free.pop().unwrap_or_else(|| ops.zeroed(Dtype::F32, self.len))
+        let first = (0..self.free.len()).min_by_key(|i| self.free[*i].view().address());
+        first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free.swap_remove(i))
     }
 
     /// Adds a partial that lies elsewhere; it is added straight into its left sibling when that is on top.

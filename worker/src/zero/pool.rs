@@ -30,9 +30,15 @@ impl Pool {
 
     /// A buffer of at least `len` elements with unspecified content.
     pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
-        match best_fit(self.free.iter().map(|(buf, _)| buf.len()), len) {
+        // Of several the one that was given back first, which is free first. Where all are free the first in memory: so a step has
+        // the buffers of the step before, and a card may be asked for the same work again.
+        let keys = self.free.iter().map(|(buf, mark)| {
+            let at = if mark.is_behind_all() { buf.view().address() } else { u64::MAX };
+            (buf.len(), at)
+        });
+        match best_fit(keys, (len, 0)) {
             Some(i) => {
-                let (buf, mark) = self.free.swap_remove(i);
+                let (buf, mark) = self.free.remove(i);
                 mark.follow();
                 buf
             }
@@ -77,6 +83,6 @@ impl PoolPlan {
     }
 }
 
-fn best_fit(free: impl Iterator<Item = usize>, len: usize) -> Option<usize> {
-    free.enumerate().filter(|&(_, n)| n >= len).min_by_key(|&(_, n)| n).map(|(i, _)| i)
+fn best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
+    free.enumerate().filter(|&(_, n)| n >= least).min_by_key(|&(_, n)| n).map(|(i, _)| i)
 }

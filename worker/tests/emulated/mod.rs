@@ -13,7 +13,14 @@ use comm::{
 };
 use contract::job::*;
 use device::{Cpu, Cuda, Ops, cuda::Places};
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 use worker::{
     resume::{Place, resume},
     storage::Layout,
@@ -22,9 +29,14 @@ use worker::{
 /// Losses and norms of some steps, as bits.
 pub(crate) type Curve = Vec<(u64, u64)>;
 
+/// Are cards asked for their work by graphs?
+pub(crate) static GRAPHS: AtomicBool = AtomicBool::new(false);
+
 pub(crate) fn cuda() -> Arc<Cuda> {
     let places = Places { job: vec![card::folder().to_owned()], ..Places::default() };
-    Arc::new(Cuda::open(&places, 0, None).unwrap())
+    let cuda = Cuda::open(&places, 0, None).unwrap();
+    cuda.use_graphs(GRAPHS.load(Relaxed));
+    Arc::new(cuda)
 }
 
 /// Small enough for a card that is emulated.

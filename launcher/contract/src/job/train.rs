@@ -39,6 +39,8 @@ pub struct TrainSpec {
     pub recompute: Recompute,
     #[serde(default)]
     pub numerics: Numerics,
+    #[serde(default)]
+    pub cuda_graphs: CudaGraphs,
     pub eval: Option<EvalSpec>,
     /// Patterns of parameters that are not trained.
     #[serde(default)]
@@ -297,6 +299,27 @@ impl Numerics {
     }
 }
 
+/// `cuda_graphs:` — is a GPU asked for its work by graphs? Never a matter of numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CudaGraphs {
+    /// Where the clock says that it is faster.
+    #[default]
+    Auto,
+    Always,
+    Never,
+}
+
+impl CudaGraphs {
+    /// As job.yaml says it.
+    pub fn name(self) -> &'static str {
+        match self {
+            CudaGraphs::Auto => "auto",
+            CudaGraphs::Always => "true",
+            CudaGraphs::Never => "false",
+        }
+    }
+}
+
 /// `recompute:` — what is computed again in the backward pass instead of kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Recompute {
@@ -367,6 +390,13 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
             t,
             "train.numerics",
             choice(&[("reproducible", Numerics::Reproducible), ("fast", Numerics::Fast)], &[]),
+        ),
+        cuda_graphs: d.get(
+            t,
+            "train.cuda_graphs",
+            word_or("auto", CudaGraphs::Auto, |node| {
+                boolean(node).map(|on| if on { CudaGraphs::Always } else { CudaGraphs::Never })
+            }),
         ),
         eval: eval(d, t),
         freeze: d.opt(t, "train.freeze", list("a list of patterns", text)).unwrap_or_default(),

@@ -172,12 +172,12 @@ pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: 
     check("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
     let lse = floats(lse.as_view());
     let fast = is_fast(&[o.dtype(), qkv.dtype()], s);
-    let starts = cuda.numbers(starts);
+    let starts = cuda.numbers("starts", starts);
     let (o, qkv) = (Tensor::from(&o), Tensor::from(qkv));
     if fast {
-        return FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &starts.at()]);
+        return FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &starts]);
     }
-    let arguments: [&dyn Param; 5] = [&o, &lse, &qkv, &starts.at(), &Shape::new(s)];
+    let arguments: [&dyn Param; 5] = [&o, &lse, &qkv, &starts, &Shape::new(s)];
     cuda.launch(ATTENTION, c"attention_forward", launch(cuda, s, s.heads, 3, 1), &arguments);
 }
 
@@ -197,18 +197,18 @@ pub(super) fn backward(
     expect_len(op, "d_o", d_o.len(), o.len());
     let fast = is_fast(&[dqkv.dtype(), qkv.dtype(), d_o.dtype()], s);
     let dots = cuda.scratch(lse.len() * size_of::<f32>());
-    let starts = cuda.numbers(starts);
+    let starts = cuda.numbers("starts", starts);
     let (dqkv, d_o, qkv, lse, shape) =
         (Tensor::from(&dqkv), Tensor::from(d_o), Tensor::from(qkv), floats(lse), Shape::new(s));
     let grid = [s.t.div_ceil(TILE) as u32, s.heads as u32, s.b as u32];
     let of_queries = Launch { grid, block: [8 * TILE as u32, 1, 1], shared: 0 };
     cuda.launch(ATTENTION, c"attention_dots", of_queries, &[&dots.at(), &d_o, &Tensor::from(o), &shape]);
     if fast {
-        let arguments: [&dyn Param; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts.at()];
+        let arguments: [&dyn Param; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts];
         BACKWARD_Q.launch(cuda, s, &arguments);
         return BACKWARD_KV.launch(cuda, s, &arguments);
     }
-    let arguments: [&dyn Param; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts.at(), &shape];
+    let arguments: [&dyn Param; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts, &shape];
     cuda.launch(ATTENTION, c"attention_backward_q", launch(cuda, s, s.heads, 4, 1), &arguments);
     cuda.launch(ATTENTION, c"attention_backward_kv", launch(cuda, s, s.kv_heads, 4, 2), &arguments);
 }

@@ -91,7 +91,31 @@ library! {
         fn cuLaunchKernel(
             Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void,
         ) -> c_int;
+        fn cuStreamBeginCapture_v2(Handle, c_int) -> c_int;
+        fn cuStreamEndCapture(Handle, *mut Handle) -> c_int;
+        fn cuGraphInstantiateWithFlags(*mut Handle, Handle, u64) -> c_int;
+        fn cuStreamGetCaptureInfo_v2(
+            Handle, *mut c_int, *mut u64, *mut Handle, *mut *const Handle, *mut usize,
+        ) -> c_int;
+        fn cuGraphExecKernelNodeSetParams_v2(Handle, Handle, *const KernelNode) -> c_int;
+        fn cuGraphLaunch(Handle, Handle) -> c_int;
+        fn cuGraphExecDestroy(Handle) -> c_int;
+        fn cuGraphDestroy(Handle) -> c_int;
     }
+}
+
+/// CUDA_KERNEL_NODE_PARAMS_v2
+#[repr(C)]
+pub(super) struct KernelNode {
+    pub(super) function: Handle,
+    pub(super) grid: [c_uint; 3],
+    pub(super) block: [c_uint; 3],
+    pub(super) shared: c_uint,
+    pub(super) arguments: *mut *mut c_void,
+    pub(super) extra: *mut *mut c_void,
+    /// Read where there is no function, as is its context.
+    pub(super) kernel: Handle,
+    pub(super) context: Handle,
 }
 
 /// CU_DEVICE_ATTRIBUTE_…
@@ -113,6 +137,8 @@ pub(super) const NON_BLOCKING: c_uint = 1;
 pub(super) const NO_TIMING: c_uint = 2;
 /// CUDA_ERROR_NOT_READY
 pub(super) const NOT_READY: c_int = 600;
+/// CU_STREAM_CAPTURE_MODE_RELAXED
+pub(super) const RELAXED: c_int = 2;
 /// CUDA_ERROR_OUT_OF_MEMORY
 pub(super) const OUT_OF_MEMORY: c_int = 2;
 

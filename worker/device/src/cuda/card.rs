@@ -1,20 +1,17 @@
-//! One card: its context, its streams, memory from the driver's pool, launches.
+//! One card: its context, its streams, work on its memory, launches.
 use super::binding::{
-    Address, CAPABILITY_MAJOR, CAPABILITY_MINOR, DYNAMIC_SHARED, Driver, Handle, L2_CACHE, MEMORY_POOLS,
-    MULTIPROCESSORS, NON_BLOCKING, OUT_OF_MEMORY, PORTABLE, RELEASE_THRESHOLD, SHARED_PER_BLOCK,
+    Address, CAPABILITY_MAJOR, CAPABILITY_MINOR, DYNAMIC_SHARED, Driver, Handle, L2_CACHE, MULTIPROCESSORS,
+    NON_BLOCKING, SHARED_PER_BLOCK,
 };
 use super::error::{CudaError, Result};
+use super::graphs::{Graphs, Piece};
 use super::libs::{Places, Wanted};
-use crate::storage::purpose;
 use std::{
     cell::Cell,
     ffi::{CStr, c_char, c_int, c_void},
     path::PathBuf,
-    ptr::{self, NonNull},
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
+    ptr,
+    sync::{Arc, atomic::AtomicU64},
 };
 
 /// The oldest driver: CUDA 12.0, as [`Driver`] reports it.
@@ -59,7 +56,7 @@ impl Facts {
 /// ([`super::streams`]).
 pub(super) struct Card {
     pub(super) driver: Driver,
-    device: c_int,
+    pub(super) device: c_int,
     context: Handle,
     /// Of all threads that have none of their own.
     pub(super) stream: Handle,
@@ -67,9 +64,11 @@ pub(super) struct Card {
     pub(super) downloads: Handle,
     pub(super) uploads: Handle,
     pub(super) facts: Facts,
+    /// Of the card's stream: what waits for it.
+    pub(super) graphs: Graphs,
     /// Bytes that this process has of the card now, and the most that it had.
-    used: AtomicU64,
-    peak: AtomicU64,
+    pub(super) used: AtomicU64,
+    pub(super) peak: AtomicU64,
 }
 
 // SAFETY: the driver's functions may be called from any thread; handles are only passed to it.
@@ -135,8 +134,18 @@ impl Card {
         // SAFETY: one handle is written.
         driver.check("cuStreamCreate", unsafe { (driver.cuStreamCreate)(&mut stream, NON_BLOCKING) })?;
         let (downloads, uploads) = (driver.stream_beside(0)?, driver.stream_beside(0)?);
-        let (used, peak) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Card { driver, device, context, stream, downloads, uploads, facts, used, peak }))
+        Ok(Arc::new(Card {
+            driver,
+            device,
+            context,
+            stream,
+            downloads,
+            uploads,
+            facts,
+            graphs: Graphs::default(),
+            used: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+        }))
     }
 
     /// Makes the card's context this thread's.
@@ -149,63 +158,16 @@ impl Card {
         Ok(())
     }
 
-    /// Free and total bytes.
-    pub(super) fn memory(&self) -> Result<(usize, usize)> {
-        self.enter()?;
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: two numbers are written.
-        self.driver.check("cuMemGetInfo", unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) })?;
-        Ok((free, total))
-    }
-
-    /// Memory that is not filled. No bytes need no memory.
-    pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<Memory> {
-        let mut at = 0;
-        if bytes > 0 {
-            self.enter()?;
-            // SAFETY: one address is written.
-            let ask = |at: &mut Address| unsafe { (self.driver.cuMemAllocAsync)(at, bytes, self.stream()) };
-            let mut code = ask(&mut at);
-            if code == OUT_OF_MEMORY {
-                // What the pool kept may be in pieces that are too small.
-                self.wait()?;
-                self.driver.trim(self.device)?;
-                code = ask(&mut at);
-            }
-            if code == OUT_OF_MEMORY {
-                let (free, total) = self.memory()?;
-                let (used, purpose) = (self.used.load(Relaxed), purpose());
-                return Err(CudaError::OutOfMemory { asked: bytes, free, total, used, purpose });
-            }
-            self.driver.check("cuMemAllocAsync", code)?;
-            let used = self.used.fetch_add(bytes as u64, Relaxed) + bytes as u64;
-            self.peak.fetch_max(used, Relaxed);
-        }
-        Ok(Memory { card: self.clone(), at, bytes })
-    }
-
-    /// Gives back what [`Card::allocate`] gave, once the work before is done.
-    pub(super) fn free(&self, at: Address, bytes: usize) {
-        self.used.fetch_sub(bytes as u64, Relaxed);
-        if self.enter().is_ok() {
-            // SAFETY: the address came from the pool and is given back once. An error here was one of earlier work; the next
-            // call says it.
-            let _ = unsafe { (self.driver.cuMemFreeAsync)(at, self.stream()) };
-        }
-    }
-
-    /// The most bytes that this process had at once.
-    pub(super) fn peak(&self) -> u64 {
-        self.peak.load(Relaxed)
-    }
-
     pub(super) fn fill_zero(&self, at: Address, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        self.enter()?;
+        self.ask(|piece| piece.zeros(at, bytes), |stream| self.fill_now(at, bytes, stream))
+    }
+
+    pub(super) fn fill_now(&self, at: Address, bytes: usize, stream: Handle) -> Result<()> {
         // SAFETY: the caller's range.
-        let code = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, self.stream()) };
+        let code = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, stream) };
         self.driver.check("cuMemsetD8Async", code)
     }
 
@@ -214,22 +176,20 @@ impl Card {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.enter()?;
         // SAFETY: the caller's range is as long.
-        let code = unsafe {
-            (self.driver.cuMemcpyHtoDAsync_v2)(at, bytes.as_ptr().cast(), bytes.len(), self.stream())
-        };
+        let code = self.in_turn(|stream| unsafe {
+            (self.driver.cuMemcpyHtoDAsync_v2)(at, bytes.as_ptr().cast(), bytes.len(), stream)
+        })?;
         self.driver.check("cuMemcpyHtoDAsync", code)
     }
 
     /// Card to host; returns when the bytes are there.
     pub(super) fn download(&self, bytes: &mut [u8], at: Address) -> Result<()> {
         if !bytes.is_empty() {
-            self.enter()?;
             // SAFETY: the caller's range is as long.
-            let code = unsafe {
-                (self.driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), at, bytes.len(), self.stream())
-            };
+            let code = self.in_turn(|stream| unsafe {
+                (self.driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), at, bytes.len(), stream)
+            })?;
             self.driver.check("cuMemcpyDtoHAsync", code)?;
         }
         self.wait()
@@ -240,39 +200,20 @@ impl Card {
         if bytes == 0 {
             return Ok(());
         }
-        self.enter()?;
+        self.ask(|piece| piece.copy(to, from, bytes), |stream| self.copy_now(to, from, bytes, stream))
+    }
+
+    pub(super) fn copy_now(&self, to: Address, from: Address, bytes: usize, stream: Handle) -> Result<()> {
         // SAFETY: the caller's ranges.
-        let code = unsafe { (self.driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, self.stream()) };
+        let code = unsafe { (self.driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, stream) };
         self.driver.check("cuMemcpyDtoDAsync", code)
-    }
-
-    /// Memory of the host that the card reads and writes by itself, not filled; at least one byte.
-    pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>> {
-        self.enter()?;
-        let mut at = ptr::null_mut();
-        // SAFETY: one address is written.
-        let code = unsafe { (self.driver.cuMemHostAlloc)(&mut at, bytes.max(1), PORTABLE) };
-        self.driver.check(&format!("cuMemHostAlloc of {bytes} bytes"), code)?;
-        NonNull::new(at.cast()).ok_or_else(|| CudaError::Call {
-            what: "cuMemHostAlloc".to_owned(),
-            code: 0,
-            said: "no address".to_owned(),
-        })
-    }
-
-    /// Gives back what [`Card::allocate_pinned`] gave, which no copy uses any more.
-    pub(super) fn free_pinned(&self, at: Address) {
-        if self.enter().is_ok() {
-            // SAFETY: given back once; nothing can be done about an error.
-            let _ = unsafe { (self.driver.cuMemFreeHost)(at as *mut c_void) };
-        }
     }
 
     /// Waits until everything that this thread asked for is done; errors of that work come out here at the latest.
     pub(super) fn wait(&self) -> Result<()> {
-        self.enter()?;
         // SAFETY: the stream lives.
-        self.driver.check("work on the GPU", unsafe { (self.driver.cuStreamSynchronize)(self.stream()) })
+        let code = self.in_turn(|stream| unsafe { (self.driver.cuStreamSynchronize)(stream) })?;
+        self.driver.check("work on the GPU", code)
     }
 
     /// A module of an image that the compiler made for this card.
@@ -309,14 +250,33 @@ impl Card {
     /// The arguments are those of the kernel's source, in order, and every address covers what the kernel touches.
     pub(super) unsafe fn launch(
         &self,
-        name: &str,
+        name: &'static CStr,
         function: Function,
         shape: Launch,
         arguments: &[&dyn Param],
     ) -> Result<()> {
-        self.enter()?;
-        let mut pointers: Vec<*mut c_void> =
-            arguments.iter().map(|a| ptr::from_ref::<dyn Param>(*a).cast_mut().cast()).collect();
+        // SAFETY: the caller's promise.
+        let add = |piece: &mut Piece| unsafe { piece.kernel(name, function, shape, arguments) };
+        self.ask(add, |stream| {
+            let pointer = |a: &&dyn Param| ptr::from_ref::<dyn Param>(*a).cast_mut().cast();
+            let mut pointers: Vec<*mut c_void> = arguments.iter().map(pointer).collect();
+            // SAFETY: as above.
+            unsafe { self.start(name, function, shape, &mut pointers, stream) }
+        })
+    }
+
+    /// Starts a kernel now.
+    ///
+    /// # Safety
+    /// As [`Card::launch`]; the pointers are those of the arguments.
+    pub(super) unsafe fn start(
+        &self,
+        name: &CStr,
+        function: Function,
+        shape: Launch,
+        arguments: &mut [*mut c_void],
+        stream: Handle,
+    ) -> Result<()> {
         let Launch { grid: [x, y, z], block: [bx, by, bz], shared } = shape;
         // SAFETY: the caller's promise; the driver copies the arguments before it returns.
         let code = unsafe {
@@ -329,15 +289,15 @@ impl Card {
                 by,
                 bz,
                 shared as u32,
-                self.stream(),
-                pointers.as_mut_ptr(),
+                stream,
+                arguments.as_mut_ptr(),
                 ptr::null_mut(),
             )
         };
         if code == 0 {
             Ok(())
         } else {
-            self.driver.check(&format!("cuLaunchKernel of {name} {shape:?}"), code)
+            self.driver.check(&format!("cuLaunchKernel of {} {shape:?}", name.to_string_lossy()), code)
         }
     }
 }
@@ -345,6 +305,7 @@ impl Card {
 impl Drop for Card {
     fn drop(&mut self) {
         if self.enter().is_ok() {
+            self.end_graphs();
             // SAFETY: all are given back once; nothing can be done about an error.
             unsafe {
                 for stream in [self.downloads, self.uploads, self.stream] {
@@ -375,7 +336,7 @@ impl Driver {
         Err(CudaError::Call { what: what.to_owned(), code, said: said.join(", ") })
     }
 
-    fn number(&self, what: &str, get: impl FnOnce(&mut c_int) -> c_int) -> Result<c_int> {
+    pub(super) fn number(&self, what: &str, get: impl FnOnce(&mut c_int) -> c_int) -> Result<c_int> {
         let mut value = 0;
         let code = get(&mut value);
         self.check(what, code)?;
@@ -422,36 +383,6 @@ impl Driver {
             driver_path,
         })
     }
-
-    /// The pool keeps what is freed: after the first steps no allocation reaches the operating system.
-    fn keep_freed_memory(&self, device: c_int) -> Result<()> {
-        // SAFETY: one number is written.
-        let has = self.number("cuDeviceGetAttribute", |out| unsafe {
-            (self.cuDeviceGetAttribute)(out, MEMORY_POOLS, device)
-        })?;
-        if has == 0 {
-            let what = "this GPU or its driver has no memory pools (a virtual GPU?)".to_owned();
-            return Err(CudaError::TooOld { what, needed: "cuMemAllocAsync".to_owned() });
-        }
-        let (pool, mut all) = (self.pool(device)?, u64::MAX);
-        // SAFETY: this attribute is a 64-bit number.
-        let code = unsafe { (self.cuMemPoolSetAttribute)(pool, RELEASE_THRESHOLD, (&raw mut all).cast()) };
-        self.check("cuMemPoolSetAttribute", code)
-    }
-
-    /// Gives back what the pool keeps and nobody uses.
-    fn trim(&self, device: c_int) -> Result<()> {
-        let pool = self.pool(device)?;
-        // SAFETY: the device's own pool.
-        self.check("cuMemPoolTrimTo", unsafe { (self.cuMemPoolTrimTo)(pool, 0) })
-    }
-
-    fn pool(&self, device: c_int) -> Result<Handle> {
-        let mut pool = ptr::null_mut();
-        // SAFETY: one handle is written.
-        let code = unsafe { (self.cuDeviceGetDefaultMemPool)(&mut pool, device) };
-        self.check("cuDeviceGetDefaultMemPool", code).map(|()| pool)
-    }
 }
 
 /// 12090 is 12.9.
@@ -465,39 +396,12 @@ fn dotted(version: i32) -> String {
     format!("{major}.{minor}")
 }
 
-/// Memory on a card, given back when it is dropped.
-pub(super) struct Memory {
-    card: Arc<Card>,
-    at: Address,
-    bytes: usize,
-}
-
-impl Memory {
-    pub(super) fn at(&self) -> Address {
-        self.at
-    }
-
-    /// Its address, for an owner who gives it back by [`Card::free`].
-    pub(super) fn keep(mut self) -> Address {
-        self.bytes = 0;
-        self.at
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        if self.bytes > 0 {
-            self.card.free(self.at, self.bytes);
-        }
-    }
-}
-
 /// Kernels of one source; they live as long as the context.
 pub(super) struct Module(Handle);
 
 /// A kernel.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Function(Handle);
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Function(pub(super) Handle);
 
 // SAFETY: only passed to the driver, from any thread.
 unsafe impl Send for Module {}
@@ -509,7 +413,7 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 /// Blocks, threads of each, and bytes of shared memory of each.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Launch {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
@@ -519,7 +423,7 @@ pub(super) struct Launch {
 /// An argument of a kernel: copied byte for byte.
 ///
 /// # Safety
-/// The type lies in memory as C lays out the kernel's parameter.
+/// The type lies in memory as C lays out the kernel's parameter, and has no padding.
 pub(super) unsafe trait Param {}
 
 // SAFETY: i64 in the kernels' sources.

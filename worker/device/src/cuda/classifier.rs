@@ -58,14 +58,14 @@ pub(super) fn classifier(
         transposed: false,
     };
     let loss = floats(loss.as_view());
-    let labels_there = cuda.numbers(labels);
+    let labels_there = cuda.numbers("labels", labels);
     for start in (0..m).step_by(rows.max(1)) {
         let count = rows.min(m - start);
         let x = Operand::of(x.slice(start * d..(start + count) * d), d, false);
         let whole = Operand { dtype: Dtype::F32, stride, ..dlogits };
         product(cuda, whole, x, Operand::of(w, d, true), [count, v, d], Write::Set);
         let over = if grads.is_some() { number(inner) } else { -1 };
-        let (loss, labels) = (loss + (start * 4) as u64, labels_there.at() + (start * 4) as u64);
+        let (loss, labels) = (loss + (start * 4) as u64, labels_there + (start * 4) as u64);
         let factor = grads.as_ref().map_or(0.0, |g| g.scale);
         let numbers = [v as i64, stride as i64, over];
         let arguments: [&dyn Param; 8] = [

@@ -2,8 +2,9 @@
 use super::card::{Launch, Param};
 use super::compile::FP8;
 use super::matmul::{Inputs, Matrix, Product};
+use super::memory::Memory;
 use super::ops::{Operand, nothing_to_sum, through_f32};
-use super::{Cuda, Memory, Tensor};
+use super::{Cuda, Tensor};
 use crate::fp8::Fp8;
 use crate::mem::{Dtype, ViewMut};
 use crate::ops::{Fp8Matrix, Write, check_fp8};

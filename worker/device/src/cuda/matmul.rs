@@ -1,6 +1,7 @@
 //! Matrix products by cuBLASLt: the algorithm for each shape is chosen once, by the library's guess or by the clock.
 //!
 //! cuBLASLt counts columns first, so a row-major product is asked for as its transpose: the operands change places.
+mod asked;
 mod desc;
 mod search;
 
@@ -13,11 +14,13 @@ use super::error::{CudaError, Result};
 use super::libs::{Places, Wanted};
 use crate::fp8::Fp8;
 use crate::mem::Dtype;
+pub(super) use asked::Asked;
+use asked::Open;
 use desc::{Desc, Own, Preference, check};
 use search::Search;
 use std::{
     collections::HashMap,
-    ffi::{c_int, c_void},
+    ffi::c_int,
     path::PathBuf,
     ptr,
     sync::{Arc, Mutex, OnceLock, PoisonError},
@@ -29,7 +32,7 @@ pub const WORKSPACE: usize = 32 << 20;
 const MOST_ALIGNED: u64 = 256;
 
 /// One operand: where it lies and how its rows follow one another in memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Matrix {
     pub(super) at: Address,
     /// Elements from row to row as it is stored.
@@ -39,7 +42,7 @@ pub(super) struct Matrix {
 }
 
 /// `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`, all row-major unless transposed.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Product {
     pub(super) m: usize,
     pub(super) n: usize,
@@ -55,7 +58,7 @@ pub(super) struct Product {
 }
 
 /// What both operands' elements are.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Inputs {
     Same(Dtype),
     /// Of each its kind, and where on the card its scale lies. Both lie along the sum: `a` as it is, `b` transposed.
@@ -153,25 +156,12 @@ impl Drop for Chosen {
 
 /// An open cuBLASLt.
 pub(super) struct Products {
-    library: Arc<Blas>,
-    handle: Handle,
+    open: Arc<Open>,
     pub(super) path: PathBuf,
     pub(super) version: usize,
     chosen: Mutex<HashMap<Key, Arc<Chosen>>>,
     /// Algorithms are timed, not guessed.
     search: OnceLock<Search>,
-}
-
-// SAFETY: the handle may be used by several threads at once (cuBLASLt keeps no state in it).
-unsafe impl Send for Products {}
-// SAFETY: as above.
-unsafe impl Sync for Products {}
-
-impl Drop for Products {
-    fn drop(&mut self) {
-        // SAFETY: made by this library, destroyed once.
-        let _ = unsafe { (self.library.cublasLtDestroy)(self.handle) };
-    }
 }
 
 fn type_of(dtype: Dtype) -> c_int {
@@ -207,7 +197,8 @@ impl Products {
         let version = unsafe { (library.cublasLtGetVersion)() };
         // SAFETY: one handle is written.
         check(&library, "cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut handle) })?;
-        Ok(Products { library, handle, path, version, chosen: Mutex::default(), search: OnceLock::new() })
+        let open = Arc::new(Open { library, handle });
+        Ok(Products { open, path, version, chosen: Mutex::default(), search: OnceLock::new() })
     }
 
     /// From now on the fastest algorithm for each product is found by the clock, and kept in `folder` for other processes.
@@ -219,50 +210,15 @@ impl Products {
     pub(super) fn run(&self, card: &Arc<Card>, p: &Product) -> Result<()> {
         card.enter()?; // the choice is made for the thread's card
         let chosen = self.chosen(card, p)?;
-        // What is kept is other threads', too.
-        let own = p
-            .own()
-            .is_there()
-            .then(|| Desc::new(&self.library, [p.a.transposed, p.b.transposed], p.own()))
-            .transpose()?;
-        let desc = own.as_ref().unwrap_or(&chosen.desc);
-        let workspace = card.allocate(chosen.workspace.max(1))?;
-        let algorithm = (&chosen.algorithm, workspace.at(), chosen.workspace);
-        check(&self.library, "cublasLtMatmul", self.call(card, p, desc, chosen.layouts, algorithm))
-    }
-
-    /// The library's answer to one product: what algorithm, where it has its workspace, how many bytes.
-    fn call(
-        &self,
-        card: &Card,
-        p: &Product,
-        desc: &Desc,
-        [first, second, result]: [Handle; 3],
-        (algorithm, workspace, bytes): (&Algorithm, Address, usize),
-    ) -> c_int {
-        let (one, beta) = (1.0f32, if p.add { 1.0f32 } else { 0.0 });
-        let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
-        // SAFETY: the descriptions say how large the operands are; the caller checked that the views are as large. The
-        // workspace is given back in the stream's order, after this product.
-        unsafe {
-            (self.library.cublasLtMatmul)(
-                self.handle,
-                desc.handle,
-                scalar(&one),
-                p.b.at,
-                first,
-                p.a.at,
-                second,
-                scalar(&beta),
-                p.c.at,
-                result,
-                p.c.at,
-                result,
-                algorithm,
-                workspace,
-                bytes,
-                card.stream(),
-            )
+        // Given back in the stream's order, after this product.
+        let workspace = card.scratch(chosen.workspace.max(1))?;
+        let asked = Asked { open: self.open.clone(), product: *p, chosen, workspace: workspace.at() };
+        match card.recording() {
+            Some(mut state) => {
+                state.piece.product(asked);
+                state.added(card)
+            }
+            None => asked.issue(card.stream()),
         }
     }
 
@@ -278,7 +234,7 @@ impl Products {
     }
 
     fn choose(&self, card: &Arc<Card>, p: &Product, key: &Key) -> Result<Chosen> {
-        let lt = &self.library;
+        let lt = &self.open.library;
         let mut chosen = Chosen {
             library: lt.clone(),
             desc: Desc::new(lt, key.transposed, p.own())?,
@@ -314,7 +270,7 @@ impl Products {
 
     /// What the library suggests, best guess first; at least one.
     fn candidates(&self, chosen: &Chosen, key: &Key) -> Result<Vec<Heuristic>> {
-        let (lt, what) = (&self.library, "cublasLtMatmulAlgoGetHeuristic");
+        let (lt, what) = (&self.open.library, "cublasLtMatmulAlgoGetHeuristic");
         let preference = Preference::new(lt)?;
         preference.set(MOST_WORKSPACE, &(WORKSPACE as u64).to_ne_bytes())?;
         let [a, b, c] = key.alignments;
@@ -327,7 +283,7 @@ impl Products {
         // SAFETY: room for as many results as are asked for.
         let code = unsafe {
             (lt.cublasLtMatmulAlgoGetHeuristic)(
-                self.handle,
+                self.open.handle,
                 chosen.desc.handle,
                 first,
                 second,
@@ -365,7 +321,8 @@ impl Products {
         let (Some(sums), Some(workspace)) = (sums, room(candidate.workspace.max(1))) else { return Ok(None) };
         let there = Product { c: Matrix { at: if p.add { sums.at() } else { p.c.at }, ..p.c }, ..*p };
         let algorithm = (&candidate.algorithm, workspace.at(), candidate.workspace);
-        let run = || self.call(card, &there, &chosen.desc, chosen.layouts, algorithm) == 0;
+        let call = |stream| self.open.call(stream, &there, &chosen.desc, chosen.layouts, algorithm);
+        let run = || card.in_turn(call).is_ok_and(|code| code == 0);
         if !run() {
             return Ok(None);
         }

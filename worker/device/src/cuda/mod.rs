@@ -16,9 +16,12 @@ mod compile;
 mod error;
 mod flat;
 mod fp8;
+mod graphs;
 mod kept;
 mod libs;
+mod lists;
 mod matmul;
+mod memory;
 mod norm;
 mod ops;
 mod profile;
@@ -29,6 +32,7 @@ mod streams;
 pub use card::Facts;
 pub use classifier::logits_bytes;
 pub use error::{CudaError, Result};
+pub use graphs::Replayed;
 pub use libs::{Found, Places, Wanted};
 pub use matmul::WORKSPACE;
 pub use profile::Spent;
@@ -36,15 +40,19 @@ pub use profile::Spent;
 use crate::mem::{Buf, Dtype, Memory as Home, View, ViewMut};
 use crate::storage::Stopped;
 use binding::Address;
-use card::{Card, Launch, Memory, Param};
+use card::{Card, Launch, Param};
 use compile::{Kernels, Nvrtc, Source};
+use graphs::Trial;
+use lists::Lists;
 use matmul::{Product, Products};
+use memory::Memory;
 use profile::Profile;
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::HashMap,
     ffi::CStr,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::{self, ThreadId},
 };
 use streams::Event;
 
@@ -52,20 +60,16 @@ use streams::Event;
 pub struct Cuda {
     kernels: Kernels,
     products: Products,
-    /// For each stream the lists of the host that were sent last: what one stream was sent isn't there yet for another.
-    recent: Mutex<HashMap<usize, Recent>>,
+    /// Of each thread and stream: a place that one thread gives another list would be another's list, too.
+    lists: Mutex<HashMap<(usize, ThreadId), Lists>>,
     /// Waits of a stream for a mark that are timed and not counted yet: begin and end.
     waits: Mutex<Vec<[Event; 2]>>,
     profile: Profile,
+    /// Whether graphs are faster, while that isn't known.
+    trial: Mutex<Option<Trial>>,
     /// Last: fields are dropped in order, and cuBLASLt wants to be closed while there is a context.
     card: Arc<Card>,
 }
-
-/// Lists and where they lie, newest first.
-type Recent = VecDeque<(Vec<u8>, Arc<Memory>)>;
-
-/// Lists that are kept on a card for a stream. Every layer asks for the same few: tokens, labels, where documents begin.
-const RECENT: usize = 8;
 
 /// What was found and opened for a card, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,8 +104,8 @@ impl Cuda {
         let kernels = Kernels::new(Nvrtc::open(places)?, &card, cache)?;
         card.enter()?;
         let products = Products::open(places)?;
-        let (recent, waits, profile) = (Mutex::default(), Mutex::default(), Profile::default());
-        Ok(Cuda { kernels, products, recent, waits, profile, card })
+        let (lists, waits, trial) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Ok(Cuda { kernels, products, lists, waits, profile: Profile::default(), trial, card })
     }
 
     /// The card.
@@ -166,9 +170,9 @@ impl Cuda {
         self.card.enter()
     }
 
-    /// The stream that this thread's work goes through (a `CUstream`).
+    /// The stream that this thread's work goes through (a `CUstream`), with everything in it that the thread asked for.
     pub fn stream(&self) -> *mut std::ffi::c_void {
-        self.card.stream()
+        must(self.card.in_turn(|stream| stream))
     }
 
     /// Waits until everything that this thread asked for is done; fails with what failed of it.
@@ -185,31 +189,20 @@ impl Cuda {
 
     /// Memory for the length of an op.
     fn scratch(&self, bytes: usize) -> Memory {
-        must(self.card.allocate(bytes))
+        must(self.card.scratch(bytes))
     }
 
-    /// Numbers of the host, for the length of an op. What was sent lately is there still: sending can cost a wait for the work
-    /// before.
-    fn numbers<T: bytemuck::Pod>(&self, numbers: &[T]) -> Arc<Memory> {
-        let bytes: &[u8] = bytemuck::cast_slice(numbers);
-        let mut all = self.recent();
-        let recent = all.entry(self.card.stream().addr()).or_default();
-        let known = recent.iter().position(|(sent, _)| sent == bytes).and_then(|i| recent.remove(i));
-        let (sent, memory) = known.unwrap_or_else(|| {
-            let memory = self.scratch(bytes.len());
-            // From the list that is kept: a driver that reads the host's memory by itself may do so later.
-            let sent = bytes.to_vec();
-            must(self.card.upload(memory.at(), &sent));
-            (sent, Arc::new(memory))
-        });
-        recent.truncate(RECENT - 1);
-        recent.push_front((sent, memory.clone()));
-        memory
+    /// Where numbers of the host lie on the card, for the length of an op, which asks for one list of a name. What was sent lately
+    /// is there still: sending can cost a wait for the work before.
+    fn numbers<T: bytemuck::Pod>(&self, name: &'static str, numbers: &[T]) -> Address {
+        let mut all = self.lists();
+        let lists = all.entry((self.card.stream().addr(), thread::current().id())).or_default();
+        must(lists.place(&self.card, name, bytemuck::cast_slice(numbers)))
     }
 
-    fn recent(&self) -> MutexGuard<'_, HashMap<usize, Recent>> {
+    fn lists(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), Lists>> {
         // a panic leaves the lists whole
-        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lists.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts a kernel; a launch without blocks is none.
@@ -218,9 +211,9 @@ impl Cuda {
             return;
         }
         let function = must(self.kernels.get(&self.card, source, name, shape.shared));
-        let name = name.to_str().unwrap_or("a kernel");
         // SAFETY: each op passes its kernel's arguments, views as long as its shape says.
-        self.piece(|| name.to_owned(), || unsafe { self.card.launch(name, function, shape, arguments) });
+        let launch = || unsafe { self.card.launch(name, function, shape, arguments) };
+        self.piece(|| name.to_string_lossy().into_owned(), launch);
     }
 
     /// Asks for a product.

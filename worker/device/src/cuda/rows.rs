@@ -9,20 +9,14 @@ use crate::ops::{RouterGradient, RouterShape, Write};
 const MOST_EXPERTS: usize = 1024;
 
 /// `y[i] = x[rows[i]]`
-pub(super) fn gather(cuda: &Cuda, op: &str, y: ViewMut, x: View, rows: &[u32], d: usize) {
+pub(super) fn gather(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows: &[u32], d: usize) {
     expect_len(op, "y", y.len(), rows.len() * d);
     let have = x.len().checked_div(d).unwrap_or(0);
     let outside = rows.iter().find(|r| **r as usize >= have);
     assert!(outside.is_none() || d == 0, "{op}: row {outside:?} of {have}");
     let count = rows.len();
-    let rows = cuda.numbers(rows);
-    cuda.each_row(
-        ROWS,
-        c"gather_rows",
-        count,
-        d,
-        &[&Tensor::from(&y), &Tensor::from(x), &rows.at(), &(d as i64)],
-    );
+    let rows = cuda.numbers(op, rows);
+    cuda.each_row(ROWS, c"gather_rows", count, d, &[&Tensor::from(&y), &Tensor::from(x), &rows, &(d as i64)]);
 }
 
 /// Rows of the same token are added up by one block, in their order.
@@ -33,9 +27,10 @@ pub(super) fn embedding_backward(cuda: &Cuda, dw: ViewMut, dx: View, tokens: &[u
     assert!(outside.is_none() || d == 0, "embedding_backward: token {outside:?} of {have}");
     let (ids, starts, order) = grouped(tokens);
     let count = ids.len();
-    let [ids, starts, order] = [ids, starts, order].map(|list| cuda.numbers(&list));
+    let all = [("ids", ids), ("ids' rows", starts), ("rows by id", order)];
+    let [ids, starts, order] = all.map(|(name, list)| cuda.numbers(name, &list));
     let (dw, dx) = (Tensor::from(&dw), Tensor::from(dx));
-    let arguments: [&dyn Param; 6] = [&dw, &dx, &ids.at(), &starts.at(), &order.at(), &(d as i64)];
+    let arguments: [&dyn Param; 6] = [&dw, &dx, &ids, &starts, &order, &(d as i64)];
     cuda.each_row(ROWS, c"embedding_backward", count, d, &arguments);
 }
 
@@ -75,10 +70,10 @@ pub(super) fn combine(
     let have = x.len().checked_div(d).unwrap_or(0);
     let outside = places.iter().find(|p| **p as usize >= have);
     assert!(outside.is_none() || d == 0, "{op}: row {outside:?} of {have}");
-    let places = cuda.numbers(places);
+    let places = cuda.numbers("places", places);
     let (y, x, weights) = (Tensor::from(&y), Tensor::from(x), weights.map_or(Tensor::NONE, Tensor::from));
     let [per_row, width, add] = [per_row as i64, d as i64, i64::from(write == Write::Add)];
-    cuda.each_row(ROWS, c"combine_rows", m, d, &[&y, &x, &weights, &places.at(), &per_row, &width, &add]);
+    cuda.each_row(ROWS, c"combine_rows", m, d, &[&y, &x, &weights, &places, &per_row, &width, &add]);
 }
 
 pub(super) fn dots(cuda: &Cuda, out: ViewMut, a: View, b: View, d: usize) {
@@ -141,22 +136,12 @@ pub(super) fn router_backward(
     expect_len(op, "lse", given.lse.len(), m);
     expect_len(op, "chosen", given.chosen.len(), m * per_token);
     expect_len(op, "balance", given.balance.len(), experts);
-    let (chosen, balance) = (cuda.numbers(given.chosen), cuda.numbers(given.balance));
+    let (chosen, balance) = (cuda.numbers("chosen", given.chosen), cuda.numbers("balance", given.balance));
     let [dweights, probs, lse] = [dweights, given.probs, given.lse].map(floats);
     let [experts, per_token, normalise] = [experts as i64, per_token as i64, i64::from(normalise)];
     let (dlogits, twice_z) = (Tensor::from(&dlogits), 2.0 * given.z);
-    let arguments: [&dyn Param; 10] = [
-        &dlogits,
-        &dweights,
-        &probs,
-        &lse,
-        &chosen.at(),
-        &balance.at(),
-        &experts,
-        &per_token,
-        &normalise,
-        &twice_z,
-    ];
+    let arguments: [&dyn Param; 10] =
+        [&dlogits, &dweights, &probs, &lse, &chosen, &balance, &experts, &per_token, &normalise, &twice_z];
     cuda.launch(ROWS, c"router_backward", warps(m, shape), &arguments);
 }
 

@@ -1,11 +1,13 @@
 //! [`Storage`] on a card.
 use super::{Cuda, Pinned, address, must, streams};
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use crate::storage::{Mark, Point, Stopped, Storage};
+use crate::storage::{Mark, Point, Said, Stopped, Storage};
 use std::{
     ops::Range,
     ptr::NonNull,
     sync::{Arc, PoisonError},
+    thread,
+    time::Duration,
 };
 
 /// A thread's stream, and what is kept for it.
@@ -13,7 +15,7 @@ struct OwnStream<'a>(&'a Cuda, streams::OwnStream);
 
 impl Drop for OwnStream<'_> {
     fn drop(&mut self) {
-        let lists = self.0.recent().remove(&self.1.handle().addr());
+        let lists = self.0.lists().remove(&(self.1.handle().addr(), thread::current().id()));
         drop(lists); // in the stream's turn, which is still this thread's
     }
 }
@@ -153,6 +155,10 @@ impl Storage for Cuda {
             }
             Mark::of(must(self.card.record()))
         })
+    }
+
+    fn step_took(&self, took: Duration) -> Option<Said> {
+        self.after_step(took)
     }
 
     fn peak_memory(&self) -> u64 {

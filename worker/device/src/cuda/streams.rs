@@ -39,22 +39,22 @@ impl Card {
 
     /// The end of what this thread asked for so far.
     pub(super) fn record(self: &Arc<Self>) -> Result<Event> {
-        self.record_in(self.stream(), NO_TIMING)
+        self.recorded(NO_TIMING)
     }
 
     /// As [`Card::record`], with the time.
     pub(super) fn record_timed(self: &Arc<Self>) -> Result<Event> {
-        self.record_in(self.stream(), 0)
+        self.recorded(0)
     }
 
-    fn record_in(self: &Arc<Self>, stream: Handle, flags: c_uint) -> Result<Event> {
+    fn recorded(self: &Arc<Self>, flags: c_uint) -> Result<Event> {
         self.enter()?;
         let mut event = Event { card: self.clone(), handle: ptr::null_mut() };
         // SAFETY: one handle is written.
         let code = unsafe { (self.driver.cuEventCreate)(&mut event.handle, flags) };
         self.driver.check("cuEventCreate", code)?;
         // SAFETY: event and stream live.
-        let code = unsafe { (self.driver.cuEventRecord)(event.handle, stream) };
+        let code = self.in_turn(|stream| unsafe { (self.driver.cuEventRecord)(event.handle, stream) })?;
         self.driver.check("cuEventRecord", code)?;
         Ok(event)
     }
@@ -80,10 +80,10 @@ impl Card {
         if bytes == 0 {
             return Ok(());
         }
-        self.enter()?;
         // SAFETY: the caller's promise.
-        let code =
-            unsafe { (self.driver.cuMemcpyDtoHAsync_v2)(to.as_ptr().cast(), from, bytes, self.stream()) };
+        let code = self.in_turn(|stream| unsafe {
+            (self.driver.cuMemcpyDtoHAsync_v2)(to.as_ptr().cast(), from, bytes, stream)
+        })?;
         self.driver.check("cuMemcpyDtoHAsync", code)
     }
 }
@@ -141,14 +141,11 @@ unsafe impl Sync for Event {}
 impl Event {
     /// What this thread asks for from now on waits, on the card, until the event's place is reached.
     pub(super) fn follow(&self) -> Result<()> {
-        self.follow_in(self.card.stream())
-    }
-
-    fn follow_in(&self, stream: Handle) -> Result<()> {
-        self.card.enter()?;
+        let card = &self.card;
         // SAFETY: both live.
-        let code = unsafe { (self.card.driver.cuStreamWaitEvent)(stream, self.handle, 0) };
-        self.card.driver.check("cuStreamWaitEvent", code)
+        let code =
+            card.in_turn(|stream| unsafe { (card.driver.cuStreamWaitEvent)(stream, self.handle, 0) })?;
+        card.driver.check("cuStreamWaitEvent", code)
     }
 
     /// Waits here until the event's place is reached; errors of the work before come out here at the latest.

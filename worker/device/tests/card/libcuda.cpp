@@ -19,11 +19,23 @@
 #include "opcodes.hpp"
 
 #define API extern "C" __attribute__((visibility("default"))) int
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_ISOLATION = 905 };
 
 static std::recursive_mutex lock_;
 #define LOCKED std::lock_guard<std::recursive_mutex> held(lock_)
 #define MAY_FAIL(name) do { if (fails(name)) return LAUNCH_FAILED; } while (0)
+
+// What can't be captured. A capture that was spoilt takes nothing more.
+#define NOT_CAPTURED(stream) do { if (spoils(stream)) return CAPTURE_UNSUPPORTED; } while (0)
+#define IN_GOOD_ORDER(stream) do { if (((Stream*)(stream))->capture && ((Stream*)(stream))->invalid) return CAPTURE_INVALIDATED; } while (0)
+
+// How often each function was called that work goes through, for tests: cardCalls("cuLaunchKernel").
+static std::map<std::string, long> calls_;
+#define CALLED(name) do { LOCKED; calls_[name]++; } while (0)
+extern "C" __attribute__((visibility("default"))) long cardCalls(const char* name) {
+    LOCKED;
+    return calls_[name];
+}
 
 static long number(const char* name, long otherwise) {
     const char* said = getenv(name);
@@ -41,12 +53,13 @@ static bool fails(const char* name) {
 }
 
 // Work on the card's memory, in its turn.
-static void work(void* stream, std::function<void()> what) {
-    in_turn(stream, [what = std::move(what)] {
+static std::function<void()> with_lock(std::function<void()> what) {
+    return [what = std::move(what)] {
         LOCKED;
         what();
-    });
+    };
 }
+static void work(void* stream, std::function<void()> what) { in_turn(stream, with_lock(std::move(what))); }
 
 // --- memory ---------------------------------------------------------------------------------------------------------------
 
@@ -82,6 +95,8 @@ static bool is_there(uint64_t at, size_t bytes) {
 }
 
 API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
+    CALLED("cuMemAllocAsync");
+    NOT_CAPTURED(stream);
     LOCKED;
     MAY_FAIL("cuMemAllocAsync");
     if (bytes == 0) return INVALID_VALUE;
@@ -104,6 +119,8 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
 }
 // What another stream still does with it touches memory that isn't there.
 API cuMemFreeAsync(uintptr_t at, void* stream) {
+    CALLED("cuMemFreeAsync");
+    NOT_CAPTURED(stream);
     Allocation gone;
     {
         LOCKED;
@@ -146,6 +163,8 @@ API cuMemFreeHost(void* at) {
 }
 // Memory that isn't pinned is copied before the call returns, pinned memory when the copy's turn comes.
 API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* stream) {
+    CALLED("cuMemcpyHtoDAsync");
+    NOT_CAPTURED(stream); // a card would read the host's memory at each launch
     std::vector<uint8_t> kept;
     {
         LOCKED;
@@ -157,6 +176,8 @@ API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* str
     return SUCCESS;
 }
 API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
+    CALLED("cuMemcpyDtoHAsync");
+    NOT_CAPTURED(stream);
     bool later;
     {
         LOCKED;
@@ -169,6 +190,8 @@ API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
     return SUCCESS;
 }
 API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* stream) {
+    CALLED("cuMemcpyDtoDAsync");
+    IN_GOOD_ORDER(stream);
     {
         LOCKED;
         if (!inside(to, bytes) || !inside(from, bytes)) return INVALID_VALUE;
@@ -178,6 +201,8 @@ API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* strea
     return SUCCESS;
 }
 API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* stream) {
+    CALLED("cuMemsetD8Async");
+    IN_GOOD_ORDER(stream);
     {
         LOCKED;
         if (!inside(to, bytes)) return INVALID_VALUE;
@@ -259,6 +284,7 @@ API cuStreamDestroy_v2(void* stream) {
     return SUCCESS;
 }
 API cuStreamSynchronize(void* stream) {
+    NOT_CAPTURED(stream);
     ((Stream*)stream)->finish();
     LOCKED;
     MAY_FAIL("cuStreamSynchronize");
@@ -273,6 +299,7 @@ API cuEventDestroy_v2(void* event) {
     return SUCCESS;
 }
 API cuEventRecord(void* event, void* stream) {
+    NOT_CAPTURED(stream); // a card would make it an event of the capture, which nobody can wait for
     record(*(SharedEvent*)event, stream);
     return SUCCESS;
 }
@@ -291,6 +318,7 @@ API cuEventElapsedTime(float* ms, void* from, void* to) {
     return SUCCESS;
 }
 API cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    if (spoils(stream)) return CAPTURE_ISOLATION;
     follow(stream, *(SharedEvent*)event);
     return SUCCESS;
 }
@@ -300,6 +328,8 @@ API cuGetErrorName(int code, const char** name) {
     case LAUNCH_FAILED: *name = "CUDA_ERROR_LAUNCH_FAILED"; break;
     case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
     case NOT_FOUND: *name = "CUDA_ERROR_NOT_FOUND"; break;
+    case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
+    case CAPTURE_INVALIDATED: *name = "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"; break;
     case NO_DEVICE: *name = "CUDA_ERROR_NO_DEVICE"; break;
     default: return INVALID_VALUE;
     }
@@ -312,6 +342,7 @@ API cuGetErrorString(int code, const char** text) {
 
 // --- kernels --------------------------------------------------------------------------------------------------------------
 
+// Blocks, threads of each, bytes of shared memory.
 struct Shape {
     unsigned grid[3], threads[3], shared;
 };
@@ -384,14 +415,27 @@ API cuFuncSetAttribute(void* function, int attribute, int value) {
     ((Kernel*)function)->shared = value;
     return SUCCESS;
 }
+// A launch with copies of its arguments; nothing where a card would refuse it.
+static std::function<void()> bound(Kernel* k, const Shape& s, void** given) {
+    auto [gx, gy, gz] = s.grid;
+    auto [bx, by, bz] = s.threads;
+    if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || s.shared > k->shared) return nullptr;
+    return [=, body = k->bind(given)] { body(s); };
+}
 API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
                    void** given, void**) {
     Kernel* k = (Kernel*)function;
+    CALLED("cuLaunchKernel");
+    IN_GOOD_ORDER(stream);
     {
         LOCKED;
         MAY_FAIL("cuLaunchKernel");
     }
-    if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || shared > k->shared) return INVALID_VALUE;
-    work(stream, [=, body = k->bind(given)] { body({{gx, gy, gz}, {bx, by, bz}, shared}); });
+    std::function<void()> body = bound(k, {{gx, gy, gz}, {bx, by, bz}, shared}, given);
+    if (!body) return INVALID_VALUE;
+    work(stream, std::move(body));
+    if (((Stream*)stream)->capture) ((Stream*)stream)->capture->back()->is_kernel = true;
     return SUCCESS;
 }
+
+#include "graphs.hpp"

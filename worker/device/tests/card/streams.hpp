@@ -16,6 +16,13 @@
 #include <mutex>
 #include <thread>
 #include <unistd.h>
+#include <vector>
+
+// A piece of captured work.
+struct Node {
+    std::function<void()> work;
+    bool is_kernel = false;
+};
 
 struct Stream {
     // Works that another library has put here where there is no thread, and not done: what comes behind them waits.
@@ -27,6 +34,9 @@ struct Stream {
     std::deque<std::function<void()>> works; // the first is being done
     bool ends = false;
     std::thread thread;
+    // While the stream is capturing: what it was asked for, none of which is done; and whether that was something forbidden.
+    std::shared_ptr<std::vector<std::shared_ptr<Node>>> capture;
+    bool invalid = false;
 
     void put(std::function<void()> work) {
         std::lock_guard<std::mutex> held(lock);
@@ -78,9 +88,16 @@ static inline void end_stream(void* stream) {
     }
     delete s;
 }
-// Does `work` in its turn: at once, unless the stream has a thread.
+// Is this stream capturing? Then what it can't capture is an error, and the end of it.
+static inline bool spoils(void* stream) {
+    Stream* s = (Stream*)stream;
+    if (!s || !s->capture) return false;
+    return s->invalid = true;
+}
+// Does `work` in its turn: at once, unless the stream has a thread or is capturing.
 static inline void in_turn(void* stream, std::function<void()> work) {
     Stream* s = (Stream*)stream;
+    if (s && s->capture) return s->capture->push_back(std::make_shared<Node>(Node{std::move(work)}));
     if (s && s->threaded) return s->put(std::move(work));
     while (s && s->pending > 0) usleep(20);
     work();
