@@ -236,7 +236,8 @@ fn a_job_may_use_graphs() {
     assert!(said.len() == 1 && said[0].starts_with(why), "{said:?}");
     let (all, said) = ran(&["train.steps=32"], none);
     assert_eq!(all.len(), 32);
-    assert!(said.len() == 1 && said[0].contains("ms with them"), "{said:?}");
+    // What the clock says of an emulated card is one thing or the other.
+    assert!(said.len() == 1 && said[0].starts_with("CUDA graphs are o"), "{said:?}");
     assert_eq!(ran(&["train.steps=32", "train.cuda_graphs=false"], none).0, all);
 }
 

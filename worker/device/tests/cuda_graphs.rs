@@ -234,17 +234,21 @@ fn failures_leave_the_work_right(plain: &[Vec<u32>; 2]) {
 }
 
 fn the_clock_decides() {
-    for (with, text) in
-        [(3, "CUDA graphs are on: a step takes 3.00 ms with them, 5.00 ms without"), (7, "are off")]
-    {
+    for (calls, with, text) in [
+        (100, 3, "CUDA graphs are on: a step takes 3.00 ms with them, 5.00 ms without"),
+        (100, 7, "are off: a step takes 7.00 ms with them"),
+        (20, 3, "are off: the GPU works 250 µs for each of its calls"),
+    ] {
         let cuda = cuda();
+        let mut buf = cuda.zeroed(Dtype::F32, 8);
         cuda.try_graphs();
         let mut said = Vec::new();
         for _ in 0..60 {
+            (0..calls).for_each(|_| cuda.scale(buf.view_mut(), 1.0));
             let ms = if cuda.replayed().on { with } else { 5 };
             said.extend(cuda.step_took(Duration::from_millis(ms)));
         }
         assert!(matches!(&said[..], [Said::Found(said)] if said.contains(text)), "{said:?}");
-        assert_eq!(cuda.replayed().on, with < 5);
+        assert_eq!(cuda.replayed().on, text.contains("are on"));
     }
 }

@@ -49,9 +49,9 @@ const TIMED: [Timed; 14] = [
     Timed { saves: true, ..timed("Qwen2.5-1.5B, 4 × 2048", QWEN_15B, OF_2048_4) },
     timed("Llama-3.2-1B, 4 × 2048", LLAMA_1B, OF_2048_4),
     timed(
-        "Llama-3.1-8B, 2 × 2048, ZeRO stage 3",
+        "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3",
         LLAMA_8B,
-        "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
+        "data.seq_len=2048 batch.global=16 batch.micro=2 zero.stage=3",
     ),
     timed(
         "Llama-3.1-8B, 8 × 2048, ZeRO stage 3, recompute",
@@ -144,6 +144,7 @@ pub(super) fn describe(tiny: bool) -> Result<Value, String> {
             "what": timed.what,
             "config": model.hf_config(),
             "samples": spec.batch.micro,
+            "accumulated": spec.batch.global / spec.batch.micro,
             "seq_len": spec.data.seq_len,
             "recompute": spec.recompute != Recompute::None,
             "precision": spec.precision.name(),

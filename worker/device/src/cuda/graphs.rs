@@ -24,7 +24,7 @@ use std::{
     collections::{HashMap, HashSet},
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -64,6 +64,8 @@ pub struct Replayed {
 #[derive(Default)]
 pub(super) struct Graphs {
     on: AtomicBool,
+    /// Calls that anybody asked for, in whatever way they were issued.
+    asked: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -130,6 +132,7 @@ impl Card {
         now: impl FnOnce(Handle) -> Result<()>,
     ) -> Result<()> {
         self.enter()?;
+        self.graphs.asked.fetch_add(1, Relaxed);
         match self.recording() {
             Some(mut state) => {
                 add(&mut state.piece);
@@ -197,8 +200,16 @@ impl Cuda {
             let text = format!("CUDA graphs are off, and everything goes on without them: {why}");
             return Some(Said::Failed(text));
         }
-        match trial.as_mut()?.took(took) {
+        let asked = self.card.graphs.asked.load(Relaxed);
+        match trial.as_mut()?.took(took, asked) {
             Next::Same => None,
+            Next::Needless { each } => {
+                *trial = None;
+                let us = 1e6 * each;
+                Some(Said::Found(format!(
+                    "CUDA graphs are off: the GPU works {us:.0} µs for each of its calls"
+                )))
+            }
             Next::With => {
                 self.use_graphs(true);
                 None

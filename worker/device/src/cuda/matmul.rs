@@ -213,13 +213,8 @@ impl Products {
         // Given back in the stream's order, after this product.
         let workspace = card.scratch(chosen.workspace.max(1))?;
         let asked = Asked { open: self.open.clone(), product: *p, chosen, workspace: workspace.at() };
-        match card.recording() {
-            Some(mut state) => {
-                state.piece.product(asked);
-                state.added(card)
-            }
-            None => asked.issue(card.stream()),
-        }
+        let now = asked.clone();
+        card.ask(|piece| piece.product(asked), |stream| now.issue(stream))
     }
 
     fn chosen(&self, card: &Arc<Card>, p: &Product) -> Result<Arc<Chosen>> {
