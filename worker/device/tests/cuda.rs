@@ -180,6 +180,56 @@ fn the_fastest_algorithm_is_found_and_kept() {
     assert_eq!(chosen().len(), 2);
 }
 
+/// A library may have no algorithm for 16-bit operands in odd places, or none that adds a bias: then they go other ways.
+#[test]
+fn products_that_the_library_lacks() {
+    for lacks in ["", "odd"] {
+        let mut child = std::process::Command::new(std::env::current_exe().expect("our own path"));
+        child
+            .args(["odd_products", "--exact", "--nocapture"])
+            .env("BLAS_LACKS", lacks)
+            .env("ODD_PRODUCTS", "1");
+        let output = child.output().expect("a process");
+        assert!(output.status.success(), "{lacks}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+/// The other test's child.
+#[test]
+fn odd_products() {
+    if std::env::var_os("ODD_PRODUCTS").is_none() {
+        return;
+    }
+    let number = |i: usize| ((i * 37 + 11) % 29) as f32 / 16.0 - 0.75;
+    for (dtype, shift) in [(Dtype::Bf16, 0), (Dtype::Bf16, 1), (Dtype::F16, 0), (Dtype::F32, 1)] {
+        for [m, n, k] in [[3, 5, 7], [8, 16, 24], [2, 8, 3]] {
+            let put = |len: usize, from: usize| {
+                let values: Vec<f32> = (0..len).map(|i| number(i + from)).collect();
+                let (wide, mut buf) =
+                    (cuda().copied((&values[..]).into()), cuda().zeroed(dtype, len + shift));
+                cuda().cast(buf.view_mut().slice(shift..len + shift), wide.view());
+                (values, buf)
+            };
+            let ((x, x_there), (w, w_there), (bias, bias_there)) = (put(m * k, 0), put(n * k, 5), put(n, 9));
+            let mut y = cuda().zeroed(dtype, m * n);
+            let [x_view, w_view, bias_view] = [&x_there, &w_there, &bias_there].map(|buf| {
+                let all = buf.view();
+                all.slice(shift..all.len())
+            });
+            cuda().matmul_bias_forward(y.view_mut(), x_view, w_view, Some(bias_view), m, n, k);
+            cuda().matmul_forward(y.view_mut(), x_view, w_view, m, n, k, Write::Add);
+            for (i, got) in to_host(y.view()).into_iter().enumerate() {
+                let sum: f32 = (0..k).map(|j| x[i / n * k + j] * w[i % n * k + j]).sum();
+                let want = 2.0 * sum + bias[i % n];
+                assert!(
+                    (got - want).abs() < 0.02 * (1.0 + want.abs()),
+                    "{dtype:?} {m} {n} {k}: {got}, {want}"
+                );
+            }
+        }
+    }
+}
+
 /// A home that can't be written is no reason not to train.
 #[test]
 fn kernels_that_cant_be_kept_are_used() {

@@ -209,6 +209,8 @@ pub(super) struct Heuristic {
     reserved: [c_int; 4],
 }
 
+/// CUBLAS_STATUS_NOT_SUPPORTED
+pub(super) const NOT_SUPPORTED: c_int = 15;
 /// CUBLAS_COMPUTE_32F
 pub(super) const COMPUTE_F32: c_int = 68;
 /// CUDA_R_…

@@ -6,8 +6,8 @@ mod desc;
 mod search;
 
 use super::binding::{
-    Address, Algorithm, Blas, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, R_BF16, R_E4M3, R_E5M2,
-    R_F16, R_F32,
+    Address, Algorithm, Blas, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, NOT_SUPPORTED, R_BF16,
+    R_E4M3, R_E5M2, R_F16, R_F32,
 };
 use super::card::Card;
 use super::error::{CudaError, Result};
@@ -159,7 +159,8 @@ pub(super) struct Products {
     open: Arc<Open>,
     pub(super) path: PathBuf,
     pub(super) version: usize,
-    chosen: Mutex<HashMap<Key, Arc<Chosen>>>,
+    /// None: the library has no algorithm for it.
+    chosen: Mutex<HashMap<Key, Option<Arc<Chosen>>>>,
     /// Algorithms are timed, not guessed.
     search: OnceLock<Search>,
 }
@@ -209,7 +210,10 @@ impl Products {
     /// Puts the product on the card's stream. `m`, `n` and `k` are above 0.
     pub(super) fn run(&self, card: &Arc<Card>, p: &Product) -> Result<()> {
         card.enter()?; // the choice is made for the thread's card
-        let chosen = self.chosen(card, p)?;
+        let chosen = self.chosen(card, p)?.ok_or_else(|| {
+            let said = format!("no algorithm for {p:?}");
+            CudaError::Call { what: "cublasLtMatmulAlgoGetHeuristic".to_owned(), code: NOT_SUPPORTED, said }
+        })?;
         // Given back in the stream's order, after this product.
         let workspace = card.scratch(chosen.workspace.max(1))?;
         let asked = Asked { open: self.open.clone(), product: *p, chosen, workspace: workspace.at() };
@@ -217,18 +221,24 @@ impl Products {
         card.ask(|piece| piece.product(asked), |stream| now.issue(stream))
     }
 
-    fn chosen(&self, card: &Arc<Card>, p: &Product) -> Result<Arc<Chosen>> {
+    /// Has the library an algorithm for this product?
+    pub(super) fn suits(&self, card: &Arc<Card>, p: &Product) -> Result<bool> {
+        card.enter()?;
+        Ok(self.chosen(card, p)?.is_some())
+    }
+
+    fn chosen(&self, card: &Arc<Card>, p: &Product) -> Result<Option<Arc<Chosen>>> {
         let key = p.key();
         let mut all = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(chosen) = all.get(&key) {
             return Ok(chosen.clone());
         }
-        let chosen = Arc::new(self.choose(card, p, &key)?);
+        let chosen = self.choose(card, p, &key)?.map(Arc::new);
         all.insert(key, chosen.clone());
         Ok(chosen)
     }
 
-    fn choose(&self, card: &Arc<Card>, p: &Product, key: &Key) -> Result<Chosen> {
+    fn choose(&self, card: &Arc<Card>, p: &Product, key: &Key) -> Result<Option<Chosen>> {
         let lt = &self.open.library;
         let mut chosen = Chosen {
             library: lt.clone(),
@@ -252,18 +262,19 @@ impl Products {
             check(lt, "cublasLtMatrixLayoutCreate", code)?;
         }
         let candidates = self.candidates(&chosen, key)?;
+        let Some(first) = candidates.first() else { return Ok(None) };
         let best = match self.search.get() {
-            None => candidates[0],
+            None => *first,
             Some(search) => {
                 let time = |candidate: &Heuristic| self.time(card, p, &chosen, candidate);
                 search.fastest(&format!("{key:?}"), &candidates, time)?
             }
         };
         (chosen.algorithm, chosen.workspace) = (best.algorithm, best.workspace);
-        Ok(chosen)
+        Ok(Some(chosen))
     }
 
-    /// What the library suggests, best guess first; at least one.
+    /// What the library suggests, best guess first.
     fn candidates(&self, chosen: &Chosen, key: &Key) -> Result<Vec<Heuristic>> {
         let (lt, what) = (&self.open.library, "cublasLtMatmulAlgoGetHeuristic");
         let preference = Preference::new(lt)?;
@@ -290,14 +301,12 @@ impl Products {
                 &mut found,
             )
         };
+        if code == NOT_SUPPORTED {
+            return Ok(Vec::new());
+        }
         check(lt, what, code)?;
         all.truncate(usize::try_from(found).unwrap_or(0));
-        check(lt, what, all.first().map_or(0, |best| best.state))?;
         all.retain(|one| one.state == 0 && one.workspace <= WORKSPACE);
-        if all.is_empty() {
-            let said = format!("no algorithm for {key:?}");
-            return Err(CudaError::Call { what: what.to_owned(), code, said });
-        }
         Ok(all)
     }
 

@@ -216,6 +216,11 @@ impl Cuda {
         self.piece(|| name.to_string_lossy().into_owned(), launch);
     }
 
+    /// Can the library do this product?
+    fn suits(&self, p: &Product) -> bool {
+        must(self.products.suits(&self.card, p))
+    }
+
     /// Asks for a product.
     fn multiply(&self, p: &Product) {
         self.piece(|| p.describe(), || self.products.run(&self.card, p));

@@ -34,6 +34,11 @@ impl Operand {
     fn tensor(self) -> Tensor {
         Tensor { at: self.at, dtype: number(self.dtype) }
     }
+
+    /// Does a row begin elsewhere than at 16 bytes?
+    fn is_odd(&self) -> bool {
+        !self.at.is_multiple_of(16) || !(self.stride * self.dtype.size()).is_multiple_of(16)
+    }
 }
 
 /// `c[m, n] (=|+=) a[m, k] · b[k, n]`.
@@ -41,23 +46,46 @@ impl Operand {
 /// The library wants operands of one type and a result of that type or f32. Beside a bf16 operand an f32 one is rounded to bf16,
 /// or tensor cores would stand still (the gradient of the residual stream is f32, weights and activations aren't). Whatever
 /// else is asked for goes through f32.
-pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, [m, n, k]: [usize; 3], write: Write) {
-    if nothing_to_sum(cuda, c, [m, n, k], write) {
+pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, sizes: [usize; 3], write: Write) {
+    if nothing_to_sum(cuda, c, sizes, write) {
         return;
     }
     let inputs = common_type(a.dtype, b.dtype);
+    if !product_of(inputs, cuda, c, a, b, sizes, write) {
+        product_of(Dtype::F32, cuda, c, a, b, sizes, write);
+    }
+}
+
+/// The same, the operands multiplied as `inputs`. False, and nothing done, where these are 16 bits in odd places, for which the library may
+/// have no algorithm.
+fn product_of(
+    inputs: Dtype,
+    cuda: &Cuda,
+    c: Operand,
+    a: Operand,
+    b: Operand,
+    [m, n, k]: [usize; 3],
+    write: Write,
+) -> bool {
     let (a_there, b_there) = (of_type(cuda, a, inputs, [m, k]), of_type(cuda, b, inputs, [k, n]));
     let (a, b) = (a_there.0, b_there.0);
     let add = write == Write::Add;
-    let run = |c: Operand, add| {
+    let asked = |c: Operand, add| {
         let (output, matrices) = (c.dtype, [a, b, c].map(Operand::matrix));
         let ([a, b, c], inputs) = (matrices, Inputs::Same(inputs));
-        cuda.multiply(&Product { m, n, k, a, b, c, inputs, output, add, bias: None });
+        Product { m, n, k, a, b, c, inputs, output, add, bias: None }
     };
-    if c.dtype == Dtype::F32 || c.dtype == inputs {
-        return run(c, add);
+    let is_direct = c.dtype == Dtype::F32 || c.dtype == inputs;
+    let to = if is_direct { c } else { Operand { dtype: Dtype::F32, ..c } };
+    if inputs != Dtype::F32 && [a, b, to].iter().any(|x| x.is_odd()) && !cuda.suits(&asked(to, add)) {
+        return false;
     }
-    through_f32(cuda, c, m * n, add, run);
+    if is_direct {
+        cuda.multiply(&asked(c, add));
+    } else {
+        through_f32(cuda, c, m * n, add, |c, add| cuda.multiply(&asked(c, add)));
+    }
+    true
 }
 
 /// The type that operands of these types are multiplied in.
@@ -74,14 +102,29 @@ fn common_type(a: Dtype, b: Dtype) -> Dtype {
 fn product_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View, [m, n, k]: [usize; 3]) {
     expect_len("product with bias", "bias", bias.len(), n);
     let c = Operand::of(y.as_view(), n, false);
+    let apart = move || {
+        product(cuda, c, a, b, [m, n, k], Write::Set);
+        norm::bias(cuda, y, bias, m, n);
+    };
     let one_type = [b.dtype, c.dtype, bias.dtype()].iter().all(|dtype| *dtype == a.dtype);
     if !one_type || m < 2 || n < 2 || k == 0 || !address(bias).is_multiple_of(16) {
-        product(cuda, c, a, b, [m, n, k], Write::Set);
-        return norm::bias(cuda, y, bias, m, n);
+        return apart();
     }
-    let (inputs, output, bias) = (Inputs::Same(a.dtype), c.dtype, Some(address(bias)));
-    let [a, b, c] = [a, b, c].map(Operand::matrix);
-    cuda.multiply(&Product { m, n, k, a, b, c, inputs, output, add: false, bias });
+    let (inputs, output) = (Inputs::Same(a.dtype), c.dtype);
+    let matrices = [a, b, c].map(Operand::matrix);
+    let asked = Product {
+        m,
+        n,
+        k,
+        a: matrices[0],
+        b: matrices[1],
+        c: matrices[2],
+        inputs,
+        output,
+        add: false,
+        bias: Some(address(bias)),
+    };
+    if cuda.suits(&asked) { cuda.multiply(&asked) } else { apart() }
 }
 
 /// Is there no term to sum? The result is then what it will be.

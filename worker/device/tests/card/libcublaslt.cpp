@@ -110,12 +110,21 @@ static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* 
     return k == k2 && c->rows == m && c->cols == n && types;
 }
 
+// BLAS_LACKS=odd: no algorithm adds a bias, none takes 16-bit operands whose rows begin elsewhere than at 16 bytes.
+static bool is_lacking(const Desc* how, const Layout* a, const Layout* b, const Preference* p) {
+    const char* said = getenv("BLAS_LACKS");
+    if (!said || strcmp(said, "odd")) return false;
+    bool odd = p->align[0] < 16 || p->align[1] < 16 || a->ld % 8 || b->ld % 8;
+    return how->epilogue != 1 || (a->type != R_32F && odd);
+}
+
 // The algorithm remembers the alignment it was promised. With fp8 there is none for less than 16 bytes.
 API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c, void* d, void* preference, int asked, Result* results,
                                    int* found) {
     *found = 0;
     if (asked < 1) return INVALID_VALUE;
     if (!fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)c) || !fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)d)) return NOT_SUPPORTED;
+    if (is_lacking((Desc*)desc, (Layout*)a, (Layout*)b, (Preference*)preference)) return NOT_SUPPORTED;
     for (uint32_t promised : ((Preference*)preference)->align)
         if (is_fp8((Layout*)a) && promised < 16) return NOT_SUPPORTED;
     // Who asks for more gets three: one that takes its time, a quick one, and one that can't do what it was suggested for.
