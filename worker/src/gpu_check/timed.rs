@@ -35,8 +35,8 @@ const QWEN_15B: &str = "family: qwen2, vocab_size: 151936, hidden_size: 1536, in
 const LLAMA_1B: &str = "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, tie_word_embeddings: true";
 const LLAMA_8B: &str = "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8";
 const OF_1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
-const OF_2048_8: &str = "data.seq_len=2048 batch.global=8 batch.micro=8";
-const OF_2048_4: &str = "data.seq_len=2048 batch.global=4 batch.micro=4";
+const OF_1024_4: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
+const OF_2048_4: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
 /// A model that is timed and no more.
 const fn timed(what: &'static str, model: &'static str, rest: &'static str) -> Timed {
@@ -45,9 +45,9 @@ const fn timed(what: &'static str, model: &'static str, rest: &'static str) -> T
 
 const TIMED: [Timed; 14] = [
     Timed { saves: true, ..timed("GPT-2 124M, 32 × 1024", GPT2, OF_1024) },
-    timed("Qwen2.5-0.5B, 8 × 2048", QWEN_05B, OF_2048_8),
-    Timed { saves: true, ..timed("Qwen2.5-1.5B, 4 × 2048", QWEN_15B, OF_2048_4) },
-    timed("Llama-3.2-1B, 4 × 2048", LLAMA_1B, OF_2048_4),
+    timed("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, OF_1024_4),
+    Timed { saves: true, ..timed("Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, OF_1024_4) },
+    timed("Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, OF_2048_4),
     timed(
         "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3",
         LLAMA_8B,
@@ -63,11 +63,11 @@ const TIMED: [Timed; 14] = [
         LLAMA_8B,
         "data.seq_len=2048 batch.global=4 batch.micro=4 master_weights=false",
     ),
-    Timed { offload: true, ..timed("Qwen2.5-1.5B, 4 × 2048, states on the host", QWEN_15B, OF_2048_4) },
+    Timed { offload: true, ..timed("Qwen2.5-1.5B, 4 × (16 × 1024), states on the host", QWEN_15B, OF_1024_4) },
     timed(
-        "Llama-3.2-1B, 4 × 2048, products in fp8",
+        "Llama-3.2-1B, 4 × (8 × 2048), products in fp8",
         LLAMA_1B,
-        "data.seq_len=2048 batch.global=4 batch.micro=4 precision=fp8",
+        "data.seq_len=2048 batch.global=32 batch.micro=8 precision=fp8",
     ),
     // Bound by launches: without CUDA graphs, and with them.
     timed("GPT-2 124M, 2 × 256", GPT2, "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=false"),
@@ -83,14 +83,14 @@ const TIMED: [Timed; 14] = [
         "data.seq_len=1024 batch.global=32 batch.micro=32 numerics=fast",
     ),
     timed(
-        "Qwen2.5-0.5B, 8 × 2048, numerics fast",
+        "Qwen2.5-0.5B, 4 × (16 × 1024), numerics fast",
         QWEN_05B,
-        "data.seq_len=2048 batch.global=8 batch.micro=8 numerics=fast",
+        "data.seq_len=1024 batch.global=64 batch.micro=16 numerics=fast",
     ),
     timed(
-        "Qwen2.5-1.5B, 4 × 2048, numerics fast",
+        "Qwen2.5-1.5B, 4 × (16 × 1024), numerics fast",
         QWEN_15B,
-        "data.seq_len=2048 batch.global=4 batch.micro=4 numerics=fast",
+        "data.seq_len=1024 batch.global=64 batch.micro=16 numerics=fast",
     ),
 ];
 const TINY: &str =

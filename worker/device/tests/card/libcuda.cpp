@@ -19,7 +19,20 @@
 #include "opcodes.hpp"
 
 #define API extern "C" __attribute__((visibility("default"))) int
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_ISOLATION = 905 };
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NO_DEVICE = 100,
+    INVALID_IMAGE = 200,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    LAUNCH_FAILED = 719,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+    CAPTURE_UNMATCHED = 903,
+    CAPTURE_ISOLATION = 905
+};
 
 static std::recursive_mutex lock_;
 #define LOCKED std::lock_guard<std::recursive_mutex> held(lock_)
@@ -365,7 +378,10 @@ template <class... A> static Kernel kernel(void (*f)(A...)) {
 static Kernel kernel(const ptx::Kernel& k) {
     return {[&k](void** given) {
         std::vector<uint8_t> parameters(k.parameter_bytes);
-        for (size_t i = 0; i < k.parameters.size(); i++) memcpy(&parameters[k.parameters[i].begin], given[i], k.parameters[i].end - k.parameters[i].begin);
+        for (size_t i = 0; i < k.parameters.size(); i++) {
+            auto [begin, end] = k.parameters[i];
+            memcpy(&parameters[begin], given[i], end - begin);
+        }
         return [&k, parameters](const Shape& s) {
             const char* order = getenv("CARD_ORDER");
             ptx::Grid(k, parameters, s.grid, s.threads, s.shared, is_there).run(order && *order == '1');

@@ -1,107 +1,44 @@
 // What each opcode does to the lanes of a warp: those that the compiler writes for the kernels, and no others. `.ftz` takes and
 // leaves 0 for what is subnormal; `.approx` is as exact as the CPU is.
 #pragma once
+#include "numbers.hpp"
 #include "warp.hpp"
-#include <cfenv>
 
 namespace ptx {
-// --- numbers --------------------------------------------------------------------------------------------------------------
-
-inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
-inline float bits_to_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-inline uint32_t float_to_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-inline float bf16_to_float(uint32_t half) { return bits_to_float(half << 16); }
-// To the nearest, ties to even: a format with so many bits of exponent and mantissa, its largest finite number, and whether more
-// than that becomes infinite or the largest.
-inline uint32_t to_small(float x, int exponent_bits, int mantissa_bits, double largest, bool saturates, uint32_t no_number) {
-    uint32_t sign = float_to_bits(x) >> 31 << (exponent_bits + mantissa_bits);
-    if (std::isnan(x)) return no_number;
-    double size = std::fabs((double)x);
-    int bias = (1 << (exponent_bits - 1)) - 1, exponent;
-    std::frexp(size, &exponent);
-    int unit = std::max(exponent - 1, 1 - bias) - mantissa_bits; // of the last place
-    double rounded = std::nearbyint(std::ldexp(size, -unit));
-    if (std::ldexp(rounded, unit) > largest) {
-        if (!saturates) return sign | ((1u << exponent_bits) - 1) << mantissa_bits;
-        rounded = std::ldexp(largest, -unit);
-        while (rounded >= std::ldexp(2.0, mantissa_bits)) rounded /= 2, unit++;
-    }
-    if (rounded >= std::ldexp(2.0, mantissa_bits)) rounded /= 2, unit++;
-    uint32_t whole = (uint32_t)rounded;
-    if (whole < 1u << mantissa_bits) return sign | whole; // subnormal
-    return sign | (uint32_t)(unit + mantissa_bits + bias) << mantissa_bits | (whole & ((1u << mantissa_bits) - 1));
-}
-inline uint32_t to_bf16_bits(float x) { return to_small(x, 8, 7, 3.3895313892515355e38, false, 0x7fff); }
-inline uint32_t to_f16_bits(float x) { return to_small(x, 5, 10, 65504, false, 0x7fff); }
-inline uint32_t to_e4m3(float x) { return to_small(x, 4, 3, 448, true, 0x7f); }
-inline uint32_t to_e5m2(float x) { return to_small(x, 5, 2, 57344, true, 0x7f); }
-inline float f16_to_float(uint32_t half) {
-    float sign = half & 0x8000 ? -1.0f : 1.0f;
-    int exponent = half >> 10 & 31;
-    float mantissa = (float)(half & 0x3ff);
-    if (exponent == 31) return mantissa ? NAN : sign * INFINITY;
-    return sign * (exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24));
-}
-inline float rounded_down(float a, float b, float c) {
-    int before = fegetround();
-    fesetround(FE_DOWNWARD);
-    volatile float x = a, y = b, z = c, sum = std::fma(x, y, z);
-    fesetround(before);
-    return sum;
-}
-template <class T> T shifted_left(T x, uint32_t by) { return by < 8 * sizeof(T) ? (T)(x << by) : 0; }
-template <class T> T shifted_right(T x, uint32_t by) { return x >> std::min<uint32_t>(by, 8 * sizeof(T) - 1); }
-template <> inline uint16_t shifted_right(uint16_t x, uint32_t by) { return by < 16 ? (uint16_t)(x >> by) : 0; }
-template <> inline uint32_t shifted_right(uint32_t x, uint32_t by) { return by < 32 ? x >> by : 0; }
-template <> inline uint64_t shifted_right(uint64_t x, uint32_t by) { return by < 64 ? x >> by : 0; }
-template <class T> T inserted(T from, T into, uint32_t at, uint32_t bits) {
-    T mask = shifted_left<T>((T)(shifted_left<T>(1, bits & 255) - 1), at & 255);
-    return (T)((into & ~mask) | (shifted_left<T>(from, at & 255) & mask));
-}
-// Four bytes out of the eight of two words, each as a digit says; its highest bit: the byte's sign instead.
-inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t digits) {
-    uint64_t both = (uint64_t)b << 32 | a;
-    uint32_t x = 0;
-    for (int i = 0; i < 4; i++) {
-        uint32_t digit = digits >> 4 * i, byte = (uint32_t)(both >> 8 * (digit & 7)) & 255;
-        x |= (digit & 8 ? (byte >> 7) * 255 : byte) << 8 * i;
-    }
-    return x;
-}
-template <class T> T divided(T a, T b) { return b == 0 ? (T)-1 : (b == (T)-1 ? (T)(0 - a) : (T)(a / b)); }
-
 // --- one result out of one to three registers -----------------------------------------------------------------------------
 
 #define GET(T, n) w.get<T>(i.slots[n], l)
-#define ONE(name, R, A, expression) {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { A a = GET(A, 1); w.set<R>(i.slots[0], l, (R)(expression)); }); }, Kind::PLAIN}},
-#define TWO(name, R, A, B, expression) {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { A a = GET(A, 1); B b = GET(B, 2); w.set<R>(i.slots[0], l, (R)(expression)); }); }, Kind::PLAIN}},
-#define THREE(name, R, A, B, C, expression) {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { A a = GET(A, 1); B b = GET(B, 2); C c = GET(C, 3); w.set<R>(i.slots[0], l, (R)(expression)); }); }, Kind::PLAIN}},
+#define EACH_LANE(name, statement) \
+    {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { statement; }); }, Kind::PLAIN}},
+#define ONE(name, R, A, expression) EACH_LANE(name, A a = GET(A, 1); w.set<R>(i.slots[0], l, (R)(expression)))
+#define TWO(name, R, A, B, expression) EACH_LANE(name, A a = GET(A, 1); B b = GET(B, 2); w.set<R>(i.slots[0], l, (R)(expression)))
+#define THREE(name, R, A, B, C, expression) \
+    EACH_LANE(name, A a = GET(A, 1); B b = GET(B, 2); C c = GET(C, 3); w.set<R>(i.slots[0], l, (R)(expression)))
 #define SAME(name, T, expression) TWO(name, T, T, T, expression)
 #define COMPARE(name, T, expression) TWO("setp." name, uint32_t, T, T, (expression) ? 1 : 0)
 #define COMPARE_ALL(type, T) \
-    COMPARE("eq." type, T, a == b) COMPARE("lt." type, T, a < b) COMPARE("le." type, T, a <= b) COMPARE("gt." type, T, a > b) COMPARE("ge." type, T, a >= b)
+    COMPARE("eq." type, T, a == b) COMPARE("lt." type, T, a < b) COMPARE("le." type, T, a <= b) COMPARE("gt." type, T, a > b) \
+    COMPARE("ge." type, T, a >= b)
 #define INTEGERS(type, T, U) \
     SAME("add." type, T, (U)a + (U)b) SAME("sub." type, T, (U)a - (U)b) SAME("mul.lo." type, T, (U)a * (U)b) SAME("div." type, T, divided<T>(a, b)) \
-    SAME("rem." type, T, b == 0 ? a : (T)((U)a - (U)divided<T>(a, b) * (U)b)) SAME("min." type, T, std::min(a, b)) SAME("max." type, T, std::max(a, b)) \
+    SAME("rem." type, T, b == 0 ? a : (T)((U)a - (U)divided<T>(a, b) * (U)b)) SAME("min." type, T, std::min(a, b)) \
+    SAME("max." type, T, std::max(a, b)) \
     ONE("neg." type, T, T, 0 - (U)a) TWO("shr." type, T, T, uint32_t, shifted_right<T>(a, b)) THREE("mad.lo." type, T, T, T, T, (U)a * (U)b + (U)c) \
     ONE("mov." type, T, T, a) THREE("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE_ALL(type, T) COMPARE("ne." type, T, a != b)
 #define BITS(type, T) \
-    SAME("and." type, T, a & b) SAME("or." type, T, a | b) SAME("xor." type, T, a ^ b) ONE("not." type, T, T, ~a) TWO("shl." type, T, T, uint32_t, shifted_left<T>(a, b)) \
+    SAME("and." type, T, a & b) SAME("or." type, T, a | b) SAME("xor." type, T, a ^ b) ONE("not." type, T, T, ~a) \
+    TWO("shl." type, T, T, uint32_t, shifted_left<T>(a, b)) \
     THREE("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE("eq." type, T, a == b) COMPARE("ne." type, T, a != b)
 #define FLOATS(type, T) \
-    SAME("add." type, T, a + b) SAME("add.rn." type, T, a + b) SAME("sub." type, T, a - b) SAME("mul." type, T, a * b) SAME("mul.rn." type, T, a * b) SAME("div.rn." type, T, a / b) \
-    THREE("fma.rn." type, T, T, T, T, std::fma(a, b, c)) SAME("max." type, T, std::fmax(a, b)) SAME("min." type, T, std::fmin(a, b)) ONE("neg." type, T, T, -a) \
+    SAME("add." type, T, a + b) SAME("add.rn." type, T, a + b) SAME("sub." type, T, a - b) SAME("mul." type, T, a * b) \
+    SAME("mul.rn." type, T, a * b) SAME("div.rn." type, T, a / b) \
+    THREE("fma.rn." type, T, T, T, T, std::fma(a, b, c)) SAME("max." type, T, std::fmax(a, b)) SAME("min." type, T, std::fmin(a, b)) \
+    ONE("neg." type, T, T, -a) \
     ONE("abs." type, T, T, std::fabs(a)) ONE("sqrt.rn." type, T, T, std::sqrt(a)) ONE("rcp.rn." type, T, T, 1 / a) ONE("mov." type, T, T, a) \
-    THREE("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE_ALL(type, T) COMPARE("ne." type, T, a < b || a > b) COMPARE("equ." type, T, !(a < b || a > b)) \
-    COMPARE("neu." type, T, !(a == b)) COMPARE("ltu." type, T, !(a >= b)) COMPARE("leu." type, T, !(a > b)) COMPARE("gtu." type, T, !(a <= b)) COMPARE("geu." type, T, !(a < b)) \
+    THREE("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE_ALL(type, T) COMPARE("ne." type, T, a < b || a > b) \
+    COMPARE("equ." type, T, !(a < b || a > b)) \
+    COMPARE("neu." type, T, !(a == b)) COMPARE("ltu." type, T, !(a >= b)) COMPARE("leu." type, T, !(a > b)) \
+    COMPARE("gtu." type, T, !(a <= b)) COMPARE("geu." type, T, !(a < b)) \
     COMPARE("num." type, T, !std::isnan(a) && !std::isnan(b)) COMPARE("nan." type, T, std::isnan(a) || std::isnan(b))
 #define CONVERT(to, from, R, A) ONE("cvt." to "." from, R, A, a)
 
@@ -315,32 +252,52 @@ inline const Opcode* find_opcode(const std::string& name) {
         SAME("mul.hi.u32", uint32_t, (uint64_t)a * b >> 32) TWO("mul.wide.s32", int64_t, int32_t, int32_t, (int64_t)a * b)
         TWO("mul.wide.u32", uint64_t, uint32_t, uint32_t, (uint64_t)a * b) TWO("mul.wide.u16", uint32_t, uint16_t, uint16_t, (uint32_t)a * b)
         THREE("fma.rm.f32", float, float, float, float, rounded_down(a, b, c)) SAME("copysign.f32", float, std::copysign(b, a))
-        SAME("div.approx.f32", float, a / b) ONE("ex2.approx.f32", float, float, std::exp2(a)) ONE("ex2.approx.ftz.f32", float, float, flushed(std::exp2(flushed(a))))
-        ONE("rcp.approx.ftz.f32", float, float, flushed(1 / flushed(a))) ONE("rsqrt.approx.f32", float, float, 1 / std::sqrt(a)) ONE("rsqrt.approx.ftz.f32", float, float, flushed(1 / std::sqrt(flushed(a)))) ONE("lg2.approx.f32", float, float, std::log2(a))
+        SAME("div.approx.f32", float, a / b) ONE("ex2.approx.f32", float, float, std::exp2(a))
+        ONE("ex2.approx.ftz.f32", float, float, flushed(std::exp2(flushed(a))))
+        ONE("rcp.approx.ftz.f32", float, float, flushed(1 / flushed(a))) ONE("rsqrt.approx.f32", float, float, 1 / std::sqrt(a))
+        ONE("rsqrt.approx.ftz.f32", float, float, flushed(1 / std::sqrt(flushed(a)))) ONE("lg2.approx.f32", float, float, std::log2(a))
         ONE("rcp.approx.ftz.f64", double, double, 1 / a)
-        {"bfi.b32", {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { w.set(i.slots[0], l, inserted<uint32_t>(GET(uint32_t, 1), GET(uint32_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))); }); }, Kind::PLAIN}},
-        {"bfi.b64", {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { w.set(i.slots[0], l, inserted<uint64_t>(GET(uint64_t, 1), GET(uint64_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))); }); }, Kind::PLAIN}},
+        EACH_LANE("bfi.b32", w.set(i.slots[0], l, inserted<uint32_t>(GET(uint32_t, 1), GET(uint32_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))))
+        EACH_LANE("bfi.b64", w.set(i.slots[0], l, inserted<uint64_t>(GET(uint64_t, 1), GET(uint64_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))))
         THREE("prmt.b32", uint32_t, uint32_t, uint32_t, uint32_t, permuted(a, b, c)) ONE("mov.b16", uint16_t, uint16_t, a)
         {"mov.b32", {[](Warp& w, const Instruction& i, uint32_t lanes) { pack(w, i, lanes, 4); }, Kind::PLAIN}},
         {"mov.b64", {[](Warp& w, const Instruction& i, uint32_t lanes) { pack(w, i, lanes, 8); }, Kind::PLAIN}},
         // conversions
-        CONVERT("s64", "s32", int64_t, int32_t) CONVERT("u64", "u32", uint64_t, uint32_t) CONVERT("u32", "u64", uint32_t, uint64_t) CONVERT("u16", "u32", uint16_t, uint32_t)
-        CONVERT("u16", "u64", uint16_t, uint64_t) CONVERT("u32", "u16", uint32_t, uint16_t) CONVERT("s32", "s16", int32_t, int16_t) CONVERT("u64", "u16", uint64_t, uint16_t)
-        CONVERT("f64", "f32", double, float) CONVERT("rn.f32", "f64", float, double) CONVERT("rn.f32", "s32", float, int32_t) CONVERT("rn.f32", "u32", float, uint32_t)
+        CONVERT("s64", "s32", int64_t, int32_t) CONVERT("u64", "u32", uint64_t, uint32_t) CONVERT("u32", "u64", uint32_t, uint64_t)
+        CONVERT("u16", "u32", uint16_t, uint32_t)
+        CONVERT("u16", "u64", uint16_t, uint64_t) CONVERT("u32", "u16", uint32_t, uint16_t) CONVERT("s32", "s16", int32_t, int16_t)
+        CONVERT("u64", "u16", uint64_t, uint16_t)
+        CONVERT("f64", "f32", double, float) CONVERT("rn.f32", "f64", float, double) CONVERT("rn.f32", "s32", float, int32_t)
+        CONVERT("rn.f32", "u32", float, uint32_t)
         CONVERT("rn.f32", "s64", float, int64_t) CONVERT("rn.f32", "u64", float, uint64_t)
         ONE("cvt.f32.f16", float, uint16_t, f16_to_float(a)) ONE("cvt.rn.f16.f32", uint16_t, float, to_f16_bits(a))
         ONE("cvt.sat.f32.f32", float, float, std::isnan(a) ? 0 : std::min(std::max(a, 0.0f), 1.0f))
-        TWO("cvt.rn.bf16x2.f32", uint32_t, float, float, to_bf16_bits(a) << 16 | to_bf16_bits(b)) TWO("cvt.rn.satfinite.e4m3x2.f32", uint16_t, float, float, to_e4m3(a) << 8 | to_e4m3(b))
+        TWO("cvt.rn.bf16x2.f32", uint32_t, float, float, to_bf16_bits(a) << 16 | to_bf16_bits(b))
+        TWO("cvt.rn.satfinite.e4m3x2.f32", uint16_t, float, float, to_e4m3(a) << 8 | to_e4m3(b))
         TWO("cvt.rn.satfinite.e5m2x2.f32", uint16_t, float, float, to_e5m2(a) << 8 | to_e5m2(b))
-        ONE("cvta.to.global.u64", uint64_t, uint64_t, a) ONE("cvta.global.u64", uint64_t, uint64_t, a) ONE("cvta.shared.u64", uint64_t, uint64_t, a + SHARED_WINDOW)
-        ONE("cvta.to.shared.u64", uint64_t, uint64_t, a - SHARED_WINDOW) ONE("cvta.local.u64", uint64_t, uint64_t, a + LOCAL_WINDOW) ONE("cvta.to.local.u64", uint64_t, uint64_t, a - LOCAL_WINDOW)
+        ONE("cvta.to.global.u64", uint64_t, uint64_t, a) ONE("cvta.global.u64", uint64_t, uint64_t, a)
+        ONE("cvta.shared.u64", uint64_t, uint64_t, a + SHARED_WINDOW)
+        ONE("cvta.to.shared.u64", uint64_t, uint64_t, a - SHARED_WINDOW) ONE("cvta.local.u64", uint64_t, uint64_t, a + LOCAL_WINDOW)
+        ONE("cvta.to.local.u64", uint64_t, uint64_t, a - LOCAL_WINDOW)
         // copies, and what a warp or a block does together
-        {"cp.async.cg.shared.global", {begin_copy, Kind::PLAIN}}, {"cp.async.ca.shared.global", {begin_copy, Kind::PLAIN}}, {"cp.async.commit_group", {close_copies, Kind::PLAIN}},
-        {"cp.async.wait_group", {await_copies, Kind::PLAIN}}, {"shfl.sync.bfly.b32", {shuffle, Kind::TOGETHER}}, {"vote.sync.all.pred", {vote<true>, Kind::TOGETHER}},
-        {"vote.sync.any.pred", {vote<false>, Kind::TOGETHER}}, {"redux.sync.max.s32", {reduce<true>, Kind::TOGETHER}}, {"redux.sync.min.s32", {reduce<false>, Kind::TOGETHER}},
-        {"bar.warp.sync", {meet, Kind::TOGETHER}}, {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {multiply, Kind::TOGETHER}},
-        {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", {load_matrices<false>, Kind::TOGETHER}}, {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", {load_matrices<true>, Kind::TOGETHER}},
-        {"bra", {nullptr, Kind::BRANCH}}, {"bra.uni", {nullptr, Kind::BRANCH}}, {"ret", {nullptr, Kind::EXIT}}, {"exit", {nullptr, Kind::EXIT}}, {"bar.sync", {nullptr, Kind::BARRIER}},
+        {"cp.async.cg.shared.global", {begin_copy, Kind::PLAIN}},
+        {"cp.async.ca.shared.global", {begin_copy, Kind::PLAIN}},
+        {"cp.async.commit_group", {close_copies, Kind::PLAIN}},
+        {"cp.async.wait_group", {await_copies, Kind::PLAIN}},
+        {"shfl.sync.bfly.b32", {shuffle, Kind::TOGETHER}},
+        {"vote.sync.all.pred", {vote<true>, Kind::TOGETHER}},
+        {"vote.sync.any.pred", {vote<false>, Kind::TOGETHER}},
+        {"redux.sync.max.s32", {reduce<true>, Kind::TOGETHER}},
+        {"redux.sync.min.s32", {reduce<false>, Kind::TOGETHER}},
+        {"bar.warp.sync", {meet, Kind::TOGETHER}},
+        {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {multiply, Kind::TOGETHER}},
+        {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", {load_matrices<false>, Kind::TOGETHER}},
+        {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", {load_matrices<true>, Kind::TOGETHER}},
+        {"bra", {nullptr, Kind::BRANCH}},
+        {"bra.uni", {nullptr, Kind::BRANCH}},
+        {"ret", {nullptr, Kind::EXIT}},
+        {"exit", {nullptr, Kind::EXIT}},
+        {"bar.sync", {nullptr, Kind::BARRIER}},
     };
     auto found = all.find(name);
     return found == all.end() ? nullptr : &found->second;

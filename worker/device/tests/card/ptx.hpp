@@ -363,7 +363,8 @@ class Parser {
         if (const Opcode* known = find_opcode(opcode)) {
             i.run = known->run;
             i.kind = known->kind;
-            bool masked = opcode.rfind("shfl", 0) == 0 || opcode.rfind("vote", 0) == 0 || opcode.rfind("redux", 0) == 0 || opcode == "bar.warp.sync";
+            bool masked = opcode == "bar.warp.sync";
+            for (const char* begin : {"shfl", "vote", "redux"}) masked |= opcode.rfind(begin, 0) == 0;
             if (masked) i.members = i.slots[--i.count];
             return;
         }
@@ -373,7 +374,8 @@ class Parser {
             dot = std::min(opcode.find('.', at), opcode.size());
             parts.push_back(opcode.substr(at, dot - at));
         }
-        static const std::map<std::string, Space> spaces = {{"global", Space::GLOBAL}, {"shared", Space::SHARED}, {"local", Space::LOCAL}, {"param", Space::PARAM}};
+        static const std::map<std::string, Space> spaces = {
+            {"global", Space::GLOBAL}, {"shared", Space::SHARED}, {"local", Space::LOCAL}, {"param", Space::PARAM}};
         std::string kept = parts[0];
         i.run = find_access(kept);
         if (!i.run || parts.size() < 2) stop("PTX: " + i.text + " isn't known");

@@ -169,8 +169,8 @@ class Grid {
             for (at[1] = 0; at[1] < grid[1]; at[1]++)
                 for (at[0] = 0; at[0] < grid[0]; at[0]++) run_block(at, backwards);
         if (getenv("CARD_COUNTS"))
-            fprintf(stderr, "%s: %llu instructions of warps, %llu bytes of the card's memory\n", block.kernel->name.c_str(), (unsigned long long)block.instructions,
-                    (unsigned long long)block.bytes);
+            fprintf(stderr, "%s: %llu instructions of warps, %llu bytes of the card's memory\n", block.kernel->name.c_str(),
+                    (unsigned long long)block.instructions, (unsigned long long)block.bytes);
     }
 
   private:
