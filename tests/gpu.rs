@@ -207,8 +207,8 @@ fn a_job_may_time_products() {
     let fast = [&shared[..], &["train.numerics=fast"]].concat();
     let timed = Ran::of(&job(&place, &fast, none)).succeeded();
     assert!(chosen() > 3, "{} choices", chosen());
-    // The emulated library's algorithms differ in time alone.
-    assert_eq!(timed.losses(), one.losses());
+    // The emulated library's algorithms differ in time alone, sums of gradients in their order.
+    assert!(apart(&timed, &one) < 1e-5, "{}", apart(&timed, &one));
 }
 
 /// With graphs, where they fail, and where the clock decides: the same losses, and one word about it.

@@ -157,8 +157,7 @@ struct Memory<'a> {
 
 impl Memory<'_> {
     fn estimate(&self, rank: u32) -> MemoryEstimate {
-        let policy =
-            Policy::of_stage(self.train.zero.stage).with_experts(self.train.experts.parallel as usize);
+        let policy = Policy::of(self.train);
         let weights = weights_of(self.train);
         let dtype = weights.dtype;
         let own: u64 = self.own_lengths(rank as usize).iter().sum::<usize>() as u64;
@@ -300,6 +299,10 @@ impl Memory<'_> {
                 (_, false) => own,
                 (_, true) => 2 * own,
             };
+            if policy.in_order && mine > 1 {
+                let gradients = whole + finished + self.added_gradients(rank);
+                return (self.gathered(policy, rank), gradients as u64);
+            }
             // What a backward writes of a unit that is frozen in part, before its trained tensors are put together.
             let mixed = trained.filter(|u| !u.all_trained()).map(Unit::len).max().unwrap_or(0);
             return (self.gathered(policy, rank), (whole * buffers(mine, true) + finished + mixed) as u64);
@@ -313,8 +316,22 @@ impl Memory<'_> {
                 pool.give(in_flight.pop_front().unwrap_or(0));
             }
         }
-        let gradients = pool.allocated + own * buffers(s.slots, false);
-        (self.gathered(policy, rank), gradients as u64)
+        let sums = if policy.in_order { 1 } else { buffers(s.slots, false) };
+        (self.gathered(policy, rank), (pool.allocated + own * sums) as u64)
+    }
+
+    /// Elements of the gradients that are added to a sum, at their peak: of the head or a layer, and of a tied embedding, which the
+    /// head begins.
+    fn added_gradients(&self, rank: usize) -> usize {
+        let mut pool = PoolPlan::default();
+        let mut units = self.mine(rank).filter(|u| u.any_trained()).map(Unit::len).collect::<VecDeque<_>>();
+        let embedding = if self.model.tied() { units.pop_front().map(|len| pool.take(len)) } else { None };
+        for len in units.into_iter().rev() {
+            let taken = pool.take(len);
+            pool.give(taken);
+        }
+        embedding.into_iter().for_each(|taken| pool.give(taken));
+        pool.allocated
     }
 
     /// Elements of one state vector that are in memory at once when states lie in files: those of one unit and the next.

@@ -162,8 +162,7 @@ impl Parameters {
             .map_err(|(key, why)| Error::job(format!("{key}: {why}")))?;
         let mut units = experts::units(self.model.as_ref(), placement.as_ref());
         trained::choose(&mut units, &self.model.ties(), &train).map_err(|f| of_job(&f))?;
-        let parallel = placement.as_ref().map_or(1, |p| p.parallel);
-        let policy = Policy::of_stage(train.zero.stage).with_experts(parallel);
+        let policy = Policy::of(&train);
         let slots = (train.batch.global / train.batch.micro) as usize;
         let (zero, weights) = (&train.zero, weights_of(&train));
         let held = (zero.prefetch as usize, zero.max_live_parameters);

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
-use contract::job::{Precision, Recompute, TrainSpec};
+use contract::job::{Numerics, Precision, Recompute, TrainSpec};
 
 const STEPS: u64 = 4;
 
@@ -215,4 +215,38 @@ fn a_loss_that_is_not_finite_changes_nothing() {
                 .all(|(a, b)| a.to_bits() == b.to_bits())
         );
     });
+}
+
+/// Gradients added up as they come: one sum for any number of slots, the same bits for any number of workers where each round is
+/// reduced (stages 2 and 3), and numbers that differ from the tree's in the last places elsewhere.
+#[test]
+fn sums_in_the_order_of_slots() {
+    for tied in [false, true] {
+        let make = |stage, numerics| {
+            let mut s = train_spec(odd_model(), stage, 7, 1, 11);
+            s.model.tie_word_embeddings = tied;
+            s.freeze = if tied { vec!["*.0.mlp.*".into()] } else { Vec::new() };
+            TrainSpec { numerics, ..s }
+        };
+        let tree = fresh_run(&make(0, Numerics::Reproducible), 1, 1, STEPS);
+        let expected = fresh_run(&make(0, Numerics::Fast), 1, 1, STEPS);
+        let near = |found: &[(u64, u64)], what: &str| {
+            for (a, b) in found.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
+                let (a, b) = (f64::from_bits(a), f64::from_bits(b));
+                assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a}, {b}");
+            }
+        };
+        near(&expected, "1 worker");
+        assert_ne!(expected, tree, "sums of seven slots in another order have other bits");
+        for (stage, world) in [(1, 1), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 3), (3, 8)] {
+            assert_eq!(
+                fresh_run(&make(stage, Numerics::Fast), world, 1, STEPS),
+                expected,
+                "{stage}, {world}"
+            );
+        }
+        for (stage, world) in [(0, 2), (0, 3), (1, 2), (1, 4), (1, 8)] {
+            near(&fresh_run(&make(stage, Numerics::Fast), world, 1, STEPS), &format!("{stage}, {world}"));
+        }
+    }
 }

@@ -154,7 +154,7 @@ impl Engine {
             let params = RwLock::new(params);
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
             let summed = if policy.shard_gradients { trained[rank] } else { of_owners(unit.trained_len()) };
-            let grads = Mutex::new(FoldStack::new(summed));
+            let grads = Mutex::new(policy.sums(summed));
             Ok(Shard { unit, part, trained, params, rounded, whole, grads })
         });
         let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
@@ -368,7 +368,8 @@ impl Engine {
     /// A buffer for the whole gradient of unit `u`, content unspecified.
     pub fn gradient(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        needed_for("gradients", || match self.reduces_at_once() || !unit.all_trained() {
+        let elsewhere = self.reduces_at_once() || !unit.all_trained() || self.adds(u);
+        needed_for("gradients", || match elsewhere {
             true => lock(&self.whole_grads).take(ops, unit.len()),
             false => lock(&self.shards[u].grads).take(ops),
         })
@@ -388,6 +389,26 @@ impl Engine {
         packed
     }
 
+    /// Is there a sum of unit `u` already, to which a gradient that lies elsewhere is added?
+    fn adds(&self, u: usize) -> bool {
+        self.policy.in_order && !lock(&self.shards[u].grads).is_empty()
+    }
+
+    /// Adds one slot's whole gradient of unit `u` to the sums that this rank keeps.
+    fn keep(&self, u: usize, slot: usize, mut gradient: Buf) {
+        let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
+        if !self.adds(u) {
+            let own = self.trained_gradient(u, gradient);
+            return lock(&self.shards[u].grads).push_owned(ops, Run::slot(slot), own);
+        }
+        if !unit.all_trained() {
+            unit.pack_trained(ops, gradient.view_mut());
+        }
+        let trained = gradient.view().slice(0..unit.trained_len());
+        lock(&self.shards[u].grads).push(ops, Run::slot(slot), trained);
+        lock(&self.whole_grads).give(gradient);
+    }
+
     fn reduces_at_once(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }
@@ -403,8 +424,7 @@ impl Engine {
         }
         if !self.reduces_at_once() {
             if let (Some(g), Some(slot)) = (gradient, self.slots.slot(self.rank, round)) {
-                let g = self.trained_gradient(u, g);
-                lock(&self.shards[u].grads).push_owned(self.ops.as_ref(), Run::slot(slot), g);
+                self.keep(u, slot, g);
             }
             return Ok(());
         }
@@ -497,14 +517,14 @@ impl Engine {
             let sum = lock(&self.shards[u].grads).finish(self.ops.as_ref());
             return Ok(sum.unwrap_or_else(|| self.zeros(own)));
         }
-        let (shards, ops, slots) = (self.shards.clone(), self.ops.clone(), self.slots);
+        let (shards, ops, slots, policy) = (self.shards.clone(), self.ops.clone(), self.slots, self.policy);
         self.queue.run(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut whole = lock(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
-            let mut fold = FoldStack::new(own);
+            let mut fold = policy.sums(own);
             comm.reduce_scatter_fold(&partials, &s.trained, &mut |from, index, piece| {
-                fold.push(ops.as_ref(), partial_run(slots, from, index), piece);
+                fold.push(ops.as_ref(), partial_run(policy, slots, from, index), piece);
             })?;
             drop(partials);
             whole.clear();
@@ -621,8 +641,11 @@ fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
 }
 
 /// The run of slots behind the `index`-th partial that rank `from` kept.
-fn partial_run(slots: Slots, from: usize, index: usize) -> Run {
+fn partial_run(policy: Policy, slots: Slots, from: usize, index: usize) -> Run {
     let mine: Vec<usize> = (0..slots.rounds()).filter_map(|r| slots.slot(from, r)).collect();
     let range = mine.first().map_or(0..0, |&a| a..a + mine.len());
+    if policy.in_order {
+        return Run { start: range.start, len: range.len() };
+    }
     maximal_runs(range).get(index).copied().unwrap_or(Run { start: 0, len: 0 })
 }

@@ -3,6 +3,9 @@
 //! A partial is the sum of an aligned run of slots whose length is a power of two. Partials are pushed in slot order; two
 //! siblings merge at once, so at most log₂(slots) + 1 are kept. What is left at the end is folded from the right.
 //! Pushing single slots or already merged partials gives the same bits.
+//!
+//! Or, where that is asked for ([`FoldStack::in_order`]), one partial to which each run is added that follows it: one vector however
+//! many slots there are, and bits that depend on what was summed elsewhere before.
 use device::{Buf, Dtype, Ops, View};
 
 /// An aligned run of slots, `start % len == 0`, `len` a power of two.
@@ -27,6 +30,12 @@ impl Run {
             && right.start == self.start + self.len;
         siblings.then_some(Run { start: self.start, len: 2 * self.len })
     }
+
+    /// Both, where `right` begins where `self` ends.
+    fn followed_by(self, right: Run) -> Option<Run> {
+        let len = self.len + right.len;
+        (right.start == self.start + self.len).then_some(Run { start: self.start, len })
+    }
 }
 
 /// The runs that are left after pushing single slots `range` in order.
@@ -46,6 +55,7 @@ pub fn maximal_runs(range: std::ops::Range<usize>) -> Vec<Run> {
 /// Partials of vectors of one length, kept until they can be merged.
 pub struct FoldStack {
     len: usize,
+    in_order: bool,
     stack: Vec<(Run, Buf)>,
     free: Vec<Buf>,
 }
@@ -53,7 +63,18 @@ pub struct FoldStack {
 impl FoldStack {
     /// For vectors of `len` elements.
     pub fn new(len: usize) -> Self {
-        FoldStack { len, stack: Vec::new(), free: Vec::new() }
+        FoldStack { len, in_order: false, stack: Vec::new(), free: Vec::new() }
+    }
+
+    /// The same, in which what comes is added to what came before.
+    pub fn in_order(len: usize) -> Self {
+        FoldStack { in_order: true, ..FoldStack::new(len) }
+    }
+
+    /// What the last partial and `right` become together, if they are summed now.
+    fn merged(&self, right: Run) -> Option<Run> {
+        let (left, _) = self.stack.last()?;
+        if self.in_order { left.followed_by(right) } else { left.merge(right) }
     }
 
     /// Elements of a vector.
@@ -76,7 +97,7 @@ impl FoldStack {
     /// Adds a partial that lies elsewhere; it is added straight into its left sibling when that is on top.
     pub fn push(&mut self, ops: &dyn Ops, run: Run, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
-        match self.stack.last().and_then(|(left, _)| left.merge(run)) {
+        match self.merged(run) {
             Some(merged) => {
                 let (_, mut sum) = self.stack.pop().expect("just seen");
                 ops.add(sum.view_mut(), x);
@@ -93,7 +114,7 @@ impl FoldStack {
     /// Adds a partial, taking its buffer.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut run: Run, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
-        while let Some(merged) = self.stack.last().and_then(|(left, _)| left.merge(run)) {
+        while let Some(merged) = self.merged(run) {
             let (_, mut left) = self.stack.pop().expect("just seen");
             ops.add(left.view_mut(), sum.view());
             self.free.push(std::mem::replace(&mut sum, left));
@@ -203,6 +224,19 @@ mod tests {
                 }
             }
             prop_assert_eq!(owner.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+        }
+
+        #[test]
+        fn in_order_each_is_added_to_those_before(x in prop::collection::vec(-1e6f32..1e6, 1..40)) {
+            let ops = Cpu::new(1);
+            let mut sum = FoldStack::in_order(1);
+            for (s, &v) in x.iter().enumerate() {
+                let one = Buf::from_slice(&[v]);
+                if s % 3 == 0 { sum.push_owned(&ops, Run::slot(s), one) } else { sum.push(&ops, Run::slot(s), one.view()) }
+                prop_assert_eq!(sum.partials().map(|(run, _)| run).collect::<Vec<_>>(), [Run { start: 0, len: s + 1 }]);
+            }
+            let expected = x.iter().copied().reduce(|a, b| a + b).unwrap();
+            prop_assert_eq!(sum.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
         }
 
         #[test]

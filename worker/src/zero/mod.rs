@@ -9,7 +9,10 @@ pub mod partition;
 pub mod pool;
 pub mod queue;
 
-/// What a ZeRO stage means, as three independent choices.
+use contract::job::{Numerics, TrainSpec};
+use fold::FoldStack;
+
+/// What a ZeRO stage means, as three independent choices, and how gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
     /// Stage, for messages and checkpoints.
@@ -20,6 +23,8 @@ pub struct Policy {
     pub shard_gradients: bool,
     /// Parameters are gathered before use and released after.
     pub shard_parameters: bool,
+    /// Gradients of several slots are added up as they come, not by the fixed tree.
+    pub in_order: bool,
 }
 
 impl Policy {
@@ -30,7 +35,22 @@ impl Policy {
             shard_optimizer: stage >= 1,
             shard_gradients: stage >= 2,
             shard_parameters: stage >= 3,
+            in_order: false,
         }
+    }
+
+    /// What a job asks for.
+    pub fn of(train: &TrainSpec) -> Self {
+        let in_order = train.numerics == Numerics::Fast;
+        Policy {
+            in_order,
+            ..Policy::of_stage(train.zero.stage).with_experts(train.experts.parallel as usize)
+        }
+    }
+
+    /// Where gradients of `len` elements are summed over slots.
+    fn sums(&self, len: usize) -> FoldStack {
+        if self.in_order { FoldStack::in_order(len) } else { FoldStack::new(len) }
     }
 
     /// The same when experts are spread over groups of `parallel` ranks: a rank then has gradients of its experts for slots of

@@ -279,13 +279,14 @@ pub enum ScheduleName {
     Wsd,
 }
 
-/// `numerics:` — what products on GPUs may depend on.
+/// `numerics:` — what the bits of sums may depend on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Numerics {
     /// On nothing but the job: the same bits for any number of workers.
     #[default]
     Reproducible,
-    /// On the clock, too: of each product the library's algorithm that was the fastest on this host.
+    /// On the number of workers, since gradients are added up as they come, and on GPUs on the clock: of each product the
+    /// library's algorithm is taken that was the fastest on this host.
     Fast,
 }
 
