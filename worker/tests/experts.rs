@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
-use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Precision, Recompute, TrainSpec};
+use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Numerics, Precision, Recompute, TrainSpec};
 use std::collections::BTreeMap;
 use worker::{
     experts::Placement,
@@ -86,6 +86,20 @@ fn any_size_of_groups_and_placement() {
             s.recompute = if stage % 2 == 0 { Recompute::Block } else { Recompute::None };
             let got = fresh_run(&s, world, 1, 3);
             assert_eq!(got, expected, "world {world}, groups of {parallel}, {placement:?}, stage {stage}");
+        }
+    }
+}
+
+/// Gradients added up as they come, of experts on their own ranks too: the tree's but for the last places.
+#[test]
+fn sums_in_the_order_of_slots() {
+    let make = |parallel, stage, numerics| TrainSpec { numerics, ..spec(4, parallel, ExpertPlacement::Contiguous, stage) };
+    let tree = fresh_run(&make(1, 0, Numerics::Reproducible), 1, 1, 3);
+    for (parallel, stage, world) in [(1, 0, 1), (1, 3, 2), (2, 0, 2), (2, 3, 4), (4, 2, 4)] {
+        let found = fresh_run(&make(parallel, stage, Numerics::Fast), world, 1, 3);
+        for (a, b) in found.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
+            let (a, b) = (f64::from_bits(a), f64::from_bits(b));
+            assert!((a - b).abs() <= 1e-5 * b.abs(), "parallel {parallel}, stage {stage}, {world} ranks: {a}, {b}");
         }
     }
 }
