@@ -31,7 +31,7 @@ fn ranks_of_several_hosts_have_their_numbers() {
 #[test]
 fn a_failed_start_is_followed_by_another_with_the_same_count_everywhere() {
     let script = "echo $TORCHELASTIC_RESTART_COUNT/$TORCHELASTIC_MAX_RESTARTS >> count.$RANK; \
-                  while [ ! -e count.0 -o ! -e count.1 -o ! -e count.3 ]; do sleep 0.02; done; \
+                  while [ ! -s count.0 -o ! -s count.1 -o ! -s count.3 ]; do sleep 0.02; done; \
                   if [ $TORCHELASTIC_RESTART_COUNT-$RANK = 0-2 ]; then exit 3; fi; \
                   if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then sleep 100; fi";
     let job = Job::shell(2, script, &["restarts: 2", "grace: 1s"]);
