@@ -93,13 +93,19 @@ fn any_size_of_groups_and_placement() {
 /// Gradients added up as they come, of experts on their own ranks too: the tree's but for the last places.
 #[test]
 fn sums_in_the_order_of_slots() {
-    let make = |parallel, stage, numerics| TrainSpec { numerics, ..spec(4, parallel, ExpertPlacement::Balanced, stage) };
+    let make = |parallel, stage, numerics| TrainSpec {
+        numerics,
+        ..spec(4, parallel, ExpertPlacement::Balanced, stage)
+    };
     let tree = fresh_run(&make(1, 0, Numerics::Reproducible), 1, 1, 3);
     for (parallel, stage, world) in [(1, 0, 1), (1, 3, 2), (2, 0, 2), (2, 3, 4), (4, 2, 4)] {
         let found = fresh_run(&make(parallel, stage, Numerics::Fast), world, 1, 3);
         for (a, b) in found.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
             let (a, b) = (f64::from_bits(a), f64::from_bits(b));
-            assert!((a - b).abs() <= 1e-5 * b.abs(), "parallel {parallel}, stage {stage}, {world} ranks: {a}, {b}");
+            assert!(
+                (a - b).abs() <= 1e-5 * b.abs(),
+                "parallel {parallel}, stage {stage}, {world} ranks: {a}, {b}"
+            );
         }
     }
 }

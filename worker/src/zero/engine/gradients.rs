@@ -2,7 +2,7 @@
 use super::super::{
     Policy, Slots,
     fold::{FoldStack, Run, maximal_runs},
-    groups::{gather, trade_runs, runs_of},
+    groups::{gather, runs_of, trade_runs},
 };
 use super::{Engine, REDUCTIONS_IN_FLIGHT, lock};
 use comm::{Comm, Result};
