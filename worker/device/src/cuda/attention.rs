@@ -2,7 +2,8 @@
 //! elements, else in f32.
 use super::card::{Launch, Param};
 use super::compile::{ATTENTION, FLASH};
-use super::{Cuda, Tensor, expect_len, floats};
+use super::dnn::{Mask, Operands, Pass};
+use super::{Cuda, Tensor, expect_len, floats, must};
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::AttentionShape;
 use std::ffi::CStr;
@@ -172,11 +173,16 @@ pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: 
     check("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
     let lse = floats(lse.as_view());
     let fast = is_fast(&[o.dtype(), qkv.dtype()], s);
-    let starts = cuda.numbers("starts", starts);
     let (o, qkv) = (Tensor::from(&o), Tensor::from(qkv));
-    if fast {
-        return FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &starts]);
+    let own = || FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &cuda.numbers("starts", starts)]);
+    let operands = Operands { qkv: qkv.at, o: o.at, lse, ..Operands::default() };
+    if by_dnn(cuda, fast, s, starts, &operands, false, &own) {
+        return;
     }
+    if fast {
+        return own();
+    }
+    let starts = cuda.numbers("starts", starts);
     let arguments: [&dyn Param; 5] = [&o, &lse, &qkv, &starts, &Shape::new(s)];
     cuda.launch(ATTENTION, c"attention_forward", launch(cuda, s, s.heads, 3, 1), &arguments);
 }
@@ -196,21 +202,50 @@ pub(super) fn backward(
     expect_len(op, "dqkv", dqkv.len(), qkv.len());
     expect_len(op, "d_o", d_o.len(), o.len());
     let fast = is_fast(&[dqkv.dtype(), qkv.dtype(), d_o.dtype()], s);
-    let dots = cuda.scratch(lse.len() * size_of::<f32>());
-    let starts = cuda.numbers("starts", starts);
-    let (dqkv, d_o, qkv, lse, shape) =
-        (Tensor::from(&dqkv), Tensor::from(d_o), Tensor::from(qkv), floats(lse), Shape::new(s));
+    let bytes = lse.len() * size_of::<f32>();
+    let (dqkv, d_o, o, qkv, lse, shape) = (
+        Tensor::from(&dqkv),
+        Tensor::from(d_o),
+        Tensor::from(o),
+        Tensor::from(qkv),
+        floats(lse),
+        Shape::new(s),
+    );
     let grid = [s.t.div_ceil(TILE) as u32, s.heads as u32, s.b as u32];
     let of_queries = Launch { grid, block: [8 * TILE as u32, 1, 1], shared: 0 };
-    cuda.launch(ATTENTION, c"attention_dots", of_queries, &[&dots.at(), &d_o, &Tensor::from(o), &shape]);
-    if fast {
-        let arguments: [&dyn Param; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts];
-        BACKWARD_Q.launch(cuda, s, &arguments);
-        return BACKWARD_KV.launch(cuda, s, &arguments);
+    let own = || {
+        let dots = cuda.scratch(bytes);
+        let starts = cuda.numbers("starts", starts);
+        cuda.launch(ATTENTION, c"attention_dots", of_queries, &[&dots.at(), &d_o, &o, &shape]);
+        if fast {
+            let arguments: [&dyn Param; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts];
+            BACKWARD_Q.launch(cuda, s, &arguments);
+            return BACKWARD_KV.launch(cuda, s, &arguments);
+        }
+        let arguments: [&dyn Param; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts, &shape];
+        cuda.launch(ATTENTION, c"attention_backward_q", launch(cuda, s, s.heads, 4, 1), &arguments);
+        cuda.launch(ATTENTION, c"attention_backward_kv", launch(cuda, s, s.kv_heads, 4, 2), &arguments);
+    };
+    let operands = Operands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
+    if !by_dnn(cuda, fast, s, starts, &operands, true, &own) {
+        own();
     }
-    let arguments: [&dyn Param; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts, &shape];
-    cuda.launch(ATTENTION, c"attention_backward_q", launch(cuda, s, s.heads, 4, 1), &arguments);
-    cuda.launch(ATTENTION, c"attention_backward_kv", launch(cuda, s, s.kv_heads, 4, 2), &arguments);
+}
+
+/// Was the pass asked of cuDNN?
+fn by_dnn(
+    cuda: &Cuda,
+    fast: bool,
+    shape: AttentionShape,
+    starts: &[u32],
+    operands: &Operands,
+    is_backward: bool,
+    own: &dyn Fn(),
+) -> bool {
+    let Some(attentions) = cuda.attentions.get().filter(|_| shape.b * shape.t > 0) else { return false };
+    let mask = Mask::of(starts, shape.t).filter(|_| fast);
+    let pass = mask.map(|mask| Pass { shape, mask, is_backward });
+    must(attentions.run(cuda, pass, operands, own))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use super::libs::Found;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 macro_rules! library {
-    ($(#[$doc:meta])* $library:ident { $(fn $function:ident($($type:ty),* $(,)?) -> $result:ty;)* }) => {
+    ($(#[$doc:meta])* $library:ident of $needed:literal { $(fn $function:ident($($type:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
         #[allow(non_snake_case)]
         pub(super) struct $library {
@@ -29,7 +29,7 @@ macro_rules! library {
                                 let missing = stringify!($function);
                                 return Err(CudaError::TooOld {
                                     what: format!("{} has no {missing}", path.display()),
-                                    needed: "CUDA 12 or newer".to_owned(),
+                                    needed: concat!($needed, " or newer").to_owned(),
                                 });
                             }
                         }
@@ -48,7 +48,7 @@ pub(super) type Handle = *mut c_void;
 
 library! {
     /// `libcuda.so.1`
-    Driver {
+    Driver of "CUDA 12" {
         fn cuInit(c_uint) -> c_int;
         fn cuDriverGetVersion(*mut c_int) -> c_int;
         fn cuGetErrorName(c_int, *mut *const c_char) -> c_int;
@@ -144,7 +144,7 @@ pub(super) const OUT_OF_MEMORY: c_int = 2;
 
 library! {
     /// `libnvrtc.so`
-    Compiler {
+    Compiler of "CUDA 12" {
         fn nvrtcVersion(*mut c_int, *mut c_int) -> c_int;
         fn nvrtcGetErrorString(c_int) -> *const c_char;
         fn nvrtcGetNumSupportedArchs(*mut c_int) -> c_int;
@@ -163,7 +163,7 @@ library! {
 
 library! {
     /// `libcublasLt.so`
-    Blas {
+    Blas of "CUDA 12" {
         fn cublasLtGetVersion() -> usize;
         fn cublasLtGetStatusString(c_int) -> *const c_char;
         fn cublasLtCreate(*mut Handle) -> c_int;
@@ -235,3 +235,21 @@ pub(super) const SCALE_B: c_int = 18;
 pub(super) const MOST_WORKSPACE: c_int = 1;
 /// CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES; B, C and D follow
 pub(super) const LEAST_ALIGNMENT: c_int = 5;
+
+library! {
+    /// `libcudnn.so.9`: graphs of operations, which it compiles
+    Dnn of "cuDNN 9" {
+        fn cudnnGetVersion() -> usize;
+        fn cudnnGetErrorString(c_int) -> *const c_char;
+        fn cudnnGetLastErrorString(*mut c_char, usize) -> ();
+        fn cudnnCreate(*mut Handle) -> c_int;
+        fn cudnnDestroy(Handle) -> c_int;
+        fn cudnnSetStream(Handle, Handle) -> c_int;
+        fn cudnnBackendCreateDescriptor(c_int, *mut Handle) -> c_int;
+        fn cudnnBackendDestroyDescriptor(Handle) -> c_int;
+        fn cudnnBackendSetAttribute(Handle, c_int, c_int, i64, *const c_void) -> c_int;
+        fn cudnnBackendGetAttribute(Handle, c_int, c_int, i64, *mut i64, *mut c_void) -> c_int;
+        fn cudnnBackendFinalize(Handle) -> c_int;
+        fn cudnnBackendExecute(Handle, Handle, Handle) -> c_int;
+    }
+}

@@ -28,6 +28,8 @@ pub enum Wanted {
     Driver,
     Compiler,
     Blas,
+    /// Attention goes without it.
+    Dnn,
     Nccl,
 }
 
@@ -38,6 +40,7 @@ impl Wanted {
             Wanted::Driver => &["libcuda.so.1"],
             Wanted::Compiler => &["libnvrtc.so.13", "libnvrtc.so.12"],
             Wanted::Blas => &["libcublasLt.so.13", "libcublasLt.so.12"],
+            Wanted::Dnn => &["libcudnn.so.9"],
             Wanted::Nccl => &["libnccl.so.2"],
         }
     }
@@ -48,6 +51,7 @@ impl Wanted {
             Wanted::Driver => "the NVIDIA driver",
             Wanted::Compiler => "NVRTC, CUDA's run-time compiler",
             Wanted::Blas => "cuBLASLt, CUDA's matrix products",
+            Wanted::Dnn => "cuDNN, NVIDIA's attention",
             Wanted::Nccl => "NCCL, NVIDIA's collectives",
         }
     }
@@ -60,6 +64,9 @@ impl Wanted {
             }
             Wanted::Blas => {
                 "install a CUDA toolkit or `pip install nvidia-cublas`, or name its folder in LD_LIBRARY_PATH"
+            }
+            Wanted::Dnn => {
+                "install cuDNN or `pip install nvidia-cudnn-cu13`, or name its folder in LD_LIBRARY_PATH"
             }
             Wanted::Nccl => {
                 "install NCCL or `pip install nvidia-nccl-cu13`, or name its folder in LD_LIBRARY_PATH"

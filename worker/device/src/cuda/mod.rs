@@ -13,6 +13,7 @@ mod binding;
 mod card;
 mod classifier;
 mod compile;
+mod dnn;
 mod error;
 mod flat;
 mod fp8;
@@ -31,6 +32,7 @@ mod streams;
 
 pub use card::Facts;
 pub use classifier::logits_bytes;
+pub use dnn::{Attention, attention_plans};
 pub use error::{CudaError, Result};
 pub use graphs::Replayed;
 pub use libs::{Found, Places, Wanted};
@@ -42,6 +44,7 @@ use crate::storage::Stopped;
 use binding::Address;
 use card::{Card, Launch, Param};
 use compile::{Kernels, Nvrtc, Source};
+use dnn::Attentions;
 use graphs::Trial;
 use lists::Lists;
 use matmul::{Product, Products};
@@ -51,7 +54,7 @@ use std::{
     collections::HashMap,
     ffi::CStr,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     thread::{self, ThreadId},
 };
 use streams::Event;
@@ -60,6 +63,8 @@ use streams::Event;
 pub struct Cuda {
     kernels: Kernels,
     products: Products,
+    /// Where cuDNN is used.
+    attentions: OnceLock<Attentions>,
     /// Of each thread and stream: a place that one thread gives another list would be another's list, too.
     lists: Mutex<HashMap<(usize, ThreadId), Lists>>,
     /// Waits of a stream for a mark that are timed and not counted yet: begin and end.
@@ -105,7 +110,8 @@ impl Cuda {
         card.enter()?;
         let products = Products::open(places)?;
         let (lists, waits, trial) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Ok(Cuda { kernels, products, lists, waits, profile: Profile::default(), trial, card })
+        let (profile, attentions) = (Profile::default(), OnceLock::new());
+        Ok(Cuda { kernels, products, attentions, lists, waits, profile, trial, card })
     }
 
     /// The card.
@@ -151,6 +157,14 @@ impl Cuda {
     /// differ from card to card and from host to host, and with it the last bits of products.
     pub fn time_products(&self) {
         self.products.time_algorithms(&self.card, self.kernels.folder());
+    }
+
+    /// Says whose kernels attention is computed by from now on; cuDNN is looked for in `places`. Asked for once.
+    pub fn choose_attention(&self, how: Attention, places: &Places) -> Result<()> {
+        self.card.enter()?;
+        let opened = Attentions::open(how, &places.of_driver(self.card.facts.driver.0))?;
+        opened.into_iter().for_each(|attentions| drop(self.attentions.set(attentions)));
+        Ok(())
     }
 
     /// Why compiled kernels aren't kept for the next process, where they should have been.
@@ -299,7 +313,8 @@ pub fn find(places: &Places) -> Result<()> {
 }
 
 /// Version and path of each library that training on one GPU opens, by a short name, or why it can't be used.
-pub fn libraries(places: &Places) -> [(&'static str, Result<(String, PathBuf)>); 3] {
+/// Attention by cuDNN is the one that isn't needed.
+pub fn libraries(places: &Places) -> [(&'static str, Result<(String, PathBuf)>); 4] {
     let driver = card::version(places);
     let places = &driver.as_ref().map_or_else(|_| places.clone(), |((major, _), _)| places.of_driver(*major));
     let driver = driver.map(|((major, minor), path)| (format!("CUDA {major}.{minor}"), path));
@@ -307,7 +322,12 @@ pub fn libraries(places: &Places) -> [(&'static str, Result<(String, PathBuf)>);
         let (major, minor) = nvrtc.version;
         (format!("{major}.{minor}"), nvrtc.path.clone())
     });
-    [("driver", driver), ("NVRTC", compiler), ("cuBLASLt", matmul::version(places))]
+    [
+        ("driver", driver),
+        ("NVRTC", compiler),
+        ("cuBLASLt", matmul::version(places)),
+        ("cuDNN", dnn::version(places)),
+    ]
 }
 
 /// The images of all kernels for an architecture (`sm_90`), whatever card this machine has or lacks.

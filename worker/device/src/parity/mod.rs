@@ -51,7 +51,7 @@ const TOLERANCES: [(Dtype, usize, f64); 5] = [
 
 /// `rounds` random shapes of every family of ops, and shapes at which kernels do something else.
 pub fn run(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Row> {
-    let pair = Pair { cpu: Cpu::new(1), cuda };
+    let pair = Pair { cpu: Cpu::new(1), cuda, types: &TOLERANCES };
     type Case<'a> = Box<dyn Fn(&mut Random) -> Outcome + 'a>;
     let p = &pair;
     let random: [(&str, Case); 9] = [
@@ -100,6 +100,33 @@ pub fn run(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Row> {
         rows.push(row("products in fp8", products.into_iter().chain([fp8::codes(p)])));
     }
     rows
+}
+
+/// Attention on a card that cuDNN alone computes it for ([`Cuda::choose_attention`]): `rounds` random shapes, those of models, windows.
+pub fn by_cudnn(cuda: &Cuda, seed: u64, rounds: usize) -> Row {
+    let types = [TOLERANCES[0], (Dtype::Bf16, 8, TOLERANCES[0].2)];
+    let pair = Pair { cpu: Cpu::new(1), cuda, types: &types };
+    let mut r = Random::new(seed ^ (77 << 32));
+    let mut shapes: Vec<(usize, AttentionShape)> = (0..rounds)
+        .map(|_| {
+            let (kv_heads, t) = (r.from(1, 4), r.from(2, 200));
+            let shape =
+                AttentionShape::new(r.from(1, 4), t, kv_heads * r.from(1, 4), kv_heads, 8 * r.from(1, 17));
+            (if r.below(2) == 0 { usize::MAX } else { r.from(1, t) }, shape)
+        })
+        .collect();
+    let shape = AttentionShape::new;
+    shapes.extend([
+        (usize::MAX, shape(2, 256, 4, 4, 64)),
+        (usize::MAX, shape(1, 300, 7, 1, 64)),
+        (usize::MAX, shape(1, 130, 4, 1, 128)),
+        (100, AttentionShape { scale: 0.3, ..shape(1, 260, 2, 1, 128) }),
+    ]);
+    let cases = shapes.into_iter().enumerate();
+    row(
+        "attention by cuDNN",
+        cases.map(|(i, (window, shape))| cases::windowed_attention(&pair, i as u64, window, shape)),
+    )
 }
 
 fn attention(p: &Pair, r: &mut Random) -> Outcome {
@@ -270,6 +297,8 @@ impl Part {
 struct Pair<'a> {
     cpu: Cpu,
     cuda: &'a Cuda,
+    /// Element types, how far from their memory buffers begin, and how far apart results may be.
+    types: &'a [(Dtype, usize, f64)],
 }
 
 impl Pair<'_> {
@@ -287,7 +316,7 @@ impl Pair<'_> {
         run: impl Fn(&dyn Ops, &mut [Part]),
     ) -> Outcome {
         let mut worst = Worst::default();
-        for (dtype, shift, tolerance) in TOLERANCES.map(|(d, s, t)| (d, s, t.max(least))) {
+        for (dtype, shift, tolerance) in self.types.iter().map(|(d, s, t)| (*d, *s, t.max(least))) {
             let rounded: Vec<Vec<f32>> = given
                 .iter()
                 .map(|g| if g.any_type { self.through(dtype, &g.values) } else { g.values.clone() })

@@ -2,10 +2,14 @@
 use super::card;
 use std::ffi::{CString, c_char, c_long};
 
-/// How often a function of the driver was called in this process (`cuLaunchKernel`, without a version), or `cublasLtMatmul`.
+/// How often a function of the driver was called in this process (`cuLaunchKernel`, without a version), `cublasLtMatmul` or `cudnnBackendExecute`.
 pub(crate) fn calls(function: &str) -> i64 {
     let name = CString::new(function).expect("a name");
-    let file = if function.starts_with("cublas") { "libcublasLt.so.13" } else { "libcuda.so.1" };
+    let file = match &function[..5] {
+        "cubla" => "libcublasLt.so.13",
+        "cudnn" => "cudnn/libcudnn.so.9",
+        _ => "libcuda.so.1",
+    };
     // SAFETY: an emulated library, which is open already; the function is declared so there.
     unsafe {
         let library = libloading::Library::new(card::folder().join(file)).expect("an emulated library");

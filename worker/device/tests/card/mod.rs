@@ -10,11 +10,14 @@ use std::{
 };
 
 /// Library, source.
-const LIBRARIES: [(&str, &str); 3] = [
+const LIBRARIES: [(&str, &str); 4] = [
     ("libcuda.so.1", "libcuda.cpp"),
     ("libnvrtc.so.13", "libnvrtc.cpp"),
     ("libcublasLt.so.13", "libcublaslt.cpp"),
+    (CUDNN, "libcudnn.cpp"),
 ];
+/// In a folder of its own, `cudnn` of the others': attention goes without it.
+const CUDNN: &str = "libcudnn.so.9";
 const SOURCES: [&str; 8] = ["flat", "norm", "activation", "rows", "classifier", "attention", "flash", "fp8"];
 
 /// Where the emulated libraries lie; built by the first test that asks. `LAUNCH_TEST_CARD=compiled`: with NVIDIA's compiler.
@@ -55,10 +58,12 @@ pub(crate) fn compiled_folder() -> Option<PathBuf> {
     if !made.exists() {
         let new = made.with_extension(std::process::id().to_string());
         fs::create_dir_all(&new).expect("a folder");
-        for (library, _) in LIBRARIES {
+        for (library, _) in LIBRARIES.into_iter().filter(|(library, _)| *library != CUDNN) {
             fs::copy(source_folder().join(library), new.join(library)).expect("copied");
         }
-        std::os::unix::fs::symlink(nvrtc, new.join("nvrtc")).expect("a link");
+        for (name, of) in [("nvrtc", nvrtc), ("cudnn", source_folder().join("cudnn"))] {
+            std::os::unix::fs::symlink(of, new.join(name)).expect("a link");
+        }
         put(&new, &made);
     }
     Some(made)
@@ -89,7 +94,7 @@ fn device() -> PathBuf {
 /// In a folder of its own first: whoever else builds at the same time sees all of it or nothing.
 fn build(sources: &Path, kernels: &Path, made: &Path) {
     let new = made.with_extension(std::process::id().to_string());
-    fs::create_dir_all(&new).expect("a folder");
+    fs::create_dir_all(new.join("cudnn")).expect("a folder");
     fs::write(new.join("kernels.inc"), list_of_kernels(kernels)).expect("written");
     for (library, source) in LIBRARIES {
         let output = Command::new("c++")
@@ -110,7 +115,7 @@ fn build(sources: &Path, kernels: &Path, made: &Path) {
             .arg(sources)
             .arg(format!("-Wl,-soname,emulated-{library}"))
             .arg("-o")
-            .arg(new.join(library))
+            .arg(new.join(if library == CUDNN { "cudnn" } else { "" }).join(library))
             .arg(sources.join(source))
             .output()
             .expect("a C++ compiler (scripts/setup-tests installs one)");

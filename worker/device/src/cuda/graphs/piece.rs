@@ -1,6 +1,7 @@
 //! A piece of a stream's work that isn't asked for yet: kernels with their arguments, products, fills and copies, in order.
 use super::super::binding::{Address, KernelNode};
 use super::super::card::{Card, Function, Launch, Param};
+use super::super::dnn;
 use super::super::error::Result;
 use super::super::matmul::Asked;
 use std::{
@@ -20,6 +21,7 @@ enum Call {
         arguments: Range<usize>,
     },
     Product(Asked),
+    Plan(dnn::Asked),
     Zeros {
         at: Address,
         bytes: usize,
@@ -83,6 +85,10 @@ impl Piece {
         self.calls.push(Call::Product(asked));
     }
 
+    pub(in super::super) fn plan(&mut self, asked: dnn::Asked) {
+        self.calls.push(Call::Plan(asked));
+    }
+
     pub(in super::super) fn zeros(&mut self, at: Address, bytes: usize) {
         self.calls.push(Call::Zeros { at, bytes });
     }
@@ -106,6 +112,7 @@ impl Piece {
                     unsafe { card.start(name, *function, *shape, &mut pointers, card.stream)? };
                 }
                 Call::Product(asked) => asked.issue(card.stream)?,
+                Call::Plan(asked) => asked.issue(card.stream)?,
                 Call::Zeros { at, bytes } => card.fill_now(*at, *bytes, card.stream)?,
                 Call::Copy { to, from, bytes } => card.copy_now(*to, *from, *bytes, card.stream)?,
             }
@@ -188,6 +195,7 @@ impl Piece {
                     mix(&mut hash, [function.0.addr() as u64, arguments.end as u64]);
                 }
                 Call::Product(asked) => mix(&mut hash, asked.numbers()),
+                Call::Plan(asked) => mix(&mut hash, asked.numbers()),
                 Call::Zeros { at, bytes } => mix(&mut hash, [*at, *bytes as u64]),
                 Call::Copy { to, from, bytes } => mix(&mut hash, [*to, *from, *bytes as u64]),
             }

@@ -1,0 +1,190 @@
+//! Whose attention a shape gets: this program's kernels or the fastest of cuDNN's plans, as the job and the clock say.
+use super::super::Cuda;
+use super::super::card::Card;
+use super::super::error::{CudaError, Result};
+use super::super::libs::Places;
+use super::attention::Operands;
+use super::plan::{Asked, Plan};
+use super::{Dnn, Mask, Pass};
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// Runs of each that are timed together, after one that isn't.
+const RUNS: usize = 4;
+
+/// What no graph says.
+const STRANGE: &str = "several documents in a sequence, capped scores, dropout of probabilities, sequences of one token, operands that \
+                       aren't bf16, or heads of more than 128 elements or of no multiple of 8";
+
+/// Whose kernels attention is computed by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Attention {
+    /// This program's.
+    #[default]
+    Own,
+    /// cuDNN's, where it is there and faster.
+    Fastest,
+    /// cuDNN's alone.
+    Dnn,
+}
+
+/// What tells passes apart: sizes, scale, mask, direction.
+type Key = ([usize; 5], u32, Mask, bool);
+
+/// The open library and what was chosen.
+pub(in super::super) struct Attentions {
+    how: Attention,
+    dnn: Arc<Dnn>,
+    /// None: this program's kernels.
+    chosen: Mutex<HashMap<Key, Option<Arc<Plan>>>>,
+    /// Not said yet.
+    found: Mutex<VecDeque<String>>,
+}
+
+fn key(pass: &Pass) -> Key {
+    let s = pass.shape;
+    ([s.b, s.t, s.heads, s.kv_heads, s.head_dim], s.scale.to_bits(), pass.mask, pass.is_backward)
+}
+
+impl Attentions {
+    /// The card's context must be the thread's. None where cuDNN isn't wanted, or not there and not needed.
+    pub(in super::super) fn open(how: Attention, places: &Places) -> Result<Option<Attentions>> {
+        let opened = match how {
+            Attention::Own => return Ok(None),
+            Attention::Fastest => Dnn::open(places).ok(),
+            Attention::Dnn => Some(Dnn::open(places)?),
+        };
+        let of =
+            |dnn| Attentions { how, dnn: Arc::new(dnn), chosen: Mutex::default(), found: Mutex::default() };
+        Ok(opened.map(of))
+    }
+
+    /// What was found out since somebody last asked.
+    pub(in super::super) fn found(&self) -> Option<String> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
+    }
+
+    /// Asks for the pass; false where it is for this program's kernels, `own`.
+    pub(in super::super) fn run(
+        &self,
+        cuda: &Cuda,
+        pass: Option<Pass>,
+        at: &Operands,
+        own: &dyn Fn(),
+    ) -> Result<bool> {
+        let Some(pass) = pass.filter(|pass| pass.is_known(at)) else {
+            return if self.how == Attention::Dnn { Err(self.no_plan(STRANGE)) } else { Ok(false) };
+        };
+        let Some(plan) = self.chosen(cuda, &pass, at, own)? else { return Ok(false) };
+        let title = || format!("{} by cuDNN, {}", pass.describe(), direction(&pass));
+        cuda.piece(title, || self.ask(&cuda.card, &plan, &pass, at));
+        Ok(true)
+    }
+
+    fn chosen(&self, cuda: &Cuda, pass: &Pass, at: &Operands, own: &dyn Fn()) -> Result<Option<Arc<Plan>>> {
+        let mut all = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(chosen) = all.get(&key(pass)) {
+            return Ok(chosen.clone());
+        }
+        cuda.card.enter()?;
+        let plans = self.dnn.plans(pass);
+        let chosen = match (self.how, plans) {
+            (Attention::Dnn, plans) => {
+                let first = plans?.next().transpose()?;
+                Some(Arc::new(first.ok_or_else(|| self.no_plan(&pass.describe()))?))
+            }
+            (_, Ok(plans)) => self.fastest(cuda, pass, at, plans, own)?,
+            (_, Err(error)) => {
+                self.say(format!("{}: {} goes without cuDNN: {error}", pass.describe(), direction(pass)));
+                None
+            }
+        };
+        all.insert(key(pass), chosen.clone());
+        Ok(chosen)
+    }
+
+    /// By the clock; none where this program's own kernels are.
+    fn fastest(
+        &self,
+        cuda: &Cuda,
+        pass: &Pass,
+        at: &Operands,
+        plans: impl Iterator<Item = Result<Plan>>,
+        own: &dyn Fn(),
+    ) -> Result<Option<Arc<Plan>>> {
+        let Some(mine) = time(&cuda.card, || {
+            own();
+            true
+        })?
+        else {
+            return Ok(None);
+        };
+        let mut best: Option<(f64, Arc<Plan>)> = None;
+        for plan in plans.flatten().map(Arc::new) {
+            let took = time(&cuda.card, || self.ask(&cuda.card, &plan, pass, at).is_ok())?;
+            if let Some(took) = took.filter(|took| best.as_ref().is_none_or(|(least, _)| took < least)) {
+                best = Some((took, plan));
+            }
+        }
+        let Some((took, plan)) = best else { return Ok(None) };
+        let (by, [mine_us, took_us]) = (took < mine, [mine, took].map(|s| 1e6 * s));
+        let whose =
+            if by { format!("cuDNN {}", self.dnn.describe()) } else { "launch's own kernels".to_owned() };
+        self.say(format!(
+            "{}: {} by {whose} ({took_us:.0} µs by cuDNN, {mine_us:.0} µs by launch)",
+            pass.describe(),
+            direction(pass)
+        ));
+        Ok(by.then_some(plan))
+    }
+
+    fn ask(&self, card: &Arc<Card>, plan: &Arc<Plan>, pass: &Pass, at: &Operands) -> Result<()> {
+        // Given back in the stream's order, after this pass.
+        let workspace = card.scratch(plan.workspace.max(1))?;
+        let mut tensors = pass.tensors(at);
+        let mut sums = Vec::new();
+        for (id, elements, zeros) in pass.sums() {
+            let bytes = elements * size_of::<f32>();
+            let memory = card.scratch(bytes)?;
+            if zeros {
+                card.fill_zero(memory.at(), bytes)?;
+            }
+            tensors.push((id, memory.at()));
+            sums.push(memory);
+        }
+        let asked = Asked { dnn: self.dnn.clone(), plan: plan.clone(), tensors, workspace: workspace.at() };
+        let now = asked.clone();
+        card.ask(|piece| piece.plan(asked), |stream| now.issue(stream))
+    }
+
+    fn say(&self, what: String) {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner).push_back(what);
+    }
+
+    fn no_plan(&self, what: &str) -> CudaError {
+        CudaError::TooOld {
+            what: format!("cuDNN {} has no plan for {what}", self.dnn.describe()),
+            needed: "`train.attention: auto`, which takes launch's own kernels there".to_owned(),
+        }
+    }
+}
+
+fn direction(pass: &Pass) -> &'static str {
+    if pass.is_backward { "backward" } else { "forward" }
+}
+
+/// Seconds of some runs; none where one fails.
+fn time(card: &Arc<Card>, run: impl Fn() -> bool) -> Result<Option<f64>> {
+    if !run() {
+        return Ok(None);
+    }
+    let begin = card.record_timed()?;
+    if !(0..RUNS).all(|_| run()) {
+        return Ok(None);
+    }
+    let end = card.record_timed()?;
+    end.wait()?;
+    Ok(end.since(&begin)?.map(|seconds| seconds / RUNS as f64))
+}
