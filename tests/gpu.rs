@@ -68,11 +68,25 @@ fn an_emulated_card_passes() {
         "driver: CUDA 13.0 (",
         "NVRTC 13.0 (",
         "cuBLASLt 130100 (",
+        "no cuDNN: cuDNN, NVIDIA's attention (libcudnn.so.9) was not found",
         "kernels are loaded",
     ] {
         assert!(said.contains(part), "{part} is missing in: {said}");
     }
     assert_eq!(said.matches("| ok |").count(), 11, "{said}");
+}
+
+/// Where cuDNN is, its attention is checked, too; what it can't be used for is said.
+#[test]
+fn cudnn_is_checked_where_it_is() {
+    let list =
+        std::env::join_paths([card::folder().to_owned(), card::folder().join("cudnn")]).expect("paths");
+    let (code, said) = gpu_check(Path::new(&list), &["--quick"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("cuDNN 9.19.0 (/") && said.contains("| attention by cuDNN | 6 |"), "{said}");
+    assert_eq!(said.matches("| ok |").count(), 12, "{said}");
+    let (code, said) = with(Path::new(&list), &["--quick"], ("CARD_FAILS", "cudnnCreate"));
+    assert!(code == Some(1) && said.contains("cudnnCreate failed: "), "{code:?}: {said}");
 }
 
 /// The threads of a block in the other order: a kernel that lacks a barrier finds other numbers.
@@ -241,6 +255,74 @@ fn a_job_may_use_graphs() {
     assert_eq!(ran(&["train.steps=32", "train.cuda_graphs=false"], none).0, all);
 }
 
+/// cuDNN's attention: asked for, found faster or not, not there, failing.
+#[test]
+fn a_job_may_have_cudnns_attention() {
+    let place = Place::new();
+    let list =
+        std::env::join_paths([card::folder().to_owned(), card::folder().join("cudnn")]).expect("paths");
+    let libraries = list.to_str().expect("text").replace(':', ", ");
+    let libraries = format!("cluster.cuda_libs=[{libraries}]");
+    let base = [
+        "cluster.devices=cuda",
+        "cluster.workers_per_host=1",
+        "train.model.hidden_size=32",
+        "train.model.num_attention_heads=2",
+        "train.model.num_key_value_heads=1",
+        "train.precision=bf16",
+        "train.numerics=fast",
+    ];
+    let ran = |set: &[&str], told| {
+        place.forget_checkpoints();
+        let ran = Ran::of(&job(&place, &[&base[..], set].concat(), told));
+        let notices = ran.kind("notice").into_iter();
+        let said: Vec<String> = notices
+            .filter_map(|e| Some(e["message"].as_str()?.to_owned()))
+            .filter(|m| m.contains("attention of"))
+            .collect();
+        (ran, said)
+    };
+    let none = ("CARD_COUNT", "1");
+    let (own, said) = ran(&["train.attention=flash", &libraries], none);
+    let own = own.succeeded();
+    assert!(said.is_empty(), "{said:?}");
+    let (by_cudnn, _) = ran(&["train.attention=cudnn", &libraries], none);
+    let by_cudnn = by_cudnn.succeeded();
+    assert!(
+        by_cudnn.losses() != own.losses() && apart(&by_cudnn, &own) < 5e-3,
+        "{:e} apart",
+        apart(&by_cudnn, &own)
+    );
+    let (either, said) = ran(&[&libraries], none);
+    assert!(apart(&either.succeeded(), &own) < 5e-3);
+    assert!(said.len() == 2 && said.iter().all(|s| s.contains("µs by cuDNN")), "{said:?}");
+    // What fails when it is tried isn't taken, what isn't there isn't missed.
+    let (failing, _) = ran(&[&libraries], ("CARD_FAILS", "cudnnBackendExecute"));
+    assert_eq!(failing.succeeded().losses(), own.losses());
+    let (without, _) = ran(&[], none);
+    assert_eq!(without.succeeded().losses(), own.losses());
+    // Asked for alone, it is.
+    for (set, told, code, why) in [
+        (&[][..], none, 3, "cuDNN, NVIDIA's attention (libcudnn.so.9) was not found"),
+        (
+            &[&*libraries],
+            ("CARD_CUDNN", "90800"),
+            3,
+            "libcudnn.so.9 is cuDNN 9.8.0; needed: cuDNN 9.10 or newer",
+        ),
+        (&[&*libraries], ("CARD_FAILS", "cudnnBackendExecute"), 1, "cudnnBackendExecute failed: "),
+        (&[&*libraries, "train.model.dropout=0.1"], none, 1, "cuDNN 9.19.0 has no plan for"),
+    ] {
+        let (ran, _) = ran(&[&["train.attention=cudnn"], set].concat(), told);
+        assert!(
+            ran.code == code && ran.stderr.contains(why),
+            "{}, not {code}, {why}: {}",
+            ran.code,
+            ran.stderr
+        );
+    }
+}
+
 /// The executable from job to weights: one worker, then two that share the card; the second run goes on on the CPU.
 #[test]
 fn a_job_trains_on_a_card() {
@@ -293,12 +375,14 @@ fn check_names_the_libraries() {
         });
         (output.status.code(), lines.collect::<Option<Vec<String>>>().expect("texts"))
     };
-    let list = std::env::join_paths([card::folder(), stand_in::folder()]).expect("paths");
+    let folders = [card::folder().to_owned(), card::folder().join("cudnn"), stand_in::folder().to_owned()];
+    let list = std::env::join_paths(folders).expect("paths");
     let (_, found) = check("cuda", Path::new(&list));
     let begins = [
         "cuda ok driver CUDA 13.0 (/",
         "cuda ok NVRTC 13.0 (/",
         "cuda ok cuBLASLt 13.1.0 (/",
+        "cuda ok cuDNN 9.19.0 (/",
         "cuda ok NCCL 2.",
     ];
     assert_eq!(found.len(), begins.len(), "{found:#?}");

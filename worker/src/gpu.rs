@@ -12,7 +12,7 @@ use comm::{
 use contract::{
     control::Welcome,
     env,
-    job::{ClusterSpec, Collectives, CudaGraphs, Numerics, Precision},
+    job::{Attention, ClusterSpec, Collectives, CudaGraphs, Numerics, Precision, TrainSpec},
     probe::LibraryLook,
 };
 use device::{
@@ -54,7 +54,9 @@ pub(crate) fn libraries(places: &Places) -> Vec<LibraryLook> {
         found,
     };
     let of_one = device::cuda::libraries(places);
-    let of_one = of_one.into_iter().map(|(name, found)| look(name, true, found.map_err(|e| e.to_string())));
+    // attention goes without cuDNN
+    let of_one =
+        of_one.into_iter().map(|(name, found)| look(name, name != "cuDNN", found.map_err(|e| e.to_string())));
     let nccl = Nccl::open(&places.folders(Wanted::Nccl));
     let nccl = nccl.map(|nccl| (nccl.version(), nccl.path().to_owned())).map_err(|e| e.to_string());
     of_one.chain([look("NCCL", false, nccl)]).collect()
@@ -65,6 +67,16 @@ pub(crate) fn kernel_cache() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = set(env::XDG_CACHE_HOME).or_else(|| Some(set(env::HOME)?.join(".cache")))?;
     Some(cache.join("launch/kernels"))
+}
+
+/// Whose attention a job asks for.
+pub(crate) fn attention(train: &TrainSpec) -> device::cuda::Attention {
+    use device::cuda::Attention as Whose;
+    match train.attention {
+        Attention::Cudnn => Whose::Dnn,
+        Attention::Auto if train.numerics == Numerics::Fast => Whose::Fastest,
+        Attention::Auto | Attention::Flash => Whose::Own,
+    }
 }
 
 /// What a rank computes on.
@@ -90,6 +102,7 @@ impl Device {
             if train.numerics == Numerics::Fast {
                 cuda.time_products();
             }
+            cuda.choose_attention(attention(train), &places).map_err(unusable)?;
             match train.cuda_graphs {
                 CudaGraphs::Auto => cuda.try_graphs(),
                 CudaGraphs::Always => cuda.use_graphs(true),

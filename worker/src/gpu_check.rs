@@ -7,7 +7,7 @@ use crate::gpu::{kernel_cache, places};
 use comm::nccl::Nccl;
 use device::{
     Buf, Cuda, Dtype, Ops,
-    cuda::{CudaError, Wanted},
+    cuda::{self, Attention, CudaError, Wanted},
     ops::{AdamW, AttentionShape, Write},
     parity,
 };
@@ -142,6 +142,7 @@ fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, Cuda
         Ok(nccl) => println!("{}", nccl.describe()),
         Err(e) => println!("no NCCL: {e}"),
     }
+    let by_cudnn = with_cudnn(extent.index)?;
     let began = Instant::now();
     cuda.warm_up()?;
     println!("kernels are loaded after {:.2} s\n", began.elapsed().as_secs_f64());
@@ -149,10 +150,11 @@ fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, Cuda
         println!("compiled kernels aren't kept: {why}\n");
     }
     let Extent { quick, tiny, ops_alone, .. } = extent;
-    let fits = show_parity(cuda, if quick { FEW_ROUNDS } else { ROUNDS });
+    let fits = show_parity(cuda, by_cudnn.as_ref(), if quick { FEW_ROUNDS } else { ROUNDS });
     if fits && !quick {
-        show_speed(cuda)?;
+        show_speed(cuda, by_cudnn.as_ref())?;
     }
+    drop(by_cudnn);
     if ops_alone || (quick && !tiny) {
         return Ok(fits);
     }
@@ -163,10 +165,28 @@ fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, Cuda
     Ok(fits)
 }
 
+/// The card with cuDNN's attention, where that is found; says which.
+fn with_cudnn(index: usize) -> Result<Option<Cuda>, CudaError> {
+    let places = places(&[], Path::new(""));
+    let found = cuda::libraries(&places).into_iter().find(|(name, _)| *name == "cuDNN");
+    match found.map(|(_, found)| found) {
+        Some(Ok((version, path))) => println!("cuDNN {version} ({})", path.display()),
+        Some(Err(e)) => {
+            println!("no cuDNN: {e}");
+            return Ok(None);
+        }
+        None => return Ok(None),
+    }
+    let cuda = Cuda::open(&places, index, kernel_cache())?;
+    cuda.choose_attention(Attention::Dnn, &places)?;
+    Ok(Some(cuda))
+}
+
 /// Every op beside the CPU's.
-fn show_parity(cuda: &Cuda, rounds: usize) -> bool {
+fn show_parity(cuda: &Cuda, by_cudnn: Option<&Cuda>, rounds: usize) -> bool {
     println!("| ops beside the CPU's | shapes | f32 | bf16 | f16 | |\n|---|---|---|---|---|---|");
-    let rows = parity::run(cuda, 1, rounds);
+    let mut rows = parity::run(cuda, 1, rounds);
+    rows.extend(by_cudnn.map(|cuda| parity::by_cudnn(cuda, 1, rounds)));
     for row in &rows {
         let parity::Worst { f32, bf16, f16 } = row.worst;
         let said = row.failed.as_deref().unwrap_or("ok");
@@ -184,13 +204,18 @@ struct Timed<'a> {
     run: Box<dyn FnMut() + 'a>,
 }
 
-fn show_speed(cuda: &Cuda) -> Result<(), CudaError> {
+fn show_speed(cuda: &Cuda, by_cudnn: Option<&Cuda>) -> Result<(), CudaError> {
     println!("| measured | time | rate |\n|---|---|---|");
     for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
         show(cuda, product(cuda, m, n, k)?)?;
     }
-    for timed in attention(cuda)? {
-        show(cuda, timed)?;
+    for shape in ATTENDED {
+        for (cuda, by) in [(Some(cuda), ""), (by_cudnn, " by cuDNN")] {
+            let Some(cuda) = cuda else { continue };
+            for timed in attention(cuda, shape, by)? {
+                show(cuda, timed)?;
+            }
+        }
     }
     for timed in streams(cuda)? {
         show(cuda, timed)?;
@@ -225,23 +250,25 @@ fn product<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<Timed<'a>
     })
 }
 
-fn attention(cuda: &Cuda) -> Result<[Timed<'_>; 2], CudaError> {
-    let shape = AttentionShape::new(8, 1024, 12, 12, 64);
-    let AttentionShape { b, t, heads, head_dim, .. } = shape;
-    let width = heads * head_dim;
-    let [mut o, qkv] = buffers(cuda, Dtype::Bf16, [b * t * width, 3 * b * t * width])?;
+/// Sequences, tokens, heads of queries, of keys, elements of a head: GPT-2's attention and Llama-3.1-8B's.
+const ATTENDED: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
+
+fn attention<'a>(cuda: &'a Cuda, sizes: [usize; 5], by: &str) -> Result<[Timed<'a>; 2], CudaError> {
+    let [b, t, heads, kv_heads, head_dim] = sizes;
+    let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
+    let [out, all] = [heads, heads + 2 * kv_heads].map(|heads| b * t * heads * head_dim);
+    let [mut o, qkv] = buffers(cuda, Dtype::Bf16, [out, all])?;
     let [mut lse] = buffers(cuda, Dtype::F32, [b * heads * t])?;
-    let [o2, d_o, qkv2, mut dqkv] =
-        buffers(cuda, Dtype::Bf16, [b * t * width, b * t * width, 3 * b * t * width, 3 * b * t * width])?;
+    let [o2, d_o, qkv2, mut dqkv] = buffers(cuda, Dtype::Bf16, [out, out, all, all])?;
     let [lse2] = buffers(cuda, Dtype::F32, [b * heads * t])?;
     let starts = vec![0; b * t];
     let starts2 = starts.clone();
     // Causal: half of the scores.
     let flops = 2.0 * (b * heads * t * t * head_dim) as f64;
-    let text = format!("bf16, {b} × {t} tokens, {heads} heads of {head_dim}");
+    let text = format!("{by}, bf16, {b} × {t} tokens, {heads} and {kv_heads} heads of {head_dim}");
     Ok([
         Timed {
-            what: format!("attention forward {text}"),
+            what: format!("attention forward{text}"),
             amount: flops,
             unit: "TFLOP/s",
             run: Box::new(move || {
@@ -249,7 +276,7 @@ fn attention(cuda: &Cuda) -> Result<[Timed<'_>; 2], CudaError> {
             }),
         },
         Timed {
-            what: format!("attention backward {text}"),
+            what: format!("attention backward{text}"),
             amount: 2.5 * flops,
             unit: "TFLOP/s",
             run: Box::new(move || {

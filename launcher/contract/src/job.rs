@@ -46,9 +46,9 @@ pub use slurm::SlurmSpec;
 pub use source::SourceMap;
 pub use sources::{DataSource, Format, LossOn};
 pub use train::{
-    BatchSpec, CudaGraphs, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, Numerics, Offload, OptimizerName,
-    OptimizerSpec, Precision, Recompute, SampleSpec, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec,
-    ZeroSpec,
+    Attention, BatchSpec, CudaGraphs, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, Numerics, Offload,
+    OptimizerName, OptimizerSpec, Precision, Recompute, SampleSpec, ScheduleName, ScheduleSpec, Tokenizer,
+    TrainSpec, ZeroSpec,
 };
 pub use tune::GroupSpec;
 

@@ -51,6 +51,8 @@ const JOBS: &[&str] = &[
     "train: {data: {files: [a]}, precision: bf16}",
     "train: {data: {files: [a]}, precision: fp8}",
     "train: {data: {files: [a]}, numerics: fast}",
+    "train: {data: {files: [a]}, attention: flash}",
+    "cluster: {devices: cuda}\ntrain: {data: {files: [a]}, precision: bf16, numerics: fast, attention: cudnn}",
     "train: {data: {files: [a]}, cuda_graphs: true}",
     "train: {data: {files: [a]}, cuda_graphs: false}",
     "train: {data: {files: [a]}, precision: bf16, master_weights: false}",

@@ -2,6 +2,7 @@
 use super::training::{Open, build, job, take_step, train};
 use crate::{
     error::Error,
+    gpu::{attention, places},
     model,
     save::{Identity, Saver},
     stages::{Running, resolve},
@@ -216,6 +217,8 @@ impl Timed {
         if spec.numerics == Numerics::Fast {
             cuda.time_products();
         }
+        let places = places(&[], Path::new(""));
+        cuda.choose_attention(attention(&spec), &places).map_err(|e| e.to_string())?;
         // Of the others all are compared call by call.
         cuda.use_graphs(spec.cuda_graphs == CudaGraphs::Always);
         let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));

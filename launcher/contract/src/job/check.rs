@@ -1,9 +1,9 @@
 //! What keys mean together: checks that need no data and no machine.
 use super::train::GPT2;
 use super::{
-    Collectives, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, Offload, OptimizerName,
-    OptimizerSpec, Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec, VisibleDevices,
-    decode::Decoder, keys::names_in,
+    Attention, Collectives, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, Numerics,
+    Offload, OptimizerName, OptimizerSpec, Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer,
+    TrainSpec, VisibleDevices, decode::Decoder, keys::names_in,
 };
 use crate::env::looks_secret;
 
@@ -20,6 +20,7 @@ pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
     gpus(d, job);
     secrets(d, job);
     if let Some(train) = &job.train {
+        attention(d, job, train);
         batch(d, train);
         master_weights(d, train);
         loss_scale(d, train);
@@ -121,6 +122,28 @@ fn gpus(d: &mut Decoder, job: &JobSpec) {
         let help = "remove it, name a directory for files, or give `cluster.devices: cuda` too";
         d.refuse("train.zero.offload", message, help);
     }
+}
+
+/// What cuDNN's attention needs of a job.
+fn attention(d: &mut Decoder, job: &JobSpec, train: &TrainSpec) {
+    const KEY: &str = "train.attention";
+    let read = ["train.precision", "train.numerics", "cluster.devices", KEY];
+    if !d.clean(&read) || train.attention != Attention::Cudnn {
+        return;
+    }
+    let (why, help) = if !job.cluster.trains_on_gpus() {
+        ("computes on GPUs only", "give `cluster.devices: cuda` too, or remove the key")
+    } else if !train.precision.is_bf16() {
+        ("computes in bf16 only", "set `train.precision: bf16` (or `fp8`), or use `auto`")
+    } else if train.numerics != Numerics::Fast {
+        (
+            "adds up in an order of its own, which is not the same from run to run",
+            "set `train.numerics: fast`, or use `auto`",
+        )
+    } else {
+        return;
+    };
+    d.refuse(KEY, format!("cuDNN's attention {why}"), help);
 }
 
 /// A secret's place is not the job file.

@@ -211,6 +211,7 @@ pub static KEYS: &[Key] = &[
     key("train.seed", "integer of 0 or more", "1234"),
     key("train.recompute", "`none` or `block`", "none"),
     key("train.numerics", "`reproducible` or `fast`", "reproducible"),
+    key("train.attention", "`auto`, `flash` or `cudnn`", "auto"),
     key("train.cuda_graphs", "`auto`, `true` or `false`", "auto"),
     section("train.eval"),
     key("train.eval.every", "integer of 1 or more", "50"),

@@ -258,6 +258,7 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         },
     );
     y.key("numerics", t.numerics.name());
+    y.key("attention", t.attention.name());
     y.key("cuda_graphs", t.cuda_graphs.name());
     if !t.freeze.is_empty() {
         y.key("freeze", texts(&t.freeze));

@@ -40,6 +40,8 @@ pub struct TrainSpec {
     #[serde(default)]
     pub numerics: Numerics,
     #[serde(default)]
+    pub attention: Attention,
+    #[serde(default)]
     pub cuda_graphs: CudaGraphs,
     pub eval: Option<EvalSpec>,
     /// Patterns of parameters that are not trained.
@@ -286,7 +288,7 @@ pub enum Numerics {
     #[default]
     Reproducible,
     /// On the number of workers, since gradients are added up as they come, and on GPUs on the clock: of each product the
-    /// library's algorithm is taken that was the fastest on this host.
+    /// library's algorithm is taken that was the fastest on this host, and attention is cuDNN's where that is faster.
     Fast,
 }
 
@@ -296,6 +298,29 @@ impl Numerics {
         match self {
             Numerics::Reproducible => "reproducible",
             Numerics::Fast => "fast",
+        }
+    }
+}
+
+/// `attention:` — whose kernels compute attention on GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Attention {
+    /// launch's; with `numerics: fast` cuDNN's, where it is there and faster.
+    #[default]
+    Auto,
+    /// launch's.
+    Flash,
+    /// cuDNN's alone.
+    Cudnn,
+}
+
+impl Attention {
+    /// As job.yaml says it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Attention::Auto => "auto",
+            Attention::Flash => "flash",
+            Attention::Cudnn => "cudnn",
         }
     }
 }
@@ -391,6 +416,14 @@ pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
             t,
             "train.numerics",
             choice(&[("reproducible", Numerics::Reproducible), ("fast", Numerics::Fast)], &[]),
+        ),
+        attention: d.get(
+            t,
+            "train.attention",
+            choice(
+                &[("auto", Attention::Auto), ("flash", Attention::Flash), ("cudnn", Attention::Cudnn)],
+                &[],
+            ),
         ),
         cuda_graphs: d.get(
             t,

@@ -81,6 +81,7 @@ fn libraries(gpus: &GpuLook, first: &NodeLook) -> Vec<Check> {
             bad(Level::Warn, WHAT, found, "install the same version on all hosts")
         }
         Ok((version, path)) => ok(WHAT, format!("{name} {version} ({})", path.display())),
+        Err(_) if name == "cuDNN" => ok(WHAT, "no cuDNN: attention is launch's own".to_owned()),
         Err(why) => {
             let (level, hint) = match needed {
                 true => (Level::Fail, "a job with `cluster.devices: cuda` needs it; `cluster.cuda_libs` may name its folder"),

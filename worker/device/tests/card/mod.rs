@@ -21,6 +21,7 @@ const CUDNN: &str = "libcudnn.so.9";
 const SOURCES: [&str; 8] = ["flat", "norm", "activation", "rows", "classifier", "attention", "flash", "fp8"];
 
 /// Where the emulated libraries lie; built by the first test that asks. `LAUNCH_TEST_CARD=compiled`: with NVIDIA's compiler.
+#[allow(dead_code, reason = "not every test file that has the card opens it")]
 pub(crate) fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| match std::env::var("LAUNCH_TEST_CARD").as_deref() {
@@ -30,6 +31,7 @@ pub(crate) fn folder() -> &'static Path {
 }
 
 /// With kernels as C++.
+#[allow(dead_code, reason = "as above")]
 fn source_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
