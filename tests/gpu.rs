@@ -6,6 +6,7 @@ mod stand_in;
 mod support;
 
 use std::{
+    fs,
     path::Path,
     process::{Command, Output},
 };
@@ -209,7 +210,7 @@ fn apart(a: &Ran, b: &Ran) -> f64 {
 fn a_job_may_time_products() {
     let place = Place::new();
     let chosen = || {
-        let files = std::fs::read_dir(place.path(".cache/launch/kernels")).expect("kernels are kept");
+        let files = fs::read_dir(place.path(".cache/launch/kernels")).expect("kernels are kept");
         let names = files.map(|f| f.expect("entry").file_name().to_string_lossy().into_owned());
         names.filter(|name| name.ends_with(".algorithm")).count()
     };
@@ -361,10 +362,13 @@ fn a_job_trains_on_a_card() {
 #[test]
 fn check_names_the_libraries() {
     let place = Place::new();
-    let check = |devices: &str, libraries: &Path| {
+    let check_with = |devices: &str, libraries: &Path, path: &str| {
         let output = place
             .command(&["check", "job.yaml", "--json", "--set", &format!("cluster.devices={devices}")])
             .env("LD_LIBRARY_PATH", libraries)
+            .env("PATH", path)
+            .env_remove("VIRTUAL_ENV")
+            .env_remove("CONDA_PREFIX")
             .output()
             .expect("launch starts");
         let all: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -375,6 +379,8 @@ fn check_names_the_libraries() {
         });
         (output.status.code(), lines.collect::<Option<Vec<String>>>().expect("texts"))
     };
+    let own_path = std::env::var("PATH").expect("a PATH");
+    let check = |devices: &str, libraries: &Path| check_with(devices, libraries, &own_path);
     let folders = [card::folder().to_owned(), card::folder().join("cudnn"), stand_in::folder().to_owned()];
     let list = std::env::join_paths(folders).expect("paths");
     let (_, found) = check("cuda", Path::new(&list));
@@ -389,6 +395,23 @@ fn check_names_the_libraries() {
     for (line, begin) in found.iter().zip(begins) {
         assert!(line.starts_with(begin), "{begin}: {line}");
     }
+    // A driver, and a Python on the PATH that nobody activated, with NVIDIA's packages.
+    let (driver, python) = (place.path("driver"), place.path("python"));
+    let packages = python.join("lib/python3.12/site-packages/nvidia/cu13/lib");
+    for folder in [&driver, &python.join("bin"), &packages] {
+        fs::create_dir_all(folder).expect("a folder");
+    }
+    fs::write(python.join("bin/python3"), "").expect("a file");
+    for (name, folder) in
+        [("libcuda.so.1", &driver), ("libnvrtc.so.13", &packages), ("libcublasLt.so.13", &packages)]
+    {
+        fs::copy(card::folder().join(name), folder.join(name)).expect("copied");
+    }
+    let path = format!("{}:{own_path}", python.join("bin").display());
+    let (_, found) = check_with("cuda", &driver, &path);
+    let there = format!("({}", packages.display());
+    assert!(found[1].contains(&there) && found[2].contains(&there), "{found:#?}");
+    assert_eq!(found[3], "cuda ok no cuDNN: attention is launch's own");
     let nowhere = place.path("nowhere");
     let (code, missing) = check("cuda", &nowhere);
     if !missing[0].starts_with("cuda ok") {

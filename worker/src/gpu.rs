@@ -42,8 +42,23 @@ pub(crate) fn places(libs: &[PathBuf], workdir: &Path) -> Places {
         library_path: all(env::LD_LIBRARY_PATH),
         python: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
         toolkits: paths(&[env::CUDA_HOME, env::CUDA_PATH]),
+        other_python: pythons(),
         driver: None,
     }
+}
+
+/// Prefixes of the first Python on the PATH, where it is called and where it lies, and of this user's packages.
+fn pythons() -> Vec<PathBuf> {
+    let path = std::env::var_os(env::PATH).unwrap_or_default();
+    let called =
+        std::env::split_paths(&path).map(|folder| folder.join("python3")).find(|file| file.is_file());
+    let lies = called.as_ref().and_then(|file| file.canonicalize().ok());
+    let prefix = |file: PathBuf| Some(file.parent()?.parent()?.to_owned());
+    let own = std::env::var_os(env::HOME).map(|home| Path::new(&home).join(".local"));
+    let mut all: Vec<PathBuf> = called.into_iter().chain(lies).filter_map(prefix).chain(own).collect();
+    all.dedup();
+    all.retain(|prefix| prefix.is_absolute());
+    all
 }
 
 /// What training opens: on one GPU, and NCCL between several.

@@ -66,6 +66,8 @@ pub const VISIBLE_DEVICES: [&str; 3] = [CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICE
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 /// Read: the user's home directory.
 pub const HOME: &str = "HOME";
+/// Read: where programs are looked for, among them a Python whose packages bring CUDA's libraries.
+pub const PATH: &str = "PATH";
 /// Read: where caches lie (XDG base directories).
 pub const XDG_CACHE_HOME: &str = "XDG_CACHE_HOME";
 /// Read: folders of libraries, where CUDA's are looked for.

@@ -17,6 +17,8 @@ pub struct Places {
     pub python: Vec<PathBuf>,
     /// Roots of toolkits (`CUDA_HOME`, `CUDA_PATH`).
     pub toolkits: Vec<PathBuf>,
+    /// Prefixes of Pythons that are there without being chosen: after the toolkits.
+    pub other_python: Vec<PathBuf>,
     /// CUDA's major version that the driver implements, where it is known. A library of a newer one is passed over: such a driver
     /// can't run it, and can't load the images that it makes.
     pub driver: Option<u32>,
@@ -120,6 +122,7 @@ impl Places {
             folders.extend(self.python.iter().flat_map(|prefix| python_packages(prefix)));
             let toolkits = self.toolkits.iter().cloned().chain(TOOLKITS.map(PathBuf::from));
             folders.extend(toolkits.flat_map(|t| [t.join("lib64"), t.join("targets/x86_64-linux/lib")]));
+            folders.extend(self.other_python.iter().flat_map(|prefix| python_packages(prefix)));
         }
         folders.retain(|folder| !folder.as_os_str().is_empty());
         folders
@@ -170,11 +173,16 @@ impl Places {
 /// `lib` folders of the `nvidia` packages of a Python environment.
 fn python_packages(prefix: &Path) -> Vec<PathBuf> {
     let mut folders = Vec::new();
-    for python in entries(&prefix.join("lib")) {
-        let is_python = python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3"));
-        if is_python {
-            let packages = entries(&python.join("site-packages/nvidia"));
-            folders.extend(packages.into_iter().map(|package| package.join("lib")));
+    // Debian's Pythons look elsewhere than all others.
+    for (lib, packages) in
+        [("lib", "site-packages"), ("lib", "dist-packages"), ("local/lib", "dist-packages")]
+    {
+        for python in entries(&prefix.join(lib)) {
+            let is_python = python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3"));
+            if is_python {
+                let packages = entries(&python.join(packages).join("nvidia"));
+                folders.extend(packages.into_iter().map(|package| package.join("lib")));
+            }
         }
     }
     folders.retain(|folder| folder.is_dir());
@@ -242,8 +250,11 @@ mod tests {
             library_path: vec!["/from/path".into(), "".into()],
             python: vec![folder.path().to_owned()],
             toolkits: vec!["/opt/toolkit".into()],
+            other_python: vec![folder.path().join("usr")],
             driver: None,
         };
+        let debians = folder.path().join("usr/local/lib/python3.11/dist-packages/nvidia/cublas/lib");
+        fs::create_dir_all(&debians).expect("folders");
         fs::write(packages.join("libcublasLt.so.13"), "no library").expect("a file");
         let Err(CudaError::NotFound { searched, failed, name, .. }) = places.open(Wanted::Blas) else {
             panic!("found");
@@ -252,6 +263,12 @@ mod tests {
         let first = folder.path().join("of the job").display().to_string();
         assert_eq!(searched[..3], [first, "/from/path".to_owned(), packages.display().to_string()]);
         assert_eq!(searched[3], "/opt/toolkit/lib64");
+        let at = |place: &str| searched.iter().position(|one| one == place);
+        let others = at(&debians.display().to_string());
+        assert!(
+            others > at("/usr/local/cuda-12/lib64") && others < at("where the system's loader looks"),
+            "{searched:?}"
+        );
         assert!(failed.len() == 1 && failed[0].contains("libcublasLt.so.13"), "{failed:?}");
         // toolkits hold a stand-in for the driver, which is never meant
         assert!(places.folders(Wanted::Driver).iter().all(|f| !f.starts_with("/opt/toolkit")));
