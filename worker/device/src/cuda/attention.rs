@@ -2,7 +2,7 @@
 //! elements, else in f32.
 use super::card::{Launch, Param};
 use super::compile::{ATTENTION, FLASH};
-use super::dnn::{Mask, Operands, Pass};
+use super::dnn::{Operands, Pass};
 use super::{Cuda, Tensor, expect_len, floats, must};
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::AttentionShape;
@@ -173,10 +173,11 @@ pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: 
     check("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
     let lse = floats(lse.as_view());
     let fast = is_fast(&[o.dtype(), qkv.dtype()], s);
+    let is_bf16 = [o.dtype(), qkv.dtype()] == [Dtype::Bf16; 2];
     let (o, qkv) = (Tensor::from(&o), Tensor::from(qkv));
     let own = || FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &cuda.numbers("starts", starts)]);
     let operands = Operands { qkv: qkv.at, o: o.at, lse, ..Operands::default() };
-    if by_dnn(cuda, fast, s, starts, &operands, false, &own) {
+    if by_dnn(cuda, is_bf16, s, starts, &operands, false, &own) {
         return;
     }
     if fast {
@@ -202,6 +203,7 @@ pub(super) fn backward(
     expect_len(op, "dqkv", dqkv.len(), qkv.len());
     expect_len(op, "d_o", d_o.len(), o.len());
     let fast = is_fast(&[dqkv.dtype(), qkv.dtype(), d_o.dtype()], s);
+    let is_bf16 = [dqkv.dtype(), qkv.dtype(), d_o.dtype(), o.dtype()] == [Dtype::Bf16; 4];
     let bytes = lse.len() * size_of::<f32>();
     let (dqkv, d_o, o, qkv, lse, shape) = (
         Tensor::from(&dqkv),
@@ -227,7 +229,7 @@ pub(super) fn backward(
         cuda.launch(ATTENTION, c"attention_backward_kv", launch(cuda, s, s.kv_heads, 4, 2), &arguments);
     };
     let operands = Operands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
-    if !by_dnn(cuda, fast, s, starts, &operands, true, &own) {
+    if !by_dnn(cuda, is_bf16, s, starts, &operands, true, &own) {
         own();
     }
 }
@@ -235,7 +237,7 @@ pub(super) fn backward(
 /// Was the pass asked of cuDNN?
 fn by_dnn(
     cuda: &Cuda,
-    fast: bool,
+    is_bf16: bool,
     shape: AttentionShape,
     starts: &[u32],
     operands: &Operands,
@@ -243,8 +245,7 @@ fn by_dnn(
     own: &dyn Fn(),
 ) -> bool {
     let Some(attentions) = cuda.attentions.get().filter(|_| shape.b * shape.t > 0) else { return false };
-    let mask = Mask::of(starts, shape.t).filter(|_| fast);
-    let pass = mask.map(|mask| Pass { shape, mask, is_backward });
+    let pass = Pass::of(shape, starts, operands, is_bf16, is_backward);
     must(attentions.run(cuda, pass, operands, own))
 }
 

@@ -117,15 +117,30 @@ impl Layout {
 }
 
 impl Pass {
-    /// Can a graph say it?
-    pub(in super::super) fn is_known(&self, operands: &Operands) -> bool {
-        let s = self.shape;
-        let plain = s.softcap.is_none() && s.dropout.is_none();
-        plain
-            && s.t > 1
-            && s.head_dim <= MOST_DIM
-            && s.head_dim.is_multiple_of(STEP)
-            && operands.are_aligned()
+    /// Of attention whose tensors are all bf16 (`is_bf16`), or what no graph says of it.
+    pub(in super::super) fn of(
+        shape: AttentionShape,
+        starts: &[u32],
+        operands: &Operands,
+        is_bf16: bool,
+        is_backward: bool,
+    ) -> std::result::Result<Pass, &'static str> {
+        let faults = [
+            (!is_bf16, "attention of anything but bf16"),
+            (shape.softcap.is_some(), "attention with capped scores"),
+            (shape.dropout.is_some(), "attention with dropout of its probabilities"),
+            (shape.head_dim > MOST_DIM, "heads of more than 128 elements"),
+            (!shape.head_dim.is_multiple_of(STEP), "heads of no multiple of 8 elements"),
+            (shape.t < 2, "sequences of one token"),
+            (!operands.are_aligned(), "operands that begin elsewhere than at 16 bytes"),
+        ];
+        if let Some((_, fault)) = faults.iter().find(|(there, _)| *there) {
+            return Err(fault);
+        }
+        let mask = Mask::of(starts, shape.t);
+        let mask =
+            mask.ok_or("several documents in a sequence (`train.data.pack: false` keeps them apart)")?;
+        Ok(Pass { shape, mask, is_backward })
     }
 
     /// Where the tensors of the graph lie.

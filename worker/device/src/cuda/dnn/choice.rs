@@ -14,10 +14,6 @@ use std::{
 /// Runs of each that are timed together, after one that isn't.
 const RUNS: usize = 4;
 
-/// What no graph says.
-const STRANGE: &str = "several documents in a sequence, capped scores, dropout of probabilities, sequences of one token, operands that \
-                       aren't bf16, or heads of more than 128 elements or of no multiple of 8";
-
 /// Whose kernels attention is computed by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Attention {
@@ -66,16 +62,18 @@ impl Attentions {
         self.found.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
-    /// Asks for the pass; false where it is for this program's kernels, `own`.
+    /// Asks for a pass that graphs can say; false where it is for this program's kernels, `own`.
     pub(in super::super) fn run(
         &self,
         cuda: &Cuda,
-        pass: Option<Pass>,
+        pass: std::result::Result<Pass, &'static str>,
         at: &Operands,
         own: &dyn Fn(),
     ) -> Result<bool> {
-        let Some(pass) = pass.filter(|pass| pass.is_known(at)) else {
-            return if self.how == Attention::Dnn { Err(self.no_plan(STRANGE)) } else { Ok(false) };
+        let pass = match pass {
+            Ok(pass) => pass,
+            Err(why) if self.how == Attention::Dnn => return Err(self.no_plan(why)),
+            Err(_) => return Ok(false),
         };
         let Some(plan) = self.chosen(cuda, &pass, at, own)? else { return Ok(false) };
         let title = || format!("{} by cuDNN, {}", pass.describe(), direction(&pass));
