@@ -5,7 +5,7 @@ use crate::{
     gpu::places,
     life::STAGING,
     model::{self, Model},
-    optim::{room_len, state_vectors},
+    optim::{room_len, state_vectors, whole_matrices},
     params::Unit,
     resume::check_adapters,
     stages::{resolve, resolve_lora, weights_of},
@@ -13,8 +13,8 @@ use crate::{
     trained::{self, LORA_FROM, first_backward},
     zero::{
         Policy, Slots,
-        engine::rounds_on_fetch,
-        fold::buffers,
+        engine::{REDUCTIONS_IN_FLIGHT, rounds_on_fetch},
+        fold::{Run, buffers, maximal_runs},
         groups,
         live::{self, Fetch},
         partition::Partition,
@@ -22,7 +22,7 @@ use crate::{
     },
 };
 use contract::{
-    job::{Count, Hosts, JobSpec, OptimizerName, Precision, TrainSpec},
+    job::{Count, Hosts, JobSpec, Precision, TrainSpec},
     judge::{Finding, MemoryEstimate, TrainJudge, Verdict},
     probe::LibraryLook,
 };
@@ -35,10 +35,10 @@ use std::{
 /// The worker's judgement, handed to the launcher.
 pub struct Judge;
 
-/// Executable, allocator, thread stacks, tokenizer, bytes. Fitted to measured peaks (tests/memory.rs); by itself, with a model of a few elements,
-/// it is about 13 MiB. With that, plans of experts are up to 13 % too high: they have too much of their buffers and of staging.
-const PROCESS: u64 = 6 << 20;
-/// Chunks of a peer's slots that streaming collectives read, bytes.
+/// Executable, allocator, thread stacks, tokenizer, bytes. With a model of a few elements a process takes 21 MiB, most of them pages of the
+/// executable; this is less by what operators' scratch is planned too large for small products.
+const PROCESS: u64 = 18 << 20;
+/// Of each peer's two slots the chunks that a gather reads, bytes.
 const PEER_CHUNKS: usize = 1 << 20;
 /// Aligned windows between a shard and its file, while a checkpoint is written or read, bytes (`ckpt::write_shard`).
 const CHECKPOINT_WINDOWS: u64 = 24 << 20;
@@ -182,9 +182,14 @@ impl Memory<'_> {
         let (gathered, gradients) = self.moving(policy, rank as usize);
         let saved = weights.updated.size() as u64 * own + 4 * own_trained * states;
         let offload = self.train.zero.offload.is_some();
-        let copies = if self.job.checkpoint.r#async && !offload { saved } else { 0 };
+        let in_background = self.job.checkpoint.r#async;
+        let copies = if in_background && !offload { saved } else { 0 };
         let first = first_backward(self.units);
         let on_gpu = self.job.cluster.trains_on_gpus();
+        let windows = CHECKPOINT_WINDOWS.min(saved);
+        // What is mapped of peers' parts is let go of before a checkpoint is written, so windows may take its place.
+        let mapped =
+            if self.reads_in_common() && !in_background { dtype.size() as u64 * gathered } else { 0 };
         let mut parts = vec![
             ("parameters".to_string(), dtype.size() as u64 * computed),
             ("master weights".into(), if weights.has_masters() { 4 * master } else { 0 }),
@@ -195,7 +200,7 @@ impl Memory<'_> {
             ),
             ("gathered parameters".into(), dtype.size() as u64 * gathered),
             ("gradients".into(), 4 * gradients),
-            ("whole matrices".into(), 4 * self.whole_matrices()),
+            ("whole matrices".into(), 4 * self.whole_matrices(policy, rank as usize)),
             (
                 "activations".into(),
                 Workspace::bytes(self.model, layers, b, t, self.train.recompute, first, dtype),
@@ -209,13 +214,13 @@ impl Memory<'_> {
             parts.push(("operands in fp8".into(), dtype.size() as u64 * self.rounded(b * t)));
             parts.extend([
                 ("operator scratch".into(), self.scratch(b, t) + if half { self.widened(b, t) } else { 0 }),
-                ("collectives' staging".into(), self.staging()),
+                ("collectives' staging".into(), self.staging(policy, rank as usize)),
                 (
-                    "copies of updated parts".into(),
+                    "copy of an updated part".into(),
                     dtype.size() as u64 * self.published(policy, rank as usize),
                 ),
                 ("checkpoint copy (async)".into(), copies),
-                ("checkpoint windows".into(), CHECKPOINT_WINDOWS.min(saved)),
+                ("checkpoint windows".into(), windows.saturating_sub(mapped)),
                 ("tokens (mapped)".into(), self.tokens * if self.model.vocab() <= 1 << 16 { 2 } else { 4 }),
                 ("process".into(), PROCESS),
             ]);
@@ -237,15 +242,10 @@ impl Memory<'_> {
         room_len(self.mine(rank).map(|u| (u, updated(u)))) as u64
     }
 
-    /// Of layers with experts: rows, when they are spread evenly, and what of gradients by several slots is summed.
+    /// Of layers with experts: rows.
     fn experts(&self, rows: usize, dtype: Dtype) -> u64 {
         let parallel = self.train.experts.parallel as usize;
-        let rows = experts::bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel);
-        let spread =
-            self.units.iter().filter(|u| u.owners.stride > 1).map(Unit::trained_len).max().unwrap_or(0);
-        // Of the unit that travels and of the next one.
-        let sums = (1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT) * buffers(parallel, true);
-        (rows + 4 * spread * sums) as u64
+        experts::bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel) as u64
     }
 
     /// Messages that are put together for the owners of a unit of experts, and what arrives.
@@ -287,52 +287,82 @@ impl Memory<'_> {
 
     /// Elements of gathered parameters and of gradients at their peak, by the decisions that the engine's pools take.
     fn moving(&self, policy: Policy, rank: usize) -> (u64, u64) {
+        let gradients = match policy.shard_gradients && self.world > 1 {
+            true => self.sharded_gradients(policy, rank),
+            false => self.whole_gradients(policy, rank),
+        };
+        (self.gathered(policy, rank), gradients as u64)
+    }
+
+    /// Elements of gradients that a rank keeps whole until the last slot.
+    fn whole_gradients(&self, policy: Policy, rank: usize) -> usize {
         let s = self.slots(policy);
         let whole: usize = self.mine(rank).map(Unit::trained_len).sum();
         let own: usize = self.own_trained(rank).iter().sum();
-        let trained = self.mine(rank).filter(|u| u.any_trained());
-        if !policy.shard_gradients || self.world == 1 {
-            let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
-            // The finished part of every unit waits for the update. Twice in stage 1 is fitted to measured peaks; that the allocator
-            // keeps what is freed in between is a guess.
-            let finished = match (self.world, policy.shard_optimizer) {
-                (1, _) => 0,
-                (_, false) => own,
-                (_, true) => 2 * own,
-            };
-            if policy.in_order && mine > 1 {
-                let gradients = whole + finished + self.added_gradients(rank);
-                return (self.gathered(policy, rank), gradients as u64);
-            }
-            // What a backward writes of a unit that is frozen in part, before its trained tensors are put together.
-            let mixed = trained.filter(|u| !u.all_trained()).map(Unit::len).max().unwrap_or(0);
-            return (self.gathered(policy, rank), (whole * buffers(mine, true) + finished + mixed) as u64);
+        let mine = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
+        // The finished part of every unit waits for the update.
+        let finished = if self.world == 1 { 0 } else { own };
+        if policy.in_order && mine > 1 {
+            return whole + finished + self.written_gradients(policy, rank, 0, |_| true);
         }
-        // While one slot's gradient travels, the next unit's is written; the owner keeps one partial sum per tree level.
-        let mut pool = PoolPlan::default();
-        let mut in_flight = VecDeque::new();
-        for u in trained.filter(|u| u.owners.stride == 1).rev() {
-            in_flight.push_back(pool.take(u.len()));
-            if in_flight.len() > 1 + crate::zero::engine::REDUCTIONS_IN_FLIGHT {
-                pool.give(in_flight.pop_front().unwrap_or(0));
-            }
-        }
-        let sums = if policy.in_order { 1 } else { buffers(s.slots, false) };
-        (self.gathered(policy, rank), (pool.allocated + own * sums) as u64)
+        // What a backward writes of a unit that is frozen in part, before its trained tensors are put together.
+        let mixed = self.written_gradients(policy, rank, 0, |u| !u.all_trained());
+        whole * buffers((0..mine).map(Run::slot), true) + finished + mixed
     }
 
-    /// Elements of the gradients that are added to a sum, at their peak: of the head or a layer, and of a tied embedding, which the
-    /// head begins.
-    fn added_gradients(&self, rank: usize) -> usize {
-        let mut pool = PoolPlan::default();
-        let mut units = self.mine(rank).filter(|u| u.any_trained()).map(Unit::len).collect::<VecDeque<_>>();
-        let embedding = if self.model.tied() { units.pop_front().map(|len| pool.take(len)) } else { None };
-        for len in units.into_iter().rev() {
-            let taken = pool.take(len);
-            pool.give(taken);
+    /// Elements of gradients that travel to their owners during each backward: of the owned part one partial sum for each level of
+    /// the tree, and the gradients that are written and travel.
+    fn sharded_gradients(&self, policy: Policy, rank: usize) -> usize {
+        let slots = self.slots(policy);
+        let own = self.units.iter().zip(self.own_trained(rank));
+        let sums = own.map(|(u, own)| match policy.in_order {
+            true => own,
+            false => own * groups::buffers_of_owner(&slots, u.owners),
+        });
+        sums.sum::<usize>() + self.written_gradients(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
+    }
+
+    /// Elements of the buffers for gradients that backwards write beside the sums, of the units that have some: while
+    /// `in_flight` of them travel, the next one is written.
+    fn written_gradients(
+        &self,
+        policy: Policy,
+        rank: usize,
+        in_flight: usize,
+        has: impl Fn(&Unit) -> bool,
+    ) -> usize {
+        let mut written = Written { in_flight, ..Written::default() };
+        let (head, layers) = self.layers(rank);
+        let trains = |u: usize| self.units[u].any_trained();
+        let slots = self.slots(policy);
+        // The second round finds the last gradient of the first one on its way.
+        for _ in 0..slots.rounds().min(2) {
+            let take =
+                |w: &mut Written, u: usize| has(&self.units[u]).then(|| w.pool.take(self.units[u].len()));
+            let of_head = take(&mut written, head);
+            // The head begins the gradient of an embedding that is tied to it.
+            let tied = self.model.tied() && trains(0);
+            let mut of_embedding = if tied { take(&mut written, 0) } else { None };
+            written.leave(of_head, trains(head));
+            for &u in layers[first_backward(self.units)..].iter().rev().flat_map(|l| l.iter().rev()) {
+                let unit = &self.units[u];
+                if unit.owners.all() {
+                    // Experts that are frozen get no gradient.
+                    let asked = trains(u) || !unit.holds_experts();
+                    let gradient = if asked { take(&mut written, u) } else { None };
+                    written.leave(gradient, trains(u));
+                    continue;
+                }
+                let mixed = if unit.all_trained() || !trains(u) { None } else { take(&mut written, u) };
+                written.leave(mixed, false);
+                written.leave_stack(unit.trained_len() * groups::buffers_of_group(&slots, unit.owners, rank));
+            }
+            if trains(0) {
+                let gradient = of_embedding.take().or_else(|| take(&mut written, 0));
+                written.leave(gradient, true);
+            }
         }
-        embedding.into_iter().for_each(|taken| pool.give(taken));
-        pool.allocated
+        written.pool.allocated + written.stacks
     }
 
     /// Elements of one state vector that are in memory at once when states lie in files: those of one unit and the next.
@@ -346,39 +376,46 @@ impl Memory<'_> {
         if self.job.cluster.trains_on_gpus() { rooms as u64 } else { two as u64 }
     }
 
-    /// Where several ranks keep all parameters: the copy of an updated part that travels, and the last one's memory, which the
-    /// allocator keeps.
+    /// Where several ranks keep all parameters: the copy of an updated part that travels.
     fn published(&self, policy: Policy, rank: usize) -> u64 {
         let travels = !policy.shard_parameters && self.world > 1;
         let largest = self.own_lengths(rank).into_iter().max().unwrap_or(0) as u64;
-        if travels { 2 * largest } else { 0 }
+        if travels { largest } else { 0 }
     }
 
-    /// What Muon needs to move the matrices of a unit: their directions, and of the largest one the iteration.
-    fn whole_matrices(&self) -> u64 {
-        if self.train.optimizer.name != OptimizerName::Muon {
-            return 0;
-        }
-        let matrices = self.units.iter().flat_map(Unit::trained_params).filter(|p| p.shape.len() == 2);
-        let of = |shape: &[usize]| {
+    /// What Muon needs to move the matrices of a unit: their directions, and then the own part of those, which travels, or of the
+    /// largest matrix the iteration.
+    fn whole_matrices(&self, policy: Policy, rank: usize) -> u64 {
+        let iteration = |shape: &[usize]| {
             let (small, large) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
-            2 * small * small + 3 * small * large
+            2 * small * small + 2 * small * large
         };
-        let largest = matrices.map(|p| of(&p.shape)).max().unwrap_or(0);
-        let directions = self.units.iter().map(Unit::trained_len).max().unwrap_or(0);
-        (2 * directions + largest) as u64
+        let of_unit = |((unit, whole), own): ((&Unit, Vec<bool>), usize)| {
+            let shapes =
+                unit.params.iter().zip(whole).filter(|(_, whole)| *whole).map(|(p, _)| iteration(&p.shape));
+            let part = if policy.shard_optimizer && self.world > 1 { own } else { 0 };
+            shapes.max().map(|largest| unit.trained_len() + largest.max(part))
+        };
+        let moved = whole_matrices(&self.train.optimizer, self.units);
+        let units = self.units.iter().zip(moved).zip(self.own_trained(rank));
+        let mine = units.filter(|((u, _), _)| u.owners.has(rank));
+        mine.filter_map(of_unit).max().unwrap_or(0) as u64
     }
 
-    /// Units in the order of a step's fetches.
-    fn fetches(&self, rank: usize) -> Vec<usize> {
+    /// The head, and of each layer its unit and that of its experts that this rank has a part of.
+    fn layers(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let sparse = |l: usize| self.model.sparse().is_some_and(|s| s.is_sparse(l));
         let mut experts =
             (head + 1..self.units.len()).filter(|&u| self.units[u].owners.has(rank)).collect::<Vec<_>>();
         experts.reverse();
-        let layers: Vec<Vec<usize>> = (1..head)
-            .map(|u| std::iter::once(u).chain(experts.pop_if(|_| sparse(u - 1))).collect())
-            .collect();
+        let of = |u: usize, experts: Option<usize>| std::iter::once(u).chain(experts).collect();
+        (head, (1..head).map(|u| of(u, experts.pop_if(|_| sparse(u - 1)))).collect())
+    }
+
+    /// Units in the order of a step's fetches.
+    fn fetches(&self, rank: usize) -> Vec<usize> {
+        let (head, layers) = self.layers(rank);
         let forward = layers.iter().flatten().copied();
         let backward = layers[first_backward(self.units)..].iter().rev().flatten().copied();
         let tied = self.model.tied().then_some(0);
@@ -391,9 +428,6 @@ impl Memory<'_> {
         if !policy.shard_parameters || (self.world == 1 && !rounds) {
             return 0;
         }
-        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
-        let tied = self.model.tied();
-        let common = self.reads_in_common();
         let own = self.own_lengths(rank);
         let len = |u: usize| self.units[u].len();
         // What stays after one slot is there for the next.
@@ -401,21 +435,20 @@ impl Memory<'_> {
         let order = if self.train.batch.global > self.train.batch.micro { once.repeat(2) } else { once };
         let order = order.into_iter().filter(|&u| rounds || self.units[u].owners.below(self.world) > 1);
         let fetches = live::plan(order, len, self.train.zero.max_live_parameters);
-        if common {
+        if self.reads_in_common() {
             return self.peers_parts(&fetches, |u| len(u) - own[u]);
         }
         let mut ahead: VecDeque<usize> = fetches.iter().filter(|f| !f.here).map(|f| f.unit).collect();
         let mut pool = PoolPlan::default();
         let (mut gathering, mut staying, mut used) = (VecDeque::new(), HashMap::new(), Vec::new());
-        for fetch in fetches {
+        for (fetch, together) in self.held_together(&fetches) {
             while gathering.len() <= self.train.zero.prefetch as usize {
                 let Some(next) = ahead.pop_front() else { break };
                 gathering.push_back(pool.take(len(next)));
             }
             let buf = if fetch.here { staying.remove(&fetch.unit) } else { gathering.pop_front() };
             used.push((fetch, buf.unwrap_or(0)));
-            // The tied embedding is held together with the head.
-            if tied && fetch.unit == head {
+            if together {
                 continue;
             }
             for (fetch, buf) in used.drain(..) {
@@ -428,6 +461,20 @@ impl Memory<'_> {
         // The own part, where it is rounded before it travels.
         let part = if rounds && self.world > 1 { own.into_iter().max().unwrap_or(0) } else { 0 };
         (pool.allocated + part) as u64
+    }
+
+    /// Each fetch, and whether its unit is still held when the next one comes: the head's for the tied embedding, and in a
+    /// backward a layer's for its experts.
+    fn held_together(&self, fetches: &[Fetch]) -> Vec<(Fetch, bool)> {
+        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
+        let mut backward = false;
+        let next = fetches.iter().skip(1).map(|f| f.unit).chain([0]);
+        let held = fetches.iter().zip(next).map(|(fetch, next)| {
+            backward = (backward || fetch.unit == head) && next != 1;
+            let tied = self.model.tied() && fetch.unit == head && next == 0;
+            (*fetch, tied || (backward && next > head))
+        });
+        held.collect()
     }
 
     fn rounds_on_fetch(&self, policy: Policy) -> bool {
@@ -446,17 +493,11 @@ impl Memory<'_> {
 
     /// The most elements of other ranks' parts that are mapped at once, `theirs` of each unit.
     fn peers_parts(&self, fetches: &[Fetch], theirs: impl Fn(usize) -> usize) -> u64 {
-        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let (mut mapped, mut most, mut used) = (0, 0, Vec::new());
-        let mut backward = false;
-        for (at, fetch) in fetches.iter().enumerate() {
+        for (fetch, together) in self.held_together(fetches) {
             mapped += if fetch.here { 0 } else { theirs(fetch.unit) };
             most = most.max(mapped);
-            used.push(*fetch);
-            let next = fetches.get(at + 1).map_or(0, |f| f.unit);
-            backward = (backward || fetch.unit == head) && next != 1;
-            // Held together: head and tied embedding, and in a backward a layer and its experts.
-            let together = (fetch.unit == head && next == 0) || (backward && next > head);
+            used.push(fetch);
             if !together {
                 mapped -= used.drain(..).filter(|f| !f.stays).map(|f| theirs(f.unit)).sum::<usize>();
             }
@@ -464,18 +505,31 @@ impl Memory<'_> {
         most as u64
     }
 
-    fn staging(&self) -> u64 {
+    /// Shared memory that collectives touch, and the private memory in which a fold puts together what exceeds it.
+    fn staging(&self, policy: Policy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;
         }
-        // This rank's two slots, and of each peer's the chunks that are read; what exceeds a slot is put together in
-        // private memory.
-        let shared = (2 * STAGING + (self.world - 1) * PEER_CHUNKS) as u64;
-        let piece = self.units.iter().map(|u| Partition::new(u, self.world).largest()).max().unwrap_or(0);
-        let message = self.units.iter().map(Unit::len).max().unwrap_or(0);
-        let together = 4 * piece * (self.world - 1);
-        let private = if 4 * message > STAGING { together.min((8 * STAGING).max(2 * 4 * piece)) } else { 0 };
-        shared + private as u64
+        // This rank's two slots, and of its peers' as much, where pieces for this rank lie; a gather reads all of a chunk.
+        let gathers = !(policy.shard_parameters && self.reads_in_common());
+        let chunks = if gathers { (self.world - 1) * PEER_CHUNKS } else { 0 };
+        let shared = 2 * STAGING + chunks.max(2 * STAGING);
+        let slots = self.slots(policy);
+        let of = |r: usize| (0..slots.rounds()).filter_map(|round| slots.slot(r, round)).collect::<Vec<_>>();
+        let partials = |r: usize| match of(r)[..] {
+            [] => 0,
+            [first, .., last] if !policy.shard_gradients && !policy.in_order => {
+                maximal_runs(first..last + 1).len()
+            }
+            _ => 1,
+        };
+        let numbers: Vec<usize> = (0..self.world).map(partials).collect();
+        let private = self.units.iter().filter(|u| u.owners.all()).map(|u| {
+            let part = Partition::new(u, self.world);
+            let counts: Vec<usize> = (0..self.world).map(|r| u.trained_range(part.range(r)).len()).collect();
+            comm::shm::assembled(rank, &numbers, &counts, STAGING)
+        });
+        (shared + 4 * private.max().unwrap_or(0)) as u64
     }
 
     /// What the backend keeps in `f32` of a 16-bit result that it sums up: a million elements or 256 rows, at most the whole,
@@ -507,5 +561,48 @@ impl Memory<'_> {
     fn scratch(&self, b: usize, t: usize) -> u64 {
         let logits = 4 * device::cpu::classifier_rows(b * t, self.model.vocab()) * self.model.vocab();
         (logits + (2 << 20) * (1 + self.threads)) as u64
+    }
+}
+
+/// Gradients that are written in the buffers of a pool, and leave.
+#[derive(Default)]
+struct Written {
+    pool: PoolPlan,
+    /// How many may travel when the next one is written.
+    in_flight: usize,
+    /// Oldest first: the elements of its buffer, or none of a stack of several slots' gradients.
+    travelling: VecDeque<Option<usize>>,
+    /// Elements of all such stacks, and how many of them are free.
+    stacks: usize,
+    free_stacks: usize,
+}
+
+impl Written {
+    /// A gradient is done, if there is one. What isn't reduced is given back at once.
+    fn leave(&mut self, gradient: Option<usize>, reduced: bool) {
+        let Some(len) = gradient else { return };
+        match reduced {
+            true => self.travel(Some(len)),
+            false => self.pool.give(len),
+        }
+    }
+
+    /// A stack of `len` elements is filled and leaves.
+    fn leave_stack(&mut self, len: usize) {
+        match self.free_stacks.checked_sub(1) {
+            Some(left) => self.free_stacks = left,
+            None => self.stacks += len,
+        }
+        self.travel(None);
+    }
+
+    fn travel(&mut self, what: Option<usize>) {
+        self.travelling.push_back(what);
+        while self.travelling.len() > self.in_flight {
+            match self.travelling.pop_front().flatten() {
+                Some(len) => self.pool.give(len),
+                None => self.free_stacks += 1,
+            }
+        }
     }
 }
