@@ -31,6 +31,7 @@ mod stream;
 mod tests;
 mod wait;
 
+pub use fold::assembled;
 pub(crate) use fold::windows;
 pub(crate) use part::{Outgoing, fits};
 

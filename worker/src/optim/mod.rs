@@ -288,7 +288,7 @@ fn no_place(offload: Option<&Offload>, e: &io::Error) -> Fault {
 
 /// Per unit, per parameter: Muon moves the matrices of layers and experts; embedding and head are AdamW's, and so is
 /// everything that is no matrix.
-fn whole_matrices(spec: &OptimizerSpec, units: &[Unit]) -> Vec<Vec<bool>> {
+pub(crate) fn whole_matrices(spec: &OptimizerSpec, units: &[Unit]) -> Vec<Vec<bool>> {
     let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
     let of = |(u, unit): (usize, &Unit)| -> Vec<bool> {
         let layer = spec.name == OptimizerName::Muon && u != 0 && u != head;

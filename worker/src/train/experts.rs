@@ -390,7 +390,8 @@ impl Trainer {
     }
 }
 
-/// Bytes of everything here when rows are spread evenly, for the estimate; `dtype` of rows, `parallel` ranks of a group.
+/// Bytes of everything here, for the estimate; `dtype` of rows, `parallel` ranks of a group. A router may send one rank all rows of its
+/// group: what is planned is half again as many as an even spread, between what untrained ones do to the layers of a model.
 pub fn bytes(
     model: &dyn Model,
     units: &[Unit],
@@ -404,10 +405,12 @@ pub fn bytes(
     let s = sparse.shape();
     let count = (0..layers).filter(|&l| sparse.is_sparse(l)).count();
     let sets = if recompute == Recompute::None { count } else { count.min(1) };
-    let travelling = rows * s.per_token;
-    let kept = 4 * (Routing::elements(s, rows) + travelling * 3)
-        + travelling * (s.hidden + 2 * s.intermediate) * dtype.size();
+    let sent = rows * s.per_token;
+    let came = if parallel > 1 { sent + sent / 2 } else { sent };
+    let kept =
+        4 * (Routing::elements(s, rows) + sent * 3) + came * (s.hidden + 2 * s.intermediate) * dtype.size();
+    let room = came * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 2) + 4 * 2 * sent;
     // On their way to other ranks rows and weights lie in two buffers more.
-    let lanes = if parallel > 1 { 2 * (s.hidden * dtype.size() + 4) } else { 0 };
-    sets * kept + travelling * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 4 + lanes)
+    let lanes = if parallel > 1 { (sent + came) * (s.hidden * dtype.size() + 4) } else { 0 };
+    sets * kept + room + lanes
 }

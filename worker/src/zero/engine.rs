@@ -419,8 +419,12 @@ impl Shard {
         here: Range<usize>,
     ) -> Result<()> {
         let mut whole = write(values);
-        let mine = ops.copied(whole.view().slice(own.start - here.start..own.end - here.start));
-        gather(comm, ops, messages, self.unit.owners, self.part.counts(), whole.view_mut(), mine.view())
+        // What is sent lies apart from what is written.
+        let copy = messages.take_copy(ops, whole.view().slice(own.start - here.start..own.end - here.start));
+        let (whole, mine) = (whole.view_mut(), copy.view().slice(0..own.len()));
+        let gathered = gather(comm, ops, messages, self.unit.owners, self.part.counts(), whole, mine);
+        messages.put_back(copy);
+        gathered
     }
 }
 

@@ -40,16 +40,18 @@ impl Run {
 
 /// The runs that are left after pushing single slots `range` in order.
 pub fn maximal_runs(range: std::ops::Range<usize>) -> Vec<Run> {
-    let mut stack: Vec<Run> = Vec::new();
-    for s in range {
-        let mut top = Run::slot(s);
-        while let Some(merged) = stack.last().and_then(|left| left.merge(top)) {
-            stack.pop();
-            top = merged;
-        }
-        stack.push(top);
+    let mut kept = Vec::new();
+    range.for_each(|s| keep(&mut kept, Run::slot(s)));
+    kept
+}
+
+/// Adds `top` to the runs that are kept, which merge as far as they can.
+fn keep(kept: &mut Vec<Run>, mut top: Run) {
+    while let Some(merged) = kept.last().and_then(|left| left.merge(top)) {
+        kept.pop();
+        top = merged;
     }
-    stack
+    kept.push(top);
 }
 
 /// Partials of vectors of one length, kept until they can be merged.
@@ -172,12 +174,19 @@ pub fn fold_f64(slots: &[f64]) -> f64 {
     sum
 }
 
-/// Most buffers in use while `slots` slots are summed one after the other: the partials kept, and the slot that comes.
+/// Most buffers in use while `runs` are summed one after the other: the partials kept, and the run that comes.
 ///
-/// With [`FoldStack::push_owned`] every slot has a buffer; with [`FoldStack::push`] every second one is added straight
-/// into its left sibling.
-pub fn buffers(slots: usize, owned: bool) -> usize {
-    (0..slots).filter(|n| owned || n % 2 == 0).map(|n| maximal_runs(0..n).len() + 1).max().unwrap_or(0)
+/// With [`FoldStack::push_owned`] every run has a buffer; with [`FoldStack::push`] one that has its left sibling on top is added
+/// straight into that.
+pub fn buffers(runs: impl IntoIterator<Item = Run>, owned: bool) -> usize {
+    let (mut kept, mut most) = (Vec::<Run>::new(), 0);
+    for run in runs {
+        if owned || kept.last().and_then(|left| left.merge(run)).is_none() {
+            most = most.max(kept.len() + 1);
+        }
+        keep(&mut kept, run);
+    }
+    most
 }
 
 #[cfg(test)]
@@ -259,7 +268,8 @@ mod tests {
                 for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
                     let sum = stack.finish(&ops).unwrap();
                     stack.recycle(sum);
-                    assert_eq!(stack.free.len(), buffers(slots, direct), "{slots} slots, owned: {direct}");
+                    let announced = buffers((0..slots).map(Run::slot), direct);
+                    assert_eq!(stack.free.len(), announced, "{slots} slots, owned: {direct}");
                 }
             }
         }

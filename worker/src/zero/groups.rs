@@ -2,13 +2,14 @@
 //! that the schedule is the same everywhere.
 use super::{
     Slots,
-    fold::{FoldStack, Run, maximal_runs},
+    fold::{FoldStack, Run, buffers, maximal_runs},
     partition::Partition,
     pool::grow,
 };
 use crate::params::{Owners, Unit};
 use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
+use std::ops::Range;
 
 /// Where messages are put together and arrive: used again by every collective.
 #[derive(Default)]
@@ -17,6 +18,8 @@ pub(super) struct Messages {
     /// The same in the 16 bits of a precision.
     sent_rounded: Buf,
     received: Buf,
+    /// The own part of what is gathered in place.
+    own: Buf,
 }
 
 impl Messages {
@@ -24,11 +27,28 @@ impl Messages {
         if dtype == Dtype::F32 {
             return grow(ops, &mut self.sent, len);
         }
-        if self.sent_rounded.dtype() != dtype {
-            self.sent_rounded = ops.zeroed(dtype, 0);
-        }
-        grow(ops, &mut self.sent_rounded, len)
+        grow(ops, of_type(ops, &mut self.sent_rounded, dtype), len)
     }
+
+    /// A buffer that begins with a copy of `own`, to be put back: allocated anew for each unit it would be kept by the allocator,
+    /// several times over.
+    pub(super) fn take_copy(&mut self, ops: &dyn Ops, own: View) -> Buf {
+        let mut room = std::mem::take(&mut self.own);
+        ops.copy(grow(ops, of_type(ops, &mut room, own.dtype()), own.len()), own);
+        room
+    }
+
+    pub(super) fn put_back(&mut self, copy: Buf) {
+        self.own = copy;
+    }
+}
+
+/// `buf`, or in its place an empty one of these ops where it is none of theirs yet, or its elements are of another type.
+fn of_type<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
+    if buf.is_empty() || buf.dtype() != dtype {
+        *buf = ops.zeroed(dtype, 0);
+    }
+    buf
 }
 
 /// Elements of [`Messages`] for a unit of which this rank owns `own` elements, for the estimate: sent by a gather of its
@@ -78,11 +98,30 @@ pub(super) fn gather(
     comm.all_to_all(whole, &received, send.as_view(), &sent)
 }
 
-/// The runs of slots that the group of `rank` has in `round`, folded as far as they go.
-pub(super) fn runs_of(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Vec<Run> {
+/// The slots that the group of `rank` has in `round`.
+fn dealt(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Range<usize> {
     let first = rank / owners.stride * owners.stride;
     let dealt: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
-    dealt.first().map_or_else(Vec::new, |&a| maximal_runs(a..a + dealt.len()))
+    dealt.first().map_or(0..0, |&a| a..a + dealt.len())
+}
+
+/// The runs of slots that the group of `rank` has in `round`, folded as far as they go.
+pub(super) fn runs_of(slots: &Slots, owners: Owners, rank: usize, round: usize) -> Vec<Run> {
+    maximal_runs(dealt(slots, owners, rank, round))
+}
+
+/// Buffers of the stack in which the group of `rank` folds the gradients of a unit by the slots of a round, for the estimate.
+pub fn buffers_of_group(slots: &Slots, owners: Owners, rank: usize) -> usize {
+    let of = |round| buffers(dealt(slots, owners, rank, round).map(Run::slot), true);
+    (0..slots.rounds()).map(of).max().unwrap_or(0)
+}
+
+/// Buffers of the stack in which an owner sums what comes of a unit in a step, for the estimate.
+pub fn buffers_of_owner(slots: &Slots, owners: Owners) -> usize {
+    let ranks = || (0..slots.world).filter(|&r| owners.has(r));
+    let runs =
+        (0..slots.rounds()).flat_map(|round| ranks().flat_map(move |r| runs_of(slots, owners, r, round)));
+    buffers(runs, false)
 }
 
 /// Each owner gets its part of every owner's runs, in the order of the slots.
@@ -124,4 +163,28 @@ pub(super) fn trade_runs(
         at += own;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Buffers of a group and of an owner, of a step of `slots` on four ranks of which every `stride`-th has a part.
+    fn of(slots: usize, stride: usize) -> (usize, usize) {
+        let (slots, owners) = (Slots { slots, world: 4, interleaved: true }, Owners { first: 0, stride });
+        (buffers_of_group(&slots, owners, 0), buffers_of_owner(&slots, owners))
+    }
+
+    #[test]
+    fn what_a_group_has_folded_needs_fewer_sums_at_the_owner() {
+        assert_eq!(of(4, 1), (1, 2));
+        assert_eq!(of(4, 2), (2, 1));
+        assert_eq!(of(4, 4), (3, 1));
+        // Two rounds: the first one's sum waits for the second one's.
+        assert_eq!(of(8, 1), (1, 3));
+        assert_eq!(of(8, 2), (2, 2));
+        assert_eq!(of(8, 4), (3, 1));
+        // One slot for four ranks.
+        assert_eq!(of(1, 4), (1, 1));
+    }
 }

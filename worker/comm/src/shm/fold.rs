@@ -47,7 +47,8 @@ impl ShmComm {
         let _guard = OnPanic(self);
         let slot = turn.next_slot();
         // Staged before it is known whether the peers' fit too: that saves a round whenever they do.
-        if self.fits(self.at.rank, partials.len(), counts) {
+        let staging = self.seg.layout.staging;
+        if fits(self.at.rank, partials.len(), counts, staging) {
             self.stage(slot, partials, counts);
         }
         let numbers = self.gather_number(turn, call, partials.len() as u64)?;
@@ -58,32 +59,20 @@ impl ShmComm {
             )));
         }
         let numbers: Vec<usize> = numbers.into_iter().map(|n| n as usize).collect();
-        if numbers.iter().enumerate().all(|(rank, &n)| self.fits(rank, n, counts)) {
+        if all_fit(&numbers, counts, staging) {
             self.deliver_staged(slot, partials, &numbers, counts, sink);
             return Ok(());
         }
-        let most = self.window_elements(counts);
-        for window in windows(&numbers, counts, most) {
+        for window in windows(&numbers, counts, window_elements(counts, staging)) {
             self.deliver_window(turn, call, partials, &window, counts, sink)?;
         }
         Ok(())
     }
 
-    /// Elements that `rank` stages for one partial.
-    fn staged(&self, rank: usize, counts: &[usize]) -> usize {
-        let all: usize = counts.iter().map(|&n| padded(n)).sum();
-        all - padded(counts[rank])
-    }
-
-    fn fits(&self, rank: usize, partials: usize, counts: &[usize]) -> bool {
-        let slot = self.seg.layout.staging / size_of::<f32>();
-        self.staged(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
-    }
-
     /// Where in `owner`'s slot the piece of `dest` of partial `i` begins.
     fn staged_at(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let before: usize = (0..dest).filter(|&r| r != owner).map(|r| padded(counts[r])).sum();
-        i * self.staged(owner, counts) + before
+        i * staged(owner, counts) + before
     }
 
     fn stage(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
@@ -123,12 +112,6 @@ impl ShmComm {
                 sink(rank, i, unsafe { self.seg.slot_f32(rank, slot, at, counts[me]) }.into());
             }
         }
-    }
-
-    /// How many elements a rank may assemble.
-    fn window_elements(&self, counts: &[usize]) -> usize {
-        let largest = counts.iter().copied().max().unwrap_or(0);
-        (WINDOW * self.seg.layout.staging / size_of::<f32>()).max(largest.saturating_mul(2))
     }
 
     /// Moves one window's pieces into the private buffer, then shows them to the sink.
@@ -215,6 +198,38 @@ impl ShmComm {
     }
 }
 
+/// Elements that `rank` stages for one partial.
+fn staged(rank: usize, counts: &[usize]) -> usize {
+    let all: usize = counts.iter().map(|&n| padded(n)).sum();
+    all - padded(counts[rank])
+}
+
+fn fits(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
+    let slot = staging / size_of::<f32>();
+    staged(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
+}
+
+fn all_fit(numbers: &[usize], counts: &[usize], staging: usize) -> bool {
+    numbers.iter().enumerate().all(|(rank, &n)| fits(rank, n, counts, staging))
+}
+
+/// How many elements a rank may assemble.
+fn window_elements(counts: &[usize], staging: usize) -> usize {
+    let largest = counts.iter().copied().max().unwrap_or(0);
+    (WINDOW * staging / size_of::<f32>()).max(largest.saturating_mul(2))
+}
+
+/// Elements that `rank` assembles in private memory, where rank r gives `numbers[r]` partials of which rank s gets `counts[s]`
+/// elements each: none where all fit into staging. For estimates of memory.
+pub fn assembled(rank: usize, numbers: &[usize], counts: &[usize], staging: usize) -> usize {
+    if all_fit(numbers, counts, staging) {
+        return 0;
+    }
+    let of_peers = |w: Window| w.iter().enumerate().filter(|(r, _)| *r != rank).map(|(_, i)| i.len()).sum();
+    let windows = windows(numbers, counts, window_elements(counts, staging)).into_iter();
+    windows.map(of_peers).max().unwrap_or(0_usize) * counts[rank]
+}
+
 /// Fills `to` from element `at` of the stream that consists of `partials[..][start..start + count]`.
 fn copy_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut at: usize) {
     while !to.is_empty() {
@@ -299,6 +314,15 @@ mod tests {
     fn all_ranks_send_together_where_it_fits() {
         assert_eq!(windows(&[1, 1], &[8, 8], 8).len(), 1);
         assert_eq!(windows(&[1, 1], &[8, 8], 7).len(), 2);
+    }
+
+    #[test]
+    fn what_fits_into_staging_is_not_assembled() {
+        // Two ranks, a page of elements for each: one slot shows that, or rank 1 puts together what rank 0 gives it.
+        assert_eq!(assembled(1, &[1, 1], &[1024, 1024], 4096), 0);
+        assert_eq!(assembled(1, &[2, 1], &[1024, 1024], 4096), 2 * 1024);
+        // More than a window holds: twice the largest piece.
+        assert_eq!(assembled(0, &[1, 30], &[10240, 10240], 4096), 2 * 10240);
     }
 
     #[test]
