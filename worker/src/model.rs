@@ -162,6 +162,8 @@ pub trait Model: Send + Sync {
     fn is_constant(&self, _name: &str) -> bool {
         false
     }
+    /// Heads of queries, heads of keys and values, elements of a head.
+    fn heads(&self) -> [usize; 3];
     /// Tokens that sliding layers attend to; `None`: all layers attend to the whole document.
     fn window(&self) -> Option<usize> {
         None

@@ -2,7 +2,7 @@
 //! properties.
 mod card;
 
-use device::cuda::{Places, Wanted, attention_plans};
+use device::cuda::{Places, Wanted, attention_bytes, attention_plans};
 use device::ops::AttentionShape;
 use std::{
     fs,
@@ -86,16 +86,19 @@ fn cudnn_has_plans_for_every_models_attention() {
             let is_skipped = card != 1 && i % 2 == 0; // each takes a second
             let window = (i % 3 == 2 && t > 100).then_some(t / 8);
             let what = format!("{name}, {b} × {t}, {heads}/{kv_heads} × {dim}, window {window:?}");
-            let found = is_skipped
-                || plans(card, AttentionShape::new(b, t, heads, kv_heads, dim), window)
-                    .unwrap_or_else(|e| panic!("{what}: {e}"))
-                    == [true; 2];
-            assert!(found, "{what}");
+            if is_skipped {
+                continue;
+            }
+            let shape = AttentionShape::new(b, t, heads, kv_heads, dim);
+            let needed = plans(card, shape, window).unwrap_or_else(|e| panic!("{what}: {e}"));
+            let most = needed.map(|needed| needed.unwrap_or_else(|| panic!("{what}: no plan")));
+            // what a plan of memory counts
+            assert!(most.iter().all(|bytes| *bytes <= attention_bytes(shape) + 4096), "{what}: {most:?}");
         }
     }
     // What it can't do it says it can't: no plan, or its reason.
     let wide = plans(1, AttentionShape::new(1, 64, 2, 2, 512), None);
-    assert!(wide.as_ref().is_err() || wide.as_ref().is_ok_and(|found| found.contains(&false)), "{wide:?}");
+    assert!(wide.as_ref().is_err() || wide.as_ref().is_ok_and(|found| found.contains(&None)), "{wide:?}");
     let error = attention_plans(&places, "{}", AttentionShape::new(1, 64, 2, 2, 64), None)
         .expect_err("no properties");
     assert!(error.to_string().contains("maxGridSize"), "{error}");

@@ -12,7 +12,11 @@ use contract::{
     job::{JobSpec, Precision, TrainSpec},
     judge::MemoryEstimate,
 };
-use device::{Dtype, ops::FP8_COLUMNS};
+use device::{
+    Dtype,
+    cuda::Attention,
+    ops::{AttentionShape, FP8_COLUMNS},
+};
 
 /// Executable, allocator, thread stacks, tokenizer, bytes. With a model of a few elements a process takes 21 MiB, most of them pages of the
 /// executable; this is less by what operators' scratch is planned too large for small products.
@@ -183,10 +187,17 @@ impl Memory<'_> {
     }
 
     /// What the backend for GPUs has at once beside buffers of the engine: a chunk of logits with their gradients (and the
-    /// rotary tables, which are small), and the largest workspace of a product.
+    /// rotary tables, which are small) or what attention by cuDNN may need, and the largest workspace of a product.
     fn gpu_scratch(&self, b: usize, t: usize) -> u64 {
         let logits = device::cuda::logits_bytes(b * t, self.model.vocab()) as u64;
-        logits.max(self.rounded(b * t)) + device::cuda::WORKSPACE as u64
+        let attention = match crate::gpu::attention(self.train) {
+            Attention::Own => 0,
+            Attention::Fastest | Attention::Dnn => {
+                let [heads, kv_heads, head_dim] = self.model.heads();
+                device::cuda::attention_bytes(AttentionShape::new(b, t, heads, kv_heads, head_dim)) as u64
+            }
+        };
+        logits.max(self.rounded(b * t)).max(attention) + device::cuda::WORKSPACE as u64
     }
 
     /// Elements of both operands of the largest product in fp8, which are rounded before.

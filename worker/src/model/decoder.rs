@@ -436,6 +436,10 @@ impl Model for Decoder {
         self.qkv_width()
     }
 
+    fn heads(&self) -> [usize; 3] {
+        [self.n.heads, self.n.kv_heads, self.n.head_dim]
+    }
+
     fn window(&self) -> Option<usize> {
         self.n.window.filter(|_| self.n.sliding.contains(&true))
     }

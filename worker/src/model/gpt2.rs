@@ -266,6 +266,10 @@ impl Model for Gpt2 {
         self.n.tied
     }
 
+    fn heads(&self) -> [usize; 3] {
+        [self.n.heads, self.n.heads, self.n.hidden / self.n.heads]
+    }
+
     fn ties(&self) -> Vec<Tie> {
         let tie = Tie { alias: LM_HEAD.into(), target: EMBEDDING.into() };
         if self.tied() { vec![tie] } else { Vec::new() }

@@ -92,6 +92,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         seed: 7,
         recompute: Recompute::None,
         numerics: Numerics::default(),
+        attention: Attention::default(),
         cuda_graphs: CudaGraphs::default(),
         eval: None,
         freeze: Vec::new(),

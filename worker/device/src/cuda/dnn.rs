@@ -13,6 +13,7 @@ use super::error::{CudaError, Result};
 use super::libs::{Places, Wanted};
 use crate::ops::AttentionShape;
 use attention::Mask;
+pub use attention::attention_bytes;
 pub(super) use attention::{Operands, Pass};
 pub use choice::Attention;
 pub(super) use choice::Attentions;
@@ -100,11 +101,13 @@ impl Dnn {
         self.with_handle(|handle| attention::plans(&self.library, pass, Target::Card(handle)))
     }
 
-    /// Has the library a plan for a pass of attention on a card of which only its properties are known (JSON, as cuDNN writes
-    /// them)?
-    fn has_plan(&self, pass: &Pass, properties: &str) -> Result<bool> {
+    /// What the library's plan for a pass of attention needs beside its operands, bytes, on a card of which only its properties
+    /// are known (JSON, as cuDNN writes them); none where there is no plan.
+    fn needs(&self, pass: &Pass, properties: &str) -> Result<Option<usize>> {
         let target = Target::Properties(Descriptor::properties(&self.library, properties)?);
-        Ok(attention::plans(&self.library, pass, target)?.next().transpose()?.is_some())
+        let plan = attention::plans(&self.library, pass, target)?.next().transpose()?;
+        let sums = pass.sums().iter().map(|(_, elements, _)| elements * size_of::<f32>()).sum::<usize>();
+        Ok(plan.map(|plan| plan.workspace + sums))
     }
 
     fn with_handle<T>(&self, f: impl FnOnce(Handle) -> Result<T>) -> Result<T> {
@@ -126,17 +129,17 @@ impl Dnn {
     }
 }
 
-/// Are there plans for the forward and the backward of attention on a card that isn't here? `properties` are its own, as JSON in
-/// cuDNN's form.
+/// What cuDNN's plans for the forward and the backward of attention need beside their operands, bytes, on a card that isn't here;
+/// none where there is no plan. `properties` are the card's, as JSON in cuDNN's form.
 pub fn attention_plans(
     places: &Places,
     properties: &str,
     shape: AttentionShape,
     window: Option<usize>,
-) -> Result<[bool; 2]> {
+) -> Result<[Option<usize>; 2]> {
     let dnn = Dnn::without_card(places)?;
     let mask = window.map_or(Mask::Causal, Mask::Window);
-    let of = |is_backward| dnn.has_plan(&Pass { shape, mask, is_backward }, properties);
+    let of = |is_backward| dnn.needs(&Pass { shape, mask, is_backward }, properties);
     Ok([of(false)?, of(true)?])
 }
 

@@ -32,7 +32,7 @@ mod streams;
 
 pub use card::Facts;
 pub use classifier::logits_bytes;
-pub use dnn::{Attention, attention_plans};
+pub use dnn::{Attention, attention_bytes, attention_plans};
 pub use error::{CudaError, Result};
 pub use graphs::Replayed;
 pub use libs::{Found, Places, Wanted};

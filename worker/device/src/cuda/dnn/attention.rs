@@ -193,6 +193,14 @@ impl Pass {
     }
 }
 
+/// Bytes that a pass may need beside its operands: of the backward the sums for queries, the gradients of keys and values by query head, and
+/// on cards older than Hopper sums once more (what cuDNN 9.19 says of its plans).
+pub fn attention_bytes(s: AttentionShape) -> usize {
+    let queries = s.b * s.heads * s.t;
+    let gradients = if s.heads == s.kv_heads { 0 } else { 2 * size_of::<u16>() };
+    queries * (s.head_dim * (2 * size_of::<f32>() + gradients) + 2 * size_of::<f32>())
+}
+
 /// The library's plans for a pass, best guess first.
 pub(super) fn plans(
     library: &Arc<Library>,
