@@ -298,8 +298,16 @@ fn a_job_may_have_cudnns_attention() {
     assert!(apart(&either.succeeded(), &own) < 5e-3);
     assert!(said.len() == 2 && said.iter().all(|s| s.contains("µs by cuDNN")), "{said:?}");
     // What fails when it is tried isn't taken, what isn't there isn't missed.
-    let (failing, _) = ran(&[&libraries], ("CARD_FAILS", "cudnnBackendExecute"));
-    assert_eq!(failing.succeeded().losses(), own.losses());
+    for (told, why) in
+        [("cudnnBackendExecute", "cudnnBackendExecute failed"), ("cuDNN is wrong", "apart from launch's")]
+    {
+        let (failing, said) = ran(&[&libraries], ("CARD_FAILS", told));
+        assert_eq!(failing.succeeded().losses(), own.losses(), "{told}");
+        assert!(
+            said.len() == 2 && said.iter().all(|s| s.contains("goes without cuDNN: ") && s.contains(why)),
+            "{said:?}"
+        );
+    }
     let (without, _) = ran(&[], none);
     assert_eq!(without.succeeded().losses(), own.losses());
     // Asked for alone, it is.

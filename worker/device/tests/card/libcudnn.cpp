@@ -384,6 +384,14 @@ API cudnnBackendGetAttribute(void* desc, int attribute, int type, int64_t count,
     return SUCCESS;
 }
 
+// One number of what the last operation leaves is another.
+static void spoil(Run& run, const Desc& d) {
+    Shape y = shape(d.part(d.kind == MATMUL_OPERATION ? 1522 : 753));
+    std::vector<float> all = run.read(y);
+    all[all.size() / 2] += 1;
+    run.write(y, all);
+}
+
 // How often a plan was run.
 static std::atomic<long> asked_{0};
 extern "C" __attribute__((visibility("default"))) long cardCalls(const char*) { return asked_; }
@@ -400,6 +408,7 @@ API cudnnBackendExecute(void* handle, void* plan, void* pack) {
     std::vector<void*> pointers = v.all<void*>(1001);
     void* workspace = v.one<void*>(1003);
     NEED(workspace);
+    bool wrong = fails("cuDNN is wrong");
     Run run;
     for (size_t i = 0; i < ids.size(); i++) run.memory[ids[i]] = pointers[i];
     NEED(run.memory.size() == ids.size());
@@ -412,6 +421,7 @@ API cudnnBackendExecute(void* handle, void* plan, void* pack) {
         if (slow) usleep(3000);
         memset(workspace, 0xff, 4096);
         for (const Held& one : graph->parts.at(801)) operation(run, *one);
+        if (wrong) spoil(run, *graph->parts.at(801).back());
     });
     return SUCCESS;
 }

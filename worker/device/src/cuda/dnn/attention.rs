@@ -1,11 +1,12 @@
 //! Attention as cuDNN's graphs have it, in the layout of [`crate::Ops::attention_forward`].
 use super::super::binding::{Address, Dnn as Library};
+use super::super::card::Card;
 use super::super::error::Result;
 use super::descriptor::{Mode, Reduction, Type};
 use super::graph::{ALIGNMENT, Graph, Place, Tensor, packed};
 use super::plan::{Plan, Target, plans as plans_of};
 use crate::ops::AttentionShape;
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 /// Numbers of the graphs' tensors.
 const Q: i64 = 1;
@@ -164,6 +165,32 @@ impl Pass {
         } else {
             Vec::new()
         }
+    }
+
+    /// What the pass left, as f32: output and logarithms of sums, or the gradients of q, k and v; waits for it.
+    pub(super) fn results(&self, card: &Card, at: &Operands) -> Result<[Vec<f32>; 3]> {
+        let s = self.shape;
+        let rows = s.b * s.t;
+        let (queries, keys) = (s.heads * s.head_dim, s.kv_heads * s.head_dim);
+        let halves = |at, len: usize| {
+            let mut bits = vec![0u16; len];
+            card.download(bytemuck::cast_slice_mut(&mut bits), at)?;
+            Ok(bits.into_iter().map(|bits| f32::from_bits(u32::from(bits) << 16)).collect::<Vec<_>>())
+        };
+        if self.is_backward {
+            let all = halves(at.dqkv, rows * (queries + 2 * keys))?;
+            let rows = all.chunks(queries + 2 * keys);
+            let part =
+                |range: Range<usize>| rows.clone().flat_map(|row| row[range.clone()].to_vec()).collect();
+            return Ok([
+                part(0..queries),
+                part(queries..queries + keys),
+                part(queries + keys..queries + 2 * keys),
+            ]);
+        }
+        let mut sums = vec![0f32; rows * s.heads];
+        card.download(bytemuck::cast_slice_mut(&mut sums), at.lse)?;
+        Ok([halves(at.o, rows * queries)?, sums, Vec::new()])
     }
 
     /// The host's numbers that the graph reads.

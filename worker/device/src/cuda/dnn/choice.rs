@@ -13,6 +13,8 @@ use std::{
 
 /// Runs of each that are timed together, after one that isn't.
 const RUNS: usize = 4;
+/// Results of cuDNN may be so far from ours, relative to the largest: both are rounded to bf16, and so is what lies between.
+const TOLERANCE: f64 = 2e-2;
 
 /// Whose kernels attention is computed by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,7 +97,7 @@ impl Attentions {
             }
             (_, Ok(plans)) => self.fastest(cuda, pass, at, plans, own)?,
             (_, Err(error)) => {
-                self.say(format!("{}: {} goes without cuDNN: {error}", pass.describe(), direction(pass)));
+                self.go_without(pass, &error.to_string());
                 None
             }
         };
@@ -103,7 +105,7 @@ impl Attentions {
         Ok(chosen)
     }
 
-    /// By the clock; none where this program's own kernels are.
+    /// By the clock, of those whose results are ours; none where this program's own kernels are the fastest.
     fn fastest(
         &self,
         cuda: &Cuda,
@@ -112,30 +114,53 @@ impl Attentions {
         plans: impl Iterator<Item = Result<Plan>>,
         own: &dyn Fn(),
     ) -> Result<Option<Arc<Plan>>> {
-        let Some(mine) = time(&cuda.card, || {
+        let card = &cuda.card;
+        let run_own = || {
             own();
             true
-        })?
-        else {
-            return Ok(None);
         };
+        let Some(mine) = time(card, run_own)? else { return Ok(None) };
+        let expected = pass.results(card, at)?;
         let mut best: Option<(f64, Arc<Plan>)> = None;
-        for plan in plans.flatten().map(Arc::new) {
-            let took = time(&cuda.card, || self.ask(&cuda.card, &plan, pass, at).is_ok())?;
-            if let Some(took) = took.filter(|took| best.as_ref().is_none_or(|(least, _)| took < least)) {
-                best = Some((took, plan));
+        let mut fault = "no plan".to_owned();
+        for plan in plans {
+            let tried = plan.map(Arc::new).and_then(|plan| {
+                self.ask(card, &plan, pass, at)?;
+                Ok((plan, apart(&pass.results(card, at)?, &expected)))
+            });
+            match tried {
+                Err(error) => fault = error.to_string(),
+                Ok((_, apart)) if apart > TOLERANCE => {
+                    fault = format!("its results are {apart:.0e} apart from launch's")
+                }
+                Ok((plan, _)) => {
+                    let took = time(card, || self.ask(card, &plan, pass, at).is_ok())?;
+                    if let Some(took) =
+                        took.filter(|took| best.as_ref().is_none_or(|(least, _)| took < least))
+                    {
+                        best = Some((took, plan));
+                    }
+                }
             }
         }
-        let Some((took, plan)) = best else { return Ok(None) };
-        let (by, [mine_us, took_us]) = (took < mine, [mine, took].map(|s| 1e6 * s));
-        let whose =
-            if by { format!("cuDNN {}", self.dnn.describe()) } else { "launch's own kernels".to_owned() };
-        self.say(format!(
-            "{}: {} by {whose} ({took_us:.0} µs by cuDNN, {mine_us:.0} µs by launch)",
-            pass.describe(),
-            direction(pass)
-        ));
-        Ok(by.then_some(plan))
+        let Some((took, plan)) = best else {
+            self.go_without(pass, &fault);
+            return Ok(None);
+        };
+        let is_faster = took < mine;
+        let whose = if is_faster {
+            format!("cuDNN {}", self.dnn.describe())
+        } else {
+            "launch's own kernels".to_owned()
+        };
+        let [mine, took] = [mine, took].map(|seconds| 1e6 * seconds);
+        let times = format!("{took:.0} µs by cuDNN, {mine:.0} µs by launch");
+        self.say(format!("{}: {} by {whose} ({times})", pass.describe(), direction(pass)));
+        Ok(is_faster.then_some(plan))
+    }
+
+    fn go_without(&self, pass: &Pass, why: &str) {
+        self.say(format!("{}: {} goes without cuDNN: {why}", pass.describe(), direction(pass)));
     }
 
     fn ask(&self, card: &Arc<Card>, plan: &Arc<Plan>, pass: &Pass, at: &Operands) -> Result<()> {
@@ -173,6 +198,21 @@ fn direction(pass: &Pass) -> &'static str {
     if pass.is_backward { "backward" } else { "forward" }
 }
 
+/// The largest difference relative to the largest expected number, of each result; infinite where one is no number and the other is one.
+fn apart(found: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]) -> f64 {
+    let of = |(found, expected): (&Vec<f32>, &Vec<f32>)| {
+        let finite = expected.iter().map(|x| x.abs()).filter(|x| x.is_finite());
+        let largest = f64::from(finite.fold(f32::MIN_POSITIVE, f32::max));
+        let each = found.iter().zip(expected).map(|(f, e)| match f.is_finite() == e.is_finite() {
+            true if f.is_finite() => f64::from((f - e).abs()) / largest,
+            true => 0.0,
+            false => f64::INFINITY,
+        });
+        each.fold(0.0, f64::max)
+    };
+    found.iter().zip(expected).map(of).fold(0.0, f64::max)
+}
+
 /// Seconds of some runs; none where one fails.
 fn time(card: &Arc<Card>, run: impl Fn() -> bool) -> Result<Option<f64>> {
     if !run() {
@@ -185,4 +225,19 @@ fn time(card: &Arc<Card>, run: impl Fn() -> bool) -> Result<Option<f64>> {
     let end = card.record_timed()?;
     end.wait()?;
     Ok(end.since(&begin)?.map(|seconds| seconds / RUNS as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_result_is_compared_with_its_own_size() {
+        let of = |o: f32, sum: f32| [vec![o, 0.5], vec![sum, 8.0], Vec::new()];
+        assert_eq!(apart(&of(1.0, 2.0), &of(1.0, 2.0)), 0.0);
+        assert!((apart(&of(1.25, 2.0), &of(1.0, 2.0)) - 0.25).abs() < 1e-9);
+        assert!((apart(&of(1.0, 4.0), &of(1.0, 2.0)) - 0.25).abs() < 1e-9);
+        assert_eq!(apart(&of(f32::NAN, 2.0), &of(1.0, 2.0)), f64::INFINITY);
+        assert_eq!(apart(&of(f32::NAN, 2.0), &of(f32::NAN, 2.0)), 0.0, "both went wrong before");
+    }
 }
