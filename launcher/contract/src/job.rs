@@ -11,6 +11,7 @@ mod hosts;
 mod keys;
 mod load;
 pub mod lora;
+pub mod optimizer;
 mod overrides;
 mod print;
 mod read;
@@ -37,6 +38,7 @@ pub use experts::{ExpertPlacement, ExpertsSpec};
 pub use keys::{Default, KEYS, Key, Support};
 pub use load::{MAX_JOB, Source, load};
 pub use lora::{LoraSpec, LoraTargets};
+pub use optimizer::{OptimizerName, OptimizerSpec, ScheduleName, ScheduleSpec};
 pub use print::quoted;
 pub use reload::{Reload, ReloadTrain, Reloaded, compare};
 pub use run::{Bind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
@@ -47,8 +49,7 @@ pub use source::SourceMap;
 pub use sources::{DataSource, Format, LossOn};
 pub use train::{
     Attention, BatchSpec, CudaGraphs, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, Numerics, Offload,
-    OptimizerName, OptimizerSpec, Precision, Recompute, SampleSpec, ScheduleName, ScheduleSpec, Tokenizer,
-    TrainSpec, ZeroSpec,
+    Precision, Recompute, SampleSpec, Tokenizer, TrainSpec, ZeroSpec,
 };
 pub use tune::GroupSpec;
 

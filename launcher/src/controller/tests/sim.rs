@@ -5,7 +5,7 @@
 //! anything). Messages of an agent that was replaced still arrive at the driver, which knows them by their number; here
 //! they are given to the core now and then all the same, as a repeated message of an old epoch.
 use super::super::core::{Core, HostSetup, Input, NodeId, Output, Planned, Setup, Stop};
-use crate::agent::simulated::{Command, Core as AgentCore, Ending, Input as AgentInput};
+use crate::agent::simulated::{Core as AgentCore, Input as AgentInput};
 use contract::{
     control::{ExitStatus, FromAgent, HostFacts, NodePlan, ToAgent, WorkerPlan},
     event::Event,
@@ -13,9 +13,15 @@ use contract::{
 };
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BinaryHeap, VecDeque},
+    collections::{BTreeMap, BinaryHeap},
     time::Duration,
 };
+
+mod faults;
+mod hosts;
+
+pub(super) use faults::Fault;
+use hosts::{Agent, Host};
 
 /// SplitMix64.
 pub(super) struct Chance(u64);
@@ -44,32 +50,6 @@ impl Chance {
     fn ms(&mut self, from: u64, to: u64) -> Duration {
         Duration::from_millis(from + self.below(to - from + 1))
     }
-}
-
-/// What goes wrong.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
-    WorkerExits(Rank, u8),
-    WorkerKilled(Rank),
-    /// kill -9 of the agent.
-    AgentKilled(NodeId),
-    /// The link breaks: both ends see its end.
-    LinkBreaks(NodeId),
-    /// The cable is cut: nobody sees anything.
-    Silence(NodeId),
-    /// The host is gone, and nobody says so.
-    HostDies(NodeId),
-    /// Everything on the host stands still, this long (milliseconds).
-    HostFreezes(NodeId, u64),
-    /// kill -9 of the controller.
-    ControllerKilled,
-    Interrupt,
-    /// A host is added to the list.
-    HostAdded,
-    /// A host is taken from the list.
-    HostUnlisted(NodeId),
-    /// One that was taken from it is in it again.
-    HostListed(NodeId),
 }
 
 #[derive(Clone, Debug)]
@@ -147,30 +127,6 @@ impl Scene {
         }
         (messages, spent)
     }
-}
-
-/// An agent's process.
-struct Agent {
-    number: u32,
-    core: AgentCore,
-    plan: Option<NodePlan>,
-    /// Bytes get through.
-    linked: bool,
-    /// Bytes are lost without a word.
-    silent: bool,
-    tick_at: Duration,
-}
-
-#[derive(Default)]
-struct Host {
-    agents: Vec<Agent>,
-    /// Workers that live: by epoch and rank, with the agent that started them.
-    workers: BTreeMap<(u32, Rank), u32>,
-    dead: bool,
-    cut: bool,
-    frozen: bool,
-    /// What waits for the thaw.
-    held: VecDeque<What>,
 }
 
 pub(super) struct World {
@@ -349,162 +305,6 @@ impl World {
         }
     }
 
-    fn agent(&mut self, node: NodeId, number: u32) -> Option<&mut Agent> {
-        self.hosts[node].agents.iter_mut().find(|a| a.number == number)
-    }
-
-    fn feed(&mut self, node: NodeId, number: u32, input: AgentInput) -> Result<(), String> {
-        let mut inputs = VecDeque::from([input]);
-        while let Some(input) = inputs.pop_front() {
-            let now = self.now;
-            let Some(agent) = self.agent(node, number) else { return Ok(()) };
-            for command in agent.core.handle(now, input) {
-                inputs.extend(self.execute(node, number, command)?);
-            }
-        }
-        let Some(agent) = self.agent(node, number) else { return Ok(()) };
-        let due = agent.core.deadline();
-        if due < agent.tick_at {
-            agent.tick_at = due;
-            self.at(due, What::AgentTick(node, number));
-        }
-        Ok(())
-    }
-
-    fn execute(&mut self, node: NodeId, number: u32, command: Command) -> Result<Option<AgentInput>, String> {
-        Ok(match command {
-            Command::Send(message) => {
-                let passes = self.agent(node, number).is_some_and(|a| a.linked && !a.silent);
-                if passes && !self.hosts[node].cut {
-                    let at = self.now + self.latency(node);
-                    self.at(at, What::ToController(node, number, message));
-                }
-                None
-            }
-            Command::Begin(plan) => {
-                // As the driver does: nobody of an earlier start may live on this host under another agent.
-                let older = self.hosts[node].workers.values().any(|owner| *owner != number);
-                if let Some(agent) = self.agent(node, number) {
-                    agent.plan = (!older).then(|| (*plan).clone());
-                }
-                let rank = plan.workers.first().map_or(0, |w| w.rank);
-                older.then(|| AgentInput::SpawnFailed {
-                    rank,
-                    message: "an earlier start still lives here".into(),
-                })
-            }
-            Command::Spawn(index) => self.spawn(node, number, index)?,
-            Command::Tell(rank, message) => {
-                use contract::control::ToWorker;
-                let status = match message {
-                    ToWorker::Abort { .. } => Some(76),
-                    ToWorker::Stop => Some(75),
-                    _ => None,
-                };
-                if let Some(code) = status {
-                    let at = self.now + self.chance.ms(1, 60);
-                    self.end_rank(node, rank, at, ExitStatus::Code(code));
-                }
-                None
-            }
-            Command::Signal(rank, ending) => {
-                let (number, at) = match ending {
-                    Ending::Kill => (9, self.now + self.chance.ms(0, 3)),
-                    // Some don't listen.
-                    Ending::Term if self.chance.one_in(4) => return Ok(None),
-                    Ending::Term => (15, self.now + self.chance.ms(1, 100)),
-                };
-                self.end_rank(node, rank, at, ExitStatus::Signal(number, false));
-                None
-            }
-            Command::Drain(rank) => {
-                Some(AgentInput::Drained { rank, tail: vec!["last".into()], error: None })
-            }
-            Command::Show(_) => None,
-            Command::Sweep => {
-                let at = self.now + self.chance.ms(0, 10);
-                self.at(at, What::Feed(node, number, AgentInput::Swept { left: Vec::new() }));
-                None
-            }
-            Command::Bind(bind) => Some(AgentInput::Bound { epoch: bind.epoch, port: Ok(4000) }),
-            Command::Stacks(_) => Some(AgentInput::StacksWritten),
-            Command::Watch | Command::Notify(..) => None,
-            Command::Exit(_) => {
-                self.agent_ends(node, number);
-                None
-            }
-        })
-    }
-
-    fn spawn(&mut self, node: NodeId, number: u32, index: usize) -> Result<Option<AgentInput>, String> {
-        let now = self.now;
-        let Some(plan) = self.agent(node, number).and_then(|a| a.plan.clone()) else { return Ok(None) };
-        let Some(rank) = plan.workers.get(index).map(|w| w.rank) else { return Ok(None) };
-        if let Some(((epoch, old), _)) = self.hosts[node].workers.iter().find(|((e, _), _)| *e != plan.epoch)
-        {
-            return Err(format!(
-                "at {now:?} rank {rank} of epoch {} starts on h{node} while rank {old} of epoch {epoch} lives there",
-                plan.epoch
-            ));
-        }
-        self.max_pid += 1;
-        let pid = self.max_pid;
-        self.hosts[node].workers.insert((plan.epoch, rank), number);
-        let done = now + self.scene.work + self.chance.ms(0, 20);
-        let epoch = plan.epoch;
-        self.at(done, What::WorkerEnds { node, epoch, rank, status: ExitStatus::Code(0) });
-        if self.scene.builtin {
-            let hello = contract::control::FromWorker::Hello { version: contract::control::VERSION, pid };
-            let at = now + self.chance.ms(1, 50);
-            self.at(at, What::Feed(node, number, AgentInput::Worker { rank, message: hello }));
-            // Its heartbeat, as seldom as its lease allows.
-            for beat in (10..).step_by(10).map(Duration::from_secs).take_while(|beat| now + *beat < done) {
-                let phase = contract::event::Phase::Training;
-                let message = contract::control::FromWorker::Progress { phase, step: beat.as_secs() };
-                self.at(now + beat, What::Feed(node, number, AgentInput::Worker { rank, message }));
-            }
-        }
-        Ok(Some(AgentInput::Spawned { rank, pid }))
-    }
-
-    fn end_rank(&mut self, node: NodeId, rank: Rank, at: Duration, status: ExitStatus) {
-        let epochs: Vec<u32> =
-            self.hosts[node].workers.keys().filter(|(_, r)| *r == rank).map(|(e, _)| *e).collect();
-        for epoch in epochs {
-            self.at(at, What::WorkerEnds { node, epoch, rank, status });
-        }
-    }
-
-    fn worker_ends(
-        &mut self,
-        node: NodeId,
-        epoch: u32,
-        rank: Rank,
-        status: ExitStatus,
-    ) -> Result<(), String> {
-        let Some(number) = self.hosts[node].workers.remove(&(epoch, rank)) else { return Ok(()) };
-        let of_plan = self.agent(node, number).and_then(|a| a.plan.as_ref().map(|p| p.epoch)) == Some(epoch);
-        if !of_plan {
-            return Ok(());
-        }
-        if self.scene.builtin {
-            self.feed(node, number, AgentInput::WorkerLink { rank, error: None })?;
-        }
-        self.feed(node, number, AgentInput::Ended { rank, status, oom: false, gpu: None })
-    }
-
-    /// The agent's process is gone, and its workers with it.
-    fn agent_ends(&mut self, node: NodeId, number: u32) {
-        let linked = self.agent(node, number).is_some_and(|a| a.linked && !a.silent) && !self.hosts[node].cut;
-        let host = &mut self.hosts[node];
-        host.agents.retain(|a| a.number != number);
-        host.workers.retain(|_, owner| *owner != number);
-        if linked {
-            let at = self.now + self.latency(node);
-            self.at(at, What::ControllerSeesEnd(node, number));
-        }
-    }
-
     // ---- the controller ----
 
     fn start_agent(&mut self, node: NodeId) {
@@ -642,85 +442,5 @@ impl World {
         };
         let workers = self.plans.iter().map(planned).collect();
         self.tell_controller(Input::Ready { epoch, workers });
-    }
-
-    // ---- faults ----
-
-    fn fault(&mut self, fault: Fault) -> Result<(), String> {
-        if self.outcome.is_some() {
-            return Ok(());
-        }
-        let happened = match fault {
-            Fault::WorkerExits(rank, code) => self.hit(rank, ExitStatus::Code(code))?,
-            Fault::WorkerKilled(rank) => self.hit(rank, ExitStatus::Signal(9, false))?,
-            Fault::AgentKilled(node) => {
-                let number =
-                    self.hosts[node].agents.last().map(|a| a.number).filter(|_| !self.hosts[node].dead);
-                number.map(|number| self.agent_ends(node, number)).is_some()
-            }
-            Fault::LinkBreaks(node) => {
-                self.break_link(node);
-                true
-            }
-            Fault::Silence(node) => {
-                self.hosts[node].cut = true;
-                true
-            }
-            Fault::HostDies(node) => {
-                let host = &mut self.hosts[node];
-                (host.dead, host.cut) = (true, true);
-                true
-            }
-            Fault::HostFreezes(node, ms) => {
-                self.hosts[node].frozen = true;
-                let at = self.now + Duration::from_millis(ms);
-                self.at(at, What::Thaw(node));
-                true
-            }
-            Fault::ControllerKilled => {
-                self.controller_alive = false;
-                self.ended_at = self.now;
-                (0..self.hosts.len()).for_each(|node| self.break_link(node));
-                true
-            }
-            Fault::Interrupt => {
-                self.tell_controller(Input::Stop(Stop::Interrupt));
-                true
-            }
-            Fault::HostAdded => {
-                self.hosts.push(Host::default());
-                let added =
-                    vec![HostSetup { name: format!("h{}", self.listed.len()), remote: self.scene.remote }];
-                let listed = self.listed.clone();
-                self.listed.push(true);
-                self.tell_controller(Input::Hosts { added, listed });
-                true
-            }
-            Fault::HostUnlisted(node) => self.list(node, false),
-            Fault::HostListed(node) => self.list(node, true),
-        };
-        if happened {
-            self.injected.push(fault);
-        }
-        Ok(())
-    }
-
-    /// `false`: that was so before.
-    fn list(&mut self, node: NodeId, listed: bool) -> bool {
-        let changes = std::mem::replace(&mut self.listed[node], listed) != listed;
-        if changes {
-            self.tell_controller(Input::Hosts { added: Vec::new(), listed: self.listed.clone() });
-        }
-        changes
-    }
-
-    /// A worker of the newest epoch ends by itself; `false`: it doesn't live.
-    fn hit(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
-        let newest =
-            self.living().into_iter().filter(|(_, _, r)| *r == rank).max_by_key(|(_, epoch, _)| *epoch);
-        let Some((node, epoch, _)) = newest.filter(|(node, ..)| !self.hosts[*node].frozen) else {
-            return Ok(false);
-        };
-        self.worker_ends(node, epoch, rank, status).map(|()| true)
     }
 }
