@@ -1,6 +1,6 @@
 //! The only place that renames: a checkpoint is complete or absent, at every possible kill.
 use crate::catalog::{Facts, Role, WeightShape};
-use crate::disk::{self, Folder};
+use crate::disk::{self, DirLock, Folder};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::fault;
@@ -9,12 +9,68 @@ use crate::parity::ParityReport;
 use crate::root::{
     DELETING, LATEST, LATEST_NEW, REPLACED, SAVING, latest_step, latest_text, list, step_name, step_of,
 };
-use crate::save::{ShardReport, Staging};
+use crate::save::ShardReport;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Space beside the tensors: headers, manifest, rounding up.
+const OVERHEAD_BYTES: u64 = 4 << 20;
+
+/// A save in progress: a hidden folder under the root, which only this process writes checkpoints into until this is
+/// committed or dropped. Dropping it removes the folder.
+pub struct Staging {
+    pub(crate) root: PathBuf,
+    pub(crate) dir: PathBuf,
+    pub(crate) step: u64,
+    /// Stays when this is dropped: other hosts may have completed it.
+    pub(crate) prepared: bool,
+    _lock: DirLock,
+}
+
+impl Staging {
+    /// Makes `root` if needed, removes what interrupted saves have left in it, and makes a folder for the shards.
+    /// `total_bytes` is what all ranks together are going to write.
+    ///
+    /// # Errors
+    /// [`CkptError::NoSpace`] before anything is written; [`CkptError::Busy`] when another process saves here.
+    pub fn begin(root: &Path, step: u64, total_bytes: u64) -> Result<Staging> {
+        disk::make_dirs(root)?;
+        let lock = disk::lock_dir(root)?;
+        clean(root)?;
+        let needed = total_bytes.saturating_add(total_bytes / 1000).saturating_add(OVERHEAD_BYTES);
+        let free = disk::free_bytes(root)?;
+        if needed > free {
+            return Err(CkptError::NoSpace { path: root.to_owned(), needed, free });
+        }
+        let dir = root.join(unique_name(&step_name(step)));
+        disk::make_dir(&dir)?;
+        Ok(Staging { root: root.to_owned(), dir, step, prepared: false, _lock: lock })
+    }
+
+    /// Where the ranks write their shards; rank 0 tells them.
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if !self.prepared {
+            // what can't be removed now is removed by the next `begin`
+            let _ = disk::remove_tree(&self.dir);
+        }
+    }
+}
+
+/// A name that a straggler of an earlier run cannot be writing into.
+fn unique_name(step: &str) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    format!("{SAVING}{step}-{}-{now}", std::process::id())
+}
 
 /// A checkpoint that is complete on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -52,7 +52,7 @@ mod watch;
 
 pub use catalog::{Facts, ModelCard, Role, TensorInfo, TextFile, Tie, WeightShape};
 pub use checkpoint::{Checkpoint, Fetch, Run, Sink};
-pub use commit::{Committed, commit, commit_parity, prune};
+pub use commit::{Committed, Staging, commit, commit_parity, prune};
 pub use convert::{ConvertOptions, ConvertReport, Target, Ungrouped, convert, ungrouped};
 pub use diff::{
     At, BytesDiff, Cast, DiffOptions, DiffReport, DtypeDiff, ShapeDiff, Side, TensorDiff, Values, diff,
@@ -67,7 +67,7 @@ pub use parity::{ParityReport, write_parity};
 pub use pickle::Object;
 pub use repair::{RepairOptions, RepairReport, repair};
 pub use root::{Found, Newest, find, find_trained, latest, list, newest, step_name};
-pub use save::{Elements, Piece, PieceReport, ShardReport, Staging, write_shard};
+pub use save::{Elements, Piece, PieceReport, ShardReport, write_shard};
 pub use source::{Request, Source};
 pub use state::{Group, LossScale, TrainingState};
 pub use verify::{CheckpointReport, Shard, VerifyOptions, VerifyReport, verify, verify_with};

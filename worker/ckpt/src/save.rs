@@ -1,72 +1,14 @@
-//! Saving, up to the commit: the hidden folder, and each rank's shard in it.
+//! Each rank's shard of a save, in the hidden folder that is committed afterwards.
 use crate::catalog::Role;
-use crate::commit;
-use crate::disk::{self, DirLock, FileWriter, WritePath};
+use crate::disk::{FileWriter, WritePath};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors::{self, Planned};
 use crate::hash::Hash;
 use crate::manifest::shard_name;
-use crate::root::{SAVING, step_name};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
-
-/// Space beside the tensors: headers, manifest, rounding up.
-const OVERHEAD_BYTES: u64 = 4 << 20;
-
-/// A save in progress: a hidden folder under the root, which only this process writes checkpoints into until this is
-/// committed or dropped. Dropping it removes the folder.
-pub struct Staging {
-    pub(crate) root: PathBuf,
-    pub(crate) dir: PathBuf,
-    pub(crate) step: u64,
-    /// Stays when this is dropped: other hosts may have completed it.
-    pub(crate) prepared: bool,
-    _lock: DirLock,
-}
-
-impl Staging {
-    /// Makes `root` if needed, removes what interrupted saves have left in it, and makes a folder for the shards.
-    /// `total_bytes` is what all ranks together are going to write.
-    ///
-    /// # Errors
-    /// [`CkptError::NoSpace`] before anything is written; [`CkptError::Busy`] when another process saves here.
-    pub fn begin(root: &Path, step: u64, total_bytes: u64) -> Result<Staging> {
-        disk::make_dirs(root)?;
-        let lock = disk::lock_dir(root)?;
-        commit::clean(root)?;
-        let needed = total_bytes.saturating_add(total_bytes / 1000).saturating_add(OVERHEAD_BYTES);
-        let free = disk::free_bytes(root)?;
-        if needed > free {
-            return Err(CkptError::NoSpace { path: root.to_owned(), needed, free });
-        }
-        let dir = root.join(unique_name(&step_name(step)));
-        disk::make_dir(&dir)?;
-        Ok(Staging { root: root.to_owned(), dir, step, prepared: false, _lock: lock })
-    }
-
-    /// Where the ranks write their shards; rank 0 tells them.
-    pub fn path(&self) -> &Path {
-        &self.dir
-    }
-}
-
-impl Drop for Staging {
-    fn drop(&mut self) {
-        if !self.prepared {
-            // what can't be removed now is removed by the next `begin`
-            let _ = disk::remove_tree(&self.dir);
-        }
-    }
-}
-
-/// A name that a straggler of an earlier run cannot be writing into.
-fn unique_name(step: &str) -> String {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-    format!("{SAVING}{step}-{}-{now}", std::process::id())
-}
+use std::path::Path;
 
 /// Some elements of a logical tensor that this rank holds.
 #[derive(Clone, Copy, Debug)]
@@ -139,7 +81,7 @@ pub struct ShardReport {
     pub pieces: Vec<PieceReport>,
 }
 
-/// Writes this rank's shard into the folder of [`Staging::path`] and makes it durable: a safetensors file with a tensor
+/// Writes this rank's shard into the folder of [`crate::Staging::path`] and makes it durable: a safetensors file with a tensor
 /// `role/name@start` per piece, in the order given. Empty pieces are left out. Needs 24 MiB beside the pieces.
 pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) -> Result<ShardReport> {
     if rank >= world {

@@ -5,14 +5,14 @@
 //! all have prepared does any host give its folder its name. A host that was killed in between finds its prepared folder
 //! at the next start, and completes it exactly when another host has completed the same ([`prepared`], [`roll_forward`]).
 use crate::catalog::Facts;
-use crate::commit::{self, Committed, Swap, publish, require_file};
+use crate::commit::{self, Committed, Staging, Swap, publish, require_file};
 use crate::disk::{self, Folder};
 use crate::error::{CkptError, Result};
 pub use crate::host::Host;
 use crate::host::{HOST, ID_LEN, NAME_MAX};
 use crate::manifest::{MANIFEST, Manifest};
 use crate::root::{self, SAVING, step_name};
-use crate::save::{ShardReport, Staging};
+use crate::save::ShardReport;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::Read;

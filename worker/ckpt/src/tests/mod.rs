@@ -23,9 +23,9 @@ mod tiny;
 mod watch;
 
 use crate::catalog::{Facts, ModelCard, Role, TextFile, WeightShape};
-use crate::commit::{Committed, Swap, commit_with};
+use crate::commit::{Committed, Staging, Swap, commit_with};
 use crate::error::Result;
-use crate::save::{Piece, ShardReport, Staging, write_shard};
+use crate::save::{Piece, ShardReport, write_shard};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
