@@ -103,6 +103,8 @@ pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
 /// Read by an agent in a Slurm step: the name of its node.
 pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
+/// Read by an agent: it is part of a Slurm step.
+pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
 /// Testing: this many agents on this machine, each taken for a host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
 /// Testing: this many of NVIDIA's GPUs on this machine, whatever its drivers list.

@@ -31,6 +31,9 @@ pub(crate) const STACKS_LIMIT: Duration = Duration::from_secs(8);
 pub(crate) const WATCH: Duration = Duration::from_secs(1);
 /// After a process ended: how long its last output and last words are waited for.
 pub(crate) const LAST_WORDS: Duration = Duration::from_millis(500);
+/// A batch system that ends its step kills the workers and this agent at once, in any order. So long it is waited whether that is what killed a
+/// worker: then the end of the step is what is to be told, not that of a worker.
+pub(crate) const STEP_ENDS: Duration = Duration::from_millis(300);
 
 /// What happened.
 #[derive(Debug)]
@@ -197,6 +200,8 @@ pub(crate) struct Core {
     controller: Option<Duration>,
     controller_gone: bool,
     beat_at: Duration,
+    /// Started by a batch system, as part of a step.
+    in_step: bool,
     out: Vec<Command>,
 }
 
@@ -220,8 +225,14 @@ impl Core {
             controller: None,
             controller_gone: false,
             beat_at: Duration::ZERO,
+            in_step: false,
             out: Vec::new(),
         }
+    }
+
+    /// Of an agent that a batch system started, as part of a step, or of another one.
+    pub(crate) fn in_step(self, in_step: bool) -> Self {
+        Core { in_step, ..self }
     }
 
     /// When the next `Tick` is due at the latest.
@@ -229,7 +240,7 @@ impl Core {
         if matches!(self.state, State::New | State::Over) {
             return Duration::MAX;
         }
-        let words = self.ended.front().and_then(|r| self.workers.get(r)).map(|w| w.ended_at + LAST_WORDS);
+        let words = self.ended.front().and_then(|r| self.workers.get(r)).map(|w| self.told_at(w));
         [self.kill_at, words, Some(self.watch_at), Some(self.written_by)]
             .into_iter()
             .flatten()

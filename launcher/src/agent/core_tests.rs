@@ -270,6 +270,31 @@ fn last_words_are_not_waited_for_for_ever() {
     assert!(has_sweep(&commands));
 }
 
+/// Who kills a whole step kills its agents a moment later: a worker's end isn't told before that.
+#[test]
+fn in_a_step_sigkill_is_told_a_moment_later() {
+    for (in_step, status, oom, after) in [
+        (true, ExitStatus::Signal(9, false), false, STEP_ENDS),
+        (true, ExitStatus::Signal(9, false), true, ms(0)),
+        (true, ExitStatus::Signal(11, false), false, ms(0)),
+        (true, ExitStatus::Code(9), false, ms(0)),
+        (false, ExitStatus::Signal(9, false), false, ms(0)),
+    ] {
+        let mut rig = Rig::started(&[false]);
+        rig.core.in_step = in_step;
+        let mut commands = rig.feed(Input::Ended { rank: 0, status, oom, gpu: None });
+        commands.extend(rig.feed(Input::Drained { rank: 0, tail: Vec::new(), error: None }));
+        if after > ms(0) {
+            assert!(sent(&commands).is_empty(), "{status:?}: {commands:?}");
+            assert_eq!(rig.core.deadline(), after);
+            assert!(sent(&rig.at(after - ms(1))).is_empty());
+            commands = rig.at(after);
+        }
+        let told = sent(&commands);
+        assert!(matches!(told[..], [FromAgent::Exited { rank: 0, .. }]), "{status:?}: {told:?}");
+    }
+}
+
 #[test]
 fn silence_longer_than_the_lease_is_told_once() {
     let mut rig = Rig::started(&[true, false]);

@@ -198,7 +198,8 @@ impl Driver {
         let mut clock = Clock::start();
         clock.now();
         Ok(Driver {
-            core: Core::new(std::process::id(), facts.found()),
+            core: Core::new(std::process::id(), facts.found())
+                .in_step(std::env::var_os(env::SLURM_STEP_ID).is_some()),
             clock,
             outbox,
             controller,

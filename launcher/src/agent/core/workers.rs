@@ -1,10 +1,11 @@
 //! Workers: their introduction, what they say, their ends.
-use super::{Command, Core, LAST_WORDS, State, Worker};
+use super::{Command, Core, LAST_WORDS, STEP_ENDS, State, Worker};
 use crate::agent::progress::Progress;
 use contract::{
     control::{ExitStatus, FromAgent, FromWorker, ToWorker, VERSION, Welcome},
     ids::Rank,
 };
+use nix::sys::signal::Signal;
 use std::time::Duration;
 
 impl Core {
@@ -115,15 +116,25 @@ impl Core {
         }
     }
 
+    /// From when on it is told that a worker has ended.
+    pub(super) fn told_at(&self, worker: &Worker) -> Duration {
+        let complete = worker.tail.is_some() && !worker.link_open;
+        let by_sigkill =
+            |status| matches!(status, ExitStatus::Signal(number, _) if number == Signal::SIGKILL as i32);
+        let killed = worker.status.is_some_and(by_sigkill) && !worker.oom;
+        let words = if complete { Duration::ZERO } else { LAST_WORDS };
+        let step = if self.in_step && killed && self.kill_at.is_none() { STEP_ENDS } else { Duration::ZERO };
+        worker.ended_at + words.max(step)
+    }
+
     /// Reports ended workers in the order of their ends, each when its last words are known or waited for long enough.
     pub(super) fn report_ended(&mut self, now: Duration) {
         while let Some(&rank) = self.ended.front() {
-            let Some(worker) = self.workers.get_mut(&rank) else { return };
-            let complete = worker.tail.is_some() && !worker.link_open;
-            let (Some(status), Some(pid)) = (worker.status, worker.pid) else { return };
-            if !complete && now < worker.ended_at + LAST_WORDS {
+            if self.workers.get(&rank).is_none_or(|worker| now < self.told_at(worker)) {
                 return;
             }
+            let Some(worker) = self.workers.get_mut(&rank) else { return };
+            let (Some(status), Some(pid)) = (worker.status, worker.pid) else { return };
             let tail = worker.tail.take().unwrap_or_default();
             // Its own account first, then the driver's.
             let accounts = [worker.error.take(), worker.gpu.take()].into_iter().flatten();
