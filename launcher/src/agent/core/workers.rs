@@ -5,8 +5,10 @@ use contract::{
     control::{ExitStatus, FromAgent, FromWorker, ToWorker, VERSION, Welcome},
     ids::Rank,
 };
-use nix::sys::signal::Signal;
 use std::time::Duration;
+
+/// Its number, on every Linux.
+const SIGKILL: i32 = 9;
 
 impl Core {
     pub(super) fn living(&self) -> Vec<Rank> {
@@ -119,8 +121,7 @@ impl Core {
     /// From when on it is told that a worker has ended.
     pub(super) fn told_at(&self, worker: &Worker) -> Duration {
         let complete = worker.tail.is_some() && !worker.link_open;
-        let by_sigkill =
-            |status| matches!(status, ExitStatus::Signal(number, _) if number == Signal::SIGKILL as i32);
+        let by_sigkill = |status| matches!(status, ExitStatus::Signal(number, _) if number == SIGKILL);
         let killed = worker.status.is_some_and(by_sigkill) && !worker.oom;
         let words = if complete { Duration::ZERO } else { LAST_WORDS };
         let step = if self.in_step && killed && self.kill_at.is_none() { STEP_ENDS } else { Duration::ZERO };
