@@ -298,9 +298,11 @@ fn a_job_may_have_cudnns_attention() {
     assert!(apart(&either.succeeded(), &own) < 5e-3);
     assert!(said.len() == 2 && said.iter().all(|s| s.contains("µs by cuDNN")), "{said:?}");
     // What fails when it is tried isn't taken, what isn't there isn't missed.
-    for (told, why) in
-        [("cudnnBackendExecute", "cudnnBackendExecute failed"), ("cuDNN is wrong", "apart from launch's")]
-    {
+    for (told, why) in [
+        ("cudnnBackendExecute", "cudnnBackendExecute failed"),
+        ("cuDNN is wrong", "apart from launch's"),
+        ("cuDNN has no plan", "no plan"),
+    ] {
         let (failing, said) = ran(&[&libraries], ("CARD_FAILS", told));
         assert_eq!(failing.succeeded().losses(), own.losses(), "{told}");
         assert!(
@@ -308,6 +310,13 @@ fn a_job_may_have_cudnns_attention() {
             "{said:?}"
         );
     }
+    let (old, _) = ran(&[&libraries], ("CARD_CUDNN", "90800"));
+    let old = old.succeeded();
+    assert_eq!(old.losses(), own.losses());
+    let start = &old.kind("start")[0];
+    let log = Path::new(start["run_dir"].as_str().expect("a folder")).join("logs/rank-0.log");
+    let log = fs::read_to_string(log).expect("a log");
+    assert!(log.contains("attention goes without cuDNN: ") && log.contains("is cuDNN 9.8.0"), "{log}");
     let (without, _) = ran(&[], none);
     assert_eq!(without.succeeded().losses(), own.losses());
     // Asked for alone, it is.
@@ -320,7 +329,18 @@ fn a_job_may_have_cudnns_attention() {
             "libcudnn.so.9 is cuDNN 9.8.0; needed: cuDNN 9.10 or newer",
         ),
         (&[&*libraries], ("CARD_FAILS", "cudnnBackendExecute"), 1, "cudnnBackendExecute failed: "),
-        (&[&*libraries, "train.model.dropout=0.1"], none, 1, "cuDNN 9.19.0 has no plan for"),
+        (
+            &[&*libraries],
+            ("CARD_FAILS", "cuDNN has no plan"),
+            1,
+            "cuDNN 9.19.0 has no plan for attention of 1 × 8",
+        ),
+        (
+            &[&*libraries, "train.model.dropout=0.1"],
+            none,
+            1,
+            "cuDNN 9.19.0 has no plan for attention with dropout",
+        ),
     ] {
         let (ran, _) = ran(&[&["train.attention=cudnn"], set].concat(), told);
         assert!(

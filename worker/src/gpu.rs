@@ -117,7 +117,9 @@ impl Device {
             if train.numerics == Numerics::Fast {
                 cuda.time_products();
             }
-            cuda.choose_attention(attention(train), &places).map_err(unusable)?;
+            if let Some(why) = cuda.choose_attention(attention(train), &places).map_err(unusable)? {
+                println!("attention goes without cuDNN: {why}");
+            }
             match train.cuda_graphs {
                 CudaGraphs::Auto => cuda.try_graphs(),
                 CudaGraphs::Always => cuda.use_graphs(true),

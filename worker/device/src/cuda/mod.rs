@@ -159,12 +159,17 @@ impl Cuda {
         self.products.time_algorithms(&self.card, self.kernels.folder());
     }
 
-    /// Says whose kernels attention is computed by from now on; cuDNN is looked for in `places`. Asked for once.
-    pub fn choose_attention(&self, how: Attention, places: &Places) -> Result<()> {
+    /// Says whose kernels attention is computed by from now on; cuDNN is looked for in `places`. Asked for once. Where it goes
+    /// without a cuDNN that is there, why.
+    pub fn choose_attention(&self, how: Attention, places: &Places) -> Result<Option<String>> {
         self.card.enter()?;
-        let opened = Attentions::open(how, &places.of_driver(self.card.facts.driver.0))?;
-        opened.into_iter().for_each(|attentions| drop(self.attentions.set(attentions)));
-        Ok(())
+        match Attentions::open(how, &places.of_driver(self.card.facts.driver.0)) {
+            Ok(opened) => opened.into_iter().for_each(|attentions| drop(self.attentions.set(attentions))),
+            Err(error) if how == Attention::Dnn => return Err(error),
+            Err(CudaError::NotFound { failed, .. }) if failed.is_empty() => {}
+            Err(error) => return Ok(Some(error.to_string())),
+        }
+        Ok(None)
     }
 
     /// Why compiled kernels aren't kept for the next process, where they should have been.

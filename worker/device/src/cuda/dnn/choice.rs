@@ -47,16 +47,15 @@ fn key(pass: &Pass) -> Key {
 }
 
 impl Attentions {
-    /// The card's context must be the thread's. None where cuDNN isn't wanted, or not there and not needed.
+    /// The card's context must be the thread's. None where cuDNN isn't wanted.
     pub(in super::super) fn open(how: Attention, places: &Places) -> Result<Option<Attentions>> {
-        let opened = match how {
-            Attention::Own => return Ok(None),
-            Attention::Fastest => Dnn::open(places).ok(),
-            Attention::Dnn => Some(Dnn::open(places)?),
-        };
-        let of =
-            |dnn| Attentions { how, dnn: Arc::new(dnn), chosen: Mutex::default(), found: Mutex::default() };
-        Ok(opened.map(of))
+        match how {
+            Attention::Own => Ok(None),
+            Attention::Fastest | Attention::Dnn => {
+                let dnn = Arc::new(Dnn::open(places)?);
+                Ok(Some(Attentions { how, dnn, chosen: Mutex::default(), found: Mutex::default() }))
+            }
+        }
     }
 
     /// What was found out since somebody last asked.
@@ -124,39 +123,49 @@ impl Attentions {
         let mut best: Option<(f64, Arc<Plan>)> = None;
         let mut fault = "no plan".to_owned();
         for plan in plans {
-            let tried = plan.map(Arc::new).and_then(|plan| {
-                self.ask(card, &plan, pass, at)?;
-                Ok((plan, apart(&pass.results(card, at)?, &expected)))
-            });
-            match tried {
-                Err(error) => fault = error.to_string(),
-                Ok((_, apart)) if apart > TOLERANCE => {
-                    fault = format!("its results are {apart:.0e} apart from launch's")
+            match plan.map_err(|e| e.to_string()).and_then(|plan| self.tried(card, plan, pass, at, &expected))
+            {
+                Ok((took, plan)) if best.as_ref().is_none_or(|(least, _)| took < *least) => {
+                    best = Some((took, plan))
                 }
-                Ok((plan, _)) => {
-                    let took = time(card, || self.ask(card, &plan, pass, at).is_ok())?;
-                    if let Some(took) =
-                        took.filter(|took| best.as_ref().is_none_or(|(least, _)| took < least))
-                    {
-                        best = Some((took, plan));
-                    }
-                }
+                Ok(_) => {}
+                Err(why) => fault = why,
             }
         }
         let Some((took, plan)) = best else {
             self.go_without(pass, &fault);
             return Ok(None);
         };
-        let is_faster = took < mine;
-        let whose = if is_faster {
-            format!("cuDNN {}", self.dnn.describe())
-        } else {
-            "launch's own kernels".to_owned()
-        };
+        self.say_chosen(pass, took, mine);
+        Ok((took < mine).then_some(plan))
+    }
+
+    /// What a plan takes, seconds, or why it can't be had: it fails, or its results aren't ours.
+    fn tried(
+        &self,
+        card: &Arc<Card>,
+        plan: Plan,
+        pass: &Pass,
+        at: &Operands,
+        expected: &[Vec<f32>; 3],
+    ) -> std::result::Result<(f64, Arc<Plan>), String> {
+        let plan = Arc::new(plan);
+        let run = || self.ask(card, &plan, pass, at);
+        let results = run().and_then(|()| pass.results(card, at)).map_err(|e| e.to_string())?;
+        let apart = apart(&results, expected);
+        if apart > TOLERANCE {
+            return Err(format!("its results are {apart:.0e} apart from launch's"));
+        }
+        let took = time(card, || run().is_ok()).map_err(|e| e.to_string())?;
+        Ok((took.ok_or("it couldn't be timed")?, plan))
+    }
+
+    fn say_chosen(&self, pass: &Pass, took: f64, mine: f64) {
+        let cudnn = format!("cuDNN {}", self.dnn.describe());
+        let whose = if took < mine { &cudnn } else { "launch's own kernels" };
         let [mine, took] = [mine, took].map(|seconds| 1e6 * seconds);
         let times = format!("{took:.0} µs by cuDNN, {mine:.0} µs by launch");
         self.say(format!("{}: {} by {whose} ({times})", pass.describe(), direction(pass)));
-        Ok(is_faster.then_some(plan))
     }
 
     fn go_without(&self, pass: &Pass, why: &str) {
