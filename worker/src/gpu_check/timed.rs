@@ -218,9 +218,8 @@ impl Timed {
             cuda.time_products();
         }
         let places = places(&[], Path::new(""));
-        if let Some(why) = cuda.choose_attention(attention(&spec), &places).map_err(|e| e.to_string())? {
-            eprintln!("attention goes without cuDNN: {why}");
-        }
+        // Why one that is there can't be used is said before all tables.
+        let _unusable = cuda.choose_attention(attention(&spec), &places).map_err(|e| e.to_string())?;
         // Of the others all are compared call by call.
         cuda.use_graphs(spec.cuda_graphs == CudaGraphs::Always);
         let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
