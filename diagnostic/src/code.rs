@@ -1,0 +1,118 @@
+//! [`Code`]: the stable name of one kind of error, with its explanation and exit code.
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::fmt;
+
+/// What kind of failure a diagnostic is; decides the exit code of `launch` (docs/cli.md).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Category {
+    /// The command line is wrong (exit code 2).
+    Usage,
+    /// The job is wrong (exit code 2).
+    Job,
+    /// A host, device, storage or port is not available (exit code 3).
+    Cluster,
+    /// The checkpoint is not usable (exit code 4).
+    Checkpoint,
+    /// The operation started and failed (exit code 1).
+    Failed,
+}
+
+impl Category {
+    /// The exit code of `launch` for a failure of this kind.
+    pub const fn exit_code(self) -> u8 {
+        match self {
+            Category::Usage | Category::Job => 2,
+            Category::Cluster => 3,
+            Category::Checkpoint => 4,
+            Category::Failed => 1,
+        }
+    }
+}
+
+/// The explanation of one code, as `launch explain CODE` and docs/errors.md show it.
+#[derive(Debug)]
+pub struct CodeInfo {
+    /// The code in kebab-case, such as `ssh-host-key-unknown`. Stable between releases.
+    pub name: &'static str,
+    pub category: Category,
+    /// One sentence: what happened.
+    pub summary: &'static str,
+    /// Why it usually happens.
+    pub cause: &'static str,
+    /// What to do about it.
+    pub remedy: &'static str,
+}
+
+/// The stable name of one kind of error. Equal when the names are equal; serialized as the name.
+#[derive(Clone, Copy)]
+pub struct Code(&'static CodeInfo);
+
+impl Code {
+    /// Declared by the tables of [`crate::codes`] only, so that every code has an explanation.
+    pub(crate) const fn new(info: &'static CodeInfo) -> Self {
+        Code(info)
+    }
+
+    /// The code of this name, if there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        crate::codes::all().find(|code| code.name() == name)
+    }
+
+    pub const fn name(self) -> &'static str {
+        self.0.name
+    }
+
+    pub const fn category(self) -> Category {
+        self.0.category
+    }
+
+    pub const fn info(self) -> &'static CodeInfo {
+        self.0
+    }
+}
+
+impl PartialEq for Code {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.name == other.0.name
+    }
+}
+
+impl Eq for Code {}
+
+impl PartialEq<str> for Code {
+    fn eq(&self, other: &str) -> bool {
+        self.0.name == other
+    }
+}
+
+impl PartialEq<&str> for Code {
+    fn eq(&self, other: &&str) -> bool {
+        self.0.name == *other
+    }
+}
+
+impl fmt::Debug for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Code({})", self.0.name)
+    }
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.name)
+    }
+}
+
+impl Serialize for Code {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.0.name)
+    }
+}
+
+impl<'de> Deserialize<'de> for Code {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        Code::from_name(&name).ok_or_else(|| de::Error::custom(format!("unknown diagnostic code {name:?}")))
+    }
+}

@@ -1,0 +1,231 @@
+//! Crate `diagnostic`: the error value that every crate of the product reports.
+//!
+//! A [`Diagnostic`] holds a stable [`Code`], a subject, structured fields, help and causes. Text is
+//! made from it in [`render`], in one place; `--json` prints [`Diagnostic::to_json`]. The codes and
+//! their explanations are declared in [`codes`], from which `docs/errors.md` is generated.
+mod code;
+pub mod codes;
+mod location;
+mod reference;
+mod render;
+
+pub use code::{Category, Code, CodeInfo};
+pub use location::Location;
+pub use reference::{entry, reference};
+pub use render::{render, render_all};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::{error::Error, fmt};
+
+/// How severe a diagnostic is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    /// The request is rejected, or the operation failed.
+    Error,
+    /// The operation continues.
+    Warning,
+}
+
+/// An error or warning: what is wrong, with which object, why, and what to do about it.
+///
+/// Boxed inside, so that `Result<T, Diagnostic>` stays small.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Diagnostic(Box<Inner>);
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Inner {
+    code: Code,
+    severity: Severity,
+    category: Category,
+    message: String,
+    subject: Option<String>,
+    location: Option<Location>,
+    fields: Map<String, Value>,
+    help: Vec<String>,
+    causes: Vec<String>,
+    details: Vec<Diagnostic>,
+}
+
+/// Result of an operation that reports diagnostics.
+pub type Result<T> = std::result::Result<T, Diagnostic>;
+
+impl Diagnostic {
+    /// An error. `message` is one line in lower case, without a full stop: what failed, the object,
+    /// the observed value, the expected value.
+    pub fn error(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code, Severity::Error, message.into())
+    }
+
+    /// A warning, worded like an error's message.
+    pub fn warning(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code, Severity::Warning, message.into())
+    }
+
+    fn new(code: Code, severity: Severity, message: String) -> Self {
+        Diagnostic(Box::new(Inner {
+            code,
+            severity,
+            category: code.category(),
+            message,
+            subject: None,
+            location: None,
+            fields: Map::new(),
+            help: Vec::new(),
+            causes: Vec::new(),
+            details: Vec::new(),
+        }))
+    }
+
+    /// Names the object: a job key (`train.batch.global`), a host, a path.
+    pub fn with_subject(mut self, subject: impl Into<String>) -> Self {
+        self.0.subject = Some(subject.into());
+        self
+    }
+
+    /// Names the place in a file or argument where the mistake was written.
+    pub fn with_location(mut self, location: Location) -> Self {
+        self.0.location = Some(location);
+        self
+    }
+
+    /// Adds a value that programs can read. Names are in snake_case and carry their unit.
+    pub fn with_field(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.0.fields.insert(name.to_owned(), value.into());
+        self
+    }
+
+    /// Adds advice: the next command or edit.
+    pub fn with_help(mut self, help: impl Into<String>) -> Self {
+        self.0.help.push(help.into());
+        self
+    }
+
+    /// Adds an error that caused this one, and that error's own sources, outermost first.
+    pub fn with_cause(mut self, error: &dyn Error) -> Self {
+        let mut next = Some(error);
+        while let Some(error) = next {
+            self.0.causes.push(error.to_string());
+            next = error.source();
+        }
+        self
+    }
+
+    /// Adds a diagnostic that this one summarizes, such as one of several mistakes in a job file.
+    pub fn with_detail(mut self, detail: Diagnostic) -> Self {
+        self.0.details.push(detail);
+        self
+    }
+
+    /// Replaces the category, and so the exit code, that the code has by default.
+    pub fn with_category(mut self, category: Category) -> Self {
+        self.0.category = category;
+        self
+    }
+
+    /// Replaces the message; code, fields and location stay.
+    pub fn with_message(mut self, message: impl Into<String>) -> Self {
+        self.0.message = message.into();
+        self
+    }
+
+    pub fn code(&self) -> Code {
+        self.0.code
+    }
+
+    pub fn severity(&self) -> Severity {
+        self.0.severity
+    }
+
+    pub fn category(&self) -> Category {
+        self.0.category
+    }
+
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    pub fn subject(&self) -> Option<&str> {
+        self.0.subject.as_deref()
+    }
+
+    pub fn location(&self) -> Option<&Location> {
+        self.0.location.as_ref()
+    }
+
+    /// The field of this name, if it was given.
+    pub fn field(&self, name: &str) -> Option<&Value> {
+        self.0.fields.get(name)
+    }
+
+    pub fn fields(&self) -> &Map<String, Value> {
+        &self.0.fields
+    }
+
+    pub fn help(&self) -> &[String] {
+        &self.0.help
+    }
+
+    /// What caused this diagnostic, outermost first.
+    pub fn causes(&self) -> &[String] {
+        &self.0.causes
+    }
+
+    pub fn details(&self) -> &[Diagnostic] {
+        &self.0.details
+    }
+
+    /// The diagnostic as `--json` prints it. Absent parts are left out.
+    pub fn to_json(&self) -> Value {
+        let inner = &*self.0;
+        let mut object = Map::new();
+        object.insert("code".into(), json!(inner.code.name()));
+        object.insert("severity".into(), json!(inner.severity));
+        object.insert("message".into(), json!(inner.message));
+        if let Some(subject) = &inner.subject {
+            object.insert("subject".into(), json!(subject));
+        }
+        if let Some(location) = &inner.location {
+            object.insert("location".into(), location.to_json());
+        }
+        if !inner.fields.is_empty() {
+            object.insert("fields".into(), Value::Object(inner.fields.clone()));
+        }
+        for (name, list) in [("help", &inner.help), ("causes", &inner.causes)] {
+            if !list.is_empty() {
+                object.insert(name.into(), json!(list));
+            }
+        }
+        if !inner.details.is_empty() {
+            let details = inner.details.iter().map(Diagnostic::to_json).collect();
+            object.insert("details".into(), Value::Array(details));
+        }
+        Value::Object(object)
+    }
+}
+
+/// One line: place, message and causes, or the details where the diagnostic only summarizes them.
+impl fmt::Display for Diagnostic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, detail) in self.0.details.iter().enumerate() {
+            write!(f, "{}{detail}", if i > 0 { "; " } else { "" })?;
+        }
+        if self.0.details.is_empty() {
+            if let Some(location) = &self.0.location {
+                write!(f, "{location}: ")?;
+            }
+            f.write_str(&self.0.message)?;
+        }
+        for cause in &self.0.causes {
+            write!(f, "; {cause}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Error for Diagnostic {}
+
+#[cfg(test)]
+mod tests;
