@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use contract::{
-    control::{FromWorker, JobKey, PeerAddress, Peers, ToWorker, VERSION, Welcome},
+    control::{FromWorker, JobKey, PeerAddress, Peers, ToWorker, VERSION, WorkerInit},
     env,
     event::Event,
     exit::WorkerExit,
@@ -112,7 +112,7 @@ fn run_with(
         job.cluster.interface = Interface::Named("127.0.0.0/8".into());
         change(host, &mut job);
         let place_of = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
-        ToWorker::Welcome(Box::new(Welcome {
+        ToWorker::Welcome(Box::new(WorkerInit {
             version: VERSION,
             rank: rank as u32,
             local_rank: place_of(rank),

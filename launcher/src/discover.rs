@@ -9,7 +9,7 @@ pub(crate) mod topology;
 pub(crate) use cgroup::oom_kills;
 
 use contract::{
-    control::{Address, HostFacts},
+    control::{Address, HostInventory},
     env::VISIBLE_DEVICES,
     machine::{Gpu, Topology},
 };
@@ -48,8 +48,8 @@ impl Facts {
     }
 
     /// What an agent found, with the choices of the user's environment (which is that of the controller).
-    pub fn of_agent(found: HostFacts, chosen: &[(String, String)]) -> Facts {
-        let HostFacts { host, mut cpus, quota, memory, addresses, shm, mut topology, gpus, visible } = found;
+    pub fn of_agent(found: HostInventory, chosen: &[(String, String)]) -> Facts {
+        let HostInventory { host, mut cpus, quota, memory, addresses, shm, mut topology, gpus, visible } = found;
         cpus.sort_unstable();
         cpus.dedup();
         if !topology.is_of(&cpus) {
@@ -62,10 +62,10 @@ impl Facts {
     }
 
     /// As an agent tells them.
-    pub fn found(self) -> HostFacts {
+    pub fn found(self) -> HostInventory {
         let Facts { host, cpus, quota, memory, addresses, shm, topology, gpus, mut chosen } = self;
         chosen.retain(|(name, _)| is_device_variable(name));
-        HostFacts { host, cpus, quota, memory, addresses, shm, topology, gpus, visible: chosen }
+        HostInventory { host, cpus, quota, memory, addresses, shm, topology, gpus, visible: chosen }
     }
 
     /// Threads that can run at once: CPUs, or fewer when time is limited.
@@ -102,7 +102,7 @@ mod tests {
         let found = Facts::of_agent(there.clone().found(), &here);
         let chosen = vec![pair("OMP_NUM_THREADS", "7"), pair("CUDA_VISIBLE_DEVICES", "1")];
         assert_eq!(found, Facts { chosen, ..there.clone() });
-        let odd = HostFacts { cpus: vec![2, 5, 2], visible: vec![pair("LD_PRELOAD", "x")], ..there.found() };
+        let odd = HostInventory { cpus: vec![2, 5, 2], visible: vec![pair("LD_PRELOAD", "x")], ..there.found() };
         let found = Facts::of_agent(odd, &[]);
         assert_eq!((found.topology, found.chosen), (Topology::flat(&[2, 5]), vec![]));
     }

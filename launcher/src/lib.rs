@@ -7,7 +7,7 @@ mod cmd;
 pub mod controller;
 pub mod discover;
 mod error;
-pub mod hostile;
+pub mod untrusted;
 mod import;
 mod link;
 pub mod plan;
@@ -20,7 +20,7 @@ mod testing;
 mod transport;
 
 use cli::{Asked, Cli, Command};
-use contract::judge::TrainJudge;
+use contract::preflight::TrainJudge;
 use error::{Failure, Kind};
 use std::ffi::OsString;
 

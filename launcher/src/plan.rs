@@ -10,10 +10,10 @@ pub(crate) use devices::is_device_variable;
 
 use crate::discover::Facts;
 use contract::{
-    control::{NodePlan, WorkerPlan},
+    control::{HostPlan, WorkerPlan},
     ids::{Rank, RunId},
     job::{Bind, Count, Devices, Hosts, JobSpec, ResumeFrom},
-    judge::Finding,
+    preflight::Finding,
 };
 use core::net::IpAddr;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ pub struct Plan {
     /// `MASTER_ADDR` of the workers; `None`: to be found when the hosts have told their addresses.
     pub master: Option<IpAddr>,
     /// In the order of the hosts, which is the order of the ranks.
-    pub nodes: Vec<NodePlan>,
+    pub nodes: Vec<HostPlan>,
     /// The hosts' names as the job has them, one for each node.
     pub hosts: Vec<String>,
     /// Worth saying before the start.
@@ -96,7 +96,7 @@ pub fn plan(job: &JobSpec, hosts: &[Host], run: &RunId, epoch: &Epoch) -> Result
             restarts: epoch.restarts,
         };
         let node = Node { host, room, group: group as u32, first, asked_threads };
-        nodes.push(NodePlan {
+        nodes.push(HostPlan {
             job: job_of_epoch.clone(),
             run: run.0.clone(),
             host: host.name.clone(),

@@ -3,7 +3,7 @@
 //!
 //! stdout is data: events with `--json`, else the shown ranks' own stdout. stderr is talk: a live view on a terminal,
 //! plain lines elsewhere.
-mod collapse;
+mod dedup;
 mod curve;
 mod limit;
 mod live;

@@ -3,7 +3,7 @@ use crate::plan::is_device_variable;
 use contract::{
     env::{USERS_CHOICE, looks_secret},
     job::{EnvSource, JobSpec, RunSpec, is_reserved},
-    judge::Finding,
+    preflight::Finding,
 };
 use globset::{Glob, GlobMatcher};
 use std::{env, ffi::OsString, fmt, fs::File, io::Read, path::Path};

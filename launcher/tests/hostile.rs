@@ -4,7 +4,7 @@
 mod strangers;
 
 use contract::{
-    control::{ExitStatus, FromAgent, HostFacts, ToAgent, VERSION},
+    control::{ExitStatus, FromAgent, HostInventory, ToAgent, VERSION},
     frame,
 };
 use std::path::Path;
@@ -22,18 +22,18 @@ type Reader = fn(&[u8]) -> Result<(), String>;
 
 /// By the ending of the files that each of them takes.
 const READERS: [(&str, Reader); 7] = [
-    ("control", launcher::hostile::control),
-    ("hostfile", launcher::hostile::hostfile),
-    ("hosts", launcher::hostile::host_list),
-    ("slurm", launcher::hostile::slurm),
-    ("job", launcher::hostile::job),
-    ("store", launcher::hostile::store),
-    ("invitation", launcher::hostile::invitation),
+    ("control", launcher::untrusted::control),
+    ("hostfile", launcher::untrusted::hostfile),
+    ("hosts", launcher::untrusted::host_list),
+    ("slurm", launcher::untrusted::slurm),
+    ("job", launcher::untrusted::job),
+    ("store", launcher::untrusted::store),
+    ("invitation", launcher::untrusted::invitation),
 ];
 
 /// A few messages of an agent, and of a controller.
 fn streams() -> [Vec<u8>; 2] {
-    let found = HostFacts { host: "n1".into(), cpus: vec![0, 1], ..HostFacts::default() };
+    let found = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
     let status = ExitStatus::Signal(11, true);
     let exited = FromAgent::Exited {
         epoch: 0,
@@ -44,9 +44,9 @@ fn streams() -> [Vec<u8>; 2] {
         tail: vec!["last".into()],
         error: None,
     };
-    let agent = [FromAgent::Hello { version: VERSION, pid: 77, found }, exited, FromAgent::Beat];
+    let agent = [FromAgent::Hello { version: VERSION, pid: 77, found }, exited, FromAgent::Heartbeat];
     let kill = ToAgent::Kill { epoch: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false };
-    let controller = [ToAgent::Hello { version: VERSION }, kill, ToAgent::Beat];
+    let controller = [ToAgent::Hello { version: VERSION }, kill, ToAgent::Heartbeat];
     [
         agent.iter().flat_map(|m| frame::encode(m).expect("sent")).collect(),
         controller.iter().flat_map(|m| frame::encode(m).expect("sent")).collect(),
@@ -120,11 +120,11 @@ fn claims_cost_the_claimer() {
         }
     }
     // A frame and a key that are as long as can be said, and never come.
-    assert!(launcher::hostile::control(&[0xff; 16]).is_err());
-    assert!(launcher::hostile::control(&[0, 0, 0, 1, 0xdd, 0xff, 0xff, 0xff, 0xff]).is_err());
+    assert!(launcher::untrusted::control(&[0xff; 16]).is_err());
+    assert!(launcher::untrusted::control(&[0, 0, 0, 1, 0xdd, 0xff, 0xff, 0xff, 0xff]).is_err());
     let mut key = vec![0, 9, 1];
     key.extend([0xff; 8]);
-    assert!(launcher::hostile::store(&key).is_err());
+    assert!(launcher::untrusted::store(&key).is_err());
     let peak = memory.peak();
     assert!(peak < CAP, "{peak} bytes at the peak");
 }

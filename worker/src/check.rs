@@ -10,7 +10,7 @@ use crate::{
 };
 use contract::{
     job::{JobSpec, TrainSpec},
-    judge::{Finding, TrainJudge, Verdict},
+    preflight::{Finding, TrainJudge, Verdict},
     probe::LibraryLook,
 };
 use memory::Memory;

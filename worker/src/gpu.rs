@@ -10,7 +10,7 @@ use comm::{
     staged::Staged,
 };
 use contract::{
-    control::Welcome,
+    control::WorkerInit,
     env,
     job::{Attention, ClusterSpec, Collectives, CudaGraphs, Numerics, Precision, TrainSpec},
     probe::LibraryLook,
@@ -102,7 +102,7 @@ pub(crate) enum Device {
 
 impl Device {
     /// Of the job: the host's CPUs, or the one GPU that the plan shows this rank.
-    pub(crate) fn open(welcome: &Welcome) -> Result<Device> {
+    pub(crate) fn open(welcome: &WorkerInit) -> Result<Device> {
         let cluster = &welcome.job.cluster;
         if !cluster.trains_on_gpus() {
             return Ok(Device::Host(Arc::new(Cpu::new(welcome.threads as usize))));

@@ -14,7 +14,7 @@ pub mod params;
 pub mod resume;
 pub mod rng;
 pub mod save;
-mod scattered;
+mod host_local;
 pub mod session;
 pub mod stages;
 pub mod state;

@@ -9,7 +9,7 @@ use crate::{
     params::Unit,
     resume::{Origin, Place, begin, resume},
     save::{Identity, Saver, total_bytes},
-    scattered::{self, Scattered},
+    host_local::{self, Scattered},
     session::{Session, inherited},
     stages::{Running, ScheduleBound, Spec},
     state::model_card,
@@ -24,7 +24,7 @@ use crate::{
 use ckpt::{Checkpoint, GatherOptions, Staging, TextFile};
 use comm::{Comm, local, shm::ShmComm};
 use contract::{
-    control::Welcome,
+    control::WorkerInit,
     env,
     event::{Event, Phase},
     exit::WorkerExit,
@@ -104,7 +104,7 @@ fn leave_signals_to_the_controller() {
 }
 
 /// The collectives of this job; from then on the session ends them when it is told to.
-fn join(session: &Arc<Session>, read: UnixStream, welcome: &Welcome) -> Result<Arc<dyn Comm>> {
+fn join(session: &Arc<Session>, read: UnixStream, welcome: &WorkerInit) -> Result<Arc<dyn Comm>> {
     arm_fault_point(welcome)?;
     let limits = comm::shm::Limits { staging: STAGING, ..Default::default() };
     if welcome.local_world < welcome.world {
@@ -142,7 +142,7 @@ fn in_workdir(place: Offload, workdir: &Path) -> Offload {
 }
 
 /// Build, resume, train, gather.
-fn live(session: &Session, welcome: &Welcome, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
+fn live(session: &Session, welcome: &WorkerInit, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
     let job = &welcome.job;
     let asked = job.train.as_ref().ok_or_else(|| Error::job("this job has no `train` section"))?;
     let train = &TrainSpec {
@@ -254,7 +254,7 @@ struct Samples {
 
 impl Samples {
     /// Rank 0 builds the token caches; the others then find them.
-    fn open(train: &TrainSpec, welcome: &Welcome, comm: &dyn Comm) -> Result<Self> {
+    fn open(train: &TrainSpec, welcome: &WorkerInit, comm: &dyn Comm) -> Result<Self> {
         let open = || -> Result<Samples> {
             let (spec, dir) = (&train.data, &welcome.workdir);
             let data = Dataset::open(spec, None, Split::Train, dir).map_err(data_error)?;
@@ -342,13 +342,13 @@ fn data_error(e: DataError) -> Error {
     Error { exit: e.exit(), message }
 }
 
-fn checkpoint_root(welcome: &Welcome) -> PathBuf {
+fn checkpoint_root(welcome: &WorkerInit) -> PathBuf {
     let dir = welcome.job.checkpoint.dir.to_string_lossy().replace("{name}", &welcome.job.name);
     welcome.workdir.join(dir)
 }
 
 /// Which ranks share the checkpoint directory; what a save that was cut short has left is completed where it must be.
-fn layout(session: &Session, welcome: &Welcome, queue: &Queue, root: &Path) -> Result<Layout> {
+fn layout(session: &Session, welcome: &WorkerInit, queue: &Queue, root: &Path) -> Result<Layout> {
     if welcome.local_world >= welcome.world {
         return Ok(Layout::shared(welcome.world as usize));
     }
@@ -363,7 +363,7 @@ fn layout(session: &Session, welcome: &Welcome, queue: &Queue, root: &Path) -> R
                  storage, or leave parity out",
             ));
         }
-        scattered::recover(queue, &layout, root)?;
+        host_local::recover(queue, &layout, root)?;
         if welcome.rank == 0 {
             let hosts = layout.hosts().len();
             let message = format!(
@@ -392,7 +392,7 @@ fn storage_is_ready(bound: &ScheduleBound, root: &Path, layout: &Layout) -> Resu
 
 fn identity(
     bound: &ScheduleBound,
-    welcome: &Welcome,
+    welcome: &WorkerInit,
     tokenizer: &TextTokenizer,
     samples: &Samples,
 ) -> Identity {
@@ -453,7 +453,7 @@ fn write_weights(session: &Session, source: &dyn ckpt::Source, step: u64, root: 
 }
 
 /// Testing: the worker of the named rank dies at its n-th fault point.
-fn arm_fault_point(welcome: &Welcome) -> Result<()> {
+fn arm_fault_point(welcome: &WorkerInit) -> Result<()> {
     let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(()) };
     let parsed = value
         .to_str()
@@ -468,7 +468,7 @@ fn arm_fault_point(welcome: &Welcome) -> Result<()> {
 }
 
 /// Testing: says how many fault points this worker has passed.
-fn count_fault_points(welcome: &Welcome) {
+fn count_fault_points(welcome: &WorkerInit) {
     let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
     let line = format!("{} {}\n", welcome.rank, ckpt::fault::passed());
     let file = std::fs::OpenOptions::new().create(true).append(true).open(path);

@@ -9,7 +9,7 @@ use comm::{
     tcp::{Endpoint, Group, Limits, Member, Stopper},
 };
 use contract::{
-    control::{MAX_ADDRESSES, PeerAddress, Peers, Welcome},
+    control::{MAX_ADDRESSES, PeerAddress, Peers, WorkerInit},
     env,
     job::Interface,
 };
@@ -24,7 +24,7 @@ use std::{
 pub(crate) fn join(
     session: &Arc<Session>,
     mut read: UnixStream,
-    welcome: &Welcome,
+    welcome: &WorkerInit,
     memory: Option<OwnedFd>,
     shm: comm::shm::Limits,
 ) -> Result<Arc<dyn Comm>> {
@@ -44,7 +44,7 @@ pub(crate) fn join(
 }
 
 /// The peers as told, if they make sense for this rank.
-fn group(welcome: &Welcome, peers: Peers) -> Result<Group> {
+fn group(welcome: &WorkerInit, peers: Peers) -> Result<Group> {
     let rank = welcome.rank as usize;
     let here = |p: &PeerAddress| peers.members.get(rank).is_some_and(|me| me.node == p.node);
     let sound = peers.members.len() == welcome.world as usize

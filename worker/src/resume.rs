@@ -12,7 +12,7 @@ use crate::{
     error::{Error, Result},
     optim::Group,
     params::Unit,
-    scattered::{self, Candidate, Scattered},
+    host_local::{self, Candidate, Scattered},
     stages::{Cursor, ScheduleBound},
     state::{Reading, check_fits, read_own, spread, without_states},
     storage::Layout,
@@ -144,7 +144,7 @@ pub struct Place<'a> {
 fn list(bound: &ScheduleBound, place: &Place, root: &Path) -> Result<Vec<Candidate>> {
     let queue = bound.trainer.engine.queue();
     if !place.layout.is_shared() {
-        return scattered::list(queue, place.layout, root);
+        return host_local::list(queue, place.layout, root);
     }
     let mine = if bound.trainer.engine.rank() == 0 { ckpt::list(root) } else { Ok(Vec::new()) };
     let mine = mine.map(|all| all.into_iter().map(|(_, p)| p).collect::<Vec<_>>());

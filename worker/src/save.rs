@@ -4,7 +4,7 @@ use crate::{
     error::{Error, Result},
     optim::Optimizer,
     params::Unit,
-    scattered,
+    host_local,
     stages::Running,
     state::{Owned, owned, state_roles},
     storage::Layout,
@@ -16,7 +16,7 @@ use ckpt::{
 use contract::job::{CheckpointSpec, JobSpec};
 use device::{
     Buf, Dtype, Ops, View,
-    storage::{Mark, said},
+    storage::{Event, said},
 };
 use serde_json::{Value, json};
 use std::{
@@ -204,7 +204,7 @@ impl Saver {
         } else {
             let written = write_now(ops, &path, rank, world, &labels, &values);
             (0..engine.shards.len()).for_each(|u| optimizer.let_go(u));
-            (Writer::Done(written), Mark::default())
+            (Writer::Done(written), Event::default())
         };
         drop(guards);
         running.trainer.change_behind(copied);
@@ -242,7 +242,7 @@ impl Saver {
         let step = facts.step;
         if !self.layout.is_shared() {
             let (path, bytes) =
-                scattered::commit(queue, &self.layout, &self.root, staging, facts, reports, self.spec.keep)?;
+                host_local::commit(queue, &self.layout, &self.root, staging, facts, reports, self.spec.keep)?;
             self.last = Some(path.clone());
             return Ok(Some(Saved { step, path, bytes, seconds: began.elapsed().as_secs_f64() }));
         }

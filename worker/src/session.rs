@@ -3,7 +3,7 @@
 //! One thread reads (stop, save, abort), one beats once a second; events are written by whoever has them.
 use crate::error::{Error, Result};
 use contract::{
-    control::{FromWorker, Peers, ToWorker, VERSION, Welcome},
+    control::{FromWorker, Peers, ToWorker, VERSION, WorkerInit},
     env,
     event::{Event, Phase},
     exit::WorkerExit,
@@ -103,7 +103,7 @@ pub fn inherited(name: &str) -> Result<Option<OwnedFd>> {
 
 impl Session {
     /// Says hello and waits for the agent's welcome.
-    pub fn join() -> Result<(Arc<Session>, UnixStream, Welcome)> {
+    pub fn join() -> Result<(Arc<Session>, UnixStream, WorkerInit)> {
         let fd = inherited(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
             Error::job("`launch worker` is started by an agent; run `launch job.yaml` instead")
         })?;

@@ -23,7 +23,7 @@ use crate::{
 use ckpt::peft::AdapterConfig;
 use comm::Comm;
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, ReloadTrain, TrainSpec};
-use device::{Dtype, Ops, View, needed_for, storage::Mark};
+use device::{Dtype, Ops, View, needed_for, storage::Event};
 use std::{ops::Range, sync::Arc};
 
 /// Stage 1: the job's numbers with those of the tokenizer filled in.
@@ -274,7 +274,7 @@ impl Sharded {
             micro: b,
             recompute: train.recompute,
             clip_norm: train.clip_norm,
-            copied: Mark::default(),
+            copied: Event::default(),
             loss_scale: LossScale::new(
                 (train.precision == Precision::Fp16).then(|| train.loss_scale.clone()),
             ),

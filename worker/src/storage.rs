@@ -4,7 +4,7 @@ use crate::{
     error::{Error, Result},
     zero::queue::Queue,
 };
-use ckpt::scattered::Host;
+use ckpt::host_local::Host;
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{File, OpenOptions},

@@ -10,7 +10,7 @@ use comm::{
     staged::Staged,
 };
 use common::*;
-use contract::{job::*, judge::TrainJudge};
+use contract::{job::*, preflight::TrainJudge};
 use device::{Dtype, Storage};
 use emulated::*;
 use std::{sync::Arc, time::Duration};

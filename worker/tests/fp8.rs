@@ -4,7 +4,7 @@
 mod common;
 use common::*;
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, Recompute, TrainSpec};
-use contract::judge::TrainJudge;
+use contract::preflight::TrainJudge;
 use worker::{stages::Spec, train::step::Word};
 
 /// Sizes that are multiples of 16, and no others in common.

@@ -4,7 +4,7 @@
 mod common;
 use ckpt::{Checkpoint, GatherOptions, Role, Source as _, gather};
 use common::*;
-use contract::{job::*, judge::TrainJudge};
+use contract::{job::*, preflight::TrainJudge};
 use device::{Dtype, Ops};
 use std::{collections::BTreeMap, path::Path};
 use worker::{

@@ -29,7 +29,7 @@ pub enum ToAgent {
     /// Bind the rendezvous of an epoch, which begins on this node; answered by [`FromAgent::Bound`].
     Bind(Bind),
     /// Start these workers. Sent once per epoch.
-    Start(Box<NodePlan>),
+    Start(Box<HostPlan>),
     /// Ask workers to save at the next step boundary and stop (built-in) or send them SIGTERM (commands).
     /// With `deadline_ms`, kill what is left after it.
     Stop { epoch: u32, deadline_ms: Option<u64> },
@@ -46,7 +46,7 @@ pub enum ToAgent {
     /// Where every built-in worker of the job listens; for all workers of the node.
     Peers(Peers),
     /// The controller's heartbeat; silence longer than the lease ends the agent.
-    Beat,
+    Heartbeat,
 }
 
 /// The rendezvous (`MASTER_PORT`) that an agent shall bind on its node.
@@ -66,7 +66,7 @@ pub struct Bind {
 
 /// What one node's agent shall run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct NodePlan {
+pub struct HostPlan {
     /// The job, for the built-in workers.
     pub job: JobSpec,
     pub run: String,
@@ -108,7 +108,7 @@ pub enum FromAgent {
     Hello {
         version: u32,
         pid: u32,
-        found: HostFacts,
+        found: HostInventory,
     },
     /// The answer to [`ToAgent::Bind`]: the port, or why it can't be had.
     Bound {
@@ -152,7 +152,7 @@ pub enum FromAgent {
         step: u64,
     },
     /// A worker has made no progress for `run.hang_timeout`.
-    Still {
+    Stalled {
         epoch: u32,
         rank: Rank,
         /// Without progress, milliseconds.
@@ -161,7 +161,7 @@ pub enum FromAgent {
         stopped: bool,
     },
     /// A worker that was [`FromAgent::Still`] makes progress again.
-    Moving {
+    Recovered {
         epoch: u32,
         rank: Rank,
     },
@@ -187,15 +187,15 @@ pub enum FromAgent {
     /// What a [`ToAgent::Probe`] asked for.
     Probed(Probed),
     /// No process of this epoch is left on the node.
-    AllGone {
+    WorkersEnded {
         epoch: u32,
     },
-    Beat,
+    Heartbeat,
 }
 
 /// What an agent finds on its host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct HostFacts {
+pub struct HostInventory {
     /// The host's own name; for people, never for finding it.
     pub host: String,
     /// The CPUs the agent may run on, ascending.
@@ -235,7 +235,7 @@ pub enum ExitStatus {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
     /// First message: who you are.
-    Welcome(Box<Welcome>),
+    Welcome(Box<WorkerInit>),
     /// Save at the next step boundary and leave with `WorkerExit::Stopped`.
     Stop,
     /// Save at the next step boundary and go on.
@@ -284,7 +284,7 @@ impl fmt::Debug for JobKey {
 
 /// Who a built-in worker is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Welcome {
+pub struct WorkerInit {
     pub version: u32,
     pub rank: Rank,
     pub local_rank: u32,

@@ -9,7 +9,7 @@ pub mod frame;
 pub mod hosts;
 pub mod ids;
 pub mod job;
-pub mod judge;
+pub mod preflight;
 pub mod machine;
 pub mod probe;
 pub mod problem;

@@ -2,7 +2,7 @@
 use contract::{
     JobSpec, Problem, Source, SourceMap,
     job::{Count, Default, Every, KEYS, OptimizerName, ResumeFrom, ScheduleName, Tokenizer},
-    judge::Finding,
+    preflight::Finding,
     load,
     problem::{Place, Severity, render},
 };

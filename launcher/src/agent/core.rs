@@ -4,8 +4,8 @@ mod workers;
 use super::progress::Progress;
 use contract::{
     control::{
-        Bind, ExitStatus, FromAgent, FromWorker, HostFacts, NodePlan, Peers, ToAgent, ToWorker, VERSION,
-        Welcome,
+        Bind, ExitStatus, FromAgent, FromWorker, HostInventory, HostPlan, Peers, ToAgent, ToWorker, VERSION,
+        WorkerInit,
     },
     exit::WorkerExit,
     ids::Rank,
@@ -109,7 +109,7 @@ pub(crate) enum Input {
 pub(crate) enum Command {
     Send(FromAgent),
     /// Get ready for the workers of this plan.
-    Begin(Rc<NodePlan>),
+    Begin(Rc<HostPlan>),
     /// Start the worker at this index of the plan; answered by `Spawned` or `SpawnFailed`.
     Spawn(usize),
     Tell(Rank, ToWorker),
@@ -154,7 +154,7 @@ struct Worker {
     builtin: bool,
     /// `None`: never started.
     pid: Option<u32>,
-    welcome: Option<Box<Welcome>>,
+    welcome: Option<Box<WorkerInit>>,
     /// Said before it was welcome; sent after the welcome.
     waiting: Vec<ToWorker>,
     heard: Duration,
@@ -178,9 +178,9 @@ impl Worker {
 /// The state machine.
 pub(crate) struct Core {
     pid: u32,
-    found: HostFacts,
+    found: HostInventory,
     state: State,
-    plan: Option<Rc<NodePlan>>,
+    plan: Option<Rc<HostPlan>>,
     workers: BTreeMap<Rank, Worker>,
     /// Ended, in the order of their ends, and not yet reported.
     ended: VecDeque<Rank>,
@@ -206,7 +206,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    pub(crate) fn new(pid: u32, found: HostFacts) -> Self {
+    pub(crate) fn new(pid: u32, found: HostInventory) -> Self {
         Core {
             pid,
             found,
@@ -322,7 +322,7 @@ impl Core {
             ToAgent::Hello { .. } => self.refuse("the controller introduced itself twice".into()),
             // The driver answers it itself: looking at the node changes nothing here.
             ToAgent::Probe(_) => {}
-            ToAgent::Beat => self.controller = Some(now),
+            ToAgent::Heartbeat => self.controller = Some(now),
             ToAgent::Bind(bind) => self.out.push(Command::Bind(bind)),
             ToAgent::Start(plan) => self.start(now, plan),
             ToAgent::Stop { epoch, deadline_ms } if of_now(epoch) => self.stop(now, deadline_ms),
@@ -367,7 +367,7 @@ impl Core {
         }
     }
 
-    fn start(&mut self, now: Duration, plan: Box<NodePlan>) {
+    fn start(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != State::Idle {
             return self.refuse("the controller started workers while others run".into());
@@ -383,7 +383,7 @@ impl Core {
         self.ended.clear();
         self.kill_at = None;
         self.next = 0;
-        let plan: Rc<NodePlan> = plan.into();
+        let plan: Rc<HostPlan> = plan.into();
         self.plan = Some(plan.clone());
         self.out.push(Command::Begin(plan));
         self.spawn_next();
@@ -472,7 +472,7 @@ impl Core {
         }
         if now >= self.beat_at {
             self.beat_at = now + BEAT;
-            self.send(FromAgent::Beat);
+            self.send(FromAgent::Heartbeat);
         }
         if self.controller.is_some_and(|heard| now > heard + CONTROLLER_LEASE) {
             self.controller_gone();
@@ -521,13 +521,13 @@ impl Core {
             return self.moved(now, rank);
         }
         if let Some((for_ms, stopped)) = worker.progress.still(now, timeout, stopped) {
-            self.send(FromAgent::Still { epoch: self.epoch, rank, for_ms, stopped });
+            self.send(FromAgent::Stalled { epoch: self.epoch, rank, for_ms, stopped });
         }
     }
 
     fn moved(&mut self, now: Duration, rank: Rank) {
         if self.workers.get_mut(&rank).is_some_and(|w| w.progress.moved(now)) {
-            self.send(FromAgent::Moving { epoch: self.epoch, rank });
+            self.send(FromAgent::Recovered { epoch: self.epoch, rank });
         }
     }
 }
@@ -535,7 +535,7 @@ impl Core {
 /// `true` for messages whose loss changes what the job does or reports.
 pub(crate) fn must_arrive(message: &FromAgent) -> bool {
     match message {
-        FromAgent::Line { .. } | FromAgent::Progress { .. } | FromAgent::Beat | FromAgent::Event { .. } => {
+        FromAgent::Line { .. } | FromAgent::Progress { .. } | FromAgent::Heartbeat | FromAgent::Event { .. } => {
             false
         }
         FromAgent::Fatal { exit, .. } => *exit != WorkerExit::Done,

@@ -2,7 +2,7 @@ use super::*;
 use contract::{control::WorkerPlan, event::Phase};
 use proptest::prelude::*;
 
-fn plan(builtin: &[bool]) -> NodePlan {
+fn plan(builtin: &[bool]) -> HostPlan {
     let world = builtin.len() as u32;
     let workers = builtin.iter().enumerate().map(|(rank, builtin)| WorkerPlan {
         rank: rank as u32,
@@ -15,7 +15,7 @@ fn plan(builtin: &[bool]) -> NodePlan {
         threads: 1,
         log: format!("/tmp/rank-{rank}.log").into(),
     });
-    NodePlan {
+    HostPlan {
         job: crate::testing::job(),
         run: "run".into(),
         host: "host".into(),
@@ -40,7 +40,7 @@ struct Rig {
 
 impl Rig {
     fn started(builtin: &[bool]) -> Rig {
-        let mut rig = Rig { core: Core::new(7, HostFacts::default()), now: ms(0), next_pid: 100 };
+        let mut rig = Rig { core: Core::new(7, HostInventory::default()), now: ms(0), next_pid: 100 };
         rig.tell(ToAgent::Hello { version: VERSION });
         rig.tell(ToAgent::Start(Box::new(plan(builtin))));
         rig
@@ -89,7 +89,7 @@ impl Rig {
 
 fn sent<'a>(commands: &'a [Command]) -> Vec<&'a FromAgent> {
     let send = |c: &'a Command| match c {
-        Command::Send(message) if *message != FromAgent::Beat => Some(message),
+        Command::Send(message) if *message != FromAgent::Heartbeat => Some(message),
         _ => None,
     };
     commands.iter().filter_map(send).collect()
@@ -133,14 +133,14 @@ fn a_job_runs_to_its_end() {
     );
     assert!(!has_sweep(&ended), "rank 1 still runs");
     assert!(has_sweep(&rig.end(1, ExitStatus::Code(0))));
-    assert_eq!(sent(&rig.feed(Input::Swept { left: vec![] })), [&FromAgent::AllGone { epoch: 0 }]);
+    assert_eq!(sent(&rig.feed(Input::Swept { left: vec![] })), [&FromAgent::WorkersEnded { epoch: 0 }]);
     assert_eq!(exits(&rig.feed(Input::ControllerGone)), Some(0));
 }
 
 #[test]
 fn another_version_or_no_hello_is_refused() {
     for message in [ToAgent::Hello { version: VERSION + 1 }, ToAgent::Save { epoch: 0, signal: 10 }] {
-        let mut core = Core::new(7, HostFacts::default());
+        let mut core = Core::new(7, HostInventory::default());
         let commands = core.handle(ms(0), Input::Controller(message));
         assert!(matches!(sent(&commands)[..], [FromAgent::Failed { rank: None, .. }]));
         assert_eq!(exits(&commands), Some(1));
@@ -154,7 +154,7 @@ fn plans_that_contradict_themselves_are_refused() {
     let mut outside = plan(&[false]);
     outside.workers[0].rank = 5;
     for bad in [twice, outside] {
-        let mut core = Core::new(7, HostFacts::default());
+        let mut core = Core::new(7, HostInventory::default());
         core.handle(ms(0), Input::Controller(ToAgent::Hello { version: VERSION }));
         assert_eq!(exits(&core.handle(ms(0), Input::Controller(ToAgent::Start(Box::new(bad))))), Some(1));
     }
@@ -162,7 +162,7 @@ fn plans_that_contradict_themselves_are_refused() {
 
 #[test]
 fn a_failed_start_starts_no_more_and_still_ends_clean() {
-    let mut core = Core::new(7, HostFacts::default());
+    let mut core = Core::new(7, HostInventory::default());
     core.handle(ms(0), Input::Controller(ToAgent::Hello { version: VERSION }));
     let commands =
         core.handle(ms(0), Input::Controller(ToAgent::Start(Box::new(plan(&[false, false, false])))));
@@ -324,7 +324,7 @@ fn the_end_of_the_controller_kills_everything() {
 fn only_a_controller_that_beats_is_held_to_it() {
     let mut rig = Rig::started(&[false]);
     assert!(signals(&rig.at(Duration::from_secs(86_400))).is_empty());
-    rig.tell(ToAgent::Beat);
+    rig.tell(ToAgent::Heartbeat);
     assert!(signals(&rig.at(Duration::from_secs(86_400) + CONTROLLER_LEASE)).is_empty());
     assert_eq!(signals(&rig.at(Duration::from_secs(86_401) + CONTROLLER_LEASE)), [(0, Ending::Kill)]);
 }
@@ -333,7 +333,7 @@ fn only_a_controller_that_beats_is_held_to_it() {
 fn beats_are_regular() {
     let mut rig = Rig::started(&[false]);
     let beats = (1..=100u64)
-        .filter(|i| rig.at(ms(i * 100)).iter().any(|c| matches!(c, Command::Send(FromAgent::Beat))));
+        .filter(|i| rig.at(ms(i * 100)).iter().any(|c| matches!(c, Command::Send(FromAgent::Heartbeat))));
     assert_eq!(beats.count(), 10);
 }
 
@@ -367,7 +367,7 @@ fn a_restart_begins_afresh() {
     rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: String::new(), grace_ms: 0 });
     rig.end(0, ExitStatus::Signal(9, false));
     rig.feed(Input::Swept { left: vec![] });
-    let commands = rig.tell(ToAgent::Start(Box::new(NodePlan { epoch: 1, ..plan(&[false, false]) })));
+    let commands = rig.tell(ToAgent::Start(Box::new(HostPlan { epoch: 1, ..plan(&[false, false]) })));
     assert_eq!(commands.iter().filter(|c| matches!(c, Command::Spawn(_))).count(), 2);
     assert!(signals(&rig.at(ms(60_000))).is_empty());
 }
@@ -414,7 +414,7 @@ proptest! {
                 Chance::Stop(deadline_ms) => rig.tell(ToAgent::Stop { epoch: 0, deadline_ms }),
                 Chance::Save => rig.tell(ToAgent::Save { epoch: 0, signal: 10 }),
                 Chance::Kill(grace_ms) => rig.tell(ToAgent::Kill { epoch: 0, stacks: false, reason: "r".into(), grace_ms }),
-                Chance::Beat => rig.tell(ToAgent::Beat),
+                Chance::Beat => rig.tell(ToAgent::Heartbeat),
                 Chance::Gone => rig.feed(Input::ControllerGone),
                 Chance::Hello(rank) => rig.feed(Input::Worker { rank, message: FromWorker::Hello { version: VERSION, pid: 100 + rank } }),
                 Chance::Fatal(rank) => rig.feed(Input::Worker { rank, message: FromWorker::Fatal { exit: WorkerExit::Failed, message: "m".into() } }),
@@ -431,7 +431,7 @@ proptest! {
             let reports = sent(&all).iter().filter(|m| matches!(m, FromAgent::Exited { rank: r, .. } if *r == rank)).count();
             prop_assert_eq!(reports, 1, "rank {}", rank);
         }
-        prop_assert_eq!(sent(&all).iter().filter(|m| ***m == FromAgent::AllGone { epoch: 0 }).count(), 1);
+        prop_assert_eq!(sent(&all).iter().filter(|m| ***m == FromAgent::WorkersEnded { epoch: 0 }).count(), 1);
         all.extend(rig.feed(Input::ControllerGone));
         prop_assert!(exits(&all).is_some());
         // Nobody who has ended is signalled: its pid may belong to someone else by now.

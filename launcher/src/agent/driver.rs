@@ -15,11 +15,11 @@ use super::{
 use crate::controller::Rendezvous;
 use crate::link::{Clock, LinkError, Outbox, Priority, read_into, write_from};
 use contract::{
-    control::{Bind, ExitStatus, FromAgent, FromWorker, NodePlan, ToAgent, ToWorker},
+    control::{Bind, ExitStatus, FromAgent, FromWorker, HostPlan, ToAgent, ToWorker},
     env,
     event::Event,
     ids::Rank,
-    judge::TrainJudge,
+    preflight::TrainJudge,
 };
 use nix::sys::signal::{SigHandler, Signal, signal};
 use std::{
@@ -179,7 +179,7 @@ struct Driver {
     own: Option<UnixListener>,
     /// The epoch in which it was told that a program has no handler for a signal.
     no_handler: Option<u32>,
-    plan: Option<Rc<NodePlan>>,
+    plan: Option<Rc<HostPlan>>,
     shm: Option<OwnedFd>,
     file_limit: process::FileLimit,
     running: HashMap<Rank, Running>,
@@ -467,7 +467,7 @@ impl Driver {
         }
     }
 
-    fn begin(&mut self, plan: Rc<NodePlan>) -> Option<Input> {
+    fn begin(&mut self, plan: Rc<HostPlan>) -> Option<Input> {
         self.running.clear();
         self.shm = None;
         if let Err(message) = self.own_host(&plan) {
@@ -491,7 +491,7 @@ impl Driver {
 
     /// One agent at a time has workers of a run on a host: while another one lives (cut off, or just thawed) its workers
     /// may live too. The name is the kernel's to free, however the agent ends.
-    fn own_host(&mut self, plan: &NodePlan) -> Result<(), String> {
+    fn own_host(&mut self, plan: &HostPlan) -> Result<(), String> {
         if self.own.is_some() {
             return Ok(());
         }
@@ -518,7 +518,7 @@ impl Driver {
         }
     }
 
-    fn try_spawn(&mut self, plan: &NodePlan, index: usize) -> Result<u32, String> {
+    fn try_spawn(&mut self, plan: &HostPlan, index: usize) -> Result<u32, String> {
         let worker = &plan.workers[index];
         let logs = &plan.job.run.logs;
         let log = Log::open(&worker.log, logs.max_size)

@@ -4,7 +4,7 @@ mod look;
 mod nvml;
 
 use contract::{
-    judge::TrainJudge,
+    preflight::TrainJudge,
     probe::{MAX_PEERS, Peer, Probe, Probed},
 };
 use std::{
@@ -171,7 +171,7 @@ fn greeting(address: SocketAddr, timeout: Duration) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::{job::JobSpec, judge::Verdict, probe::LibraryLook};
+    use contract::{job::JobSpec, preflight::Verdict, probe::LibraryLook};
 
     struct Judge;
 

@@ -4,10 +4,10 @@ use crate::secrets::{HIDDEN, hide};
 use crate::{cli::JobArgs, error::Failure, report::plain};
 use contract::{
     Source,
-    control::{NodePlan, WorkerPlan},
+    control::{HostPlan, WorkerPlan},
     ids::RunId,
     job::EnvSource,
-    judge::{MemoryEstimate, TrainJudge},
+    preflight::{MemoryEstimate, TrainJudge},
     problem::{Severity, render},
 };
 use serde_json::{Map, Value, json};
@@ -131,7 +131,7 @@ fn workers_with_hosts(p: &Prepared) -> impl Iterator<Item = (&str, &WorkerPlan)>
 
 /// What a person calls the device of each rank.
 fn devices(p: &Prepared) -> Vec<String> {
-    let of_node = |(target, node): (&crate::controller::HostTarget, &NodePlan)| {
+    let of_node = |(target, node): (&crate::controller::HostTarget, &HostPlan)| {
         let facts = super::targets::promised(target, &p.facts).facts;
         crate::plan::device_labels(&p.job, &facts, node.workers.len() as u32)
     };
@@ -276,7 +276,7 @@ fn grouped(n: u64) -> String {
 mod tests {
     use super::*;
 
-    fn prepared(text: &str, verdict: Option<contract::judge::Verdict>) -> Prepared {
+    fn prepared(text: &str, verdict: Option<contract::preflight::Verdict>) -> Prepared {
         let source = contract::Source::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
         let (job, _, warnings) = contract::load(source, &[]).expect("a job");
         let facts = crate::discover::Facts {
@@ -294,13 +294,13 @@ mod tests {
         Prepared { job, facts, hosts, plan, secrets, verdict, warnings }
     }
 
-    fn verdict() -> contract::judge::Verdict {
+    fn verdict() -> contract::preflight::Verdict {
         let estimate = |rank, total| MemoryEstimate {
             rank,
             parts: vec![("activations".to_owned(), total - 1024), ("process".to_owned(), 1024)],
             total,
         };
-        contract::judge::Verdict {
+        contract::preflight::Verdict {
             parameters: 1_234_567,
             memory: vec![estimate(0, 3 << 20), estimate(1, 2 << 20)],
             ..Default::default()

@@ -11,7 +11,7 @@ use contract::{
     JobSpec, Problem, Source, SourceMap,
     ids::RunId,
     job::MinHosts,
-    judge::{Finding, TrainJudge, Verdict},
+    preflight::{Finding, TrainJudge, Verdict},
 };
 
 /// A job to prepare, and changes to it.
@@ -92,7 +92,7 @@ pub(crate) fn prepare(asked: &Asked, run: &RunId, judge: &dyn TrainJudge) -> Res
     Ok(Prepared { job, facts, hosts, plan, secrets, verdict, warnings })
 }
 
-fn located(map: &SourceMap, findings: &[contract::judge::Finding]) -> Vec<Problem> {
+fn located(map: &SourceMap, findings: &[contract::preflight::Finding]) -> Vec<Problem> {
     findings.iter().map(|f| map.problem(f)).collect()
 }
 

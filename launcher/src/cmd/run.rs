@@ -12,7 +12,7 @@ use contract::{
     control::ExitStatus,
     event::Event,
     ids::RunId,
-    judge::{Finding, TrainJudge},
+    preflight::{Finding, TrainJudge},
     problem::{Place, Severity, render},
 };
 use std::{

@@ -14,7 +14,7 @@ use contract::{
     env,
     hosts::Host,
     job::{Count, Devices, Hosts, JobSpec},
-    judge::Finding,
+    preflight::Finding,
 };
 
 /// Most agents that a test may ask for on this machine.

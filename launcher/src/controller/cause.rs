@@ -1,5 +1,5 @@
 //! Why a job failed, in words, and with which exit code.
-use super::core::NodeId;
+use super::core::HostIndex;
 use contract::{
     control::ExitStatus,
     exit::{self, WorkerExit},
@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 /// A root cause, or a candidate for it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Cause {
-    pub(crate) node: NodeId,
+    pub(crate) node: HostIndex,
     /// `None`: not a worker's failure.
     pub(crate) rank: Option<Rank>,
     pub(crate) text: String,

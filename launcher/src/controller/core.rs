@@ -15,7 +15,7 @@ use super::{
     policy::{Ended, History},
 };
 use contract::{
-    control::{ExitStatus, FromAgent, HostFacts, PeerAddress, ToAgent},
+    control::{ExitStatus, FromAgent, HostInventory, PeerAddress, ToAgent},
     event::{Event, Phase},
     exit::{self, WorkerExit},
     ids::Rank,
@@ -25,7 +25,7 @@ use hosts::{Leases, Link, Node};
 use std::{path::PathBuf, time::Duration};
 
 /// Index of a host in the job's list.
-pub(crate) type NodeId = usize;
+pub(crate) type HostIndex = usize;
 
 /// For an agent to introduce itself: a connection, a login, perhaps a copy of the executable.
 pub(crate) const HELLO_LIMIT: Duration = Duration::from_secs(60);
@@ -126,10 +126,10 @@ pub(crate) struct Planned {
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(crate) enum Input {
-    Agent(NodeId, FromAgent),
+    Agent(HostIndex, FromAgent),
     /// An agent is gone, and every process of its node with it, as far as this side can know.
     AgentGone {
-        node: NodeId,
+        node: HostIndex,
         how: String,
     },
     /// The plan of an epoch: the workers of each of the hosts that [`Output::Prepare`] named, ranks ascending.
@@ -160,23 +160,23 @@ pub(crate) enum Input {
 /// What to do.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Output {
-    Tell(NodeId, ToAgent),
+    Tell(HostIndex, ToAgent),
     /// A host's agent has introduced itself.
-    Found(NodeId, HostFacts),
+    Found(HostIndex, HostInventory),
     /// Plan this epoch on these hosts, and bind its rendezvous; answered by `Ready` or `Refused`.
     Prepare {
         epoch: u32,
         restarts: u32,
-        nodes: Vec<NodeId>,
+        nodes: Vec<HostIndex>,
         /// What this run has saved last.
         resume: Option<PathBuf>,
     },
     /// Start the workers of the plan that was made last.
     Start,
     /// Start the agent of this host, or start it again.
-    StartAgent(NodeId),
+    StartAgent(HostIndex),
     /// The agent of this host is needed no more: close its stream.
-    ReleaseAgent(NodeId),
+    ReleaseAgent(HostIndex),
     /// Every built-in worker listens: tell all of them where, with a key of this epoch.
     Introduce {
         epoch: u32,
@@ -193,7 +193,7 @@ pub(crate) enum Output {
         phase: Phase,
     },
     /// This agent does not answer.
-    KillAgent(NodeId),
+    KillAgent(HostIndex),
     End(Outcome),
 }
 
@@ -244,7 +244,7 @@ enum State {
 
 #[derive(Debug)]
 struct Worker {
-    node: NodeId,
+    node: HostIndex,
     log: PathBuf,
     pid: Option<u32>,
     ended: Option<(ExitStatus, Vec<String>)>,
@@ -272,7 +272,7 @@ pub(crate) struct Core {
 
     // ---- of this epoch ----
     /// Its hosts, in the order of ranks.
-    members: Vec<NodeId>,
+    members: Vec<HostIndex>,
     /// Members that may have processes of this epoch.
     active: usize,
     /// By rank.
@@ -312,7 +312,7 @@ pub(crate) struct Core {
     /// Hosts that are no longer listed and are still used.
     unlisted: usize,
     /// Members of the next start among the first `front` hosts: see [`Core::try_prepare`].
-    front: NodeId,
+    front: HostIndex,
     front_joined: usize,
     out: Vec<Output>,
 }
@@ -436,7 +436,7 @@ impl Core {
         }
     }
 
-    fn agent(&mut self, now: Duration, node: NodeId, message: FromAgent) {
+    fn agent(&mut self, now: Duration, node: HostIndex, message: FromAgent) {
         if let FromAgent::Hello { version, pid, found } = message {
             return self.hello(now, node, version, pid, found);
         }
@@ -461,12 +461,12 @@ fn epoch_of(message: &FromAgent) -> Option<u32> {
         | FromAgent::Event { epoch, .. }
         | FromAgent::Progress { epoch, .. }
         | FromAgent::Listening { epoch, .. }
-        | FromAgent::Still { epoch, .. }
-        | FromAgent::Moving { epoch, .. }
+        | FromAgent::Stalled { epoch, .. }
+        | FromAgent::Recovered { epoch, .. }
         | FromAgent::Fatal { epoch, .. }
         | FromAgent::Failed { epoch, .. }
-        | FromAgent::AllGone { epoch } => Some(*epoch),
-        FromAgent::Hello { .. } | FromAgent::Line { .. } | FromAgent::Probed(_) | FromAgent::Beat => None,
+        | FromAgent::WorkersEnded { epoch } => Some(*epoch),
+        FromAgent::Hello { .. } | FromAgent::Line { .. } | FromAgent::Probed(_) | FromAgent::Heartbeat => None,
     }
 }
 

@@ -65,8 +65,8 @@ impl Rig {
         self.core.handle(self.now, input)
     }
 
-    pub(super) fn hello(&mut self, node: NodeId) -> Vec<Output> {
-        let found = HostFacts { host: format!("h{node}"), cpus: vec![0, 1, 2, 3], ..HostFacts::default() };
+    pub(super) fn hello(&mut self, node: HostIndex) -> Vec<Output> {
+        let found = HostInventory { host: format!("h{node}"), cpus: vec![0, 1, 2, 3], ..HostInventory::default() };
         self.feed(Input::Agent(node, FromAgent::Hello { version: VERSION, pid: 9, found }))
     }
 
@@ -111,8 +111,8 @@ impl Rig {
         self.agent(rank, FromAgent::Fatal { epoch: self.core.epoch, rank, exit, message: text.into() })
     }
 
-    pub(super) fn gone(&mut self, node: NodeId) -> Vec<Output> {
-        self.feed(Input::Agent(node, FromAgent::AllGone { epoch: self.core.epoch }))
+    pub(super) fn gone(&mut self, node: HostIndex) -> Vec<Output> {
+        self.feed(Input::Agent(node, FromAgent::WorkersEnded { epoch: self.core.epoch }))
     }
 
     pub(super) fn at(&mut self, now: Duration) -> Vec<Output> {
@@ -128,7 +128,7 @@ pub(super) fn failure(outputs: &[Output]) -> Option<(Option<Rank>, &str, &[Strin
     })
 }
 
-pub(super) fn kills(outputs: &[Output]) -> Vec<(NodeId, u64)> {
+pub(super) fn kills(outputs: &[Output]) -> Vec<(HostIndex, u64)> {
     let kill = |o: &Output| match o {
         Output::Tell(node, ToAgent::Kill { grace_ms, .. }) => Some((*node, *grace_ms)),
         _ => None,

@@ -131,7 +131,7 @@ fn interrupt_saves_and_stops_built_in_workers() {
         let mut rig = Rig::running(1, 2, true);
         let outputs = rig.feed(Input::Stop(stop));
         assert!(outputs.contains(&Output::Tell(0, ToAgent::Stop { epoch: 0, deadline_ms: None })));
-        assert!(rig.at(ms(20_000)).is_empty() && rig.agent(0, FromAgent::Beat).is_empty());
+        assert!(rig.at(ms(20_000)).is_empty() && rig.agent(0, FromAgent::Heartbeat).is_empty());
         assert!(rig.exit(0, ExitStatus::Code(75)).is_empty());
         assert!(rig.exit(1, ExitStatus::Code(75)).is_empty());
         let outputs = rig.gone(0);
@@ -266,7 +266,7 @@ fn an_agent_that_can_not_end_its_workers_is_killed() {
     rig.exit(0, ExitStatus::Code(1));
     let limit = ms(3000) + AGENT_LIMIT;
     rig.now = limit - ms(1);
-    assert!(rig.agent(0, FromAgent::Beat).is_empty());
+    assert!(rig.agent(0, FromAgent::Heartbeat).is_empty());
     let outputs = rig.at(limit);
     assert!(outputs.contains(&Output::KillAgent(0)));
     assert!(end(&outputs).is_some());
@@ -275,7 +275,7 @@ fn an_agent_that_can_not_end_its_workers_is_killed() {
 #[test]
 fn versions_are_checked_before_anything_starts() {
     let mut rig = Rig::new(1, 2, true);
-    let hello = FromAgent::Hello { version: VERSION + 1, pid: 1, found: HostFacts::default() };
+    let hello = FromAgent::Hello { version: VERSION + 1, pid: 1, found: HostInventory::default() };
     let outputs = rig.feed(Input::Agent(0, hello));
     assert_eq!(end(&outputs).unwrap().exit_code, 3);
     assert!(!outputs.iter().any(|o| matches!(o, Output::Prepare { .. })));
@@ -308,7 +308,7 @@ fn a_spare_that_can_not_be_used_costs_nothing() {
     let hello = FromAgent::Hello {
         version: VERSION + 1,
         pid: 9,
-        found: HostFacts { host: "h2".into(), ..HostFacts::default() },
+        found: HostInventory { host: "h2".into(), ..HostInventory::default() },
     };
     let outputs = rig.feed(Input::Agent(2, hello));
     assert!(told(&outputs, "different builds") && failure(&outputs).is_none(), "{outputs:?}");
@@ -361,8 +361,8 @@ enum Chance {
     Exit(Rank, u8),
     Signal(Rank),
     Fatal(Rank, u8),
-    Lost(NodeId),
-    Gone(NodeId),
+    Lost(HostIndex),
+    Gone(HostIndex),
     Failed(Option<Rank>),
 }
 

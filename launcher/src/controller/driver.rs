@@ -5,7 +5,7 @@ mod starts;
 use super::{
     Fit, HostTarget, Options, Request, Requeue, Secrets, Starter,
     copies::Copies,
-    core::{Core, HostSetup, Input, NodeId, Outcome, Output, Setup},
+    core::{Core, HostSetup, Input, HostIndex, Outcome, Output, Setup},
     hostfile::{self, HostFile},
     job_file::{JobFile, Watched},
     journal::Journal,
@@ -88,7 +88,7 @@ impl Agent {
 }
 
 /// One agent of a host; another one, after a restart, has another number.
-type AgentId = (NodeId, u32);
+type AgentId = (HostIndex, u32);
 type Message = (AgentId, Result<Option<FromAgent>, LinkError>);
 
 struct Driver {
@@ -115,9 +115,9 @@ struct Driver {
     journal: Option<Journal>,
     /// What ranks on other hosts say.
     copies: Copies,
-    agents: HashMap<NodeId, Agent>,
+    agents: HashMap<HostIndex, Agent>,
     /// Agents whose messages didn't all fit into their queues.
-    behind: HashSet<NodeId>,
+    behind: HashSet<HostIndex>,
     /// What carrying out the core's outputs has led to, for the core to hear next.
     later: VecDeque<Input>,
     /// Counts the agents that were started.
@@ -258,7 +258,7 @@ impl Driver {
         }
     }
 
-    fn adopt(&mut self, node: NodeId, process: AgentProcess) {
+    fn adopt(&mut self, node: HostIndex, process: AgentProcess) {
         let (outbox, outgoing) = Outbox::new();
         self.started = self.started.wrapping_add(1);
         let number = self.started;
@@ -351,7 +351,7 @@ impl Driver {
         }
     }
 
-    fn tell(&mut self, node: NodeId, message: ToAgent) {
+    fn tell(&mut self, node: HostIndex, message: ToAgent) {
         if let Some(outbox) = self.agents.get_mut(&node).and_then(|a| a.outbox.as_mut()) {
             outbox.send(Priority::Must, message);
             if outbox.is_behind() {

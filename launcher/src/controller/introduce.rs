@@ -1,5 +1,5 @@
 //! Who of the built-in workers listens where. Pure: the workers are introduced to each other once all have said it.
-use super::core::NodeId;
+use super::core::HostIndex;
 use contract::{
     control::{MAX_ADDRESSES, PeerAddress},
     ids::Rank,
@@ -23,7 +23,7 @@ impl Introductions {
     /// and what makes no sense changes nothing.
     pub(crate) fn hear(
         &mut self,
-        node: NodeId,
+        node: HostIndex,
         rank: Rank,
         epoch: u32,
         addresses: Vec<SocketAddr>,

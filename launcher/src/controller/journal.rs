@@ -114,10 +114,10 @@ pub(crate) fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> io::Res
 mod tests {
     use super::*;
     use crate::testing;
-    use contract::{control::NodePlan, ids::RunId};
+    use contract::{control::HostPlan, ids::RunId};
 
     fn plan(run_dir: &Path) -> Plan {
-        let node = NodePlan {
+        let node = HostPlan {
             job: testing::job(),
             run: "r1".into(),
             host: "here".into(),

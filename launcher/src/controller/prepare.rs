@@ -1,7 +1,7 @@
 //! What a start of the job needs before its workers can run: facts of its hosts, a plan, a bound rendezvous.
 use super::{
     HostTarget,
-    core::{NodeId, Planned},
+    core::{HostIndex, Planned},
     port::Rendezvous,
 };
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     plan::{Host, Plan},
 };
 use contract::{
-    control::{Bind, HostFacts},
+    control::{Bind, HostInventory},
     job::{JobSpec, MasterPort, StoreHost},
 };
 use std::net::{IpAddr, Ipv4Addr};
@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 pub(super) struct Found {
     /// The user's choices, for every host.
     chosen: Vec<(String, String)>,
-    facts: Vec<Option<HostFacts>>,
+    facts: Vec<Option<HostInventory>>,
 }
 
 impl Found {
@@ -27,7 +27,7 @@ impl Found {
         Found { chosen, facts: vec![None; hosts] }
     }
 
-    pub(super) fn add(&mut self, node: NodeId, facts: HostFacts) {
+    pub(super) fn add(&mut self, node: HostIndex, facts: HostInventory) {
         if node >= self.facts.len() {
             self.facts.resize(node + 1, None);
         }
@@ -37,8 +37,8 @@ impl Found {
     }
 
     /// These hosts as the plan sees them.
-    pub(super) fn hosts(&self, targets: &[HostTarget], nodes: &[NodeId]) -> Vec<Host> {
-        let host = |node: &NodeId| {
+    pub(super) fn hosts(&self, targets: &[HostTarget], nodes: &[HostIndex]) -> Vec<Host> {
+        let host = |node: &HostIndex| {
             let target = targets.get(*node)?;
             let facts = self.facts.get(*node)?.clone()?;
             Some(Host {
@@ -66,7 +66,7 @@ impl Found {
 pub(super) struct Preparation {
     pub(super) plan: Plan,
     /// The hosts of the plan.
-    pub(super) nodes: Vec<NodeId>,
+    pub(super) nodes: Vec<HostIndex>,
     pub(super) bind: Bind,
     /// Bound by this process.
     pub(super) rendezvous: Option<Rendezvous>,
@@ -93,7 +93,7 @@ impl Preparation {
 
 /// What the core has to know of a plan.
 pub(super) fn workers_of(plan: &Plan) -> Vec<Vec<Planned>> {
-    let of_node = |node: &contract::control::NodePlan| {
+    let of_node = |node: &contract::control::HostPlan| {
         node.workers.iter().map(|w| Planned { log: w.log.clone() }).collect()
     };
     plan.nodes.iter().map(of_node).collect()

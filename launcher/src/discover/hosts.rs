@@ -2,7 +2,7 @@
 use contract::{
     hosts::{Host, MAX_HOSTFILE, MAX_HOSTS, Slots, filter, parse_hostfile, parse_hosts},
     job::{ClusterSpec, Hosts},
-    judge::Finding,
+    preflight::Finding,
 };
 use std::{fs::File, io::Read, path::Path};
 

@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn frames_follow_one_another_and_the_end_is_clean() {
         let messages = vec![
-            FromAgent::Beat,
+            FromAgent::Heartbeat,
             FromAgent::Started { epoch: 0, rank: 3, pid: 77 },
             FromAgent::Line { rank: 0, stderr: true, text: "π — not ASCII".into() },
         ];
@@ -88,10 +88,10 @@ mod tests {
 
     #[test]
     fn trailing_bytes_and_other_messages_are_refused() {
-        let mut body = encode(&ToAgent::Beat).unwrap()[HEADER..].to_vec();
+        let mut body = encode(&ToAgent::Heartbeat).unwrap()[HEADER..].to_vec();
         body.push(0);
         assert!(matches!(decode::<ToAgent>(&body), Err(LinkError::Malformed(_))));
-        let body = encode(&FromAgent::AllGone { epoch: 0 }).unwrap()[HEADER..].to_vec();
+        let body = encode(&FromAgent::WorkersEnded { epoch: 0 }).unwrap()[HEADER..].to_vec();
         assert!(matches!(decode::<ToAgent>(&body), Err(LinkError::Malformed(_))));
         // an array that claims four billion strings
         let body = [0x81, 0xa4, b'L', b'i', b'n', b'e', 0xdd, 0xff, 0xff, 0xff, 0xff];

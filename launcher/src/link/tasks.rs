@@ -138,7 +138,7 @@ mod tests {
         let (mut outbox, mut receiver) = Outbox::new();
         let chatter = (0..2 * OUTBOX).filter(|_| outbox.send(Priority::Chatter, line())).count();
         assert_eq!(chatter, OUTBOX - FOR_NEWS);
-        let news = (0..2 * OUTBOX).filter(|_| outbox.send(Priority::News, FromAgent::Beat)).count();
+        let news = (0..2 * OUTBOX).filter(|_| outbox.send(Priority::News, FromAgent::Heartbeat)).count();
         assert_eq!(news, FOR_NEWS - FOR_MUST);
         for pid in 0..(FOR_MUST + 100) as u32 {
             assert!(outbox.send(Priority::Must, FromAgent::Started { epoch: 0, rank: 0, pid }));

@@ -4,7 +4,7 @@ use crate::discover::Facts;
 use contract::{
     env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
     job::{Devices, JobSpec, VisibleDevices},
-    judge::Finding,
+    preflight::Finding,
     machine::Maker,
 };
 

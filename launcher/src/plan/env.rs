@@ -5,7 +5,7 @@ use contract::{
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
     job::{Collectives, JobSpec, MasterPort, StoreHost, VisibleDevices},
-    judge::Finding,
+    preflight::Finding,
 };
 use core::net::IpAddr;
 use std::path::Path;

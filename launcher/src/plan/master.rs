@@ -1,6 +1,6 @@
 //! `MASTER_ADDR`: a numeric address of the first host, so that no worker has to look up a name.
 use super::Host;
-use contract::{control::Address, job::Interface, judge::Finding};
+use contract::{control::Address, job::Interface, preflight::Finding};
 use core::net::{IpAddr, Ipv4Addr};
 
 /// The address at which every worker reaches rank 0's host. All on the controller's machine: loopback. `None`: the

@@ -1,7 +1,7 @@
 //! What is shown of each thing that happens.
 use super::{
     Item, Setup, Summary,
-    collapse::{Collapse, Line},
+    dedup::{Deduplicator, Line},
     curve::Curve,
     limit::{Limit, Verdict},
     live::Console,
@@ -43,7 +43,7 @@ pub(super) struct View {
     checkpoint: Option<(u64, PathBuf)>,
     weights: Option<PathBuf>,
     failed: bool,
-    collapse: Collapse,
+    collapse: Deduplicator,
     limit: Limit,
     began: Instant,
     /// Are stdout and stderr terminals?
@@ -54,7 +54,7 @@ impl View {
     pub(super) fn new(setup: Setup) -> Self {
         // Two streams on one terminal: event lines on stdout would tear the live view on stderr.
         let live = !(setup.json && io::stdout().is_terminal());
-        let collapse = Collapse::new(setup.shown);
+        let collapse = Deduplicator::new(setup.shown);
         let mut view = View {
             setup,
             console: Console::new(live),

@@ -5,7 +5,7 @@ use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
 use crate::dtype::Dtype;
 use crate::elsewhere::Elsewhere;
 use crate::error::{CkptError, Damage, Result};
-use crate::extras::Extras;
+use crate::passthrough::Extras;
 use crate::hash::Hash;
 use crate::host::Host;
 use crate::manifest::{Extent, FileEntry, Manifest, TensorEntry};

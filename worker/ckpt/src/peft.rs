@@ -6,7 +6,7 @@
 use crate::catalog::Role;
 use crate::disk::Folder;
 use crate::error::{CkptError, Result};
-use crate::foreign::{Foreign, draft::Draft};
+use crate::external::{Foreign, draft::Draft};
 use crate::formats::weights;
 use serde_json::{Map, Value, json};
 use std::path::Path;

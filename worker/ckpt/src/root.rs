@@ -2,7 +2,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::disk::{Folder, exists};
 use crate::error::{CkptError, Result};
-use crate::foreign::{self, Foreign};
+use crate::external::{self, Foreign};
 use crate::hash::Hash;
 use crate::manifest::MANIFEST;
 use crate::source::Source;
@@ -123,7 +123,7 @@ pub fn newest(path: &Path) -> Result<Newest> {
     }
     match skipped.into_iter().next() {
         Some(first) => Err(first),
-        None => Err(CkptError::NotACheckpoint { path: path.to_owned(), why: crate::seems::seems(path) }),
+        None => Err(CkptError::NotACheckpoint { path: path.to_owned(), why: crate::diagnosis::seems(path) }),
     }
 }
 
@@ -156,7 +156,7 @@ pub fn find(path: &Path) -> Result<Found> {
 /// where some weights were frozen, only a reader that knows which can tell them apart.
 pub fn find_trained(path: &Path, trained: Option<&HashSet<String>>) -> Result<Found> {
     let native = exists(&path.join(MANIFEST)) || !exists(path) || (path.is_dir() && !list(path)?.is_empty());
-    if !native && let Some(foreign) = foreign::open_trained(path, trained)? {
+    if !native && let Some(foreign) = external::open_trained(path, trained)? {
         return Ok(Found::Foreign(Box::new(foreign)));
     }
     newest(path).map(|n| Found::Native(Box::new(n)))

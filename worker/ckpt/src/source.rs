@@ -2,7 +2,7 @@
 use crate::catalog::{Role, TensorInfo, TextFile};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::extras::Extras;
+use crate::passthrough::Extras;
 use crate::state::TrainingState;
 use serde_json::{Map, Value};
 use std::path::Path;

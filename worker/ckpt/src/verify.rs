@@ -3,8 +3,8 @@ use crate::checkpoint::Checkpoint;
 use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, exists, stream};
 use crate::elsewhere::Elsewhere;
 use crate::error::{CkptError, Damage, Result};
-use crate::foreign::values::not_finite;
-use crate::foreign::{self, sweep};
+use crate::external::values::not_finite;
+use crate::external::{self, sweep};
 use crate::formats::safetensors;
 use crate::hash::Hash;
 use crate::manifest::{FileEntry, MANIFEST, Manifest};
@@ -133,10 +133,10 @@ fn look(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let ours = |text: Vec<u8>| String::from_utf8_lossy(&text).contains("blake3:");
     let latest = Folder::open(path)?.read(LATEST, 4096).ok();
     if steps.is_empty() && latest.is_some_and(|text| !ours(text)) {
-        return Err(not_here(&crate::seems::seems(path)));
+        return Err(not_here(&crate::diagnosis::seems(path)));
     }
     if steps.is_empty() && !exists(&path.join(LATEST)) {
-        return Err(not_here(&crate::seems::seems(path)));
+        return Err(not_here(&crate::diagnosis::seems(path)));
     }
     verify_latest(path, &steps, &mut report);
     for name in Folder::open(path)?.names()? {
@@ -156,7 +156,7 @@ fn verify_foreign(
     options: VerifyOptions,
     report: &mut VerifyReport,
 ) -> Result<bool> {
-    let opened = match foreign::open(path) {
+    let opened = match external::open(path) {
         Ok(None) => return Ok(false),
         Ok(Some(found)) => found,
         Err(e @ CkptError::NotACheckpoint { .. }) if path.is_file() => return Err(e),

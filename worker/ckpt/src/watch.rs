@@ -5,7 +5,7 @@
 //! missing, a torch file's directory is its last bytes), and only once nothing has changed between two looks.
 use crate::disk::{Folder, exists};
 use crate::error::Result;
-use crate::foreign;
+use crate::external;
 use crate::formats::deepspeed;
 use crate::root::{list, step_of};
 use serde::Serialize;
@@ -113,7 +113,7 @@ fn judge(path: &Path, quiet: Duration, settle: Duration, limit: Duration) -> Opt
     if quiet < settle {
         return None;
     }
-    match foreign::open(path) {
+    match external::open(path) {
         Ok(Some(found)) => {
             let facts = found.facts();
             // DeepSpeed by itself keeps the scheduler in its model files, and no random states
@@ -127,7 +127,7 @@ fn judge(path: &Path, quiet: Duration, settle: Duration, limit: Duration) -> Opt
             let done = missing.is_empty() || quiet >= limit;
             done.then_some(Landed::Complete { step: facts.step, missing })
         }
-        Ok(None) if quiet >= limit => Some(Landed::Incomplete { why: crate::seems::seems(path) }),
+        Ok(None) if quiet >= limit => Some(Landed::Incomplete { why: crate::diagnosis::seems(path) }),
         Err(e) if quiet >= limit => Some(Landed::Incomplete { why: e.to_string() }),
         Ok(None) | Err(_) => None,
     }

@@ -17,14 +17,14 @@ const SIGNS: &[u8] = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93";
 type Reader = fn(&[u8]) -> Result<(), String>;
 
 const READERS: [(&str, Reader); 8] = [
-    ("pickle", ckpt::hostile::pickle),
-    ("zip", ckpt::hostile::zip),
-    ("torch_file", ckpt::hostile::torch_file),
-    ("optimizer", ckpt::hostile::optimizer),
-    ("safetensors", ckpt::hostile::safetensors),
-    ("dcp_metadata", ckpt::hostile::dcp_metadata),
-    ("manifest", ckpt::hostile::manifest),
-    ("adapter_config", ckpt::hostile::adapter_config),
+    ("pickle", ckpt::untrusted::pickle),
+    ("zip", ckpt::untrusted::zip),
+    ("torch_file", ckpt::untrusted::torch_file),
+    ("optimizer", ckpt::untrusted::optimizer),
+    ("safetensors", ckpt::untrusted::safetensors),
+    ("dcp_metadata", ckpt::untrusted::dcp_metadata),
+    ("manifest", ckpt::untrusted::manifest),
+    ("adapter_config", ckpt::untrusted::adapter_config),
 ];
 
 fn corpus() -> Vec<(String, Vec<u8>)> {
@@ -64,12 +64,12 @@ fn nothing_panics_and_memory_stays_below_the_cap() {
 fn sound_files_are_read() {
     for (name, bytes) in corpus() {
         let reads: &[Reader] = match name.rsplit('.').next() {
-            Some("pkl") => &[ckpt::hostile::pickle],
-            Some("pt") => &[ckpt::hostile::torch_file],
-            Some("safetensors") => &[ckpt::hostile::safetensors],
-            Some("adapter") => &[ckpt::hostile::adapter_config],
-            Some("metadata") => &[ckpt::hostile::dcp_metadata],
-            _ => &[ckpt::hostile::manifest],
+            Some("pkl") => &[ckpt::untrusted::pickle],
+            Some("pt") => &[ckpt::untrusted::torch_file],
+            Some("safetensors") => &[ckpt::untrusted::safetensors],
+            Some("adapter") => &[ckpt::untrusted::adapter_config],
+            Some("metadata") => &[ckpt::untrusted::dcp_metadata],
+            _ => &[ckpt::untrusted::manifest],
         };
         for read in reads {
             assert_eq!(read(&bytes), Ok(()), "{name}");
@@ -102,16 +102,16 @@ fn known_attacks_are_refused_by_name() {
         (long(b"\x8e", u64::MAX), "claims"),
         (long(b"\x95", 1 << 40), "claims a frame of 1099511627776 bytes"),
     ] {
-        let why = ckpt::hostile::pickle(&bytes).expect_err(reason);
+        let why = ckpt::untrusted::pickle(&bytes).expect_err(reason);
         assert!(why.contains(reason), "{why} lacks {reason}");
     }
     // shared values stay shared: 2^40 of them are read in no time
-    assert_eq!(ckpt::hostile::pickle(&doubling), Ok(()));
+    assert_eq!(ckpt::untrusted::pickle(&doubling), Ok(()));
 }
 
 #[test]
 fn a_manifest_of_nonsense_is_refused() {
     for text in [&b"{}"[..], b"", &[b' '; 200], &[b'['; 5000]] {
-        assert!(ckpt::hostile::manifest(text).is_err());
+        assert!(ckpt::untrusted::manifest(text).is_err());
     }
 }

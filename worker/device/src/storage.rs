@@ -27,11 +27,11 @@ pub trait Storage: Send + Sync {
         work(); // what was asked for is done on return
     }
     /// The end of what was asked for so far in this thread's stream.
-    fn mark(&self) -> Mark {
-        Mark::default()
+    fn mark(&self) -> Event {
+        Event::default()
     }
     /// As [`Mark::follow`], for a mark that may be some: [`Storage::stood_still`] counts the wait.
-    fn follow_timed(&self, mark: &Mark) {
+    fn follow_timed(&self, mark: &Event) {
         mark.follow();
     }
     /// Seconds that streams stood still in [`Storage::follow_timed`], of the waits that ended since this was asked last.
@@ -41,9 +41,9 @@ pub trait Storage: Send + Sync {
     /// Begins to copy between the host's memory and the backend's, beside what this thread asks for from now on, behind what it
     /// asked for before and behind `behind`. Until the returned mark `from` must not be written nor `to` touched, and neither
     /// given back. With memory of the host that [`Storage::staging`] didn't give this may return no earlier than that.
-    fn copy_beside(&self, to: ViewMut, from: View, _behind: &[Mark]) -> Mark {
+    fn copy_beside(&self, to: ViewMut, from: View, _behind: &[Event]) -> Event {
         self.copy(to, from);
-        Mark::default()
+        Event::default()
     }
     /// Begins to copy `from` to the host, into memory of the same types and lengths; as [`Storage::copy_beside`].
     fn download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
@@ -110,7 +110,7 @@ pub enum Said {
 
 /// A place in a stream's work that other streams can go on from; the default is one that lies behind them all.
 #[derive(Clone, Default)]
-pub struct Mark(Option<Arc<dyn Point>>);
+pub struct Event(Option<Arc<dyn Point>>);
 
 /// What a backend's mark is.
 pub(crate) trait Point: Send + Sync {
@@ -120,9 +120,9 @@ pub(crate) trait Point: Send + Sync {
     fn wait(&self) -> Result<(), Stopped>;
 }
 
-impl Mark {
+impl Event {
     pub(crate) fn of(point: impl Point + 'static) -> Self {
-        Mark(Some(Arc::new(point)))
+        Event(Some(Arc::new(point)))
     }
 
     /// Is it the default, which nobody waits for?
@@ -151,12 +151,12 @@ impl Mark {
 /// Copies on their way to the host.
 pub struct Download {
     bufs: Vec<Buf>,
-    done: Mark,
+    done: Event,
 }
 
 impl Download {
     /// The end of them.
-    pub fn mark(&self) -> Mark {
+    pub fn mark(&self) -> Event {
         self.done.clone()
     }
 

@@ -10,7 +10,7 @@ use crate::{
 };
 use contract::{
     job::{JobSpec, Precision, TrainSpec},
-    judge::MemoryEstimate,
+    preflight::MemoryEstimate,
 };
 use device::{
     Dtype,

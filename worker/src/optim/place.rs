@@ -4,7 +4,7 @@
 //! A file has no name (it is unlinked as soon as it is made), so nothing is left behind however a run ends, and nobody else
 //! can cut it. Its space is reserved when it is made: a full disk is found before the first step.
 use contract::job::Offload;
-use device::{Buf, Dtype, Ops, View, ViewMut, needed_for, storage::Mark};
+use device::{Buf, Dtype, Ops, View, ViewMut, needed_for, storage::Event};
 use memmap2::{Advice, MmapMut, UncheckedAdvice};
 use nix::fcntl::posix_fallocate;
 use std::{
@@ -18,7 +18,7 @@ use std::{
 pub struct States {
     place: Place,
     /// Where they don't lie in the memory that computes: copies from and to them end there.
-    busy: Mark,
+    busy: Event,
 }
 
 enum Place {
@@ -46,7 +46,7 @@ impl States {
                 Place::File { map, len }
             }
         };
-        Ok(States { place, busy: Mark::default() })
+        Ok(States { place, busy: Event::default() })
     }
 
     /// Number of elements.
@@ -91,14 +91,14 @@ impl States {
     }
 
     /// Begins to copy them to where ops compute, which is free behind `free`.
-    pub fn bring(&mut self, ops: &dyn Ops, to: ViewMut, free: &Mark) -> Mark {
+    pub fn bring(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let behind = [self.busy.clone(), free.clone()];
         self.busy = ops.copy_beside(to, self.there(), &behind);
         self.busy.clone()
     }
 
     /// Begins to copy them back.
-    pub fn take_back(&mut self, ops: &dyn Ops, from: View) -> Mark {
+    pub fn take_back(&mut self, ops: &dyn Ops, from: View) -> Event {
         let behind = [self.busy.clone()];
         self.busy = ops.copy_beside(self.there_mut(), from, &behind);
         self.busy.clone()

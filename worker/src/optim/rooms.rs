@@ -1,7 +1,7 @@
 //! Optimizer states that lie elsewhere than ops compute come to rooms there for their update, one unit after the other: while one
 //! is updated, the next one comes and the last one goes back.
 use super::UnitStates;
-use device::{Buf, Dtype, Ops, ViewMut, storage::Mark};
+use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
 /// Two rooms.
 #[derive(Default)]
@@ -14,7 +14,7 @@ struct Room {
     /// Whose states are in it, or come.
     unit: Option<usize>,
     /// The end of the copies to or from it.
-    copied: Mark,
+    copied: Event,
 }
 
 impl Rooms {

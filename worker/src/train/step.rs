@@ -13,7 +13,7 @@ use crate::{
     },
 };
 use contract::job::Recompute;
-use device::{Buf, Dtype, Ops, storage::Mark};
+use device::{Buf, Dtype, Ops, storage::Event};
 use std::sync::Arc;
 
 /// Where samples come from: a pure function of the sample's number in the run.
@@ -47,7 +47,7 @@ pub struct Trainer {
     /// Factor of the loss.
     pub loss_scale: LossScale,
     /// What is read elsewhere until then.
-    pub(crate) copied: Mark,
+    pub(crate) copied: Event,
 }
 
 /// What a rank tells all others once a step, beside its losses.
@@ -85,7 +85,7 @@ struct SlotLoss {
 
 impl Trainer {
     /// Parameters and optimizer states are read elsewhere until `mark`: the next update comes after it.
-    pub fn change_behind(&mut self, mark: Mark) {
+    pub fn change_behind(&mut self, mark: Event) {
         self.copied = mark;
     }
 

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::params::Unit;
 use comm::{Comm, Result, Whole};
-use device::{Buf, Dtype, Ops, View, ViewMut, needed_for, storage::Mark};
+use device::{Buf, Dtype, Ops, View, ViewMut, needed_for, storage::Event};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -96,7 +96,7 @@ pub struct Engine {
     rounded_part: Arc<Mutex<Buf>>,
     whole_grads: Arc<Mutex<Pool>>,
     /// Emptied stacks of [`Engine::runs`], each with the mark behind which it is.
-    run_grads: Arc<Mutex<Vec<(FoldStack, Mark)>>>,
+    run_grads: Arc<Mutex<Vec<(FoldStack, Event)>>>,
     messages: Arc<Mutex<Messages>>,
     /// Fetches still to come in this pass, in order.
     coming: VecDeque<Fetch>,

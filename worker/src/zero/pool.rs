@@ -1,5 +1,5 @@
 //! Buffers that are used again: gathered parameters and whole gradients of one unit at a time.
-use device::{Buf, Dtype, Ops, ViewMut, storage::Mark};
+use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
 /// Elements by which [`grow`] makes a buffer larger.
 const GROWTH: usize = 1024;
@@ -19,7 +19,7 @@ pub fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
 pub struct Pool {
     dtype: Dtype,
     /// Each with the mark behind which it is.
-    free: Vec<(Buf, Mark)>,
+    free: Vec<(Buf, Event)>,
 }
 
 impl Pool {
@@ -48,11 +48,11 @@ impl Pool {
 
     /// Gives a buffer back, for the thread that does so.
     pub fn give(&mut self, buf: Buf) {
-        self.give_behind(buf, Mark::default());
+        self.give_behind(buf, Event::default());
     }
 
     /// Gives a buffer back that is used until `mark`, for any thread.
-    pub fn give_behind(&mut self, buf: Buf, mark: Mark) {
+    pub fn give_behind(&mut self, buf: Buf, mark: Event) {
         self.free.push((buf, mark));
     }
 }

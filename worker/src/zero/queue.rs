@@ -6,7 +6,7 @@
 use comm::{Comm, CommError, Result};
 use device::{
     Ops,
-    storage::{Mark, said},
+    storage::{Event, said},
 };
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{
@@ -32,7 +32,7 @@ pub struct Queue {
 
 /// The result of a submitted collective, once it is there.
 pub struct Ticket<T> {
-    result: mpsc::Receiver<Result<(T, Mark)>>,
+    result: mpsc::Receiver<Result<(T, Event)>>,
     /// None where it ran at once.
     waits: Option<Arc<Waits>>,
 }
@@ -56,7 +56,7 @@ struct Waits {
 }
 
 impl Waits {
-    fn count(&self, began: Instant, done: &Mark) {
+    fn count(&self, began: Instant, done: &Event) {
         self.ops.follow_timed(done);
         if self.ops.is_host() {
             self.host_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
@@ -105,7 +105,7 @@ impl Queue {
     ) -> Ticket<T> {
         let (done, result) = mpsc::sync_channel(1);
         // One thread is in order with itself.
-        let mark = |ops: &dyn Ops, two: bool| if two { ops.mark() } else { Mark::default() };
+        let mark = |ops: &dyn Ops, two: bool| if two { ops.mark() } else { Event::default() };
         let (ops, two) = (self.ops.clone(), self.jobs.is_some());
         let before = mark(ops.as_ref(), two);
         let job: Job = Box::new(move |comm| {

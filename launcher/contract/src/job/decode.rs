@@ -5,7 +5,7 @@ use super::{
     source::{SourceMap, join},
     tree::{Entry, Fault, Node, Value, parse_default, shown},
 };
-use crate::{judge::Finding, problem::Problem};
+use crate::{preflight::Finding, problem::Problem};
 
 /// Most problems that are collected; a file with more is not a job.
 const MOST: usize = 200;

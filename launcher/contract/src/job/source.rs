@@ -1,7 +1,7 @@
 //! Where each key of a job was written: the texts a job is read from and the span of every key in them.
 use super::tree::{Node, Value};
 use crate::{
-    judge::Finding,
+    preflight::Finding,
     problem::{Place, Problem},
 };
 use std::collections::BTreeMap;

@@ -2,7 +2,7 @@
 use super::{Command, Core, LAST_WORDS, STEP_ENDS, State, Worker};
 use crate::agent::progress::Progress;
 use contract::{
-    control::{ExitStatus, FromAgent, FromWorker, ToWorker, VERSION, Welcome},
+    control::{ExitStatus, FromAgent, FromWorker, ToWorker, VERSION, WorkerInit},
     ids::Rank,
 };
 use std::time::Duration;
@@ -27,7 +27,7 @@ impl Core {
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
         let builtin = worker.command.is_none();
         let welcome = builtin.then(|| {
-            Box::new(Welcome {
+            Box::new(WorkerInit {
                 version: VERSION,
                 rank,
                 local_rank: worker.local_rank,
@@ -167,7 +167,7 @@ impl Core {
             ));
         }
         self.state = State::Idle;
-        self.send(FromAgent::AllGone { epoch: self.epoch });
+        self.send(FromAgent::WorkersEnded { epoch: self.epoch });
         if self.controller_gone {
             self.exit(1);
         }

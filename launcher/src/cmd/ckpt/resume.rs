@@ -13,7 +13,7 @@ use ckpt::{
 use contract::{
     env,
     job::{JobSpec, ResumeFrom, RngPolicy},
-    judge::Finding,
+    preflight::Finding,
 };
 use std::path::{Path, PathBuf};
 

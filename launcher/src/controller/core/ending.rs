@@ -1,6 +1,6 @@
 //! The end of a start, and what follows: the root cause, another start, or the end of the job.
 use super::{
-    ABORT_GRACE, AGENT_LIMIT, Cause, Core, NodeId, Other, Outcome, Output, State, Stop, TAIL_LIMIT, Worker,
+    ABORT_GRACE, AGENT_LIMIT, Cause, Core, HostIndex, Other, Outcome, Output, State, Stop, TAIL_LIMIT, Worker,
     ended,
 };
 use crate::controller::{
@@ -175,7 +175,7 @@ impl Core {
             let text = format!("the rendezvous was not bound on {} for {seconds} s", self.host(node));
             return self.fail(now, Cause { node, rank: None, text, exit_code: exit::CLUSTER });
         }
-        let late: Vec<NodeId> = self.members.iter().copied().filter(|id| self.nodes[*id].active).collect();
+        let late: Vec<HostIndex> = self.members.iter().copied().filter(|id| self.nodes[*id].active).collect();
         for id in late {
             self.out.push(Output::KillAgent(id));
             self.agent_gone(now, id, "did not end its workers in time and was killed");

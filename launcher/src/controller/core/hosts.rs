@@ -1,11 +1,11 @@
 //! Hosts: who has joined, who is lost, and which of them a start uses.
 use super::{
-    AGENT_LEASE, BEAT, COOLING, Cause, Core, HELLO_LIMIT, MOST_FAILURES, NodeId, Output, PREPARE_LIMIT,
+    AGENT_LEASE, BEAT, COOLING, Cause, Core, HELLO_LIMIT, MOST_FAILURES, HostIndex, Output, PREPARE_LIMIT,
     Planned, REMOTE_LEASE, State, Worker,
 };
 use crate::controller::introduce::Introductions;
 use contract::{
-    control::{HostFacts, ToAgent, VERSION},
+    control::{HostInventory, ToAgent, VERSION},
     event::Event,
     exit,
     ids::Rank,
@@ -61,7 +61,7 @@ impl Node {
 /// When each agent's silence is looked at next: one entry for each, brought up to date when it is due, so that a message
 /// costs nothing here.
 #[derive(Debug, Default)]
-pub(super) struct Leases(BinaryHeap<Reverse<(Duration, NodeId, u32)>>);
+pub(super) struct Leases(BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
 impl Leases {
     pub(super) fn next(&self) -> Option<Duration> {
@@ -71,7 +71,7 @@ impl Leases {
 }
 
 impl Core {
-    fn lease(&self, id: NodeId) -> Duration {
+    fn lease(&self, id: HostIndex) -> Duration {
         match self.nodes[id].link {
             Link::Joined if self.setup.hosts[id].remote => REMOTE_LEASE,
             Link::Joined => AGENT_LEASE,
@@ -79,7 +79,7 @@ impl Core {
         }
     }
 
-    fn watch(&mut self, id: NodeId) {
+    fn watch(&mut self, id: HostIndex) {
         let due = self.nodes[id].heard + self.lease(id);
         let ticket = self.nodes[id].ticket.wrapping_add(1);
         self.nodes[id].ticket = ticket;
@@ -87,19 +87,19 @@ impl Core {
     }
 
     /// An agent was started: greets it.
-    pub(super) fn greet(&mut self, now: Duration, id: NodeId) {
+    pub(super) fn greet(&mut self, now: Duration, id: HostIndex) {
         let node = &mut self.nodes[id];
         (node.link, node.heard, node.pid) = (Link::Greeting, now, 0);
         self.watch(id);
         self.out.push(Output::Tell(id, ToAgent::Hello { version: VERSION }));
     }
 
-    pub(super) fn start_agent(&mut self, now: Duration, id: NodeId) {
+    pub(super) fn start_agent(&mut self, now: Duration, id: HostIndex) {
         self.out.push(Output::StartAgent(id));
         self.greet(now, id);
     }
 
-    pub(super) fn hello(&mut self, now: Duration, id: NodeId, version: u32, pid: u32, found: HostFacts) {
+    pub(super) fn hello(&mut self, now: Duration, id: HostIndex, version: u32, pid: u32, found: HostInventory) {
         let node = &mut self.nodes[id];
         if node.link != Link::Greeting {
             return;
@@ -117,7 +117,7 @@ impl Core {
         }
         if self.setup.hosts[id].remote {
             // From its first beat on it knows that silence means the end.
-            self.out.push(Output::Tell(id, ToAgent::Beat));
+            self.out.push(Output::Tell(id, ToAgent::Heartbeat));
         }
         self.out.push(Output::Found(id, found));
         self.release(now);
@@ -125,7 +125,7 @@ impl Core {
     }
 
     /// A host's agent can't do its work. Who runs nothing of this start is given up, and the others go on.
-    pub(super) fn unfit(&mut self, now: Duration, id: NodeId, message: &str) {
+    pub(super) fn unfit(&mut self, now: Duration, id: HostIndex, message: &str) {
         let joining = matches!(self.state, State::Joining | State::Preparing);
         if !joining && !self.nodes[id].active {
             self.out.push(Output::KillAgent(id));
@@ -155,7 +155,7 @@ impl Core {
         if self.front_joined < self.setup.min_hosts {
             return self.too_few(now);
         }
-        let joined = |id: &NodeId| self.nodes[*id].link == Link::Joined && !self.nodes[*id].left_out;
+        let joined = |id: &HostIndex| self.nodes[*id].link == Link::Joined && !self.nodes[*id].left_out;
         self.members = (0..self.front).filter(joined).collect();
         self.state = State::Preparing;
         self.limit = Some(now + PREPARE_LIMIT);
@@ -229,7 +229,7 @@ impl Core {
     }
 
     /// No process of this epoch is left on the node.
-    pub(super) fn deactivate(&mut self, id: NodeId) {
+    pub(super) fn deactivate(&mut self, id: HostIndex) {
         let node = &mut self.nodes[id];
         if std::mem::take(&mut node.active) {
             self.active -= 1;
@@ -244,7 +244,7 @@ impl Core {
         }
     }
 
-    pub(super) fn agent_gone(&mut self, now: Duration, id: NodeId, how: &str) {
+    pub(super) fn agent_gone(&mut self, now: Duration, id: HostIndex, how: &str) {
         let before = self.nodes[id].link;
         // One that was let go may leave.
         if matches!(before, Link::Lost | Link::Away) {
@@ -265,7 +265,7 @@ impl Core {
     }
 
     /// What follows from the loss of a host.
-    fn lost(&mut self, now: Duration, id: NodeId, text: String, was_active: bool) {
+    fn lost(&mut self, now: Duration, id: HostIndex, text: String, was_active: bool) {
         self.host_lost = true;
         let cause = |exit_code| Cause { node: id, rank: None, text: text.clone(), exit_code };
         match self.state {
@@ -319,8 +319,8 @@ impl Core {
             return;
         }
         self.beat_at = now + BEAT;
-        let remote = |id: &NodeId| self.setup.hosts[*id].remote && self.nodes[*id].link == Link::Joined;
-        self.out.extend((0..self.nodes.len()).filter(remote).map(|id| Output::Tell(id, ToAgent::Beat)));
+        let remote = |id: &HostIndex| self.setup.hosts[*id].remote && self.nodes[*id].link == Link::Joined;
+        self.out.extend((0..self.nodes.len()).filter(remote).map(|id| Output::Tell(id, ToAgent::Heartbeat)));
     }
 
     pub(super) fn check_leases(&mut self, now: Duration) {
@@ -369,7 +369,7 @@ impl Core {
         }
         let usable = self.nodes.iter().filter(|n| n.link == Link::Joined && !n.left_out).count();
         if usable < self.setup.use_hosts {
-            let absent = |id: &NodeId| {
+            let absent = |id: &HostIndex| {
                 let node = &self.nodes[*id];
                 matches!(node.link, Link::Lost | Link::Away) && !node.left_out && now >= node.cool_at
             };
@@ -390,7 +390,7 @@ impl Core {
     }
 
     /// The host's own name, for a person.
-    pub(super) fn host(&self, id: NodeId) -> &str {
+    pub(super) fn host(&self, id: HostIndex) -> &str {
         match self.nodes[id].host.as_str() {
             "" if self.setup.hosts[id].name.is_empty() => "this machine",
             "" => &self.setup.hosts[id].name,
@@ -399,7 +399,7 @@ impl Core {
     }
 
     /// `host NAME`, as the job names it.
-    pub(super) fn place(&self, id: NodeId) -> String {
+    pub(super) fn place(&self, id: HostIndex) -> String {
         format!("host {}", self.setup.hosts[id].name)
     }
 }

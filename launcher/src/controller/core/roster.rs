@@ -1,6 +1,6 @@
 //! The list of hosts changes while the job runs: who comes is a spare, who isn't listed any more is let go when the others
 //! are enough.
-use super::{Core, HostSetup, NodeId, Output, State, hosts::Link, hosts::Node};
+use super::{Core, HostSetup, HostIndex, Output, State, hosts::Link, hosts::Node};
 use std::time::Duration;
 
 impl Core {
@@ -32,7 +32,7 @@ impl Core {
     }
 
     /// A host that had been taken from the list: it was mended, or it was a mistake.
-    fn list_again(&mut self, now: Duration, id: NodeId) {
+    fn list_again(&mut self, now: Duration, id: HostIndex) {
         let node = &mut self.nodes[id];
         (node.unlisted, node.left_out, node.failures) = (false, false, 0);
         if node.link == Link::Away {
@@ -41,7 +41,7 @@ impl Core {
     }
 
     /// Starts an agent there, unless the job ends: what follows then, if anything, starts it.
-    fn invite(&mut self, now: Duration, id: NodeId) {
+    fn invite(&mut self, now: Duration, id: HostIndex) {
         if !matches!(self.state, State::Stopping(_) | State::Ending | State::Over) {
             self.start_agent(now, id);
         }
@@ -90,7 +90,7 @@ impl Core {
         }
     }
 
-    fn keep(&mut self, id: NodeId) {
+    fn keep(&mut self, id: HostIndex) {
         if !std::mem::replace(&mut self.nodes[id].kept, true) {
             let (place, needed) = (self.place(id), self.setup.min_hosts);
             self.notice(format!(
@@ -101,7 +101,7 @@ impl Core {
     }
 
     /// No process of the job is there.
-    fn let_go(&mut self, id: NodeId) {
+    fn let_go(&mut self, id: HostIndex) {
         self.unlisted -= 1;
         let node = &mut self.nodes[id];
         node.left_out = true;
@@ -114,7 +114,7 @@ impl Core {
     }
 
     /// All workers stop, to go on without these hosts.
-    fn drain(&mut self, now: Duration, going: &[NodeId]) {
+    fn drain(&mut self, now: Duration, going: &[HostIndex]) {
         self.state = State::Draining(false);
         self.tell_to_stop(now);
         let names: Vec<&str> = going.iter().rev().map(|id| self.setup.hosts[*id].name.as_str()).collect();

@@ -1,5 +1,5 @@
 //! What agents tell of the workers of this epoch.
-use super::{BETTER_CAUSE, Cause, Core, NodeId, Output, State, Worker};
+use super::{BETTER_CAUSE, Cause, Core, HostIndex, Output, State, Worker};
 use crate::controller::cause::{describe, of_worker_exit, out_of_memory, secondary};
 use contract::{
     control::{ExitStatus, FromAgent},
@@ -21,7 +21,7 @@ struct Exit {
 
 impl Core {
     /// A message of this epoch.
-    pub(super) fn news(&mut self, now: Duration, node: NodeId, message: FromAgent) {
+    pub(super) fn news(&mut self, now: Duration, node: HostIndex, message: FromAgent) {
         match message {
             FromAgent::Started { rank, pid, .. } => self.started(now, node, rank, pid),
             FromAgent::Exited { rank, pid, status, oom, tail, error, .. } => {
@@ -33,26 +33,26 @@ impl Core {
             FromAgent::Event { event, .. } => self.event(event),
             FromAgent::Fatal { rank, exit, message, .. } => self.fatal(now, node, rank, exit, message),
             FromAgent::Failed { rank, message, .. } => self.failed(now, node, rank, message),
-            FromAgent::Still { rank, for_ms, stopped, .. } => {
+            FromAgent::Stalled { rank, for_ms, stopped, .. } => {
                 self.still(now, node, rank, Duration::from_millis(for_ms), stopped);
             }
-            FromAgent::Moving { rank, .. } => {
+            FromAgent::Recovered { rank, .. } => {
                 if self.worker(node, rank).is_some_and(|w| w.still.take().is_some()) {
                     self.still -= 1;
                 }
             }
-            FromAgent::AllGone { .. } => self.all_gone(now, node),
+            FromAgent::WorkersEnded { .. } => self.all_gone(now, node),
             // The driver's, or nothing to decide.
-            FromAgent::Bound { .. } | FromAgent::Hello { .. } | FromAgent::Probed(_) | FromAgent::Beat => {}
+            FromAgent::Bound { .. } | FromAgent::Hello { .. } | FromAgent::Probed(_) | FromAgent::Heartbeat => {}
         }
     }
 
     /// A worker of this node in this epoch.
-    fn worker(&mut self, node: NodeId, rank: Rank) -> Option<&mut Worker> {
+    fn worker(&mut self, node: HostIndex, rank: Rank) -> Option<&mut Worker> {
         self.workers.get_mut(rank as usize).filter(|w| w.node == node)
     }
 
-    fn listening(&mut self, node: NodeId, rank: Rank, addresses: Vec<SocketAddr>) {
+    fn listening(&mut self, node: HostIndex, rank: Rank, addresses: Vec<SocketAddr>) {
         if self.worker(node, rank).is_none() {
             return;
         }
@@ -62,7 +62,7 @@ impl Core {
         }
     }
 
-    fn started(&mut self, now: Duration, node: NodeId, rank: Rank, pid: u32) {
+    fn started(&mut self, now: Duration, node: HostIndex, rank: Rank, pid: u32) {
         let Some(worker) = self.worker(node, rank).filter(|w| w.pid.is_none() && w.ended.is_none()) else {
             return;
         };
@@ -93,7 +93,7 @@ impl Core {
         self.out.push(Output::Event(event));
     }
 
-    fn fatal(&mut self, now: Duration, node: NodeId, rank: Rank, exit: WorkerExit, message: String) {
+    fn fatal(&mut self, now: Duration, node: HostIndex, rank: Rank, exit: WorkerExit, message: String) {
         let Some(worker) = self.worker(node, rank) else { return };
         worker.last_words.get_or_insert((exit, message.clone()));
         // It will exit now; the others need not wait for that.
@@ -103,14 +103,14 @@ impl Core {
         }
     }
 
-    fn failed(&mut self, now: Duration, node: NodeId, rank: Option<Rank>, message: String) {
+    fn failed(&mut self, now: Duration, node: HostIndex, rank: Option<Rank>, message: String) {
         let Some(rank) = rank else { return self.unfit(now, node, &message) };
         let joining = matches!(self.state, State::Joining | State::Preparing);
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
         self.fail(now, Cause { node, rank: Some(rank), text: message, exit_code });
     }
 
-    fn exited(&mut self, now: Duration, node: NodeId, exit: Exit) {
+    fn exited(&mut self, now: Duration, node: HostIndex, exit: Exit) {
         let Exit { rank, pid, status, oom, tail, error } = exit;
         let stopping = matches!(self.state, State::Stopping(_) | State::Draining(_));
         let (builtin, cut) = (self.setup.builtin, self.state == State::Draining(true));
@@ -147,7 +147,7 @@ impl Core {
     }
 
     /// A worker makes no progress. The job hangs when no worker makes any, or one is stopped.
-    fn still(&mut self, now: Duration, node: NodeId, rank: Rank, lasted: Duration, stopped: bool) {
+    fn still(&mut self, now: Duration, node: HostIndex, rank: Rank, lasted: Duration, stopped: bool) {
         let Some(worker) = self.worker(node, rank).filter(|w| w.alive()) else { return };
         let news = worker.still.replace(lasted).is_none();
         self.still += usize::from(news);
@@ -165,7 +165,7 @@ impl Core {
         self.hung(now, Cause { node, rank, text, exit_code: exit::FAILED });
     }
 
-    fn all_gone(&mut self, now: Duration, node: NodeId) {
+    fn all_gone(&mut self, now: Duration, node: HostIndex) {
         if !self.nodes[node].active {
             return;
         }

@@ -4,7 +4,7 @@ use crate::{
     agent::{self, descendants::kill_descendants},
     controller::{
         cause::describe,
-        core::{Input, NodeId},
+        core::{Input, HostIndex},
     },
     transport::Carrier,
 };
@@ -27,7 +27,7 @@ const SWEEP_PAUSE: Duration = Duration::from_millis(2);
 
 impl Driver {
     /// The stream of an agent has ended: makes sure that nothing of its node is left, then tells the core.
-    pub(super) async fn bury(&mut self, node: NodeId, error: Option<String>) {
+    pub(super) async fn bury(&mut self, node: HostIndex, error: Option<String>) {
         if let Some(agent) = self.agents.get_mut(&node) {
             agent.outbox = None;
         }
@@ -93,7 +93,7 @@ impl Driver {
         }
     }
 
-    pub(super) fn kill_agent(&mut self, node: NodeId) {
+    pub(super) fn kill_agent(&mut self, node: HostIndex) {
         let Some(agent) = self.agents.get(&node) else { return };
         match &agent.carrier {
             Carrier::Connection(connection) => connection.break_off(),

@@ -2,7 +2,7 @@
 use super::Driver;
 use crate::{
     controller::{
-        core::{Input, NodeId},
+        core::{Input, HostIndex},
         port,
         prepare::{Preparation, workers_of},
     },
@@ -12,13 +12,13 @@ use crate::{
 use contract::{
     control::{FromAgent, JobKey, PeerAddress, Peers, ToAgent},
     event::Event,
-    judge::Finding,
+    preflight::Finding,
 };
 use std::{collections::HashSet, io::Read as _, path::PathBuf};
 
 impl Driver {
     /// Starts a host's agent again. Its core is told of a failure after what it is about to say.
-    pub(super) fn start_agent(&mut self, node: NodeId) {
+    pub(super) fn start_agent(&mut self, node: HostIndex) {
         let Some(host) = self.hosts.get(node) else { return };
         match self.transport.start(std::slice::from_ref(&host.name)).pop() {
             Some(Ok(process)) => self.adopt(node, process),
@@ -36,7 +36,7 @@ impl Driver {
         &mut self,
         epoch: u32,
         restarts: u32,
-        nodes: &[NodeId],
+        nodes: &[HostIndex],
         resume: Option<PathBuf>,
     ) {
         // The store of the last start isn't this one's.
@@ -78,7 +78,7 @@ impl Driver {
     }
 
     /// The agent of rank 0's node has bound the rendezvous, or can't.
-    pub(super) fn bound(&mut self, node: NodeId, epoch: u32, port: Result<u16, String>) {
+    pub(super) fn bound(&mut self, node: HostIndex, epoch: u32, port: Result<u16, String>) {
         let Some(preparation) = &mut self.preparation else { return };
         if preparation.bind.epoch != epoch || preparation.nodes.first() != Some(&node) {
             return;
@@ -98,11 +98,11 @@ impl Driver {
         let mut key = JobKey([0; 32]);
         if let Err(error) = std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key.0)) {
             let message = format!("no random numbers for the job's key from /dev/urandom: {error}");
-            let node = members.first().map_or(0, |m| m.node as NodeId);
+            let node = members.first().map_or(0, |m| m.node as HostIndex);
             let failed = FromAgent::Failed { epoch, rank: None, message };
             return self.later.push_back(Input::Agent(node, failed));
         }
-        let nodes: HashSet<NodeId> = members.iter().map(|m| m.node as NodeId).collect();
+        let nodes: HashSet<HostIndex> = members.iter().map(|m| m.node as HostIndex).collect();
         let peers = Peers { epoch, key, members, nccl_id: None };
         nodes.into_iter().for_each(|node| self.tell(node, ToAgent::Peers(peers.clone())));
     }

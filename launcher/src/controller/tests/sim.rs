@@ -4,10 +4,10 @@
 //! A stream never reorders or repeats what it carries; it delays, breaks (both ends see it) or goes silent (nobody sees
 //! anything). Messages of an agent that was replaced still arrive at the driver, which knows them by their number; here
 //! they are given to the core now and then all the same, as a repeated message of an old epoch.
-use super::super::core::{Core, HostSetup, Input, NodeId, Output, Planned, Setup, Stop};
+use super::super::core::{Core, HostSetup, Input, HostIndex, Output, Planned, Setup, Stop};
 use crate::agent::simulated::{Core as AgentCore, Input as AgentInput};
 use contract::{
-    control::{ExitStatus, FromAgent, HostFacts, NodePlan, ToAgent, WorkerPlan},
+    control::{ExitStatus, FromAgent, HostInventory, HostPlan, ToAgent, WorkerPlan},
     event::Event,
     ids::Rank,
 };
@@ -69,23 +69,23 @@ pub(super) struct Scene {
 
 #[derive(Debug)]
 enum What {
-    ToAgent(NodeId, u32, ToAgent),
-    ToController(NodeId, u32, FromAgent),
+    ToAgent(HostIndex, u32, ToAgent),
+    ToController(HostIndex, u32, FromAgent),
     /// The agent sees the end of its stream.
-    AgentSeesEnd(NodeId, u32),
-    ControllerSeesEnd(NodeId, u32),
-    AgentTick(NodeId, u32),
+    AgentSeesEnd(HostIndex, u32),
+    ControllerSeesEnd(HostIndex, u32),
+    AgentTick(HostIndex, u32),
     ControllerTick,
     Planned(u32),
-    Feed(NodeId, u32, AgentInput),
+    Feed(HostIndex, u32, AgentInput),
     WorkerEnds {
-        node: NodeId,
+        node: HostIndex,
         epoch: u32,
         rank: Rank,
         status: ExitStatus,
     },
     Fault(Fault),
-    Thaw(NodeId),
+    Thaw(HostIndex),
 }
 
 impl Scene {
@@ -143,8 +143,8 @@ pub(super) struct World {
     listed: Vec<bool>,
     numbers: u32,
     /// The plan of this epoch, by node.
-    plans: Vec<(NodeId, NodePlan)>,
-    preparing: Option<(u32, u32, Vec<NodeId>)>,
+    plans: Vec<(HostIndex, HostPlan)>,
+    preparing: Option<(u32, u32, Vec<HostIndex>)>,
     pub(super) told: Vec<Event>,
     pub(super) outcome: Option<super::super::core::Outcome>,
     pub(super) ended_at: Duration,
@@ -204,7 +204,7 @@ impl World {
     }
 
     /// On a stream: never before what was sent on it earlier, since all take the same time in one direction.
-    fn latency(&self, node: NodeId) -> Duration {
+    fn latency(&self, node: HostIndex) -> Duration {
         Duration::from_micros(200 + (self.scene.seed ^ node as u64) % 3000)
     }
 
@@ -234,7 +234,7 @@ impl World {
     }
 
     /// Workers that live on hosts that do.
-    pub(super) fn living(&self) -> Vec<(NodeId, u32, Rank)> {
+    pub(super) fn living(&self) -> Vec<(HostIndex, u32, Rank)> {
         let hosts = self.hosts.iter().enumerate().filter(|(_, h)| !h.dead);
         hosts.flat_map(|(node, h)| h.workers.keys().map(move |(e, r)| (node, *e, *r))).collect()
     }
@@ -307,13 +307,13 @@ impl World {
 
     // ---- the controller ----
 
-    fn start_agent(&mut self, node: NodeId) {
+    fn start_agent(&mut self, node: HostIndex) {
         self.numbers += 1;
         let number = self.numbers;
         if self.hosts[node].dead || self.hosts[node].cut {
             return; // nobody answers
         }
-        let found = HostFacts { host: format!("h{node}"), cpus: vec![0], ..HostFacts::default() };
+        let found = HostInventory { host: format!("h{node}"), cpus: vec![0], ..HostInventory::default() };
         let core = AgentCore::new(number, found);
         let agent = Agent { number, core, plan: None, linked: true, silent: false, tick_at: Duration::MAX };
         self.hosts[node].agents.push(agent);
@@ -378,7 +378,7 @@ impl World {
         }
     }
 
-    fn tell(&mut self, node: NodeId, message: ToAgent) {
+    fn tell(&mut self, node: HostIndex, message: ToAgent) {
         self.messages += 1;
         let host = &self.hosts[node];
         let Some(agent) = host.agents.last().filter(|a| a.linked && !a.silent) else { return };
@@ -389,7 +389,7 @@ impl World {
     }
 
     /// Both ends see the end of the stream, unless nothing passes.
-    fn break_link(&mut self, node: NodeId) {
+    fn break_link(&mut self, node: HostIndex) {
         let at = self.now + self.latency(node);
         let cut = self.hosts[node].cut;
         let Some(agent) = self.hosts[node].agents.last_mut().filter(|a| a.linked) else { return };
@@ -418,13 +418,13 @@ impl World {
             threads: 1,
             log: "/log".into(),
         };
-        let plan = |(at, node): (u32, &NodeId)| {
+        let plan = |(at, node): (u32, &HostIndex)| {
             let workers = (at * local..(at + 1) * local).map(worker).collect();
             let job = crate::testing::job();
             let (run, run_dir) = ("r".into(), "/r".into());
             (
                 *node,
-                NodePlan {
+                HostPlan {
                     job,
                     run,
                     host: String::new(),
@@ -437,7 +437,7 @@ impl World {
             )
         };
         self.plans = (0..).zip(&nodes).map(plan).collect();
-        let planned = |(_, plan): &(NodeId, NodePlan)| {
+        let planned = |(_, plan): &(HostIndex, HostPlan)| {
             plan.workers.iter().map(|w| Planned { log: w.log.clone() }).collect()
         };
         let workers = self.plans.iter().map(planned).collect();

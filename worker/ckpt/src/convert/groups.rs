@@ -2,7 +2,7 @@
 use super::{ConvertOptions, Target};
 use crate::catalog::{Role, TensorInfo};
 use crate::error::Result;
-use crate::extras::{Extras, ParamGroup};
+use crate::passthrough::{Extras, ParamGroup};
 use crate::formats::order;
 use crate::pickle::Object;
 use crate::source::Source;

@@ -4,7 +4,7 @@ use super::{ConvertOptions, Target};
 use crate::catalog::{Role, TensorInfo, Tie, is_plain_file_name};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::extras::Extras;
+use crate::passthrough::Extras;
 use crate::pickle::Object;
 use crate::source::Source;
 use crate::state::LossScale;

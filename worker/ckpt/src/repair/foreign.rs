@@ -2,8 +2,8 @@
 use super::{Bench, bits, files_below, model_files, universal, weights, within};
 use crate::disk::{self, Folder};
 use crate::error::Result;
-use crate::foreign::values::not_finite;
-use crate::foreign::{self, Foreign};
+use crate::external::values::not_finite;
+use crate::external::{self, Foreign};
 use crate::formats::deepspeed::{self, LATEST, LATEST_UNIVERSAL};
 use crate::rng_files::{fill, folder as rng_folder};
 use std::path::Path;
@@ -64,8 +64,8 @@ fn holds_state(path: &Path) -> Result<bool> {
 /// Opens the checkpoint at `path`, when every byte of it is sound and every value finite.
 pub(super) fn whole(path: &Path) -> std::result::Result<Foreign, Vec<String>> {
     let line = |e: crate::error::CkptError| vec![e.to_string()];
-    let Some(found) = foreign::open(path).map_err(line)? else {
-        return Err(vec![crate::seems::seems(path)]);
+    let Some(found) = external::open(path).map_err(line)? else {
+        return Err(vec![crate::diagnosis::seems(path)]);
     };
     let (report, _) = found.verify().map_err(line)?;
     if !report.problems.is_empty() {
@@ -128,7 +128,7 @@ fn tags(bench: &mut Bench, folder: &str) -> Result<()> {
 fn random_states(bench: &mut Bench, folder: &str) -> Result<()> {
     let path = bench.dir.join(folder);
     // without a checkpoint there is nothing to go on from
-    let Ok(Some(found)) = foreign::open(&path) else { return Ok(()) };
+    let Ok(Some(found)) = external::open(&path) else { return Ok(()) };
     let step = found.facts().step.unwrap_or(0);
     let highest =
         found.facts().rng_files.iter().filter_map(|n| rng_folder::named(n)).map(|(_, rank)| rank).max();

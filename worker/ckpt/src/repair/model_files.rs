@@ -5,7 +5,7 @@ use crate::convert::{ConvertOptions, Target, convert_into};
 use crate::diff::{DiffOptions, Side, diff};
 use crate::disk::{self, Folder, exists};
 use crate::error::Result;
-use crate::foreign::Foreign;
+use crate::external::Foreign;
 use crate::formats::deepspeed::{self, donor};
 use crate::source::Source;
 

@@ -3,7 +3,7 @@ use super::{Bench, files_below, foreign, within};
 use crate::convert::{ConvertOptions, Target, convert};
 use crate::disk::{self, Folder, exists};
 use crate::error::Result;
-use crate::foreign::Foreign;
+use crate::external::Foreign;
 use crate::formats::deepspeed::{self, LATEST_UNIVERSAL};
 use crate::formats::torch_file::TorchFile;
 use crate::formats::zip::Member;
@@ -132,7 +132,7 @@ fn from(bench: &mut Bench, tag: &str, source: &Foreign) -> Result<bool> {
 /// Sizes and CRCs of the storages of a torch file; `None` when it isn't there or isn't sound.
 fn storages(folder: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
     let folder = Folder::open(folder).ok()?;
-    let known = crate::foreign::draft::GLOBALS;
+    let known = crate::external::draft::GLOBALS;
     let file = TorchFile::open(&folder, name, known).ok()?;
     let data = |m: &Member| {
         let (_, inner) = m.name.split_once('/')?;

@@ -10,7 +10,7 @@ use super::streams::Writer;
 use crate::commit::{Swap, publish};
 use crate::disk::{self, Folder, exists};
 use crate::error::{CkptError, Result};
-use crate::foreign::{self, Foreign};
+use crate::external::{self, Foreign};
 use crate::formats::deepspeed;
 use serde_json::Value;
 use std::fs;
@@ -234,7 +234,7 @@ impl Found {
             return Ok(most(state));
         }
         match exists(&dir.join(FSDP_OPTIMIZER)) {
-            true => Ok(foreign::open(dir)?.as_ref().and_then(most)),
+            true => Ok(external::open(dir)?.as_ref().and_then(most)),
             false => Ok(None),
         }
     }

@@ -3,8 +3,8 @@
 use crate::convert::{ConvertOptions, Target, convert_into, output::fingerprint};
 use crate::disk::{self, Folder, exists};
 use crate::error::{self, CkptError, Result};
-use crate::extras::Extras;
-use crate::foreign::Foreign;
+use crate::passthrough::Extras;
+use crate::external::Foreign;
 use crate::pickle::Object;
 use crate::source::Source;
 use serde::{Deserialize, Serialize};

@@ -4,7 +4,7 @@ use super::{fast_dir, files, names};
 use crate::catalog::Role;
 use crate::convert::{ConvertOptions, Target, convert};
 use crate::error::{CkptError, Result};
-use crate::extras::{Extras, ParamGroup};
+use crate::passthrough::{Extras, ParamGroup};
 use crate::pickle::Object;
 use crate::root::{Found, find};
 use crate::source::{Request, Source};

@@ -3,7 +3,7 @@
 use super::foreign::{golden, open};
 use super::{copy_tree, fast_dir, files, tiny};
 use crate::error::CkptError;
-use crate::foreign::Foreign;
+use crate::external::Foreign;
 use crate::source::Source;
 use crate::{Request, TensorInfo};
 use std::fs;

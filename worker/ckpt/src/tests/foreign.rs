@@ -2,7 +2,7 @@
 use super::fast_dir;
 use crate::catalog::Role;
 use crate::error::{CkptError, Result};
-use crate::foreign::Foreign;
+use crate::external::Foreign;
 use crate::formats::{safetensors, zip};
 use crate::gather::{GatherOptions, gather};
 use crate::hash::Hash;

@@ -3,7 +3,7 @@ use super::foreign::open;
 use super::tiny::{assert_is, copy};
 use crate::convert::{ConvertOptions, ConvertReport, Target, convert, ungrouped};
 use crate::error::Result;
-use crate::foreign::Foreign;
+use crate::external::Foreign;
 use crate::root::find;
 use crate::source::Source;
 use crate::state::Group;

@@ -1,6 +1,6 @@
 //! Checkpoints of hosts that share no directory: the two phases, reading from elsewhere, what a part says of the rest.
 use super::*;
-use crate::scattered::{Host, Prepared, listed, manifest, prepared, roll_forward, text_of};
+use crate::host_local::{Host, Prepared, listed, manifest, prepared, roll_forward, text_of};
 use crate::{Checkpoint, CkptError, GatherOptions, gather, verify};
 
 /// Two hosts with two ranks each: their directories, hosts and facts of step 10.

@@ -1,7 +1,7 @@
 //! [`Storage`] on a card.
 use super::{Cuda, Pinned, address, must, streams};
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use crate::storage::{Mark, Point, Said, Stopped, Storage};
+use crate::storage::{Event, Point, Said, Stopped, Storage};
 use std::{
     ops::Range,
     ptr::NonNull,
@@ -102,11 +102,11 @@ impl Storage for Cuda {
         work();
     }
 
-    fn mark(&self) -> Mark {
-        Mark::of(must(self.card.record()))
+    fn mark(&self) -> Event {
+        Event::of(must(self.card.record()))
     }
 
-    fn follow_timed(&self, mark: &Mark) {
+    fn follow_timed(&self, mark: &Event) {
         let begin = must(self.card.record_timed());
         mark.follow();
         let wait = [begin, must(self.card.record_timed())];
@@ -126,7 +126,7 @@ impl Storage for Cuda {
         seconds
     }
 
-    fn copy_beside(&self, to: ViewMut, from: View, behind: &[Mark]) -> Mark {
+    fn copy_beside(&self, to: ViewMut, from: View, behind: &[Event]) -> Event {
         assert!(
             to.dtype() == from.dtype()
                 && to.len() == from.len()
@@ -138,13 +138,13 @@ impl Storage for Cuda {
             to.dtype()
         );
         if from.is_empty() {
-            return Mark::default();
+            return Event::default();
         }
         let before = must(self.card.record());
         let down = to.as_view().is_on_host();
         self.card.beside(if down { self.card.downloads } else { self.card.uploads }, || {
             must(before.follow());
-            behind.iter().for_each(Mark::follow);
+            behind.iter().for_each(Event::follow);
             if down {
                 let there = NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
                 let bytes = from.len() * from.dtype().size();
@@ -153,7 +153,7 @@ impl Storage for Cuda {
             } else {
                 must(self.card.upload(address(to.as_view()), from.bytes()));
             }
-            Mark::of(must(self.card.record()))
+            Event::of(must(self.card.record()))
         })
     }
 

@@ -1,5 +1,5 @@
 //! What goes wrong in a simulated job, and how.
-use super::{Host, HostSetup, Input, NodeId, Stop, What, World};
+use super::{Host, HostSetup, Input, HostIndex, Stop, What, World};
 use contract::{control::ExitStatus, ids::Rank};
 use std::time::Duration;
 
@@ -9,24 +9,24 @@ pub(in crate::controller::tests) enum Fault {
     WorkerExits(Rank, u8),
     WorkerKilled(Rank),
     /// kill -9 of the agent.
-    AgentKilled(NodeId),
+    AgentKilled(HostIndex),
     /// The link breaks: both ends see its end.
-    LinkBreaks(NodeId),
+    LinkBreaks(HostIndex),
     /// The cable is cut: nobody sees anything.
-    Silence(NodeId),
+    Silence(HostIndex),
     /// The host is gone, and nobody says so.
-    HostDies(NodeId),
+    HostDies(HostIndex),
     /// Everything on the host stands still, this long (milliseconds).
-    HostFreezes(NodeId, u64),
+    HostFreezes(HostIndex, u64),
     /// kill -9 of the controller.
     ControllerKilled,
     Interrupt,
     /// A host is added to the list.
     HostAdded,
     /// A host is taken from the list.
-    HostUnlisted(NodeId),
+    HostUnlisted(HostIndex),
     /// One that was taken from it is in it again.
-    HostListed(NodeId),
+    HostListed(HostIndex),
 }
 
 impl World {
@@ -90,7 +90,7 @@ impl World {
     }
 
     /// `false`: that was so before.
-    fn list(&mut self, node: NodeId, listed: bool) -> bool {
+    fn list(&mut self, node: HostIndex, listed: bool) -> bool {
         let changes = std::mem::replace(&mut self.listed[node], listed) != listed;
         if changes {
             self.tell_controller(Input::Hosts { added: Vec::new(), listed: self.listed.clone() });

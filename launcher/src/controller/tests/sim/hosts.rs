@@ -1,8 +1,8 @@
 //! Simulated hosts: agents' cores, and the workers that they start, signal and see end.
-use super::{NodeId, What, World};
+use super::{HostIndex, What, World};
 use crate::agent::simulated::{Command, Core as AgentCore, Ending, Input as AgentInput};
 use contract::{
-    control::{ExitStatus, NodePlan},
+    control::{ExitStatus, HostPlan},
     ids::Rank,
 };
 use std::{
@@ -14,7 +14,7 @@ use std::{
 pub(super) struct Agent {
     pub(super) number: u32,
     pub(super) core: AgentCore,
-    pub(super) plan: Option<NodePlan>,
+    pub(super) plan: Option<HostPlan>,
     /// Bytes get through.
     pub(super) linked: bool,
     /// Bytes are lost without a word.
@@ -35,11 +35,11 @@ pub(super) struct Host {
 }
 
 impl World {
-    pub(super) fn agent(&mut self, node: NodeId, number: u32) -> Option<&mut Agent> {
+    pub(super) fn agent(&mut self, node: HostIndex, number: u32) -> Option<&mut Agent> {
         self.hosts[node].agents.iter_mut().find(|a| a.number == number)
     }
 
-    pub(super) fn feed(&mut self, node: NodeId, number: u32, input: AgentInput) -> Result<(), String> {
+    pub(super) fn feed(&mut self, node: HostIndex, number: u32, input: AgentInput) -> Result<(), String> {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             let now = self.now;
@@ -57,7 +57,7 @@ impl World {
         Ok(())
     }
 
-    fn execute(&mut self, node: NodeId, number: u32, command: Command) -> Result<Option<AgentInput>, String> {
+    fn execute(&mut self, node: HostIndex, number: u32, command: Command) -> Result<Option<AgentInput>, String> {
         Ok(match command {
             Command::Send(message) => {
                 let passes = self.agent(node, number).is_some_and(|a| a.linked && !a.silent);
@@ -122,7 +122,7 @@ impl World {
         })
     }
 
-    fn spawn(&mut self, node: NodeId, number: u32, index: usize) -> Result<Option<AgentInput>, String> {
+    fn spawn(&mut self, node: HostIndex, number: u32, index: usize) -> Result<Option<AgentInput>, String> {
         let now = self.now;
         let Some(plan) = self.agent(node, number).and_then(|a| a.plan.clone()) else { return Ok(None) };
         let Some(rank) = plan.workers.get(index).map(|w| w.rank) else { return Ok(None) };
@@ -153,7 +153,7 @@ impl World {
         Ok(Some(AgentInput::Spawned { rank, pid }))
     }
 
-    fn end_rank(&mut self, node: NodeId, rank: Rank, at: Duration, status: ExitStatus) {
+    fn end_rank(&mut self, node: HostIndex, rank: Rank, at: Duration, status: ExitStatus) {
         let epochs: Vec<u32> =
             self.hosts[node].workers.keys().filter(|(_, r)| *r == rank).map(|(e, _)| *e).collect();
         for epoch in epochs {
@@ -163,7 +163,7 @@ impl World {
 
     pub(super) fn worker_ends(
         &mut self,
-        node: NodeId,
+        node: HostIndex,
         epoch: u32,
         rank: Rank,
         status: ExitStatus,
@@ -180,7 +180,7 @@ impl World {
     }
 
     /// The agent's process is gone, and its workers with it.
-    pub(super) fn agent_ends(&mut self, node: NodeId, number: u32) {
+    pub(super) fn agent_ends(&mut self, node: HostIndex, number: u32) {
         let linked = self.agent(node, number).is_some_and(|a| a.linked && !a.silent) && !self.hosts[node].cut;
         let host = &mut self.hosts[node];
         host.agents.retain(|a| a.number != number);

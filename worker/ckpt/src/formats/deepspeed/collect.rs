@@ -4,8 +4,8 @@ use super::layout::{self, Rank};
 use super::states::ModelStates;
 use crate::catalog::{Role, Tie};
 use crate::error::{CkptError, Result};
-use crate::foreign::Entry;
-use crate::foreign::draft::some;
+use crate::external::Entry;
+use crate::external::draft::some;
 use crate::formats::torch_file::TensorView;
 use std::collections::{HashMap, HashSet};
 

@@ -3,7 +3,7 @@ use super::names::Names;
 use super::states::{GLOBALS, ModelStates, OptimizerStates};
 use crate::disk::{self, Buffers, Folder, NARROW};
 use crate::error::{CkptError, Result};
-use crate::foreign::sweep;
+use crate::external::sweep;
 use crate::formats::torch_file::TorchFile;
 use crate::formats::torch_write::TorchWriter;
 use std::os::unix::fs::FileExt;

@@ -2,8 +2,8 @@
 use super::states::Shard;
 use crate::catalog::{Role, TensorInfo, elements};
 use crate::dtype::Dtype;
-use crate::foreign::Entry;
-use crate::foreign::store::Part;
+use crate::external::Entry;
+use crate::external::store::Part;
 use crate::formats::torch_file::TensorView;
 use std::ops::Range;
 

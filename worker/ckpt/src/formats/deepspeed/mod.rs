@@ -17,7 +17,7 @@ use self::tag::Tag;
 use crate::catalog::is_plain_file_name;
 use crate::disk::{Folder, exists, parent_of};
 use crate::error::{CkptError, Result};
-use crate::foreign::{Entry, Foreign, ForeignFacts, add_beside};
+use crate::external::{Entry, Foreign, ForeignFacts, add_beside};
 use std::path::Path;
 
 pub(crate) const LATEST: &str = "latest";

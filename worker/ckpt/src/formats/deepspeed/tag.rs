@@ -3,7 +3,7 @@ use super::names::{self, Names};
 use super::states::{GLOBALS, ModelStates, OptimizerStates, Shard, Step};
 use crate::disk::Folder;
 use crate::error::{CkptError, Result};
-use crate::foreign::store::{Store, StoredFile};
+use crate::external::store::{Store, StoredFile};
 use crate::formats::torch_file::TorchFile;
 use crate::state::Group;
 use serde_json::Value as Json;

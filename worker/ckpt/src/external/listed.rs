@@ -55,7 +55,7 @@ impl ForeignFacts {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Request, Role, Source, foreign::open};
+    use crate::{Request, Role, Source, external::open};
     use serde_json::{Map, json};
 
     /// A folder of weights: names and shapes, whose elements count up from 0 in each tensor.

@@ -20,7 +20,7 @@ use crate::catalog::{Role, TensorInfo, TextFile};
 use crate::cut;
 use crate::disk::Folder;
 use crate::error::{CkptError, Damage, Result};
-use crate::extras::Extras;
+use crate::passthrough::Extras;
 use crate::source::{Request, Source};
 use crate::state::TrainingState;
 use crate::verify::CheckpointReport;

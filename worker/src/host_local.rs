@@ -12,7 +12,7 @@ use crate::{
 };
 use ckpt::{
     Checkpoint, Committed, Facts, ShardReport, Staging,
-    scattered::{self, Listed, Prepared},
+    host_local::{self, Listed, Prepared},
 };
 use std::{
     collections::HashSet,
@@ -49,7 +49,7 @@ pub(crate) fn commit(
     let (hosts, host_of) = (layout.hosts().to_vec(), layout.host_of());
     let own = host_of.get(rank).and_then(|h| hosts.get(*h)).map(|h| h.id.clone()).unwrap_or_default();
     let text = match rank {
-        0 => scattered::manifest(facts, reports, hosts, &host_of).map_err(storage),
+        0 => host_local::manifest(facts, reports, hosts, &host_of).map_err(storage),
         _ => Ok(Vec::new()),
     };
     let text = broadcast(queue, 0, text)?;
@@ -79,7 +79,7 @@ pub(crate) fn commit(
 /// Completes what a kill between the phases of a commit has left prepared, where another host has completed it. Collective.
 pub(crate) fn recover(queue: &Queue, layout: &Layout, root: &Path) -> Result<()> {
     let rank = queue.comm().rank();
-    let look = || Ok::<_, ckpt::CkptError>((scattered::listed(root)?, scattered::prepared(root)?));
+    let look = || Ok::<_, ckpt::CkptError>((host_local::listed(root)?, host_local::prepared(root)?));
     let mine = if layout.keeper(rank) == rank { look().map_err(storage) } else { Ok(Default::default()) };
     let all = agree(queue, mine.as_ref().map(|(listed, _)| listed.clone()).map_err(Clone::clone))?;
     let completed: HashSet<Listed> = all.into_iter().flatten().collect();
@@ -87,20 +87,20 @@ pub(crate) fn recover(queue: &Queue, layout: &Layout, root: &Path) -> Result<()>
     let done = left
         .into_iter()
         .filter(|(listed, _)| completed.contains(listed))
-        .try_for_each(|(listed, path)| scattered::roll_forward(root, &path, listed.step));
+        .try_for_each(|(listed, path)| host_local::roll_forward(root, &path, listed.step));
     agree(queue, done.map_err(storage)).map(drop)
 }
 
 /// The checkpoints that any host has in its `root`, newest first. Collective.
 pub(crate) fn list(queue: &Queue, layout: &Layout, root: &Path) -> Result<Vec<Candidate>> {
     let rank = queue.comm().rank();
-    let mine = if layout.keeper(rank) == rank { scattered::listed(root) } else { Ok(Vec::new()) };
+    let mine = if layout.keeper(rank) == rank { host_local::listed(root) } else { Ok(Vec::new()) };
     let all = agree(queue, mine.map_err(|e| Error::checkpoint(e.to_string())))?;
     let mut seen = HashSet::new();
     let mut all: Vec<Listed> = all.into_iter().flatten().filter(|l| seen.insert(l.clone())).collect();
     // stable: of one step, the lowest rank's comes first
     all.sort_by_key(|l| std::cmp::Reverse(l.step));
-    let candidate = |l: Listed| Candidate { path: scattered::place_of(root, l.step), hash: Some(l.hash) };
+    let candidate = |l: Listed| Candidate { path: host_local::place_of(root, l.step), hash: Some(l.hash) };
     Ok(all.into_iter().map(candidate).collect())
 }
 
@@ -122,7 +122,7 @@ impl Scattered {
     /// lies on a host that is not here, which is named.
     pub(crate) fn open(queue: &Arc<Queue>, layout: &Layout, path: &Path, hash: Option<&str>) -> Result<Self> {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
-        let found = if layout.keeper(rank) == rank { scattered::text_of(path) } else { None };
+        let found = if layout.keeper(rank) == rank { host_local::text_of(path) } else { None };
         let hashes = agree(queue, Ok(found.as_ref().map(|(hash, _)| hash.clone())))?;
         let wanted = hash.map(str::to_owned).or_else(|| hashes.iter().flatten().next().cloned());
         let has = |rank: usize| wanted.is_some() && hashes.get(rank) == Some(&wanted);

@@ -22,7 +22,7 @@ pub(super) struct Line {
 
 /// Lines that wait for others like them.
 #[derive(Debug, Default)]
-pub(super) struct Collapse {
+pub(super) struct Deduplicator {
     /// In the order of their first arrivals; with a number that only grows and the time of that arrival.
     waiting: VecDeque<(u64, Duration, Line)>,
     next: u64,
@@ -34,10 +34,10 @@ pub(super) struct Collapse {
     ranks: usize,
 }
 
-impl Collapse {
+impl Deduplicator {
     /// For the lines of this many ranks; lines of one rank never wait.
     pub(super) fn new(ranks: usize) -> Self {
-        Collapse { ranks, ..Collapse::default() }
+        Deduplicator { ranks, ..Deduplicator::default() }
     }
 
     /// Takes a line in at `now` (since any fixed start); lines that need not wait any more.
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn equal_lines_become_one_in_each_ranks_order() {
-        let mut c = Collapse::new(3);
+        let mut c = Deduplicator::new(3);
         let mut push = |at, rank, text: &str| shown(c.push(ms(at), rank, false, text.to_owned()));
         assert!(push(0, 0, "a").is_empty());
         assert!(push(1, 0, "a").is_empty(), "said twice by one rank is two lines");
@@ -149,18 +149,18 @@ mod tests {
 
     #[test]
     fn streams_are_told_apart_and_one_rank_never_waits() {
-        let mut c = Collapse::new(2);
+        let mut c = Deduplicator::new(2);
         assert!(c.push(ms(0), 0, false, "x".into()).is_empty());
         assert!(c.push(ms(0), 1, true, "x".into()).is_empty());
         assert_eq!(c.flush().len(), 2);
-        let mut c = Collapse::new(1);
+        let mut c = Deduplicator::new(1);
         assert_eq!(shown(c.push(ms(0), 7, false, "x".into())), ["7:x"]);
         assert_eq!(shown(c.push(ms(0), 7, false, "x".into())), ["7:x"]);
     }
 
     #[test]
     fn what_waits_is_bounded() {
-        let mut c = Collapse::new(2);
+        let mut c = Deduplicator::new(2);
         let out: usize = (0..MOST + 10).map(|i| c.push(ms(0), 0, false, i.to_string()).len()).sum();
         assert_eq!((out, c.flush().len()), (10, MOST));
         assert!(c.last.is_empty() && c.same.is_empty(), "nothing is kept of lines that went on");
@@ -173,7 +173,7 @@ mod tests {
             ranks in 1usize..6,
             said in proptest::collection::vec((0u32..6, 0u8..3, any::<bool>(), 0u64..60), 0..200),
         ) {
-            let mut collapse = Collapse::new(ranks);
+            let mut collapse = Deduplicator::new(ranks);
             let (mut now, mut out, mut heard) = (ms(0), Vec::new(), HashMap::<Rank, Vec<(bool, String)>>::new());
             let mut waiting_since = VecDeque::new();
             for (rank, text, stderr, pause) in said {

@@ -230,7 +230,7 @@ fn newest(path: &Path, names: &[String], trained: Option<&Trained>) -> Result<Fo
         let found = one(&inner, trained).and_then(|f| {
             f.ok_or_else(|| CkptError::NotACheckpoint {
                 path: inner.clone(),
-                why: crate::seems::seems(&inner),
+                why: crate::diagnosis::seems(&inner),
             })
         });
         match found {
