@@ -15,14 +15,14 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{Place, Ran, TINY, hosts::Hosts};
+use support::{FinishedRun, JobDirectory, TINY, hosts::Hosts};
 
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
 const LIMIT: Duration = Duration::from_secs(90);
 
 /// A place that all hosts see under the same path, so that its checkpoint directory is shared.
-fn up(test: &str) -> Option<(Place, Hosts)> {
-    let place = Place::new();
+fn up(test: &str) -> Option<(JobDirectory, Hosts)> {
+    let place = JobDirectory::new();
     let hosts = Hosts::sharing(test, 4, &place.path(""))?;
     fs::create_dir(place.path("home")).unwrap();
     fs::create_dir(place.path("far")).unwrap();
@@ -30,7 +30,7 @@ fn up(test: &str) -> Option<(Place, Hosts)> {
 }
 
 /// The job of `place` on these hosts, written to `far/NAME.yaml`; the settings that start it.
-fn on(place: &Place, hosts: &Hosts, name: &str, job: &str, list: &str) -> Vec<String> {
+fn on(place: &JobDirectory, hosts: &Hosts, name: &str, job: &str, list: &str) -> Vec<String> {
     let text = job.replace("name: tiny", &format!("name: {name}"));
     fs::write(place.path(&format!("far/{name}.yaml")), text).unwrap();
     let root = place.path("").display().to_string();
@@ -50,7 +50,7 @@ struct Running {
     out: String,
 }
 
-fn start(place: &Place, args: &[String], more: &[&str]) -> Running {
+fn start(place: &JobDirectory, args: &[String], more: &[&str]) -> Running {
     let args: Vec<&str> =
         args.iter().map(String::as_str).chain(more.iter().flat_map(|s| ["--set", s])).collect();
     let mut command = place.command(&args);
@@ -78,7 +78,7 @@ impl Running {
         }
     }
 
-    fn end(mut self) -> Ran {
+    fn end(mut self) -> FinishedRun {
         let mut talk = self.child.stderr.take().unwrap();
         let talk = thread::spawn(move || {
             let mut text = Vec::new();
@@ -87,7 +87,7 @@ impl Running {
         self.reader.read_to_string(&mut self.out).unwrap();
         let status = self.child.wait().unwrap();
         let stdout = std::mem::take(&mut self.out).into_bytes();
-        Ran::of(&std::process::Output { status, stdout, stderr: talk.join().unwrap() })
+        FinishedRun::from_output(&std::process::Output { status, stdout, stderr: talk.join().unwrap() })
     }
 }
 
@@ -124,7 +124,7 @@ fn four_hosts_have_the_losses_of_one_machine_and_others_go_on() {
         let stage = format!("train.zero.stage={stage}");
         let far = start(&place, &args, &[&stage, "checkpoint.keep=0"]).end().succeeded();
         assert_eq!(far.losses(), whole, "{stage}");
-        assert_eq!(far.kind("start")[0]["world"], 8);
+        assert_eq!(far.named("start")[0]["world"], 8);
         for (list, workers) in [("[h0, h1, h3]", 1), ("[h2]", 4)] {
             let args = on(&place, &hosts, &name, TINY, list);
             let from = format!("resume.from=runs/{name}/checkpoints/step-00000010");
@@ -132,7 +132,7 @@ fn four_hosts_have_the_losses_of_one_machine_and_others_go_on() {
             let more = [stage.as_str(), &from, &workers, "checkpoint.dir=elsewhere-{name}"];
             let rest = start(&place, &args, &more).end().succeeded();
             assert_eq!(rest.losses(), whole[10..], "{stage}, {list}");
-            assert_eq!(rest.kind("resume")[0]["world"], 8);
+            assert_eq!(rest.named("resume")[0]["world"], 8);
         }
     }
     nothing_stays(&hosts, &HOSTS);
@@ -160,15 +160,15 @@ fn a_job_that_loses_a_worker_and_a_host_has_the_losses_of_an_undisturbed_one() {
     assert_eq!((first["host"].as_str(), first["left"].as_u64()), (Some("h1"), Some(1)), "{first}");
     assert!(first["cause"].as_str().unwrap().contains("SIGKILL"), "{first}");
     job.until("checkpoint", 30);
-    hosts.do_(&["crash", "h2"]);
+    hosts.command(&["crash", "h2"]);
     let second = job.until("restart", 0);
     assert_eq!((second["host"].as_str(), second["left"].as_u64()), (Some("h2"), Some(0)), "{second}");
     let ran = job.end().succeeded();
     let placed: Vec<_> =
-        ran.kind("placed").iter().map(|e| (e["epoch"].clone(), e["world"].clone())).collect();
+        ran.named("placed").iter().map(|e| (e["attempt"].clone(), e["world"].clone())).collect();
     assert_eq!(placed, [(0.into(), 8.into()), (1.into(), 8.into()), (2.into(), 6.into())]);
-    assert_eq!(ran.kind("placed")[2]["hosts"], serde_json::json!(["h0", "h1", "h3"]));
-    assert_eq!(ran.kind("resume").len(), 2);
+    assert_eq!(ran.named("placed")[2]["hosts"], serde_json::json!(["h0", "h1", "h3"]));
+    assert_eq!(ran.named("resume").len(), 2);
     for step in ran.losses() {
         assert_eq!(step, whole[step.0 as usize - 1]);
     }
@@ -196,7 +196,7 @@ fn hosts_come_and_go_with_the_hostfile_of_a_job_that_runs() {
     list("h0\nh2\nh3\n");
     notice(&mut job, "new: h3; no longer listed: h1");
     let placed = job.until("placed", 0);
-    assert_eq!((&placed["epoch"], &placed["world"]), (&1.into(), &6.into()), "{placed}");
+    assert_eq!((&placed["attempt"], &placed["world"]), (&1.into(), &6.into()), "{placed}");
     assert_eq!(placed["hosts"], serde_json::json!(["h0", "h2", "h3"]));
     let resumed = job.until("resume", 0)["step"].as_u64().unwrap();
     job.until("step", resumed + 3);
@@ -211,7 +211,7 @@ fn hosts_come_and_go_with_the_hostfile_of_a_job_that_runs() {
     kill(Pid::from_raw(job.child.id() as i32), Signal::SIGINT).unwrap();
     let ran = job.end();
     assert_eq!(ran.code, 130, "{}", ran.stderr);
-    assert!(ran.kind("restart").is_empty() && ran.kind("failure").is_empty(), "{}", ran.stderr);
+    assert!(ran.named("restart").is_empty() && ran.named("failure").is_empty(), "{}", ran.stderr);
     nothing_stays(&hosts, &["h0", "h2", "h3"]);
     let steps = ran.losses();
     let undisturbed = format!("train.steps={}", steps.last().unwrap().0);
@@ -228,11 +228,11 @@ fn hosts_that_no_longer_reach_each_other_end_the_job_and_are_named() {
     let args = on(&place, &hosts, "apart", TINY, ALL);
     let mut job = start(&place, &args, &["train.steps=100000"]);
     job.until("step", 3);
-    hosts.do_(&["partition", "h1", "h2"]);
+    hosts.command(&["partition", "h1", "h2"]);
     let began = Instant::now();
     let ran = job.end();
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
-    let cause = ran.cause();
+    let cause = ran.failure_message();
     println!("after {:?}: {cause}", began.elapsed());
     assert_eq!(ran.code, 1);
     // Ranks 2 and 3 are on h1, 4 and 5 on h2. Whoever tells it, the two ranks that miss each other are named.
@@ -249,7 +249,8 @@ fn hosts_that_no_longer_reach_each_other_end_the_job_and_are_named() {
 fn a_run_is_seen_from_another_host_which_says_where_it_can_be_stopped() {
     let test = "cluster::a_run_is_seen_from_another_host_which_says_where_it_can_be_stopped";
     let Some((place, hosts)) = up(test) else { return };
-    let job = "name: tiny\ncluster: {workers_per_host: 1}\nrun: {command: [sleep, '1000'], grace: 1s}\n";
+    let job =
+        "name: tiny\ncluster: {workers_per_host: 1}\nrun: {command: [sleep, '1000'], grace_period: 1s}\n";
     let mut run =
         start(&place, &on(&place, &hosts, "seen", job, "[h0, h1]"), &["run.logs.dir=runs/{name}/{run}"]);
     run.until("placed", 0);
@@ -389,7 +390,7 @@ fn every_rank_on_every_host_has_what_torchrun_and_deepspeed_give() {
 
 #[test]
 fn fifty_starts_in_a_row_leave_nothing_on_this_machine() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let (temporary, cache) = (place.path("temporary"), place.path("home"));
     for dir in [&temporary, &cache] {
         fs::create_dir(dir).unwrap();
@@ -400,7 +401,7 @@ fn fifty_starts_in_a_row_leave_nothing_on_this_machine() {
         let args = ["run", "--workers", "3", "--json", "--", "bash", "-c", script];
         let mut command = place.command(&args);
         command.env("TMPDIR", &temporary).env("HOME", &cache).env("LAUNCH_TEST_MARKER", &marker);
-        let ran = Ran::of(&command.output().unwrap());
+        let ran = FinishedRun::from_output(&command.output().unwrap());
         assert_eq!(ran.code, 0, "start {n}: {}", ran.stderr);
         let marked = |pid: &str| {
             let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -451,7 +452,7 @@ fn a_ddp_script_runs_unchanged_on_four_hosts() {
     fs::write(place.path("ddp.py"), DDP).unwrap();
     let python = serde_json::to_string(&python).unwrap();
     let job = format!(
-        "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, ddp.py], grace: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
+        "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, ddp.py], grace_period: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
     );
     start(&place, &on(&place, &hosts, "ddp", &job, ALL), &[]).end().succeeded();
     for rank in 0..8 {
@@ -500,11 +501,17 @@ os._exit(0)  # as above
 "#;
 
 /// Runs `script` on all hosts; what each rank has said, once it is right about who it is.
-fn libraries(place: &Place, hosts: &Hosts, python: &std::path::Path, name: &str, script: &str) -> Vec<Value> {
+fn libraries(
+    place: &JobDirectory,
+    hosts: &Hosts,
+    python: &std::path::Path,
+    name: &str,
+    script: &str,
+) -> Vec<Value> {
     fs::write(place.path("script.py"), script).unwrap();
     let python = serde_json::to_string(python).unwrap();
     let job = format!(
-        "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, script.py], grace: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
+        "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, script.py], grace_period: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
     );
     start(place, &on(place, hosts, name, &job, ALL), &[]).end().succeeded();
     let said = |rank: u64| {

@@ -13,8 +13,8 @@ use std::{
     process::Command,
 };
 use support::{
-    Place,
-    warm::{TRAINERS, Warm},
+    JobDirectory,
+    fork_server::{ForkServer, TRAINERS},
 };
 
 /// What DeepSpeed saves, on two ranks or three.
@@ -92,7 +92,7 @@ fn case(name: &str, source: &Source, stage: u8) -> Value {
 }
 
 /// Runs the cases in one group of `world` processes; what each of them says.
-fn cycle(python: &Warm, place: &Place, mode: &str, world: u32, cases: &[Value]) -> Vec<Value> {
+fn cycle(python: &ForkServer, place: &JobDirectory, mode: &str, world: u32, cases: &[Value]) -> Vec<Value> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let plan = place.path(&format!("{mode}-{world}.json"));
     fs::write(&plan, json!({"world": world, "port": port, "cases": cases}).to_string()).unwrap();
@@ -114,8 +114,8 @@ fn convert(from: &Path, to: &Path, arguments: &[String]) {
 #[test]
 fn deepspeed_goes_on_from_what_was_converted() {
     let Some(python) = support::deepspeed("deepspeed_goes_on_from_what_was_converted") else { return };
-    let python = Warm::start(&python, &TRAINERS);
-    let place = Place::new();
+    let python = ForkServer::start(&python, &TRAINERS);
+    let place = JobDirectory::new();
     let path = |name: String| -> PathBuf { place.path(&name) };
     let made: Vec<Value> = SOURCES
         .iter()

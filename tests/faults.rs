@@ -2,15 +2,15 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;
-use support::{Place, files_below};
+use support::{JobDirectory, files_below};
 
 /// Fault points passed by each rank of a run with these settings.
-fn points(place: &Place, set: &[&str], world: u32) -> Vec<u64> {
+fn points(place: &JobDirectory, set: &[&str], world: u32) -> Vec<u64> {
     let counts = place.path("counts");
     let mut passed = vec![0; world as usize];
     for rank in 0..world {
         _ = fs::remove_file(&counts);
-        place.forget_checkpoints();
+        place.delete_checkpoints();
         let counted = place
             .command(
                 &[&["job.yaml", "--json"], &set.iter().flat_map(|s| ["--set", s]).collect::<Vec<_>>()[..]]
@@ -29,7 +29,7 @@ fn points(place: &Place, set: &[&str], world: u32) -> Vec<u64> {
 }
 
 fn every_point(world: u32, set: &[&str], ranks: &[u32]) {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let w = format!("cluster.workers_per_host={world}");
     let set: Vec<&str> =
         [&w, "train.steps=4", "train.batch.global=4", "checkpoint.every=2", "checkpoint.keep=1"]
@@ -42,19 +42,19 @@ fn every_point(world: u32, set: &[&str], ranks: &[u32]) {
     for &rank in ranks {
         assert!(passed[rank as usize] > 8, "rank {rank} passed only {} fault points", passed[rank as usize]);
         for n in 1..=passed[rank as usize] {
-            place.forget_checkpoints();
+            place.delete_checkpoints();
             let killed = place.run_with(&set, "LAUNCH_FAULT", &format!("{rank}:{n}"));
             assert_eq!(killed.code, 1, "world {world}, rank {rank}, point {n}: {}", killed.stderr);
-            assert!(killed.cause().contains("SIGKILL"), "{}", killed.cause());
+            assert!(killed.failure_message().contains("SIGKILL"), "{}", killed.failure_message());
             let next = place.run(&set).succeeded();
-            let done = next.kind("resume").first().map_or(0, |r| r["step"].as_u64().unwrap() as usize);
+            let done = next.named("resume").first().map_or(0, |r| r["step"].as_u64().unwrap() as usize);
             assert_eq!(
                 next.losses(),
                 whole[done..],
                 "world {world}, rank {rank}, point {n}: resumed at {done}"
             );
             // What was saved before the kill is not lost.
-            let saved = killed.kind("checkpoint").last().map_or(0, |c| c["step"].as_u64().unwrap() as usize);
+            let saved = killed.named("checkpoint").last().map_or(0, |c| c["step"].as_u64().unwrap() as usize);
             assert!(done >= saved, "checkpoint {saved} was announced, resumed at {done}");
             let left = files_below(&place.checkpoints());
             // Killed between the commit of the last checkpoint and the removal of the one before: both are complete.

@@ -113,7 +113,7 @@ impl Job<'_> {
         fs::create_dir(dir.path().join("home")).unwrap();
         let text = format!(
             "name: {name}\ncluster: {{hosts: [\"h[0-3]\"], workers_per_host: 2, ssh: {{config: {}}}}}\n\
-             run: {{command: [/root/rank], workdir: /root, env: {{READY: /shared/{name}}}, grace: 3s, hang_timeout: 2s, progress: tick, logs: {{dir: '/scratch/{name}'}}}}\n",
+             run: {{command: [/root/rank], workdir: /root, env: {{READY: /shared/{name}}}, grace_period: 3s, hang_timeout: 2s, progress_pattern: tick, logs: {{dir: '/scratch/{name}'}}}}\n",
             hosts.config().display()
         );
         fs::write(dir.path().join("job.yaml"), text).unwrap();
@@ -241,7 +241,7 @@ fn strike(job: &Job<'_>, fault: Fault, host: usize) -> (Instant, Option<usize>) 
     };
     let script = |args: &[&str], dark| {
         let now = Instant::now();
-        hosts.do_(args);
+        hosts.command(args);
         (now, dark)
     };
     match fault {
@@ -249,7 +249,7 @@ fn strike(job: &Job<'_>, fault: Fault, host: usize) -> (Instant, Option<usize>) 
         WorkerKilled => signal(rank(), Signal::SIGKILL),
         OutOfMemory => {
             let pid = rank();
-            hosts.do_(&["mem", name, "300000000"]);
+            hosts.command(&["mem", name, "300000000"]);
             signal(pid, Signal::SIGUSR2)
         }
         DiskFull => signal(rank(), Signal::SIGHUP),
@@ -275,7 +275,7 @@ fn strike(job: &Job<'_>, fault: Fault, host: usize) -> (Instant, Option<usize>) 
         Partition => script(&["blackhole", name], None),
         HostFrozen => script(&["freeze", name], Some(host)),
         SshdStopped => {
-            hosts.do_(&["sshd-stop", name]);
+            hosts.command(&["sshd-stop", name]);
             signal(rank(), Signal::SIGUSR1)
         }
     }
@@ -285,16 +285,16 @@ fn strike(job: &Job<'_>, fault: Fault, host: usize) -> (Instant, Option<usize>) 
 fn heal(hosts: &Hosts, fault: Fault, host: usize) {
     let name = HOSTS[host];
     match fault {
-        OutOfMemory => hosts.do_(&["mem", name, "-1"]),
+        OutOfMemory => hosts.command(&["mem", name, "-1"]),
         DiskFull => _ = hosts.shell(name, "rm -f /scratch/big"),
         ClockSkewed => _ = hosts.shell(name, "rm -f /scratch/skew"),
         HostHalted | HostCrashed => {
-            hosts.do_(&["boot", name]);
+            hosts.command(&["boot", name]);
         }
-        CableCut => hosts.do_(&["heal", name]),
-        Partition => hosts.do_(&["unblackhole", name]),
-        HostFrozen => hosts.do_(&["thaw", name]),
-        SshdStopped => hosts.do_(&["sshd-start", name]),
+        CableCut => hosts.command(&["heal", name]),
+        Partition => hosts.command(&["unblackhole", name]),
+        HostFrozen => hosts.command(&["thaw", name]),
+        SshdStopped => hosts.command(&["sshd-start", name]),
         _ => {}
     }
 }

@@ -1,6 +1,6 @@
 //! GPUs from outside: what a machine without one says, and `scripts/gpu-check`.
-#[path = "../worker/device/tests/card/mod.rs"]
-mod card;
+#[path = "../worker/device/tests/emulated_gpu/mod.rs"]
+mod emulated_gpu;
 #[path = "../worker/comm/tests/nccl/stand_in.rs"]
 mod stand_in;
 mod support;
@@ -10,11 +10,11 @@ use std::{
     path::Path,
     process::{Command, Output},
 };
-use support::{Place, Ran};
+use support::{FinishedRun, JobDirectory};
 
 /// `scripts/gpu-check` with the executable under test, where only the named folder holds CUDA's libraries.
 fn gpu_check(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
-    with(folder, arguments, ("CARD_COUNT", "1"))
+    with(folder, arguments, ("EMULATED_GPU_COUNT", "1"))
 }
 
 /// As [`gpu_check`], and the emulated card is told something.
@@ -62,15 +62,15 @@ fn what_isnt_known_is_refused() {
 /// The whole way, from the libraries to the table: on the emulated card.
 #[test]
 fn an_emulated_card_passes() {
-    let (code, said) = gpu_check(card::folder(), &["--quick"]);
+    let (code, said) = gpu_check(emulated_gpu::library_directory(), &["--quick"]);
     assert_eq!(code, Some(0), "{said}");
     for part in [
-        "GPU 0: Emulated card, sm_90",
+        "GPU 0: Emulated GPU, sm_90",
         "driver: CUDA 13.0 (",
         "NVRTC 13.0 (",
         "cuBLASLt 130100 (",
-        "no cuDNN: cuDNN, NVIDIA's attention (libcudnn.so.9) was not found",
-        "kernels are loaded",
+        "cuDNN is not available: ",
+        "kernels loaded in",
     ] {
         assert!(said.contains(part), "{part} is missing in: {said}");
     }
@@ -80,20 +80,23 @@ fn an_emulated_card_passes() {
 /// Where cuDNN is, its attention is checked, too; what it can't be used for is said.
 #[test]
 fn cudnn_is_checked_where_it_is() {
-    let list =
-        std::env::join_paths([card::folder().to_owned(), card::folder().join("cudnn")]).expect("paths");
+    let list = std::env::join_paths([
+        emulated_gpu::library_directory().to_owned(),
+        emulated_gpu::library_directory().join("cudnn"),
+    ])
+    .expect("paths");
     let (code, said) = gpu_check(Path::new(&list), &["--quick"]);
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains("cuDNN 9.19.0 (/") && said.contains("| attention by cuDNN | 6 |"), "{said}");
     assert_eq!(said.matches("| ok |").count(), 12, "{said}");
-    let (code, said) = with(Path::new(&list), &["--quick"], ("CARD_FAILS", "cudnnCreate"));
+    let (code, said) = with(Path::new(&list), &["--quick"], ("EMULATED_GPU_FAILS", "cudnnCreate"));
     assert!(code == Some(1) && said.contains("cudnnCreate failed: "), "{code:?}: {said}");
 }
 
 /// The threads of a block in the other order: a kernel that lacks a barrier finds other numbers.
 #[test]
 fn the_order_of_threads_changes_nothing() {
-    let (code, said) = with(card::folder(), &["--quick"], ("CARD_ORDER", "1"));
+    let (code, said) = with(emulated_gpu::library_directory(), &["--quick"], ("EMULATED_GPU_ORDER", "1"));
     assert_eq!(code, Some(0), "{said}");
 }
 
@@ -101,22 +104,22 @@ fn the_order_of_threads_changes_nothing() {
 #[test]
 fn what_is_wrong_with_a_card_is_said() {
     for (told, code, part) in [
-        (("CARD_COUNT", "0"), 3, "cuInit failed: CUDA_ERROR_NO_DEVICE"),
-        (("CARD_VERSION", "11080"), 3, "implements CUDA 11.8; needed: CUDA 12.0 or newer"),
+        (("EMULATED_GPU_COUNT", "0"), 3, "cuInit failed: CUDA_ERROR_NO_DEVICE"),
+        (("EMULATED_GPU_VERSION", "11080"), 3, "implements CUDA 11.8; needed: CUDA 12.0 or newer"),
         (
-            ("CARD_VERSION", "12080"),
+            ("EMULATED_GPU_VERSION", "12080"),
             3,
             "libnvrtc.so.13 is of a newer CUDA than the driver, which implements 12",
         ),
         (("NVRTC_FAILS", "1"), 1, "the kernels of flat.cu don't compile"),
         (
-            ("CARD_FAILS", "cuModuleLoadData:2"),
+            ("EMULATED_GPU_FAILS", "cuModuleLoadData:2"),
             1,
             "cuModuleLoadData of norm.cu failed: CUDA_ERROR_LAUNCH_FAILED",
         ),
-        (("CARD_FAILS", "cuLaunchKernel:40"), 1, "cuLaunchKernel of"),
+        (("EMULATED_GPU_FAILS", "cuLaunchKernel:40"), 1, "cuLaunchKernel of"),
     ] {
-        let (got, said) = with(card::folder(), &["--quick"], told);
+        let (got, said) = with(emulated_gpu::library_directory(), &["--quick"], told);
         assert_eq!(got, Some(code), "{told:?}: {said}");
         assert!(said.contains(part), "{told:?}: {part} is missing in: {said}");
     }
@@ -125,7 +128,7 @@ fn what_is_wrong_with_a_card_is_said() {
 /// Training beside the CPU's, and its table, of models that an emulated card has patience for.
 #[test]
 fn training_on_an_emulated_card_passes() {
-    let folders = [card::folder(), stand_in::folder()];
+    let folders = [emulated_gpu::library_directory(), stand_in::folder()];
     let list = std::env::join_paths(folders).expect("paths");
     // a version that lets ranks share a GPU
     let (code, said) = with(Path::new(&list), &["--quick", "--tiny"], ("FAKE_NCCL_VERSION", "23007"));
@@ -138,10 +141,10 @@ fn training_on_an_emulated_card_passes() {
         "| a tiny Llama | fp8 | 2 on this GPU |",
         "| a tiny Llama | bf16 | 2, NCCL on this GPU |",
         "| a tiny Llama, 1 × 6 |",
-        "| the same, states on the host |",
-        "| a tiny Llama, products in fp8 |",
-        "| the first, numerics fast, no master weights |",
-        "| the first, CUDA graphs |",
+        "| a tiny Llama, optimizer states on the host |",
+        "| a tiny Llama, fp8 matmuls |",
+        "| a tiny Llama, deterministic: false, no master weights |",
+        "| a tiny Llama, CUDA graphs |",
     ] {
         assert!(said.contains(row), "{row} is missing in: {said}");
     }
@@ -151,10 +154,11 @@ fn training_on_an_emulated_card_passes() {
 /// Every kernel of a step has its row, and the shares are of one whole.
 #[test]
 fn a_profile_shows_what_a_step_is_made_of() {
-    let (code, said) = with(card::folder(), &["--tiny", "--profile", "0"], ("CARD_ORDER", "0"));
+    let (code, said) =
+        with(emulated_gpu::library_directory(), &["--tiny", "--profile", "0"], ("EMULATED_GPU_ORDER", "0"));
     assert_eq!(code, Some(0), "{said}");
     for part in [
-        "a step takes",
+        "one step takes",
         "| adamw |",
         "| cross_entropy | 1 |",
         "| rmsnorm_forward_bf16 |",
@@ -166,8 +170,9 @@ fn a_profile_shows_what_a_step_is_made_of() {
         said.lines().filter_map(|line| line.strip_suffix(" % |")?.rsplit("| ").next()?.parse::<f64>().ok());
     let whole: f64 = shares.sum();
     assert!((99.0..101.0).contains(&whole), "{whole} %: {said}");
-    let (code, said) = with(card::folder(), &["--tiny", "--profile", "9"], ("CARD_ORDER", "0"));
-    assert!(code == Some(1) && said.contains("there are 5 models, from 0 on"), "{said}");
+    let (code, said) =
+        with(emulated_gpu::library_directory(), &["--tiny", "--profile", "9"], ("EMULATED_GPU_ORDER", "0"));
+    assert!(code == Some(1) && said.contains("model 9 does not exist; models are 0 to 4"), "{said}");
 }
 
 /// A job whose model an emulated card has patience for.
@@ -183,12 +188,12 @@ const SMALL: [&str; 8] = [
 ];
 
 /// The small job on the emulated card, which is told something.
-fn job(place: &Place, set: &[&str], told: (&str, &str)) -> Output {
+fn job(place: &JobDirectory, set: &[&str], told: (&str, &str)) -> Output {
     let set = SMALL.iter().chain(set).flat_map(|s| ["--set", s]);
     place
         .command(&["job.yaml", "--json"])
         .args(set)
-        .env("LD_LIBRARY_PATH", card::folder())
+        .env("LD_LIBRARY_PATH", emulated_gpu::library_directory())
         .env("XDG_CACHE_HOME", place.path(".cache"))
         .env("LAUNCH_GPUS", "1")
         .env(told.0, told.1)
@@ -198,8 +203,8 @@ fn job(place: &Place, set: &[&str], told: (&str, &str)) -> Output {
 }
 
 /// The difference of the losses of two runs, relative.
-fn apart(a: &Ran, b: &Ran) -> f64 {
-    let losses = |ran: &Ran| ran.losses().iter().map(|l| f64::from_bits(l.1)).collect::<Vec<_>>();
+fn apart(a: &FinishedRun, b: &FinishedRun) -> f64 {
+    let losses = |ran: &FinishedRun| ran.losses().iter().map(|l| f64::from_bits(l.1)).collect::<Vec<_>>();
     let (a, b) = (losses(a), losses(b));
     assert_eq!((a.len(), b.len()), (3, 3));
     a.iter().zip(&b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
@@ -208,19 +213,19 @@ fn apart(a: &Ran, b: &Ran) -> f64 {
 /// Two workers that search at once have one choice for each product, and keep it; by default nobody searches.
 #[test]
 fn a_job_may_time_products() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let chosen = || {
         let files = fs::read_dir(place.path(".cache/launch/kernels")).expect("kernels are kept");
         let names = files.map(|f| f.expect("entry").file_name().to_string_lossy().into_owned());
         names.filter(|name| name.ends_with(".algorithm")).count()
     };
-    let none = ("CARD_COUNT", "1");
+    let none = ("EMULATED_GPU_COUNT", "1");
     let shared = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
-    let one = Ran::of(&job(&place, &shared, none)).succeeded();
+    let one = FinishedRun::from_output(&job(&place, &shared, none)).succeeded();
     assert_eq!(chosen(), 0);
-    place.forget_checkpoints();
-    let fast = [&shared[..], &["train.numerics=fast"]].concat();
-    let timed = Ran::of(&job(&place, &fast, none)).succeeded();
+    place.delete_checkpoints();
+    let fast = [&shared[..], &["train.deterministic=false"]].concat();
+    let timed = FinishedRun::from_output(&job(&place, &fast, none)).succeeded();
     assert!(chosen() > 3, "{} choices", chosen());
     // The emulated library's algorithms differ in time alone, sums of gradients in their order.
     assert!(apart(&timed, &one) < 1e-5, "{}", apart(&timed, &one));
@@ -229,23 +234,23 @@ fn a_job_may_time_products() {
 /// With graphs, where they fail, and where the clock decides: the same losses, and one word about it.
 #[test]
 fn a_job_may_use_graphs() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
     let ran = |set: &[&str], told| {
-        place.forget_checkpoints();
-        let ran = Ran::of(&job(&place, &[&alone[..], set].concat(), told)).succeeded();
-        let notices = ran.kind("notice").into_iter();
+        place.delete_checkpoints();
+        let ran = FinishedRun::from_output(&job(&place, &[&alone[..], set].concat(), told)).succeeded();
+        let notices = ran.named("notice").into_iter();
         let said: Vec<String> = notices
             .filter_map(|e| Some(e["message"].as_str()?.to_owned()))
             .filter(|m| m.contains("graphs"))
             .collect();
         (ran.losses(), said)
     };
-    let none = ("CARD_COUNT", "1");
+    let none = ("EMULATED_GPU_COUNT", "1");
     let (losses, said) = ran(&["train.cuda_graphs=false"], none);
     assert!(said.is_empty(), "{said:?}");
     assert_eq!(ran(&["train.cuda_graphs=true"], none), (losses.clone(), said));
-    let (failing, said) = ran(&["train.cuda_graphs=true"], ("CARD_FAILS", "cuGraphInstantiate:1"));
+    let (failing, said) = ran(&["train.cuda_graphs=true"], ("EMULATED_GPU_FAILS", "cuGraphInstantiate:1"));
     assert_eq!(failing, losses);
     let why = "CUDA graphs are off, and everything goes on without them: cuGraphInstantiate failed";
     assert!(said.len() == 1 && said[0].starts_with(why), "{said:?}");
@@ -259,11 +264,14 @@ fn a_job_may_use_graphs() {
 /// cuDNN's attention: asked for, found faster or not, not there, failing.
 #[test]
 fn a_job_may_have_cudnns_attention() {
-    let place = Place::new();
-    let list =
-        std::env::join_paths([card::folder().to_owned(), card::folder().join("cudnn")]).expect("paths");
+    let place = JobDirectory::new();
+    let list = std::env::join_paths([
+        emulated_gpu::library_directory().to_owned(),
+        emulated_gpu::library_directory().join("cudnn"),
+    ])
+    .expect("paths");
     let libraries = list.to_str().expect("text").replace(':', ", ");
-    let libraries = format!("cluster.cuda_libs=[{libraries}]");
+    let libraries = format!("cluster.cuda_library_paths=[{libraries}]");
     let base = [
         "cluster.devices=cuda",
         "cluster.workers_per_host=1",
@@ -271,19 +279,19 @@ fn a_job_may_have_cudnns_attention() {
         "train.model.num_attention_heads=2",
         "train.model.num_key_value_heads=1",
         "train.precision=bf16",
-        "train.numerics=fast",
+        "train.deterministic=false",
     ];
     let ran = |set: &[&str], told| {
-        place.forget_checkpoints();
-        let ran = Ran::of(&job(&place, &[&base[..], set].concat(), told));
-        let notices = ran.kind("notice").into_iter();
+        place.delete_checkpoints();
+        let ran = FinishedRun::from_output(&job(&place, &[&base[..], set].concat(), told));
+        let notices = ran.named("notice").into_iter();
         let said: Vec<String> = notices
             .filter_map(|e| Some(e["message"].as_str()?.to_owned()))
             .filter(|m| m.contains("attention of"))
             .collect();
         (ran, said)
     };
-    let none = ("CARD_COUNT", "1");
+    let none = ("EMULATED_GPU_COUNT", "1");
     let (own, said) = ran(&["train.attention=flash", &libraries], none);
     let own = own.succeeded();
     assert!(said.is_empty(), "{said:?}");
@@ -303,20 +311,20 @@ fn a_job_may_have_cudnns_attention() {
         ("cuDNN is wrong", "apart from launch's"),
         ("cuDNN has no plan", "no plan"),
     ] {
-        let (failing, said) = ran(&[&libraries], ("CARD_FAILS", told));
+        let (failing, said) = ran(&[&libraries], ("EMULATED_GPU_FAILS", told));
         assert_eq!(failing.succeeded().losses(), own.losses(), "{told}");
         assert!(
             said.len() == 2 && said.iter().all(|s| s.contains("goes without cuDNN: ") && s.contains(why)),
             "{said:?}"
         );
     }
-    let (old, _) = ran(&[&libraries], ("CARD_CUDNN", "90800"));
+    let (old, _) = ran(&[&libraries], ("EMULATED_GPU_CUDNN", "90800"));
     let old = old.succeeded();
     assert_eq!(old.losses(), own.losses());
-    let start = &old.kind("start")[0];
+    let start = &old.named("start")[0];
     let log = Path::new(start["run_dir"].as_str().expect("a folder")).join("logs/rank-0.log");
     let log = fs::read_to_string(log).expect("a log");
-    assert!(log.contains("attention goes without cuDNN: ") && log.contains("is cuDNN 9.8.0"), "{log}");
+    assert!(log.contains("attention runs without cuDNN: ") && log.contains("is cuDNN 9.8.0"), "{log}");
     let (without, _) = ran(&[], none);
     assert_eq!(without.succeeded().losses(), own.losses());
     // Asked for alone, it is.
@@ -324,14 +332,14 @@ fn a_job_may_have_cudnns_attention() {
         (&[][..], none, 3, "cuDNN, NVIDIA's attention (libcudnn.so.9) was not found"),
         (
             &[&*libraries],
-            ("CARD_CUDNN", "90800"),
+            ("EMULATED_GPU_CUDNN", "90800"),
             3,
             "libcudnn.so.9 is cuDNN 9.8.0; needed: cuDNN 9.10 or newer",
         ),
-        (&[&*libraries], ("CARD_FAILS", "cudnnBackendExecute"), 1, "cudnnBackendExecute failed: "),
+        (&[&*libraries], ("EMULATED_GPU_FAILS", "cudnnBackendExecute"), 1, "cudnnBackendExecute failed: "),
         (
             &[&*libraries],
-            ("CARD_FAILS", "cuDNN has no plan"),
+            ("EMULATED_GPU_FAILS", "cuDNN has no plan"),
             1,
             "cuDNN 9.19.0 has no plan for attention of 1 × 8",
         ),
@@ -355,29 +363,30 @@ fn a_job_may_have_cudnns_attention() {
 /// The executable from job to weights: one worker, then two that share the card; the second run goes on on the CPU.
 #[test]
 fn a_job_trains_on_a_card() {
-    let place = Place::new();
-    let none = ("CARD_COUNT", "1");
+    let place = JobDirectory::new();
+    let none = ("EMULATED_GPU_COUNT", "1");
     let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
-    let one = Ran::of(&job(&place, &alone, none)).succeeded();
+    let one = FinishedRun::from_output(&job(&place, &alone, none)).succeeded();
     assert!(place.checkpoints().join("weights/config.json").exists());
-    place.forget_checkpoints();
+    place.delete_checkpoints();
     let shared = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
-    let two = Ran::of(&job(&place, &shared, none)).succeeded();
+    let two = FinishedRun::from_output(&job(&place, &shared, none)).succeeded();
     assert_eq!(two.losses(), one.losses(), "two workers on one card");
-    place.forget_checkpoints();
+    place.delete_checkpoints();
     // Streams of collectives that lag: the same numbers, and what was waited for is told.
-    let lagging = Ran::of(&job(&place, &shared, ("CARD_LAG", "side:2000"))).succeeded();
+    let lagging =
+        FinishedRun::from_output(&job(&place, &shared, ("EMULATED_GPU_LAG", "side:2000"))).succeeded();
     assert_eq!(lagging.losses(), one.losses(), "two workers on one card, streams lag");
-    let exposed = |ran: &Ran| {
-        let steps = ran.kind("step").into_iter();
+    let exposed = |ran: &FinishedRun| {
+        let steps = ran.named("step").into_iter();
         steps.map(|e| e["exposed_comm_s"].as_f64().expect("seconds")).sum::<f64>()
     };
     assert!(exposed(&lagging) > 0.01 && exposed(&one) == 0.0, "{} {}", exposed(&lagging), exposed(&one));
     let on = ["train.steps=4", "cluster.workers_per_host=1"];
-    let went_on = Ran::of(&job(&place, &on, none)).succeeded();
-    assert_eq!(went_on.kind("resume").len(), 1);
-    place.forget_checkpoints();
-    let cpu = Ran::of(&job(&place, &["cluster.workers_per_host=1"], none)).succeeded();
+    let went_on = FinishedRun::from_output(&job(&place, &on, none)).succeeded();
+    assert_eq!(went_on.named("resume").len(), 1);
+    place.delete_checkpoints();
+    let cpu = FinishedRun::from_output(&job(&place, &["cluster.workers_per_host=1"], none)).succeeded();
     assert!(apart(&one, &cpu) < 1e-5, "{:e} apart", apart(&one, &cpu));
     let crowded = ["cluster.devices=cuda", "cluster.workers_per_host=2"];
     let refused = job(&place, &crowded, none);
@@ -389,7 +398,7 @@ fn a_job_trains_on_a_card() {
 /// `launch check` of a job for GPUs names every library's version and path, and what is missing.
 #[test]
 fn check_names_the_libraries() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let check_with = |devices: &str, libraries: &Path, path: &str| {
         let output = place
             .command(&["check", "job.yaml", "--json", "--set", &format!("cluster.devices={devices}")])
@@ -409,7 +418,11 @@ fn check_names_the_libraries() {
     };
     let own_path = std::env::var("PATH").expect("a PATH");
     let check = |devices: &str, libraries: &Path| check_with(devices, libraries, &own_path);
-    let folders = [card::folder().to_owned(), card::folder().join("cudnn"), stand_in::folder().to_owned()];
+    let folders = [
+        emulated_gpu::library_directory().to_owned(),
+        emulated_gpu::library_directory().join("cudnn"),
+        stand_in::folder().to_owned(),
+    ];
     let list = std::env::join_paths(folders).expect("paths");
     let (_, found) = check("cuda", Path::new(&list));
     let begins = [
@@ -433,7 +446,7 @@ fn check_names_the_libraries() {
     for (name, folder) in
         [("libcuda.so.1", &driver), ("libnvrtc.so.13", &packages), ("libcublasLt.so.13", &packages)]
     {
-        fs::copy(card::folder().join(name), folder.join(name)).expect("copied");
+        fs::copy(emulated_gpu::library_directory().join(name), folder.join(name)).expect("copied");
     }
     let path = format!("{}:{own_path}", python.join("bin").display());
     let (_, found) = check_with("cuda", &driver, &path);
@@ -457,16 +470,20 @@ fn check_names_the_libraries() {
 /// A card without memory, without itself, or that fails: one message that says what, and what to do.
 #[test]
 fn what_ends_training_on_a_card_is_said_once() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
     for (told, code, parts) in [
-        (("CARD_MEMORY", "20000"), 1, &["GPU memory is full: ", " needs ", "batch.micro"][..]),
-        (("CARD_FAILS", "cuLaunchKernel:200"), 1, &["cuLaunchKernel of ", "CUDA_ERROR_LAUNCH_FAILED"]),
-        (("CARD_COUNT", "0"), 3, &["no GPU can be used here", "CUDA_ERROR_NO_DEVICE"]),
+        (("EMULATED_GPU_MEMORY", "20000"), 1, &["GPU memory is full: ", " needs ", "batch.micro"][..]),
+        (
+            ("EMULATED_GPU_FAILS", "cuLaunchKernel:200"),
+            1,
+            &["cuLaunchKernel of ", "CUDA_ERROR_LAUNCH_FAILED"],
+        ),
+        (("EMULATED_GPU_COUNT", "0"), 3, &["no GPU can be used here", "CUDA_ERROR_NO_DEVICE"]),
         (("LD_LIBRARY_PATH", "/nowhere"), 3, &["no GPU can be used here", "libcuda.so.1", "/nowhere"]),
     ] {
         let output = job(&place, &alone, told);
-        let ran = Ran::of(&output);
+        let ran = FinishedRun::from_output(&output);
         assert_eq!(ran.code, code, "{told:?}: {}", ran.stderr);
         for part in parts {
             assert!(ran.stderr.contains(part), "{told:?}: `{part}` is missing in: {}", ran.stderr);
@@ -479,40 +496,44 @@ fn what_ends_training_on_a_card_is_said_once() {
         &["train.precision=fp8", "train.model.hidden_size=48", "train.model.intermediate_size=32"],
     ]
     .concat();
-    let ran = Ran::of(&job(&place, &set, ("CARD_CAPABILITY", "80")));
+    let ran = FinishedRun::from_output(&job(&place, &set, ("EMULATED_GPU_CAPABILITY", "80")));
     let why =
-        "train.precision: GPU 0 (Emulated card) is sm_80; needed: sm_89 (Ada) or newer for products in fp8";
+        "train.precision: GPU 0 (Emulated GPU) is sm_80; needed: sm_89 (Ada) or newer for products in fp8";
     assert!(
-        ran.code == 2 && ran.stderr.contains(why) && ran.kind("step").is_empty(),
+        ran.code == 2 && ran.stderr.contains(why) && ran.named("step").is_empty(),
         "{}: {}",
         ran.code,
         ran.stderr
     );
     // two workers on a GPU, and an NCCL that knows no such thing
-    let libs = format!("cluster.cuda_libs=[{}, {}]", card::folder().display(), stand_in::folder().display());
+    let libs = format!(
+        "cluster.cuda_library_paths=[{}, {}]",
+        emulated_gpu::library_directory().display(),
+        stand_in::folder().display()
+    );
     let two = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
-    let set = [&two[..], &["cluster.collectives=nccl", &libs]].concat();
-    let ran = Ran::of(&job(&place, &set, ("CARD_COUNT", "1")));
+    let set = [&two[..], &["cluster.comm_backend=nccl", &libs]].concat();
+    let ran = FinishedRun::from_output(&job(&place, &set, ("EMULATED_GPU_COUNT", "1")));
     assert!(ran.code == 3 && ran.stderr.contains("NCCL 2.27.3 ("), "{}: {}", ran.code, ran.stderr);
     assert!(ran.stderr.contains("can't have two workers on a GPU, NCCL 2.30 or newer can"), "{}", ran.stderr);
     // the job's own folders come before the machine's
-    let libs = format!("cluster.cuda_libs=[{}]", card::folder().display());
+    let libs = format!("cluster.cuda_library_paths=[{}]", emulated_gpu::library_directory().display());
     let set = ["cluster.devices=cuda", "cluster.workers_per_host=1", &libs];
-    Ran::of(&job(&place, &set, ("LD_LIBRARY_PATH", "/nowhere"))).succeeded();
+    FinishedRun::from_output(&job(&place, &set, ("LD_LIBRARY_PATH", "/nowhere"))).succeeded();
 }
 
 /// The benchmark beside PyTorch: the models that it is told of are those that launch trains, and its table has both.
 #[test]
 fn a_peer_trains_the_same_models() {
     let Some(python) = support::python("a_peer_trains_the_same_models") else { return };
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/bench/beside_torch");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/bench/compare_torch");
     let run = |models: &str| {
         let cache = tempfile::tempdir().expect("a folder");
         let output = Command::new(&python)
             .arg(&script)
             .args(["--launch", env!("CARGO_BIN_EXE_launch"), "--tiny", "--device", "cpu", "--eager"])
             .args(["--models", models])
-            .env("LD_LIBRARY_PATH", card::folder())
+            .env("LD_LIBRARY_PATH", emulated_gpu::library_directory())
             .env("XDG_CACHE_HOME", cache.path())
             .output()
             .expect("Python starts");

@@ -32,7 +32,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{Place, TINY};
+use support::{JobDirectory, TINY};
 
 /// (step, loss, gradient norm) of each step, floats as bits.
 type Losses = Vec<(u64, u64, u64)>;
@@ -57,7 +57,7 @@ impl Drop for Worker {
 /// Runs the job of `place` with rank r on host `hosts[r]`; `change` makes each host's job. `at_step(pids, step)` is called as rank 0
 /// reports steps. Losses, and how each rank ended.
 fn run(
-    place: &Place,
+    place: &JobDirectory,
     hosts: &[u32],
     change: impl Fn(u32, &mut JobSpec) + Sync,
     at_step: impl Fn(&[u32], u64) + Sync,
@@ -67,7 +67,7 @@ fn run(
 
 /// The same with environment variables for all workers.
 fn run_with(
-    place: &Place,
+    place: &JobDirectory,
     hosts: &[u32],
     variables: &[(&str, &str)],
     change: impl Fn(u32, &mut JobSpec) + Sync,
@@ -112,14 +112,14 @@ fn run_with(
         job.cluster.interface = Interface::Named("127.0.0.0/8".into());
         change(host, &mut job);
         let place_of = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
-        ToWorker::Welcome(Box::new(WorkerInit {
+        ToWorker::Init(Box::new(WorkerInit {
             version: VERSION,
             rank: rank as u32,
             local_rank: place_of(rank),
             world,
             local_world: place_of(hosts.len()),
             threads: 1,
-            epoch: 4,
+            attempt: 4,
             run: "hosts-test".into(),
             run_dir: place.path(""),
             workdir: place.path(""),
@@ -136,11 +136,11 @@ fn run_with(
                     all.insert(rank as u32, addresses);
                     if all.len() == hosts.len() {
                         let member = |(r, a): (&u32, &Vec<SocketAddr>)| PeerAddress {
-                            node: hosts[*r as usize],
+                            host_index: hosts[*r as usize],
                             addresses: a.clone(),
                         };
                         let members = all.iter().map(member).collect();
-                        let peers = Peers { epoch: 4, key: JobKey([3; 32]), members, nccl_id: None };
+                        let peers = Peers { attempt: 4, key: JobKey([3; 32]), members, nccl_id: None };
                         (0..hosts.len()).for_each(|r| tell(r, &ToWorker::Peers(peers.clone())));
                     }
                 }
@@ -148,7 +148,7 @@ fn run_with(
                     losses.lock().unwrap().push((step, loss.to_bits(), grad_norm.to_bits()));
                     at_step(&pids, step);
                 }
-                FromWorker::Fatal { exit, message } => fatal = Some((exit, message)),
+                FromWorker::Fatal { exit, diagnostic } => fatal = Some((exit, diagnostic.to_string())),
                 FromWorker::Event(_) | FromWorker::Progress { .. } => {}
             }
         }
@@ -183,25 +183,25 @@ fn receive(link: &mut UnixStream) -> Option<FromWorker> {
 
 #[test]
 fn losses_over_hosts_are_bit_equal_to_one_host() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let expected = place.run(&["cluster.workers_per_host=4", "resume.from=never"]).succeeded().losses();
     for hosts in [&[0, 0, 1, 1][..], &[0, 1, 0]] {
-        place.forget_checkpoints();
+        place.delete_checkpoints();
         let (losses, ended) = run(&place, hosts, |_, _| (), |_, _| ());
         let said: Vec<_> = ended.iter().map(|e| (e.code, e.fatal.clone())).collect();
         assert!(ended.iter().all(|e| e.code == Some(0)), "{said:?}");
         assert_eq!(losses, expected, "{hosts:?}");
         let log = std::fs::read_to_string(place.path("rank-1.log")).unwrap();
-        assert!(log.contains("listens to its peers at 127.0.0.1:"), "{log}");
+        assert!(log.contains("accepts connections of its peers on 127.0.0.1:"), "{log}");
         assert!(log.contains("cluster.interface: 127.0.0.0/8"), "{log}");
     }
 }
 
 #[test]
 fn a_killed_rank_ends_all_hosts_within_a_second_and_is_named() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     for victim in [0, 1, 3] {
-        place.forget_checkpoints();
+        place.delete_checkpoints();
         let killed: Mutex<Option<Instant>> = Mutex::new(None);
         let (_, ended) = run(
             &place,
@@ -235,7 +235,7 @@ fn own(host: u32, job: &mut JobSpec) {
     job.checkpoint.r#async = false;
 }
 
-fn forget(place: &Place) {
+fn forget(place: &JobDirectory) {
     for host in 0..3 {
         _ = std::fs::remove_dir_all(place.path(&format!("checkpoints-{host}")));
     }
@@ -257,7 +257,7 @@ fn one_refusal(ended: &[Ended]) -> (WorkerExit, String) {
 
 #[test]
 fn required_shared_storage_that_hosts_do_not_have_is_refused() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let own = |host: u32, job: &mut JobSpec| {
         own(host, job);
         job.checkpoint.require_shared = true;
@@ -267,7 +267,7 @@ fn required_shared_storage_that_hosts_do_not_have_is_refused() {
     for e in &ended {
         let (exit, message) = e.fatal.clone().unwrap();
         assert_eq!(exit, WorkerExit::Cluster, "{message}");
-        assert!(message.contains("is not one directory on all hosts"), "{message}");
+        assert!(message.contains("is not shared: host "), "{message}");
         assert!(message.contains("checkpoint.require_shared: false"), "{message}");
     }
     for host in 0..2 {
@@ -280,7 +280,7 @@ fn required_shared_storage_that_hosts_do_not_have_is_refused() {
 /// from the others; at the end rank 0, which wrote none of the shards, gathers the weights.
 #[test]
 fn shards_stay_on_their_hosts_and_any_split_goes_on_with_the_same_bits() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let set = ["train.steps=60", "checkpoint.every=15", "resume.from=never"];
     let expected = place.run(&set).succeeded().losses();
     let weights = |dir: &str| std::fs::read(place.path(dir).join("weights/model.safetensors")).unwrap();
@@ -289,7 +289,7 @@ fn shards_stay_on_their_hosts_and_any_split_goes_on_with_the_same_bits() {
         let long = |host: u32, job: &mut JobSpec| {
             own(host, job);
             job.checkpoint.r#async = n % 2 == 1;
-            job.checkpoint.every = contract::job::Every::Steps(15);
+            job.checkpoint.every = contract::job::SaveInterval::Steps(15);
             job.train.as_mut().unwrap().steps = 60;
         };
         let last = n + 1 == stretches.len();
@@ -319,7 +319,7 @@ fn shards_stay_on_their_hosts_and_any_split_goes_on_with_the_same_bits() {
 
 #[test]
 fn a_host_that_is_not_there_is_named_with_its_shard() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let (_, ended) = run(&place, &[0, 0, 1], own, |_, _| ());
     all_done(&ended);
     let id = std::fs::read_to_string(place.path("checkpoints-1/.host")).unwrap();
@@ -349,7 +349,7 @@ fn a_host_that_is_not_there_is_named_with_its_shard() {
 
 #[test]
 fn a_kill_at_any_point_of_a_save_on_one_host_leaves_a_checkpoint_that_is_whole_on_all() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let expected = place.run(&["resume.from=never"]).succeeded().losses();
     let hosts = [0, 0, 1];
     let count = place.path("points");

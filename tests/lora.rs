@@ -4,7 +4,7 @@
 mod support;
 use serde_json::Value;
 use std::{fs, path::Path, process::Command};
-use support::Place;
+use support::JobDirectory;
 
 const SEQ_LEN: usize = 64;
 const EVAL_SAMPLES: usize = 8;
@@ -14,9 +14,9 @@ fn adapters_travel_between_jobs_and_peft() {
     let Some(python) = support::deepspeed("adapters_travel_between_jobs_and_peft") else { return };
     for (family, workers, targets) in [("llama", 2, "[q_proj, v_proj, down_proj]"), ("gpt2", 3, "all-linear")]
     {
-        let place = Place::new();
+        let place = JobDirectory::new();
         let path = |name: &str| place.path(name).to_string_lossy().into_owned();
-        script(&python, "folders.py", &["make", &path("source"), family]);
+        script(&python, "hf_directories.py", &["make", &path("source"), family]);
         let corpus = fs::read_to_string(place.path("corpus.txt")).unwrap();
         fs::write(place.path("held.txt"), &corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..]).unwrap();
         let lora = format!("{{rank: 4, alpha: 8, targets: {targets}}}");
@@ -29,7 +29,7 @@ fn adapters_travel_between_jobs_and_peft() {
         let arguments =
             [path("source"), path("adapter"), path("merged"), path("held.txt"), seq_len, path("again")];
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let said = script(&python, "adapters.py", &arguments);
+        let said = script(&python, "evaluate_adapters.py", &arguments);
         let said: Value = serde_json::from_str(said.trim()).unwrap_or_else(|e| panic!("{e}: {said}"));
         let number = |key: &str| said[key].as_f64().unwrap();
         assert_eq!(said["warnings"], Value::Array(vec![]), "{family}: {said}");
@@ -47,7 +47,7 @@ fn adapters_travel_between_jobs_and_peft() {
 }
 
 /// Runs a job of so many steps; the loss of held-out text at its end.
-fn train(place: &Place, workers: u32, lora: &str, lr: &str, steps: u64, dir: &str) -> f64 {
+fn train(place: &JobDirectory, workers: u32, lora: &str, lr: &str, steps: u64, dir: &str) -> f64 {
     let job = format!(
         "name: adapters
 cluster: {{workers_per_host: {workers}}}
@@ -64,12 +64,12 @@ checkpoint: {{dir: {dir}, every: never}}
     );
     fs::write(place.path("job.yaml"), job).unwrap();
     let ran = place.run(&[]).succeeded();
-    let evaluations = ran.kind("eval");
+    let evaluations = ran.named("eval");
     let at_end = evaluations.iter().find(|e| e["step"] == steps).expect("an evaluation at the end");
     at_end["loss"].as_f64().unwrap()
 }
 
-fn gather(place: &Place, arguments: &[&str]) {
+fn gather(place: &JobDirectory, arguments: &[&str]) {
     let gathered = place.launch(&[&["ckpt", "gather"], arguments].concat());
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
 }

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;
-use support::Place;
+use support::JobDirectory;
 
 const JOB: &str = "\
 name: tiny
@@ -15,7 +15,7 @@ checkpoint: {every: 3, async: false, gather_16bit_weights_on_model_save: false}
 ";
 
 /// Planned and measured peak of the largest rank, bytes.
-fn planned_and_measured(place: &Place, set: &[&str]) -> (f64, f64) {
+fn planned_and_measured(place: &JobDirectory, set: &[&str]) -> (f64, f64) {
     let args: Vec<&str> =
         ["plan", "job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect();
     let plan: serde_json::Value = serde_json::from_slice(&place.launch(&args).stdout).expect("a plan");
@@ -25,9 +25,9 @@ fn planned_and_measured(place: &Place, set: &[&str]) -> (f64, f64) {
         .iter()
         .map(|r| r["memory"]["total"].as_f64().expect("bytes"));
     let planned = totals.fold(0.0, f64::max);
-    place.forget_checkpoints();
+    place.delete_checkpoints();
     let ran = place.run(set).succeeded();
-    let peaks = ran.kind("step").into_iter().map(|e| e["peak_rss"].as_f64().expect("bytes"));
+    let peaks = ran.named("step").into_iter().map(|e| e["peak_rss"].as_f64().expect("bytes"));
     let measured = peaks.fold(0.0, f64::max);
     println!("{set:?}: planned {planned}, measured {measured}, ratio {:.3}", planned / measured);
     (planned, measured)
@@ -35,7 +35,7 @@ fn planned_and_measured(place: &Place, set: &[&str]) -> (f64, f64) {
 
 #[test]
 fn the_plan_is_within_ten_per_cent_of_the_run() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     fs::write(place.path("job.yaml"), JOB).unwrap();
     let mut measured_by_world = Vec::new();
     for (world, stage) in [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3), (8, 3)] {
@@ -61,13 +61,13 @@ fn the_plan_is_within_ten_per_cent_of_the_run() {
 /// One sum of gradients, however many micro-batches there are.
 #[test]
 fn the_plan_counts_gradients_that_are_added_as_they_come() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     fs::write(place.path("job.yaml"), JOB).unwrap();
     let mut measured = Vec::new();
-    for numerics in ["reproducible", "fast"] {
+    for deterministic in [true, false] {
         for (world, stage) in [(1, 0), (2, 2)] {
             let (w, s) = (format!("cluster.workers_per_host={world}"), format!("train.zero.stage={stage}"));
-            let n = format!("train.numerics={numerics}");
+            let n = format!("train.deterministic={deterministic}");
             let (planned, found) = planned_and_measured(&place, &[&w, &s, &n]);
             assert!((0.9..=1.1).contains(&(planned / found)), "{n}, {w}, {s}: {planned}, {found}");
             measured.push(found);
@@ -79,13 +79,13 @@ fn the_plan_counts_gradients_that_are_added_as_they_come() {
 
 #[test]
 fn the_plan_counts_rows_and_gradients_of_experts() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let dense = "{family: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8,";
     let experts =
         "{family: mixtral, num_experts: 8, hidden_size: 256, intermediate_size: 344, num_hidden_layers: 4,";
     fs::write(place.path("job.yaml"), JOB.replace(dense, experts)).unwrap();
     for parallel in [1, 2, 4] {
-        let parallel = format!("train.experts.parallel={parallel}");
+        let parallel = format!("train.experts.expert_parallel_size={parallel}");
         let set = ["cluster.workers_per_host=4", "train.batch.micro=2", &parallel];
         let (planned, measured) = planned_and_measured(&place, &set);
         let ratio = planned / measured;
@@ -98,7 +98,7 @@ fn the_plan_counts_rows_and_gradients_of_experts() {
 
 #[test]
 fn the_plan_counts_the_background_copy_and_recomputation() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     fs::write(place.path("job.yaml"), JOB).unwrap();
     for set in [
         &["checkpoint.async=true"][..],

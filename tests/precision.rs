@@ -3,18 +3,18 @@
 mod support;
 use serde_json::Value;
 use std::fs;
-use support::{Place, Ran};
+use support::{FinishedRun, JobDirectory};
 
 const NEVER: [&str; 2] = ["resume.from=never", "checkpoint.every=never"];
 const FROM_10: [&str; 2] = ["resume.from=runs/tiny/checkpoints/step-00000010", "checkpoint.dir=elsewhere"];
 
-fn run(place: &Place, set: &[&[&str]]) -> Ran {
+fn run(place: &JobDirectory, set: &[&[&str]]) -> FinishedRun {
     place.run(&set.concat()).succeeded()
 }
 
 #[test]
 fn bf16_is_bit_equal_and_goes_on_from_every_precision() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let bf16 = ["train.precision=bf16"];
     let whole = run(&place, &[&bf16, &NEVER]).losses();
     assert_ne!(whole, run(&place, &[&NEVER]).losses(), "16 bits are not 32");
@@ -34,13 +34,13 @@ fn bf16_is_bit_equal_and_goes_on_from_every_precision() {
 
     let fp32 = run(&place, &[&FROM_10]);
     let told =
-        fp32.kind("notice").iter().any(|n| n["message"].to_string().contains("precision is fp32 here"));
+        fp32.named("notice").iter().any(|n| n["message"].to_string().contains("precision is fp32 here"));
     assert!(told && fp32.losses() != whole[10..], "{:?}", fp32.events);
 }
 
 #[test]
 fn bf16_without_master_weights_is_bit_equal_and_goes_to_and_fro() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let alone = ["train.precision=bf16", "train.master_weights=false"];
     let masters = ["train.precision=bf16"];
     let whole = run(&place, &[&alone, &NEVER]).losses();
@@ -64,28 +64,29 @@ fn bf16_without_master_weights_is_bit_equal_and_goes_to_and_fro() {
     assert!(weights("gathered") == weights("runs/tiny/checkpoints/weights"));
 
     let back = run(&place, &[&masters, &FROM_10, &["checkpoint.dir=another"]]);
-    let said =
-        |ran: &Ran, what: &str| ran.kind("notice").iter().any(|n| n["message"].to_string().contains(what));
-    assert!(said(&back, "the master weights begin at their values"), "{:?}", back.kind("notice"));
+    let said = |ran: &FinishedRun, what: &str| {
+        ran.named("notice").iter().any(|n| n["message"].to_string().contains(what))
+    };
+    assert!(said(&back, "the master weights begin at their values"), "{:?}", back.named("notice"));
     let from = ["resume.from=another/step-00000020", "checkpoint.dir=third", "train.steps=22"];
     let again = run(&place, &[&alone, &from]);
-    assert!(said(&again, "rounded to bf16, once, to the nearest"), "{:?}", again.kind("notice"));
+    assert!(said(&again, "rounded to bf16, once, to the nearest"), "{:?}", again.named("notice"));
 }
 
 #[test]
 fn fp16_skips_steps_that_overflow_tells_each_and_counts_them() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let fp16 = ["train.precision=fp16", "train.loss_scale.initial_scale_power=32"];
     let ran = run(&place, &[&fp16, &["resume.from=never", "checkpoint.keep=0"]]);
     let whole = ran.losses();
     assert_eq!(whole.len(), 20, "steps that are skipped don't count");
-    let overflows: Vec<u64> = ran.kind("overflow").iter().map(|e| e["skipped"].as_u64().unwrap()).collect();
+    let overflows: Vec<u64> = ran.named("overflow").iter().map(|e| e["skipped"].as_u64().unwrap()).collect();
     assert!(overflows.len() > 2 && overflows.iter().copied().eq(1..=overflows.len() as u64), "{overflows:?}");
-    let scales: Vec<f64> = ran.kind("overflow").iter().map(|e| e["loss_scale"].as_f64().unwrap()).collect();
+    let scales: Vec<f64> = ran.named("overflow").iter().map(|e| e["loss_scale"].as_f64().unwrap()).collect();
     assert!(scales.windows(2).all(|s| s[1] == s[0] / 2.0), "{scales:?}");
     let count = format!("{} steps were skipped since step 0", overflows.len());
-    let told = ran.kind("notice").iter().any(|n| n["message"].to_string().contains(&count));
-    assert!(told, "{:?}", ran.kind("notice"));
+    let told = ran.named("notice").iter().any(|n| n["message"].to_string().contains(&count));
+    assert!(told, "{:?}", ran.named("notice"));
     let files = support::files_below(&place.path("runs"));
     let metrics = files.iter().find(|f| f.ends_with("metrics.jsonl")).expect("a run directory");
     let metrics = fs::read_to_string(place.path("runs").join(metrics)).unwrap();
@@ -95,11 +96,11 @@ fn fp16_skips_steps_that_overflow_tells_each_and_counts_them() {
     let three = ["cluster.workers_per_host=3", "train.zero.stage=1"];
     let again = run(&place, &[&fp16, &FROM_10, &three]);
     assert_eq!(again.losses(), whole[10..], "the scale goes on");
-    let after: Vec<u64> = again.kind("overflow").iter().map(|e| e["skipped"].as_u64().unwrap()).collect();
+    let after: Vec<u64> = again.named("overflow").iter().map(|e| e["skipped"].as_u64().unwrap()).collect();
     assert!(overflows.ends_with(&after), "{after:?} of {overflows:?}");
 
     let least = "train.loss_scale.min_loss_scale=2147483648";
     let failed = place.run(&[fp16[0], fp16[1], least, NEVER[0], NEVER[1]]);
     assert_ne!(failed.code, 0);
-    assert!(failed.cause().contains("use precision: bf16"), "{}", failed.cause());
+    assert!(failed.failure_message().contains("use precision: bf16"), "{}", failed.failure_message());
 }

@@ -28,12 +28,12 @@ use std::{
 };
 
 // Modules of a test lie beside it only when they say so.
-#[path = "processes/left.rs"]
-mod left;
+#[path = "processes/cleanup.rs"]
+mod cleanup;
 #[path = "processes/output.rs"]
 mod output;
-#[path = "processes/several.rs"]
-mod several;
+#[path = "processes/several_hosts.rs"]
+mod several_hosts;
 #[path = "processes/signals.rs"]
 mod signals;
 #[path = "processes/training.rs"]

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::{fs, process::Output};
-use support::{Place, files_below};
+use support::{JobDirectory, files_below};
 
 fn text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
@@ -10,7 +10,7 @@ fn text(output: &Output) -> String {
 
 #[test]
 fn a_program_runs_as_workers_without_a_job_file() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let script = "echo \"$RANK of $WORLD_SIZE: $1 $MASTER_PORT\" > said.$RANK";
     let ran = place.launch(&["run", "--workers", "3", "--", "sh", "-c", script, "sh", "it's \"é\n"]);
     assert!(ran.status.success(), "{}", text(&ran));
@@ -33,7 +33,7 @@ run:
 #[test]
 fn secrets_reach_the_workers_and_nothing_else() {
     let (token, key) = ("sesame-e7c1", "swordfish-09aa");
-    let place = Place::new();
+    let place = JobDirectory::new();
     fs::write(place.path("job.yaml"), JOB).unwrap();
     fs::write(place.path("token.txt"), format!("{token}\n")).unwrap();
     let launch = |args: &[&str]| place.command(args).env("LAUNCH_TEST_KEY", key).output().unwrap();
@@ -59,7 +59,7 @@ fn secrets_reach_the_workers_and_nothing_else() {
 
 #[test]
 fn a_missing_secret_is_named_before_anything_starts() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     fs::write(place.path("job.yaml"), JOB).unwrap();
     for args in [&["job.yaml"][..], &["plan", "job.yaml"]] {
         let ran = place.command(args).env_remove("LAUNCH_TEST_KEY").output().unwrap();

@@ -4,9 +4,9 @@ mod support;
 use serde_json::Value;
 use std::{fs, path::Path, process::Command};
 use support::{
-    Place,
-    scripts::{Script, contents, follows, told},
-    warm::{TRAINERS, Warm},
+    JobDirectory,
+    fork_server::{ForkServer, TRAINERS},
+    scripts::{Script, assert_continues, contents},
 };
 
 /// Losses of the same batches, split over another number of ranks.
@@ -29,7 +29,7 @@ fn words(line: &str) -> Vec<String> {
 #[test]
 fn python_draws_what_the_rule_says() {
     let Some(python) = support::python("python_draws_what_the_rule_says") else { return };
-    let place = Place::new();
+    let place = JobDirectory::new();
     // name, writer, ranks, what differs between ranks
     let sources = [
         ("a", "trainer 2", 2, "--per-rank torch_cpu torch_cuda --cuda all"),
@@ -94,7 +94,7 @@ fn python_draws_what_the_rule_says() {
 }
 
 /// `a` has two ranks, each with its own torch streams.
-fn refusals(place: &Place, a: &Path) {
+fn refusals(place: &JobDirectory, a: &Path) {
     let from = a.display().to_string();
     let said = |args: &[&str], code: i32| {
         let ran = place.launch(&[&["ckpt", "rng", from.as_str()], args].concat());
@@ -102,14 +102,14 @@ fn refusals(place: &Place, a: &Path) {
         assert_eq!(ran.status.code(), Some(code), "{text}");
         text
     };
-    assert!(said(&["--world-size=3", "--strict"], 4).contains("strict refuses to seed new ones"));
+    assert!(said(&["--world-size=3", "--strict"], 4).contains("policy strict does not reseed"));
     said(&["--world-size=2", "--strict", "--reseed"], 2);
     let before = contents(a);
     said(&["--world-size=2", "--strict"], 0);
     assert!(contents(a) == before, "the original was changed");
     let text = said(&["--world-size=3", "--replicated=torch_cpu"], 4);
-    assert!(text.contains("that of rank 1 isn't that of rank 0"), "{text}");
-    assert!(said(&["--world-size=3", "--out=corpus.txt"], 2).contains("it is there already"));
+    assert!(text.contains("differs from rank 0 on rank 1"), "{text}");
+    assert!(said(&["--world-size=3", "--out=corpus.txt"], 2).contains("the path exists"));
     // replaced in one go, then what is there is what counts
     said(&["--world-size=3", "--in-place"], 0);
     assert_eq!(
@@ -121,7 +121,7 @@ fn refusals(place: &Place, a: &Path) {
         fs::read_to_string(a.parent().unwrap().join("launch-w2/checkpoint-5/launch_rng.json")).unwrap();
     assert!(record.contains("\"generation\": 2"), "{record}");
     fs::remove_file(a.join("rng_state_1.pth")).unwrap();
-    assert!(said(&["--world-size=2"], 4).contains("rng_state_1.pth (the random state of rank 1 of 3)"));
+    assert!(said(&["--world-size=2"], 4).contains("rng_state_1.pth, the RNG state of rank 1 of 3"));
     let mut torn = fs::read(a.join("rng_state_0.pth")).unwrap();
     let at = torn.len() / 2;
     torn[at] ^= 4;
@@ -136,8 +136,8 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
     let Some(python) = support::deepspeed("a_trainer_script_resumes_with_another_number_of_ranks") else {
         return;
     };
-    let warm = Warm::start(&python, &TRAINERS);
-    let trained = Script::new(&warm.python(), "trainer.py", 9);
+    let fork_server = ForkServer::start(&python, &TRAINERS);
+    let trained = Script::new(&fork_server.python(), "trainer.py", 9);
     let (_, whole) = trained.run(2, "whole", "", &[]);
     assert_eq!(whole.len(), 9, "nine steps");
     let saved = trained.place.path("out-whole/checkpoint-3");
@@ -156,28 +156,28 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
         ("back", 4, 2, "out-w4", 6, "resume: {from: out-w4/checkpoint-6}", by_argument),
     ] {
         let (ran, rest) = trained.run(workers, report, resume, more);
-        let said = told(&ran.succeeded());
+        let said = ran.succeeded().notices().join("\n");
         let same = old == workers;
         let within = if same { from.to_owned() } else { format!("{from}/launch-w{workers}") };
         let folder = trained.place.path(&format!("{within}/checkpoint-{step}"));
         assert!(said.contains(&format!("resumes from {}", folder.display())), "{said}");
-        let saved_by = format!("saved by {old} ranks and goes on with {workers}");
+        let saved_by = format!("saved by {old} ranks, resuming with {workers}");
         match same {
-            true => assert!(said.contains("passed over") && said.contains("checkpoint-6"), "{said}"),
+            true => assert!(said.contains("skipped") && said.contains("checkpoint-6"), "{said}"),
             false => {
-                let streams = format!("random states of {old} ranks");
+                let streams = format!("RNG states of {old} ranks");
                 assert!(said.contains(&saved_by) && said.contains(&streams), "{said}");
             }
         }
         assert_eq!(rest.len(), 9, "the steps of before, and the rest: {rest:?}");
-        follows(&rest, &whole, CLOSE);
+        assert_continues(&rest, &whole, CLOSE);
         assert_eq!(
-            trained.different(report, workers, "torch"),
+            trained.distinct_values(report, workers, "torch"),
             workers as usize,
             "each rank has its own stream"
         );
         assert_eq!(
-            trained.different(report, workers, "python"),
+            trained.distinct_values(report, workers, "python"),
             1,
             "what was the same on all ranks stays so"
         );
@@ -194,9 +194,9 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
     let strict = "resume: {from: out-whole/checkpoint-3, rng: strict}";
     let (ran, _) = trained.run(4, "strict", strict, &[]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
-    assert!(ran.stderr.contains("strict refuses to seed new ones"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("policy strict does not reseed"), "{}", ran.stderr);
     fs::remove_file(saved.join("rng_state_0.pth")).unwrap();
     let (ran, _) = trained.run(2, "torn", named, &[]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
-    assert!(ran.stderr.contains("rng_state_0.pth (the random state of rank 0 of 2)"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("rng_state_0.pth, the RNG state of rank 0 of 2"), "{}", ran.stderr);
 }

@@ -1,15 +1,15 @@
-//! The built-in runtime goes on from what HF Trainer, Accelerate, torch and DeepSpeed saved (scripts/golden/resume), with the
-//! losses with which those programs went on.
+//! The built-in runtime resumes from checkpoints of HF Trainer, Accelerate, torch and DeepSpeed
+//! (scripts/golden/resume) with the losses that those programs computed afterwards.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;
 use std::path::Path;
 use support::{
-    continued::{Continued, notices, numbers},
+    resumed::{ResumedJob, numbers},
     scripts::contents,
 };
 
-/// Programs, what their folders are called, and how many ranks wrote them.
+/// The recorded programs: directory, kind that `ckpt inspect` reports, and number of ranks.
 const PROGRAMS: [(&str, &str, u32); 19] = [
     ("trainer_1", "HF Trainer", 1),
     ("trainer_2", "HF Trainer", 2),
@@ -26,29 +26,28 @@ const PROGRAMS: [(&str, &str, u32); 19] = [
     ("z2_sgd", "DeepSpeed", 2),
     ("z3_sgd", "DeepSpeed", 2),
     ("z2_lion", "DeepSpeed", 2),
-    // the experts of a layer as one tensor in the optimizer, one by one among the weights
+    // the optimizer stores the experts of a layer as one tensor, the weights store them separately
     ("trainer_mixtral", "HF Trainer", 1),
     ("trainer_qwen3_moe", "HF Trainer", 1),
     ("z2_mixtral", "DeepSpeed", 2),
     ("z3_qwen3_moe", "DeepSpeed", 2),
 ];
-/// SGD as those programs had it.
+/// The settings of SGD in those programs.
 const SGD: &str = "train.optimizer={name: sgd, lr: 5e-2, momentum: 0.9, weight_decay: 0.1}";
-/// And Lion, which keeps one moment.
+/// The settings of Lion in those programs.
 const LION: &str = "train.optimizer={name: lion, lr: 1e-4, betas: [0.9, 0.99], weight_decay: 0.1}";
 
-/// Where a program stopped the built-in runtime goes on: on any number of workers, at any stage, with the same bits.
+/// Losses have the same bits for any number of workers and stage.
 #[test]
-fn the_losses_are_those_with_which_trainer_accelerate_and_torch_went_on() {
+fn resumed_losses_equal_those_of_the_programs() {
     for (name, kind, world) in PROGRAMS {
-        let (continued, told) = Continued::program(name);
-        let inspected =
-            continued.place.launch(&["ckpt", "inspect", "--json", continued.from.to_str().unwrap()]);
+        let (resumed, recording) = ResumedJob::from_program(name);
+        let inspected = resumed.place.launch(&["ckpt", "inspect", "--json", resumed.from.to_str().unwrap()]);
         let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
-        assert_eq!((&inspected["kind"], &told["world"]), (&kind.into(), &world.into()), "{name}");
-        let before = contents(&continued.from);
+        assert_eq!((&inspected["kind"], &recording["world"]), (&kind.into(), &world.into()), "{name}");
+        let before = contents(&resumed.from);
         let mut bits = Vec::new();
-        let (own, rate) = match name.rsplit_once('_') {
+        let (optimizer, rate) = match name.rsplit_once('_') {
             Some((_, "sgd")) => (&[SGD][..], 5e-2),
             Some((_, "lion")) => (&[LION][..], 1e-4),
             _ => (&[][..], 2e-3),
@@ -56,190 +55,164 @@ fn the_losses_are_those_with_which_trainer_accelerate_and_torch_went_on() {
         for (workers, stage) in [(1, 0), (2, 2), (3, 3)] {
             let set = [format!("cluster.workers_per_host={workers}"), format!("train.zero.stage={stage}")];
             let set: Vec<&str> = set.iter().map(String::as_str).chain(["checkpoint.every=never"]).collect();
-            let ran = continued.run(&[&set, own].concat()).succeeded();
-            let resumed = ran.kind("resume")[0];
-            assert_eq!((&resumed["step"], &resumed["world"]), (&3.into(), &world.into()), "{name}");
-            continued.follows(&ran);
-            let lr = ran.kind("step")[0]["lr"].as_f64().unwrap();
+            let ran = resumed.run(&[&set, optimizer].concat()).succeeded();
+            let event = ran.named("resume")[0];
+            assert_eq!((&event["step"], &event["world"]), (&3.into(), &world.into()), "{name}");
+            resumed.follows(&ran);
+            let lr = ran.named("step")[0]["lr"].as_f64().unwrap();
             assert!((lr - rate * 17.0 / 18.0).abs() < 1e-12, "{name}: {lr}");
-            let said = notices(&ran);
-            let differs: Vec<&String> = said
-                .iter()
-                .filter(|m| {
-                    m.contains("goes on with") || m.contains("learning rate") || m.contains("scheduler")
-                })
-                .collect();
-            match name {
-                // its one group decays norms as well
-                "accelerate_ddp" => {
-                    let decays = "`no_decay` goes on with weight_decay 0 (checkpoint: 0.1)";
-                    assert!(differs.len() == 1 && differs[0].contains(decays), "{differs:?}");
-                }
-                _ => assert!(differs.is_empty(), "{name}: {differs:?}"),
+            if workers == 1 {
+                resumed.place.assert_snapshot(&format!("notices_{name}"), &ran.notices().join("\n"));
             }
-            assert!(said.iter().any(|m| m.contains("data goes on at sample 12 ")), "{name}: {said:?}");
             bits.push(ran.losses());
         }
-        assert!(bits.iter().all(|b| *b == bits[0]), "{name}: the number of workers changes the losses");
-        assert!(before == contents(&continued.from), "{name}: the original was changed");
+        assert!(bits.iter().all(|b| *b == bits[0]), "{name}: losses depend on the number of workers");
+        assert!(before == contents(&resumed.from), "{name}: the original was changed");
     }
 }
 
-/// SGD's momentum by way of the universal format, which DeepSpeed's own converter has for Adam alone.
+/// DeepSpeed's converter supports Adam only.
 #[test]
-fn momentum_goes_through_the_universal_format() {
-    let (mut continued, _) = Continued::program("z3_sgd");
-    let (universal, native) = (continued.place.path("universal"), continued.place.path("native"));
+fn momentum_of_sgd_is_converted_through_the_universal_format() {
+    let (mut resumed, _) = ResumedJob::from_program("z3_sgd");
+    let (universal, native) = (resumed.place.path("universal"), resumed.place.path("native"));
     let convert = |from: &Path, to: &Path, kind: &str| {
         let (from, to) = (from.to_str().unwrap(), to.to_str().unwrap());
-        let made = continued.place.launch(&["ckpt", "convert", from, to, "--to", kind]);
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        let converted = resumed.place.launch(&["ckpt", "convert", from, to, "--to", kind]);
+        assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
     };
-    convert(&continued.from, &universal, "universal");
+    convert(&resumed.from, &universal, "universal");
     convert(&universal, &native, "native");
-    let direct = continued.run(&[SGD, "checkpoint.every=never"]).succeeded();
+    let direct = resumed.run(&[SGD, "checkpoint.every=never"]).succeeded();
     for from in [universal, native] {
-        continued.from = from;
-        let ran = continued.run(&[SGD, "checkpoint.every=never"]).succeeded();
-        continued.follows(&ran);
-        assert_eq!(ran.losses(), direct.losses(), "{}", continued.from.display());
+        resumed.from = from;
+        let ran = resumed.run(&[SGD, "checkpoint.every=never"]).succeeded();
+        resumed.follows(&ran);
+        assert_eq!(ran.losses(), direct.losses(), "{}", resumed.from.display());
     }
 }
 
-/// Folders from which a run can't go on as it was: one error that says what, where and why; never a silent new beginning.
+/// A checkpoint that is incomplete or of another model is an error and never a new start.
 #[test]
-fn what_is_not_whole_or_not_the_job_s_is_refused() {
-    let refused = |name: &str, left_out: &[&str], set: &[&str], parts: &[&str]| {
-        let (mut continued, _) = Continued::program(name);
-        continued.from = continued.copy_without(left_out);
-        let why = continued.refused(set);
-        assert!(why.contains(continued.from.to_str().unwrap()), "{why} doesn't say where");
-        for part in parts {
-            assert!(why.contains(part), "{name} without {left_out:?}: {why} lacks {part}");
-        }
-    };
-    let lost = "it is the training state of step 3 but lacks the optimizer's";
-    refused("trainer_fsdp_full", &["optimizer.bin"], &[], &[lost]);
-    refused("trainer_1", &["optimizer.pt"], &[], &[lost]);
-    refused("trainer_fsdp_sharded", &["optimizer_0"], &[], &[lost]);
-    refused(
-        "accelerate_ddp",
-        &["optimizer.bin"],
-        &[],
-        &["it is the training state of step unknown but lacks"],
-    );
-    let frozen = "the optimizer's state in optimizer.pt isn't read: it has states of 12 weights, the model has 21 (some may be frozen)";
-    refused("trainer_frozen", &[], &[], &[lost, frozen]);
-    // nor can they be those of other weights than the ones that were trained
-    let other = "nor is it of the weights trained here: it has states of 12 weights, the model has 3";
-    refused("trainer_frozen", &[], &["train.freeze=[model.layers.*]"], &[lost, frozen, other]);
-    refused("z2_lion", &[], &[], &["lacks the optimizer's exp_avg_sq of model.embed_tokens.weight"]);
-    refused("trainer_sgd", &[], &[], &["lacks the optimizer's exp_avg of model.embed_tokens.weight"]);
-    refused(
-        "trainer_2",
-        &[],
-        &["train.model.family=llama"],
-        &[
-            "its config.json says qwen2, the job's model is llama",
-            "the job's model hasn't model.layers.0.self_attn.q_proj.bias",
-        ],
-    );
-    refused("dcp", &[], &["train.model.family=llama"], &["the job's model hasn't"]);
-    for name in ["trainer_2", "accelerate_fsdp_full", "accelerate_fsdp_sharded", "dcp"] {
-        refused(
-            name,
-            &[],
-            &["train.model.hidden_size=24"],
-            &["of other shapes are model.embed_tokens.weight [257, 16] (the job: [257, 24])"],
+fn incomplete_and_mismatched_checkpoints_are_rejected() {
+    let every_part: &[&str] = &[];
+    let freeze: &[&str] = &["train.freeze=[model.layers.*]"];
+    let (llama, wide): (&[&str], &[&str]) = (&["train.model.family=llama"], &["train.model.hidden_size=24"]);
+    let shard = "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt";
+    let cases = [
+        ("trainer_fsdp_full", &["optimizer.bin"][..], &[][..]),
+        ("trainer_1", &["optimizer.pt"], &[]),
+        ("trainer_fsdp_sharded", &["optimizer_0"], &[]),
+        ("accelerate_ddp", &["optimizer.bin"], &[]),
+        ("trainer_frozen", every_part, &[]),
+        ("trainer_frozen", every_part, freeze),
+        ("z2_lion", every_part, &[]),
+        ("trainer_sgd", every_part, &[]),
+        ("trainer_2", every_part, llama),
+        ("dcp", every_part, llama),
+        ("trainer_2", every_part, wide),
+        ("accelerate_fsdp_full", every_part, wide),
+        ("accelerate_fsdp_sharded", every_part, wide),
+        ("dcp", every_part, wide),
+        ("dcp", &["__1_0.distcp"], &[]),
+        ("trainer_z3", &[shard], &[]),
+    ];
+    for (number, (name, excluded, set)) in cases.into_iter().enumerate() {
+        let (mut resumed, _) = ResumedJob::from_program(name);
+        resumed.from = resumed.copy_without(excluded);
+        let rejected = resumed.rejected(set);
+        let failure = rejected.failure();
+        let text = format!(
+            "{name} without {excluded:?}, {set:?}: {}\n{}\n{}",
+            failure["code"],
+            failure["message"].as_str().unwrap(),
+            failure["help"]
         );
+        resumed.place.assert_snapshot(&format!("rejected_{number:02}"), &text);
     }
-    refused("dcp", &["__1_0.distcp"], &[], &["__1_0.distcp"]);
-    refused("trainer_z3", &["global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"], &[], &["rank 0 of 2"]);
 }
 
-/// Programs that froze a layer go on with it frozen. Where the optimizer's states have numbers alone they are those of what
-/// the job trains; where they have names, a job that trains everything begins the others anew, and says so.
+/// Programs that froze a layer resume with it frozen. Numbered optimizer states belong to the
+/// parameters that the job trains. With named states, a job that trains every parameter starts the
+/// missing states at zero and reports it.
 #[test]
-fn what_was_frozen_stays_frozen() {
+fn frozen_parameters_stay_frozen() {
     let freeze = "train.freeze=[model.layers.0.*]";
     for name in ["trainer_frozen", "accelerate_frozen", "z2_frozen", "z3_frozen"] {
-        let (continued, _) = Continued::program(name);
+        let (resumed, _) = ResumedJob::from_program(name);
         let mut bits = Vec::new();
         for (workers, stage) in [(1, 0), (3, 3)] {
             let set = [format!("cluster.workers_per_host={workers}"), format!("train.zero.stage={stage}")];
             let set: Vec<&str> =
                 set.iter().map(String::as_str).chain([freeze, "checkpoint.every=never"]).collect();
-            let ran = continued.run(&set).succeeded();
-            continued.follows(&ran);
-            let said = notices(&ran);
-            let guessed = said.iter().any(|m| m.contains("numbers the states of 12 of 21 weights"));
-            assert_eq!(guessed, name == "trainer_frozen", "{name}: {said:?}");
-            assert!(!said.iter().any(|m| m.contains("begin anew")), "{name}: {said:?}");
+            let ran = resumed.run(&set).succeeded();
+            resumed.follows(&ran);
+            if workers == 1 {
+                resumed.place.assert_snapshot(&format!("notices_{name}"), &ran.notices().join("\n"));
+            }
             bits.push(ran.losses());
         }
-        assert_eq!(bits[0], bits[1], "{name}: the number of workers changes the losses");
+        assert_eq!(bits[0], bits[1], "{name}: losses depend on the number of workers");
     }
-    let (continued, _) = Continued::program("z3_frozen");
-    let said = notices(&continued.run(&["train.steps=4", "checkpoint.every=never"]).succeeded());
-    assert!(said.iter().any(|m| m.contains("9 parameters have no optimizer state")), "{said:?}");
+    let (resumed, _) = ResumedJob::from_program("z3_frozen");
+    let ran = resumed.run(&["train.steps=4", "checkpoint.every=never"]).succeeded();
+    resumed.place.assert_snapshot("notices_of_missing_states", &ran.notices().join("\n"));
 }
 
-/// Weights without a training state begin one: a new optimizer, step 0, the first sample. So does a checkpoint of ours that
-/// was made of them.
+/// Weights without a training state start at step 0 with a new optimizer and the first sample, also
+/// after conversion to a native checkpoint.
 #[test]
-fn weights_alone_begin_at_step_0_and_say_so() {
-    let (mut continued, told) = Continued::program("trainer_1");
+fn weights_without_a_training_state_start_at_step_0() {
+    let (mut resumed, recording) = ResumedJob::from_program("trainer_1");
     let state = ["optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"];
-    continued.from = continued.copy_without(&state);
-    let ran = continued.run(&["train.steps=3", "checkpoint.every=never"]).succeeded();
-    assert_eq!((&ran.kind("resume")[0]["step"], &ran.kind("step")[0]["step"]), (&0.into(), &1.into()));
-    let said = notices(&ran);
-    let alone = "holds weights alone: the optimizer, the learning rate and the data begin at step 0";
-    assert!(said.iter().any(|m| m.contains(alone)), "{said:?}");
-    // the same samples with weights that have learnt from them
-    let first = ran.kind("step")[0]["loss"].as_f64().unwrap();
-    assert!(first < numbers(&told["losses"])[0], "{first}");
-    let native = continued.place.path("native");
-    let (from, to) = (continued.from.to_str().unwrap(), native.to_str().unwrap());
-    let made = continued.place.launch(&["ckpt", "convert", from, to, "--to", "native", "--world", "3"]);
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    continued.from = native;
-    let again = continued.run(&["train.steps=3", "checkpoint.every=never"]).succeeded();
+    resumed.from = resumed.copy_without(&state);
+    let ran = resumed.run(&["train.steps=3", "checkpoint.every=never"]).succeeded();
+    assert_eq!((&ran.named("resume")[0]["step"], &ran.named("step")[0]["step"]), (&0.into(), &1.into()));
+    let mut messages = ran.notices().join("\n");
+    // the same samples with weights that were trained on them
+    let first = ran.named("step")[0]["loss"].as_f64().unwrap();
+    assert!(first < numbers(&recording["losses"])[0], "{first}");
+    let native = resumed.place.path("native");
+    let (from, to) = (resumed.from.to_str().unwrap(), native.to_str().unwrap());
+    let converted = resumed.place.launch(&["ckpt", "convert", from, to, "--to", "native", "--world", "3"]);
+    assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
+    resumed.from = native;
+    let again = resumed.run(&["train.steps=3", "checkpoint.every=never"]).succeeded();
     assert_eq!(again.losses(), ran.losses());
-    let said = notices(&again);
-    assert!(said.len() == 1 && said[0].contains(alone), "{said:?}");
+    messages += &format!("\nconverted:\n{}", again.notices().join("\n"));
+    resumed.place.assert_snapshot("notices_of_weights_only", &messages);
 }
 
-/// A run in fp16 goes on with the loss scale that the program's own had found, and counts the steps that updated the weights.
+/// A run in fp16 resumes with the loss scale of the program and counts the steps that updated weights.
 #[test]
-fn the_loss_scale_goes_on() {
-    let (continued, told) = Continued::program("z2_fp16");
-    let told = &told["loss_scale"];
+fn the_loss_scale_is_resumed() {
+    let (resumed, recording) = ResumedJob::from_program("z2_fp16");
+    let loss_scale = &recording["loss_scale"];
     let set = ["train.precision=fp16", "train.steps=4", "train.loss_scale.initial_scale_power=4"];
-    let ran = continued.run(&set).succeeded();
-    assert!(told["skipped"].as_u64().unwrap() > 0, "{told}");
-    let done = told["updates"].as_u64().unwrap();
+    let ran = resumed.run(&set).succeeded();
+    assert!(loss_scale["skipped"].as_u64().unwrap() > 0, "{loss_scale}");
+    let done = loss_scale["updates"].as_u64().unwrap();
     assert_eq!(
-        (&ran.kind("resume")[0]["step"], &ran.kind("step")[0]["step"]),
+        (&ran.named("resume")[0]["step"], &ran.named("step")[0]["step"]),
         (&done.into(), &(done + 1).into())
     );
-    let path = continued.place.checkpoints();
-    let inspected = continued.place.launch(&["ckpt", "inspect", "--json", path.to_str().unwrap()]);
+    let path = resumed.place.checkpoints();
+    let inspected = resumed.place.launch(&["ckpt", "inspect", "--json", path.to_str().unwrap()]);
     let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
     let scale = &inspected["cursor"]["loss_scale"];
-    assert_eq!(scale["scale"], told["scale"], "{scale}");
-    // by way of a checkpoint of ours it is the same
-    let native = continued.place.path("native");
-    let made = continued.place.launch(&[
+    assert_eq!(scale["scale"], loss_scale["scale"], "{scale}");
+    // also after conversion to a native checkpoint
+    let native = resumed.place.path("native");
+    let converted = resumed.place.launch(&[
         "ckpt",
         "convert",
-        continued.from.to_str().unwrap(),
+        resumed.from.to_str().unwrap(),
         native.to_str().unwrap(),
         "--to",
         "native",
     ]);
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let again = Continued { from: native, ..continued };
+    assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
+    let again = ResumedJob { from: native, ..resumed };
     let through = again.run(&set).succeeded();
     assert_eq!(through.losses(), ran.losses());
 }

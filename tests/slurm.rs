@@ -111,7 +111,7 @@ impl Cluster {
         let job = TINY
             .replace("steps: 20", &format!("steps: {steps}"))
             .replace("{every: 10, keep: 2}", "{every: 25, keep: 2}");
-        let slurm = format!("slurm: {{nodes: {nodes}, notice: 10s}}\n");
+        let slurm = format!("slurm: {{nodes: {nodes}, signal_time: 10s}}\n");
         fs::write(self.shared("job.yaml"), job + &slurm).unwrap();
         let undisturbed = "./launch job.yaml --set name=undisturbed --set cluster.hosts=local";
         self.ok("h1", undisturbed);
@@ -303,7 +303,7 @@ fn a_failure_ends_every_node_and_is_named() {
     let Some(c) = Cluster::up("a_failure_ends_every_node_and_is_named", 3) else { return };
     // Each rank leaves a process in a session of its own.
     let script = "setsid sleep 1000 & echo up > up.$RANK; while [ ! -e go ]; do sleep 0.05; done; [ $RANK = 2 ] && exit 9; exec sleep 1000";
-    c.program("{nodes: 3, requeues: 0}", "grace: 5s", script);
+    c.program("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
     let begin = |c: &Cluster| {
         for file in ["up.0", "up.1", "up.2", "go"] {
             _ = fs::remove_file(c.shared(file));
@@ -339,7 +339,7 @@ fn the_time_limit_and_scancel_find_a_saved_job_that_goes_on() {
     let Some(c) = Cluster::up("the_time_limit_and_scancel_find_a_saved_job_that_goes_on", 5) else { return };
     // A program on a node of its own runs into its real time limit, meanwhile.
     let script = "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; while :; do sleep 0.1; done";
-    c.program("{nodes: 1, time: 1m, notice: 10s}", "grace: 8s", script);
+    c.program("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
     fs::rename(c.shared("job.yaml"), c.shared("limited.yaml")).unwrap();
     let limited = c.ok("h0", "./launch sbatch limited.yaml");
     let want = c.training(4, 400);
@@ -378,7 +378,7 @@ fn a_lost_node_is_answered_by_a_requeue_and_a_resume() {
     let Some(c) = Cluster::up("a_lost_node_is_answered_by_a_requeue_and_a_resume", 4) else { return };
     // Another node than the batch script's is lost: launch notices, and asks to be queued again.
     let script = "echo $(hostname) >> up.$RANK; [ $(wc -l < up.$RANK) -gt 1 ] && exit 0; exec sleep 1000";
-    c.program("{nodes: 3}", "grace: 5s", script);
+    c.program("{nodes: 3}", "grace_period: 5s", script);
     let job = c.ok("h0", "./launch sbatch job.yaml");
     let up = || (0..3).all(|rank| c.shared(&format!("up.{rank}")).exists()).then_some(());
     await_that("the start", || c.told(&job), up);

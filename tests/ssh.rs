@@ -147,8 +147,8 @@ fn ways_that_lead_nowhere_are_told_apart() {
     let (nobody, list) =
         (hosts.address(200), format!("[\"h[0-3]\", {}, no-such-host.invalid]", hosts.address(200)));
     let job = Job::new(&hosts, &list, NOTHING);
-    hosts.do_(&["sshd-stop", "h0"]);
-    hosts.do_(&["blackhole", "h1"]);
+    hosts.command(&["sshd-stop", "h0"]);
+    hosts.command(&["blackhole", "h1"]);
     // h2 shows another key than the one that is known; h3's is not known
     hosts.shell("h2", "rm /etc/ssh/ssh_host_ed25519_key*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; kill -HUP $(cat /run/sshd.pid); sleep 0.2");
     let known = fs::read_to_string(hosts.file("known_hosts")).expect("known_hosts");
@@ -197,7 +197,7 @@ fn who_is_not_let_in_is_told_why() {
 fn hosts_that_cannot_run_it_are_told_apart() {
     let Some(hosts) = Hosts::up("ssh::hosts_that_cannot_run_it_are_told_apart", 4) else { return };
     let job = Job::new(&hosts, ALL, NOTHING);
-    hosts.do_(&["fill", "h0", "/", "20000"]);
+    hosts.command(&["fill", "h0", "/", "20000"]);
     hosts.shell("h1", "mkdir -p /root/.cache; mount -t tmpfs -o noexec none /root/.cache");
     hosts.shell("h2", "mkdir -p /root/.cache; touch /root/.cache/launch");
     hosts.shell(
@@ -257,7 +257,7 @@ fn a_host_behind_another_is_reached() {
     expect(&found, "h1", "tcp", &["no answer"]);
     let (code, found) = job.check(&["cluster.ssh.jump=h0"]);
     assert_eq!(code, 0, "{found:#}");
-    hosts.do_(&["sshd-stop", "h2"]);
+    hosts.command(&["sshd-stop", "h2"]);
     let (code, found) = job.check(&["cluster.ssh.jump=h0"]);
     assert_eq!(code, 3);
     let (_, text) = failed(&found, "h2");
@@ -318,7 +318,7 @@ fn a_failure_ends_every_host() {
     let Some(hosts) = Hosts::up("ssh::a_failure_ends_every_host", 3) else { return };
     let script = "if [ $RANK = 3 ]; then sleep 1; echo broken; exit 7; fi; sleep 600";
     let run = format!(
-        "run: {{command: [sh, -c, '{script}'], workdir: /root, grace: 2s, logs: {{dir: '/tmp/runs/{{run}}'}}}}"
+        "run: {{command: [sh, -c, '{script}'], workdir: /root, grace_period: 2s, logs: {{dir: '/tmp/runs/{{run}}'}}}}"
     );
     let job = Job::new(&hosts, "[\"h[0-2]\"]", &run);
     let output = job.launch(&["job.yaml", "--json"]);
@@ -340,7 +340,8 @@ fn a_failure_ends_every_host() {
 #[test]
 fn a_lost_controller_ends_every_host() {
     let Some(hosts) = Hosts::up("ssh::a_lost_controller_ends_every_host", 2) else { return };
-    let run = "run: {command: [sleep, '601'], workdir: /root, grace: 1s, logs: {dir: '/tmp/runs/{run}'}}";
+    let run =
+        "run: {command: [sleep, '601'], workdir: /root, grace_period: 1s, logs: {dir: '/tmp/runs/{run}'}}";
     let job = Job::new(&hosts, "[h0, h1]", run);
     let mut child =
         job.command(&["job.yaml"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("launch");
@@ -364,7 +365,7 @@ fn a_host_that_cannot_be_had_ends_the_run_before_it_starts() {
     let Some(hosts) = Hosts::up("ssh::a_host_that_cannot_be_had_ends_the_run", 2) else { return };
     let run = "run: {command: [sh, -c, 'echo started'], workdir: /root, logs: {dir: '/tmp/runs/{run}'}}";
     let job = Job::new(&hosts, "[h0, h1]", run);
-    hosts.do_(&["sshd-stop", "h1"]);
+    hosts.command(&["sshd-stop", "h1"]);
     let output = job.launch(&["job.yaml"]);
     let talk = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{talk}");

@@ -4,15 +4,15 @@
 mod support;
 use serde_json::{Value, json};
 use std::process::Command;
-use support::Place;
+use support::JobDirectory;
 
 #[test]
 fn event_files_hold_what_the_metrics_hold() {
     let Some(python) = support::python("event_files_hold_what_the_metrics_hold") else { return };
-    let place = Place::new();
+    let place = JobDirectory::new();
     let evaluated = ["train.eval={every: 4, files: [corpus.txt], samples: 8}", "checkpoint.every=never"];
     let ran = place.run(&evaluated).succeeded();
-    let run_dir = ran.kind("start")[0]["run_dir"].as_str().unwrap().to_owned();
+    let run_dir = ran.named("start")[0]["run_dir"].as_str().unwrap().to_owned();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/event_files.py");
     let output = Command::new(python).arg(script).arg(place.path(&run_dir)).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

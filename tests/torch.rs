@@ -3,16 +3,16 @@
 mod support;
 use serde_json::Value;
 use std::{collections::BTreeMap, fs, path::Path};
-use support::{Place, Ran};
+use support::{FinishedRun, JobDirectory};
 
 /// Runs `script` as the ranks of a job. `more` are lines for the job's `cluster` and `run`.
-fn run(python: &Path, workers: u32, script: &str, cluster: &str, run: &str) -> (Place, Ran) {
-    let place = Place::new();
+fn run(python: &Path, workers: u32, script: &str, cluster: &str, run: &str) -> (JobDirectory, FinishedRun) {
+    let place = JobDirectory::new();
     fs::write(place.path("script.py"), script).unwrap();
     let python = serde_json::to_string(&python).unwrap();
     let job = format!(
         "name: torch\ncluster: {{workers_per_host: {workers}{cluster}}}\n\
-         run: {{command: [{python}, script.py], grace: 5s{run}}}\n"
+         run: {{command: [{python}, script.py], grace_period: 5s{run}}}\n"
     );
     fs::write(place.path("job.yaml"), job).unwrap();
     let ran = place.run(&[]);
@@ -189,9 +189,9 @@ fn what_a_program_recorded_is_the_root_cause() {
     let Some(python) = support::python("what_a_program_recorded_is_the_root_cause") else { return };
     let (_, ran) = run(&python, 2, RAISES, "", "");
     assert_eq!(ran.code, 1);
-    assert_eq!(ran.cause(), "exit code 1: ValueError: no such layer");
-    assert_eq!(ran.kind("failure")[0]["rank"], 1);
-    let tail = &ran.kind("failure")[0]["tail"];
+    assert_eq!(ran.failure_message(), "exit code 1: ValueError: no such layer");
+    assert_eq!(ran.named("failure")[0]["rank"], 1);
+    let tail = &ran.named("failure")[0]["tail"];
     let traced = |v: &Value| v.as_str().is_some_and(|line| line.contains("ValueError"));
     assert!(tail.as_array().unwrap().iter().any(traced), "{tail}");
 }
@@ -205,9 +205,9 @@ fn a_port_that_is_taken_is_named_before_anything_starts() {
         let (place, ran) = run(Path::new("rm"), 2, "", &cluster, "");
         assert_eq!(ran.code, 3);
         assert!(
-            ran.cause().starts_with(&format!("cluster.master_port {port} can't be had")),
+            ran.failure_message().starts_with(&format!("cluster.master_port {port} can't be had")),
             "{}",
-            ran.cause()
+            ran.failure_message()
         );
         assert!(place.path("script.py").exists(), "a rank has run");
     }

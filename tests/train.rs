@@ -9,7 +9,7 @@ use std::{
     fs,
     io::{BufRead, BufReader, Read},
 };
-use support::{Place, Ran, TINY, files_below};
+use support::{FinishedRun, JobDirectory, TINY, files_below};
 
 const WORKERS: [u32; 5] = [1, 2, 3, 4, 8];
 
@@ -19,7 +19,7 @@ fn workers(n: u32) -> String {
 
 #[test]
 fn twenty_losses_are_bit_equal_for_every_number_of_workers_and_stage() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let never = ["resume.from=never", "checkpoint.every=never"];
     let expected = place.run(&never).succeeded().losses();
     assert_eq!(expected.len(), 20);
@@ -37,10 +37,10 @@ fn twenty_losses_are_bit_equal_for_every_number_of_workers_and_stage() {
 
 #[test]
 fn stopped_at_step_10_on_n_resumed_on_m() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let whole = place.run(&["resume.from=never", "checkpoint.every=never"]).succeeded().losses();
     for n in WORKERS {
-        place.forget_checkpoints();
+        place.delete_checkpoints();
         let w = workers(n);
         let async_ = format!("checkpoint.async={}", n % 2 == 0);
         // The schedule knows the whole run; the run is cut off at a checkpoint.
@@ -52,7 +52,7 @@ fn stopped_at_step_10_on_n_resumed_on_m() {
             let from = "resume.from=runs/tiny/checkpoints/step-00000010";
             let got = place.run(&[&w, &stage, from, "checkpoint.dir=elsewhere"]).succeeded();
             assert_eq!(got.losses(), whole[10..], "{n} workers to {m}, {stage}");
-            let resume = got.kind("resume");
+            let resume = got.named("resume");
             assert_eq!((resume[0]["step"].as_u64(), resume[0]["world"].as_u64()), (Some(10), Some(n.into())));
         }
     }
@@ -74,11 +74,11 @@ fn wait_for(reader: &mut impl BufRead, kind: &str, step: u64) -> String {
 
 #[test]
 fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let long = "train.steps=400";
     let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
     for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
-        place.forget_checkpoints();
+        place.delete_checkpoints();
         let mut child = place.start(&[long, "checkpoint.every=never"]);
         let mut reader = BufReader::new(child.stdout.take().expect("piped"));
         let mut out = wait_for(&mut reader, "step", 3);
@@ -86,10 +86,14 @@ fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
         reader.read_to_string(&mut out).expect("readable");
         let status = child.wait().expect("it ends");
         assert_eq!(status.code(), Some(code), "{out}");
-        let first = Ran::of(&std::process::Output { status, stdout: out.into_bytes(), stderr: Vec::new() });
+        let first = FinishedRun::from_output(&std::process::Output {
+            status,
+            stdout: out.into_bytes(),
+            stderr: Vec::new(),
+        });
         let done = first.losses().len();
         assert!(done < 400, "the stop came too late to show anything");
-        assert_eq!(first.kind("checkpoint").last().expect("saved")["step"], done);
+        assert_eq!(first.named("checkpoint").last().expect("saved")["step"], done);
         assert_eq!(first.losses(), whole[..done]);
         let rest = place.run(&[long, "checkpoint.every=never", &workers(3)]).succeeded();
         assert_eq!(rest.losses(), whole[done..]);
@@ -98,27 +102,31 @@ fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
 
 #[test]
 fn sigusr1_saves_and_the_run_goes_on() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let long = "train.steps=300";
     let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
-    place.forget_checkpoints();
+    place.delete_checkpoints();
     let mut child = place.start(&[long, "checkpoint.every=never"]);
     let mut reader = BufReader::new(child.stdout.take().expect("piped"));
     let mut out = wait_for(&mut reader, "step", 3);
     kill(Pid::from_raw(child.id() as i32), Signal::SIGUSR1).expect("it runs");
     reader.read_to_string(&mut out).expect("readable");
     let status = child.wait().expect("it ends");
-    let ran =
-        Ran::of(&std::process::Output { status, stdout: out.into_bytes(), stderr: Vec::new() }).succeeded();
+    let ran = FinishedRun::from_output(&std::process::Output {
+        status,
+        stdout: out.into_bytes(),
+        stderr: Vec::new(),
+    })
+    .succeeded();
     assert_eq!(ran.losses(), whole);
-    let saved: Vec<u64> = ran.kind("checkpoint").iter().map(|e| e["step"].as_u64().unwrap()).collect();
+    let saved: Vec<u64> = ran.named("checkpoint").iter().map(|e| e["step"].as_u64().unwrap()).collect();
     assert_eq!(saved.len(), 2, "one when asked, one at the end: {saved:?}");
     assert!(saved[0] < 300 && saved[1] == 300, "{saved:?}");
 }
 
 #[test]
 fn json_lines_and_a_tokenizer_file_with_held_out_documents() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let lines = (0..300).map(|i| {
         format!("{{\"id\": {i}, \"body\": \"line {i} of \\u00e9t\\u00e9 and snow {}\"}}\n", i * 7 % 13)
     });
@@ -141,7 +149,7 @@ fn json_lines_and_a_tokenizer_file_with_held_out_documents() {
         "checkpoint.gather_16bit_weights_on_model_save=true",
     ];
     let ran = place.run(&set).succeeded();
-    let loss = |kind: &str, i: usize| ran.kind(kind)[i]["loss"].as_f64().unwrap();
+    let loss = |kind: &str, i: usize| ran.named(kind)[i]["loss"].as_f64().unwrap();
     assert!(
         (loss("step", 0) - (words.len() as f64).ln()).abs() < 0.2,
         "seven words are guessed at first: {}",
@@ -157,7 +165,7 @@ fn json_lines_and_a_tokenizer_file_with_held_out_documents() {
 
 #[test]
 fn a_full_disk_is_found_out_before_the_first_step() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let mount = place.path("small");
     fs::create_dir(&mount).unwrap();
     let flags = nix::mount::MsFlags::empty();
@@ -168,7 +176,7 @@ fn a_full_disk_is_found_out_before_the_first_step() {
     nix::mount::umount(&mount).unwrap();
     assert_eq!(ran.code, 3, "{}", ran.stderr);
     assert!(ran.losses().is_empty());
-    let cause = ran.cause();
+    let cause = ran.failure_message();
     assert!(cause.contains("small") && cause.contains("free"), "{cause}");
 }
 
@@ -187,7 +195,7 @@ fn skipped(test: &str, why: &str) {
 
 #[test]
 fn a_finished_run_has_nothing_left_to_do_and_can_be_made_longer() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     place.run(&["checkpoint.gather_16bit_weights_on_model_save=true"]).succeeded();
     let weights = place.checkpoints().join("weights");
     assert!(files_below(&weights).contains(&"model.safetensors".into()));
@@ -199,7 +207,7 @@ fn a_finished_run_has_nothing_left_to_do_and_can_be_made_longer() {
 
 #[test]
 fn keep_removes_old_checkpoints_and_leaves_nothing_else() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     place
         .run(&[
             "checkpoint.every=2",
@@ -220,7 +228,7 @@ fn keep_removes_old_checkpoints_and_leaves_nothing_else() {
 
 #[test]
 fn a_loss_that_is_not_a_number_stops_the_run_and_spoils_nothing() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let hot = [
         "train.optimizer.lr=1e30",
         "train.schedule.warmup_steps=0",
@@ -230,7 +238,7 @@ fn a_loss_that_is_not_a_number_stops_the_run_and_spoils_nothing() {
     ];
     let ran = place.run(&hot);
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    let cause = ran.cause();
+    let cause = ran.failure_message();
     assert!(cause.contains("step") && (cause.contains("NaN") || cause.contains("inf")), "{cause}");
     assert!(cause.contains("step-0000"), "names the last good checkpoint: {cause}");
     assert!(place.launch(&["ckpt", "verify", "runs/tiny/checkpoints"]).status.success());
@@ -238,11 +246,11 @@ fn a_loss_that_is_not_a_number_stops_the_run_and_spoils_nothing() {
 
 #[test]
 fn eight_workers_on_few_cores_work_with_a_warning() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let cores = std::thread::available_parallelism().unwrap().get();
     let many = cores as u32 + 3;
     let ran = place.run(&[&workers(many), "train.steps=2"]).succeeded();
-    let said = format!("{} {:?}", ran.stderr, ran.kind("notice"));
+    let said = format!("{} {:?}", ran.stderr, ran.named("notice"));
     assert!(
         said.contains(&format!("{many} workers")) && said.contains("core")
             || said.contains("cpu")
@@ -253,7 +261,7 @@ fn eight_workers_on_few_cores_work_with_a_warning() {
 
 #[test]
 fn wrong_inputs_have_their_own_errors() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let cases: [(&[&str], i32, &[&str]); 7] = [
         (&["train.data.files=[nothing/*.txt]"], 2, &["nothing/*.txt"]),
         (&["train.data.seq_len=1000000"], 2, &["1000000", "tokens"]),
@@ -274,17 +282,21 @@ fn wrong_inputs_have_their_own_errors() {
 
 #[test]
 fn a_checkpoint_of_another_model_is_refused_by_its_first_tensor() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     place.run(&["train.steps=2"]).succeeded();
     let ran = place.run(&["train.steps=4", "train.model.intermediate_size=64"]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
-    assert!(ran.cause().contains("model.layers.0.mlp.gate_proj.weight"), "{}", ran.cause());
+    assert!(
+        ran.failure_message().contains("model.layers.0.mlp.gate_proj.weight"),
+        "{}",
+        ran.failure_message()
+    );
     assert!(TINY.contains("intermediate_size: 57"));
 }
 
 #[test]
 fn a_damaged_newest_checkpoint_is_passed_over_and_said_so() {
-    let place = Place::new();
+    let place = JobDirectory::new();
     let whole = place.run(&["resume.from=never"]).succeeded().losses();
     let shard = place.checkpoints().join("step-00000020/shard-00000-of-00002.safetensors");
     let mut bytes = fs::read(&shard).unwrap();
@@ -297,7 +309,10 @@ fn a_damaged_newest_checkpoint_is_passed_over_and_said_so() {
             .run(&["checkpoint.dir=runs/tiny/checkpoints", "train.steps=20", "checkpoint.every=never"])
             .succeeded();
         assert_eq!(ran.losses(), whole[10..]);
-        let notices = format!("{:?}", ran.kind("notice"));
-        assert!(notices.contains("step-00000020") && notices.contains("passed over"), "{notices}");
+        let notices = format!("{:?}", ran.named("notice"));
+        assert!(
+            notices.contains("step-00000020") && notices.contains("skipped damaged checkpoint"),
+            "{notices}"
+        );
     }
 }

@@ -8,8 +8,8 @@ use std::{
     path::{Path, PathBuf},
 };
 use support::{
-    scripts::{Script, contents, follows, told},
-    warm::{TRAINERS, Warm},
+    fork_server::{ForkServer, TRAINERS},
+    scripts::{Script, assert_continues, contents},
 };
 
 /// Losses of the same batches in fp32, split over another number of ranks.
@@ -47,15 +47,15 @@ fn goes_on(python: &[String], stage: u8, bf16: bool) {
     for &workers in others {
         let report = format!("w{workers}");
         let (ran, rest) = trained.run(workers, &report, RESUME, resume_argument);
-        let said = told(&ran.succeeded());
+        let said = ran.succeeded().notices().join("\n");
         let cut = format!(
-            "saved by 2 ranks and goes on with {workers}; its DeepSpeed state (ZeRO-{stage}) is cut anew for {workers}"
+            "saved by 2 ranks, resuming with {workers}; DeepSpeed state (ZeRO-{stage}) resharded for {workers} rank"
         );
-        assert!(said.contains(&cut) && said.contains("random states of 2 ranks"), "{said}");
+        assert!(said.contains(&cut) && said.contains("RNG states of 2 ranks"), "{said}");
         let folder = trained.place.path(&format!("out-whole/launch-w{workers}/checkpoint-3"));
         assert!(said.contains(&format!("resumes from {}", folder.display())), "{said}");
         assert_eq!(rest.len(), 9, "three steps of before, six more: {rest:?}");
-        follows(&rest, &whole, close);
+        assert_continues(&rest, &whole, close);
         begins_right(&trained, &report, workers, 3);
         // what did not change is the same file, what did is another
         let same = |name: &str| links(&folder.join(name)) > 1;
@@ -65,15 +65,15 @@ fn goes_on(python: &[String], stage: u8, bf16: bool) {
     if stage == 3 {
         // four ranks saved this one
         let (ran, rest) = trained.run(2, "fewer", "resume: {from: out-w4/checkpoint-6}", resume_argument);
-        assert!(told(&ran.succeeded()).contains("saved by 4 ranks and goes on with 2"));
-        follows(&rest, &whole, close);
+        assert!(ran.succeeded().notices().join("\n").contains("saved by 4 ranks, resuming with 2"));
+        assert_continues(&rest, &whole, close);
         begins_right(&trained, "fewer", 2, 6);
     }
     if bf16 {
         // what one rank saved goes on with two again
         let (ran, rest) = trained.run(2, "back", "resume: {from: out-w1/checkpoint-6}", resume_argument);
-        assert!(told(&ran.succeeded()).contains("saved by 1 ranks and goes on with 2"));
-        follows(&rest, &whole, close);
+        assert!(ran.succeeded().notices().join("\n").contains("saved by 1 rank, resuming with 2"));
+        assert_continues(&rest, &whole, close);
         begins_right(&trained, "back", 2, 6);
     }
     // the next start with as many ranks uses what was made, whatever program it is
@@ -82,7 +82,11 @@ fn goes_on(python: &[String], stage: u8, bf16: bool) {
     let job = format!("cluster: {{workers_per_host: 1}}\nrun: {{command: [sh, -c, exit 0]}}\n{RESUME}\n");
     fs::write(trained.place.path("job.yaml"), job).unwrap();
     let again = trained.place.run(&[]).succeeded();
-    assert!(told(&again).contains("(done at an earlier start)"), "{}", told(&again));
+    assert!(
+        again.notices().join("\n").contains("(prepared at an earlier start)"),
+        "{}",
+        again.notices().join("\n")
+    );
     assert_eq!(made, inode(&folder.join("latest")));
 }
 
@@ -90,9 +94,9 @@ fn goes_on(python: &[String], stage: u8, bf16: bool) {
 fn trainer_scripts_with_deepspeed_go_on_with_another_number_of_ranks() {
     let test = "trainer_scripts_with_deepspeed_go_on_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
-    let warm = Warm::start(&python, &TRAINERS);
+    let fork_server = ForkServer::start(&python, &TRAINERS);
     for (stage, bf16) in [(2, false), (3, false), (2, true)] {
-        goes_on(&warm.python(), stage, bf16);
+        goes_on(&fork_server.python(), stage, bf16);
     }
 }
 
@@ -100,16 +104,16 @@ fn trainer_scripts_with_deepspeed_go_on_with_another_number_of_ranks() {
 fn loops_with_accelerate_go_on_with_another_number_of_ranks() {
     let test = "loops_with_accelerate_go_on_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
-    let warm = Warm::start(&python, &TRAINERS);
-    let script = || Script::new(&warm.python(), "accelerate_loop.py", 9);
+    let fork_server = ForkServer::start(&python, &TRAINERS);
+    let script = || Script::new(&fork_server.python(), "accelerate_loop.py", 9);
     again_and_again(&script());
     let deepspeed = script().with_deepspeed(3, false);
-    loop_goes_on(&deepspeed, CLOSE, &[1], "its DeepSpeed state (ZeRO-3) is cut anew for 1");
+    loop_goes_on(&deepspeed, CLOSE, &[1], "DeepSpeed state (ZeRO-3) resharded for 1 rank");
     let deepspeed = script().with_deepspeed(2, true);
-    loop_goes_on(&deepspeed, CLOSE_BF16, &[4], "its DeepSpeed state (ZeRO-2) is cut anew for 4");
+    loop_goes_on(&deepspeed, CLOSE_BF16, &[4], "DeepSpeed state (ZeRO-2) resharded for 4 ranks");
     // FSDP's own states fit any number of ranks; what lies beside them doesn't
-    loop_goes_on(&script().with_fsdp("full"), CLOSE, &[1], "random states of 2 ranks");
-    loop_goes_on(&script().with_fsdp("sharded"), CLOSE, &[4], "random states of 2 ranks");
+    loop_goes_on(&script().with_fsdp("full"), CLOSE, &[1], "RNG states of 2 ranks");
+    loop_goes_on(&script().with_fsdp("sharded"), CLOSE, &[4], "RNG states of 2 ranks");
 }
 
 /// 2 ranks → 4 → 2 → 1, each from what the one before saved.
@@ -122,18 +126,22 @@ fn again_and_again(script: &Script) {
         let before = contents(&saved);
         let (report, resume) = (format!("w{workers}"), format!("resume: {{from: out-{from}/step_{step}}}"));
         let (ran, rest) = script.run(workers, &report, &resume, &[]);
-        let said = told(&ran.succeeded());
-        let line = format!("saved by {old} ranks and goes on with {workers}");
-        assert!(said.contains(&line) && said.contains(&format!("random states of {old} ranks")), "{said}");
+        let said = ran.succeeded().notices().join("\n");
+        let line = format!("saved by {old} ranks, resuming with {workers}");
+        assert!(said.contains(&line) && said.contains(&format!("RNG states of {old} ranks")), "{said}");
         let (now, then) = (step * u64::from(workers), step * old);
-        let rescaled = format!("stands at {now} instead of {then} ({step} steps)");
+        let rescaled = format!("rescaled from {then} to {now} ({step} steps;");
         assert!(said.contains(&rescaled), "{said}");
         assert_eq!(rest.len() as u64, 9 - step, "{rest:?}");
-        follows(&rest, &whole, CLOSE);
+        assert_continues(&rest, &whole, CLOSE);
         begins_right(script, &report, workers, step);
-        assert_eq!(script.different(&report, workers, "torch"), workers as usize, "each has its own stream");
         assert_eq!(
-            script.different(&report, workers, "python"),
+            script.distinct_values(&report, workers, "torch"),
+            workers as usize,
+            "each has its own stream"
+        );
+        assert_eq!(
+            script.distinct_values(&report, workers, "python"),
             1,
             "what was the same on all ranks stays so"
         );
@@ -151,12 +159,12 @@ fn loop_goes_on(script: &Script, close: f64, others: &[u32], cut: &str) {
     for &workers in others {
         let report = format!("w{workers}");
         let (ran, rest) = script.run(workers, &report, "resume: {from: out-whole/step_3}", &[]);
-        let said = told(&ran.succeeded());
-        let counted = format!("stands at {} instead of 6 (3 steps)", 3 * workers);
-        for part in [cut, &counted, &format!("saved by 2 ranks and goes on with {workers}")] {
+        let said = ran.succeeded().notices().join("\n");
+        let counted = format!("rescaled from 6 to {} (3 steps;", 3 * workers);
+        for part in [cut, &counted, &format!("saved by 2 ranks, resuming with {workers}")] {
             assert!(said.contains(part), "{said}");
         }
-        follows(&rest, &whole, close);
+        assert_continues(&rest, &whole, close);
         begins_right(script, &report, workers, 3);
     }
     assert!(before == contents(&saved), "the original was changed");
@@ -172,9 +180,9 @@ fn a_trainer_script_with_fsdp_goes_on_with_another_number_of_ranks() {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.succeeded();
     let (ran, rest) = script.run(1, "w1", RESUME, &["--resume_from_checkpoint", "{resume}"]);
-    let said = told(&ran.succeeded());
-    assert!(said.contains("saved by 2 ranks and goes on with 1"), "{said}");
+    let said = ran.succeeded().notices().join("\n");
+    assert!(said.contains("saved by 2 ranks, resuming with 1"), "{said}");
     assert_eq!(rest.len(), 9, "three steps of before, six more: {rest:?}");
-    follows(&rest, &whole, CLOSE);
+    assert_continues(&rest, &whole, CLOSE);
     begins_right(&script, "w1", 1, 3);
 }

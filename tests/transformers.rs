@@ -3,7 +3,7 @@
 mod support;
 use serde_json::Value;
 use std::fs;
-use support::{Place, warm::Warm};
+use support::{JobDirectory, fork_server::ForkServer};
 
 const SEQ_LEN: usize = 64;
 const EVAL_SAMPLES: usize = 12;
@@ -17,7 +17,7 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
     let Some(python) = support::python("gathered_weights_load_in_transformers_with_the_same_loss") else {
         return;
     };
-    let python = Warm::start(&python, &MODULES);
+    let python = ForkServer::start(&python, &MODULES);
     // untied and tied heads, grouped heads, sizes that the workers can't divide evenly
     for (workers, class, model) in [
         (
@@ -35,10 +35,10 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
             4,
             "MixtralForCausalLM",
             "{family: mixtral, hidden_size: 48, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 40, num_experts: 4}\n  \
-             experts: {parallel: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}}",
+             experts: {expert_parallel_size: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}}",
         ),
     ] {
-        let place = Place::new();
+        let place = JobDirectory::new();
         let held = held_out_text(&place);
         let sample = format!("samples: {EVAL_SAMPLES}, sample: {{prompt: {:?}, tokens: 24}}}}", &held[..16]);
         let text = job(workers, model).replace(&format!("samples: {EVAL_SAMPLES}}}"), &sample);
@@ -70,7 +70,7 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
 #[test]
 fn folders_come_out_as_they_went_in() {
     let Some(python) = support::python("folders_come_out_as_they_went_in") else { return };
-    let python = Warm::start(&python, &MODULES);
+    let python = ForkServer::start(&python, &MODULES);
     for (case, workers, dtype, shard) in [
         ("llama", 3, "fp32", "60KB"),
         ("mistral", 1, "bf16", "5GB"),
@@ -83,7 +83,7 @@ fn folders_come_out_as_they_went_in() {
         ("gemma2", 2, "fp32", "40KB"),
         ("gemma3", 3, "bf16", "20KB"),
     ] {
-        let place = Place::new();
+        let place = JobDirectory::new();
         folders(&python, &["make", &place.path("source").to_string_lossy(), case]);
         let dropout = if case == "gpt2_untied" { ", dropout: 0" } else { "" };
         let text = job(workers, &format!("{{from: source{dropout}}}"))
@@ -113,8 +113,9 @@ fn folders_come_out_as_they_went_in() {
     }
 }
 
-fn folders(python: &Warm, args: &[&str]) -> String {
-    let mut command = python.command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/folders.py"));
+fn folders(python: &ForkServer, args: &[&str]) -> String {
+    let mut command =
+        python.command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/hf_directories.py"));
     let output = command.args(args).output().expect("python starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("text")
@@ -129,27 +130,28 @@ struct Ours {
 }
 
 /// Runs the job and reads its events.
-fn train(place: &Place) -> Ours {
+fn train(place: &JobDirectory) -> Ours {
     let ran = place.run(&[]).succeeded();
     let number = |event: &Value, name: &str| event[name].as_f64().expect("a number");
-    let steps = ran.kind("step");
+    let steps = ran.named("step");
     let (first, last) = (number(steps[0], "loss"), number(steps[steps.len() - 1], "loss"));
     assert!(steps.len() as u64 == STEPS && last < first - 1.0, "the loss doesn't fall: {first} to {last}");
-    let evaluations = ran.kind("eval");
+    let evaluations = ran.named("eval");
     let at_end = evaluations.iter().find(|e| e["step"] == STEPS);
     Ours {
-        parameters: ran.kind("ready")[0]["parameters"].as_u64().expect("a number"),
-        sample: ran.kind("sample")[0]["text"].as_str().expect("text").to_owned(),
+        parameters: ran.named("ready")[0]["parameters"].as_u64().expect("a number"),
+        sample: ran.named("sample")[0]["text"].as_str().expect("text").to_owned(),
         eval_loss: number(at_end.expect("an evaluation at the end"), "loss"),
     }
 }
 
 /// Gathers with these options; what transformers makes of it, which is a whole model and the same text.
-fn load(python: &Warm, place: &Place, class: &str, options: &[&str]) -> Value {
+fn load(python: &ForkServer, place: &JobDirectory, class: &str, options: &[&str]) -> Value {
     let gather = [&["ckpt", "gather", "checkpoints", "weights"], options].concat();
     let gathered = place.launch(&gather);
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
-    let mut command = python.command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/gathered.py"));
+    let mut command =
+        python.command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/evaluate_gathered.py"));
     command.arg(place.path("weights")).arg(place.path("held.txt")).arg(SEQ_LEN.to_string());
     let output = command.output().expect("python starts");
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -183,7 +185,7 @@ checkpoint: {{dir: checkpoints, every: never, gather_16bit_weights_on_model_save
 }
 
 /// Exactly the evaluated samples: one document, whose end is the last target.
-fn held_out_text(place: &Place) -> String {
+fn held_out_text(place: &JobDirectory) -> String {
     let corpus = fs::read_to_string(place.path("corpus.txt")).expect("corpus");
     corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..].to_owned()
 }

@@ -73,5 +73,8 @@ fn the_reference_is_current() {
         fs::write(&path, reference()).expect("docs/errors.md is writable");
     }
     let text = fs::read_to_string(&path).unwrap_or_default();
-    assert!(text == reference(), "docs/errors.md is out of date: LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic");
+    assert!(
+        text == reference(),
+        "docs/errors.md is out of date: LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic"
+    );
 }

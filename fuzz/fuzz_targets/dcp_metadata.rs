@@ -1,4 +1,4 @@
 #![no_main]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = ckpt::hostile::dcp_metadata(bytes);
+    let _ = ckpt::untrusted::dcp_metadata(bytes);
 });

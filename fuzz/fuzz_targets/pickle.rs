@@ -1,4 +1,4 @@
 #![no_main]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = ckpt::hostile::pickle(bytes);
+    let _ = ckpt::untrusted::pickle(bytes);
 });

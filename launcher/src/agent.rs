@@ -1,32 +1,32 @@
-//! The agent: one per node; starts, watches and ends the workers of its node.
+//! The agent: the process on each host that starts, supervises and ends the workers of the host.
 //!
-//! `core` decides, `driver` does: the core is told what happened and when, and answers with commands. Only `process`
-//! starts processes and only `descendants` looks for what they left behind.
+//! `core` is a state machine that decides; `driver` executes its actions and reports events to it.
+//! Only `process` starts processes, and only `descendants` searches for processes that they left.
+mod activity;
+mod connect_back;
 mod core;
 pub(crate) mod descendants;
 mod driver;
 mod error_file;
 mod executable;
 mod gpu_faults;
-mod guard;
-mod join;
 mod kernel_log;
+pub(crate) mod log_times;
 mod oom;
 mod output;
 mod probe;
 mod process;
 mod progress;
 mod stacks;
-pub(crate) mod times;
-mod watch;
+mod watchdog;
 
 pub(crate) use core::CONTROLLER_LEASE;
-pub use driver::{Started, main};
-pub(crate) use executable::{own_hash, print_own_hash};
-pub(crate) use process::{become_subreaper, exit_status, reap};
+pub use driver::{AgentOptions, main};
+pub(crate) use executable::{executable_hash, print_executable_hash};
+pub(crate) use process::{become_subreaper, exit_status, reap_children};
 
-/// For the simulator.
+/// What the simulator of the controller's tests uses.
 #[cfg(test)]
 pub(crate) mod simulated {
-    pub(crate) use super::core::{Command, Core, Ending, Input};
+    pub(crate) use super::core::{Action, Core, GroupSignal, Input};
 }

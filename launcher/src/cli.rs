@@ -1,193 +1,265 @@
-//! The command line: arguments only.
-use crate::cmd::ckpt::CkptArgs;
-use clap::{Args, CommandFactory, Parser, Subcommand, error::ErrorKind};
+//! The command line: its options, and the errors of wrong arguments.
+use crate::{cmd::OutputFormat, cmd::ckpt::CkptArgs};
+use clap::{
+    Args, CommandFactory, Parser, Subcommand,
+    error::{ContextKind, ContextValue, ErrorKind},
+};
+use contract::event::EventSchema;
+use diagnostic::{Diagnostic, codes::command};
 use std::{
     ffi::{OsStr, OsString},
     path::PathBuf,
 };
 
-/// Runs a training job from its job.yaml to resumable, usable weights.
+/// Run a training job from a job.yaml, and inspect its runs and checkpoints.
 #[derive(Debug, Parser)]
 #[command(
     name = "launch",
     version,
-    override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--detach] [--json]\n       launch run [--workers N] -- PROGRAM …\n       launch COMMAND …",
-    after_help = "`launch job.yaml` is short for `launch run job.yaml`. Exit codes: 0 done, 1 the job failed, 2 the command line or \
-                  the job is wrong, 3 the cluster can't be had, 4 the checkpoint can't be used, 130/143 stopped by a signal after a save.",
+    override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--detach] [--json]\n       \
+                      launch run [--workers N] -- PROGRAM …\n       launch COMMAND …",
+    after_help = "`launch job.yaml` is short for `launch run job.yaml`.\n\n\
+                  Exit codes: 0 success, 1 the job failed, 2 the command line or the job is wrong,\n\
+                  3 the cluster is not available, 4 the checkpoint is not usable,\n\
+                  130 or 143 stopped by SIGINT or SIGTERM after saving.",
     disable_help_subcommand = true
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
-    /// Data as JSON on stdout: events one a line, plans and tables as one object
+    /// Print JSON on stdout: one event per line, plans and tables as one object
     #[arg(long, global = true)]
     pub(crate) json: bool,
+    /// Version of the JSON form of events: 1 or 2 [default: 2]
+    #[arg(long, global = true, value_name = "VERSION")]
+    pub(crate) json_schema: Option<EventSchema>,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Run a job (the default)
+    /// Run a job (the default command)
     Run(RunArgs),
-    /// Show what would run where: ranks, environment, memory; touches nothing
+    /// Show what would run where: ranks, environment, memory; changes nothing
     Plan(JobArgs),
-    /// Look at every host: reachable, GPUs, storage, ports; each failure with the next thing to do
+    /// Check every host of a job: connection, GPUs, storage, ports
     Check(JobArgs),
-    /// Show running and past runs
+    /// Show active and past runs
     Ps(PsArgs),
-    /// Show what the ranks of a run wrote
+    /// Show the output of the ranks of a run
     Logs(LogsArgs),
-    /// Show what happened in a run
+    /// Show the events of a run
     Events(EventsArgs),
-    /// Ask a run to save and stop, or kill it
+    /// Save and stop a run, or kill it
     Stop(StopArgs),
-    /// Look at, verify and convert checkpoints
+    /// Inspect, verify, convert and repair checkpoints
     Ckpt(CkptArgs),
     /// Submit a job to Slurm
     Sbatch(SbatchArgs),
-    /// Make a job.yaml of what Accelerate, DeepSpeed or torchrun were told
+    /// Convert a configuration of Accelerate, DeepSpeed or torchrun to a job.yaml
     Import(ImportArgs),
-    /// The agent's role; started by launch itself
+    /// Explain an error code, or list all codes
+    Explain(ExplainArgs),
+    /// Compare operations and training on a GPU with the CPU, and measure speeds
+    #[command(name = GPU_CHECK, disable_help_flag = true)]
+    GpuCheck(GpuCheckArgs),
+    /// Internal: the agent, which the controller starts on each host
     #[command(hide = true)]
     Agent(AgentArgs),
 }
 
+/// The command that crate `worker` implements; the executable's `main` dispatches it.
+const GPU_CHECK: &str = "gpu-check";
+
 /// A job and changes to it.
 #[derive(Debug, Args)]
 pub(crate) struct JobArgs {
-    /// The job file
+    /// Job file
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
-    /// Change a key of the job, e.g. --set train.steps=50 (the value is YAML; may be given several times)
+    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
     #[arg(long, value_name = "PATH=VALUE")]
     pub(crate) set: Vec<String>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct PsArgs {
-    /// Show all past runs, not the newest 20 alone
+    /// Show all past runs instead of the newest 20
     #[arg(long, short)]
     pub(crate) all: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct LogsArgs {
-    /// A run's name or its beginning, its job's name, or its directory [default: the one that runs, else the newest]
+    /// Name of a run or its beginning, name of a job, or run directory
+    /// [default: the active run, else the newest]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
-    /// Of these ranks alone: 3, or 0-3,7
-    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = ranks)]
+    /// Only these ranks: 3, or 0-3,7
+    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = parse_ranks)]
     pub(crate) rank: Vec<Vec<u32>>,
-    /// Go on until the run ends
+    /// Follow until the run ends
     #[arg(long, short)]
     pub(crate) follow: bool,
     /// Only lines that match this regular expression
     #[arg(long, value_name = "RE")]
     pub(crate) grep: Option<String>,
-    /// Only what was written since then, to about a second: 30s, 10m, 2h
-    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    /// Only lines written within this time, accurate to about a second: 30s, 10m, 2h
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration_ms)]
     pub(crate) since: Option<u64>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct EventsArgs {
-    /// A run's name or its beginning, its job's name, or its directory [default: the one that runs, else the newest]
+    /// Name of a run or its beginning, name of a job, or run directory
+    /// [default: the active run, else the newest]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
-    /// Go on until the run ends
+    /// Follow until the run ends
     #[arg(long, short)]
     pub(crate) follow: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct StopArgs {
-    /// A run's name or its beginning, its job's name, or its directory [default: the only one that runs]
+    /// Name of a run or its beginning, name of a job, or run directory
+    /// [default: the only active run]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
-    /// Kill it, without a save
+    /// Kill the run without saving
     #[arg(long)]
     pub(crate) now: bool,
-    /// Don't wait for its end
+    /// Return without waiting for the end of the run
     #[arg(long)]
     pub(crate) no_wait: bool,
-    /// Wait at most this many seconds for its end
+    /// Seconds to wait for the end of the run
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) wait: u64,
 }
 
-/// Most ranks that a list may name.
-const MOST_RANKS: u32 = 1 << 20;
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArgs {
+    /// Error code, such as ssh-host-key-unknown [default: list all codes]
+    #[arg(value_name = "CODE")]
+    pub(crate) code: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GpuCheckArgs {
+    /// Options of the command, which docs/cli.md lists
+    #[arg(value_name = "OPTION", trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(crate) options: Vec<String>,
+}
+
+/// Error: `gpu-check` does not come first, as in `launch --json gpu-check`.
+pub(crate) fn misplaced_gpu_check() -> Diagnostic {
+    Diagnostic::error(command::USAGE, format!("`{GPU_CHECK}` must be the first argument"))
+        .with_help(format!("write `launch {GPU_CHECK} [OPTION]…`"))
+}
+
+/// Largest rank in a list of ranks.
+const MAX_RANKS: u32 = 1 << 20;
+
+/// An option has a value of the wrong form.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ValueError {
+    /// Not a rank or a range of ranks.
+    #[error("expected a rank or a range of ranks, such as 3 or 0-3,7")]
+    Ranks,
+    /// Not a duration.
+    #[error("expected a duration, such as 30s, 10m or 2h")]
+    Duration,
+    /// Not a size.
+    #[error("expected a size, such as 5GB, 500MB or 2GiB")]
+    Size,
+    /// Too little memory to convert a checkpoint.
+    #[error("expected 64MiB or more")]
+    MemoryTooSmall,
+    /// Not a rule that assigns parameters to a group.
+    #[error("expected a pattern of names and the number of a group, such as '*norm*=1'")]
+    GroupRule,
+    /// Not a glob pattern.
+    #[error("the pattern is not valid: {0}")]
+    Pattern(globset::ErrorKind),
+}
 
 /// `3` or `0-3`.
-fn ranks(text: &str) -> Result<Vec<u32>, String> {
+fn parse_ranks(text: &str) -> Result<Vec<u32>, ValueError> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     match (first.trim().parse(), last.trim().parse()) {
-        (Ok(first), Ok(last)) if first <= last && last < MOST_RANKS => Ok((first..=last).collect()),
-        _ => Err("ranks are written 3 or 0-3,7".to_owned()),
+        (Ok(first), Ok(last)) if first <= last && last < MAX_RANKS => Ok((first..=last).collect()),
+        _ => Err(ValueError::Ranks),
     }
 }
 
-/// In milliseconds.
-fn duration(text: &str) -> Result<u64, String> {
-    contract::job::duration(text).ok_or_else(|| "a duration is written 30s, 10m or 2h".to_owned())
+/// A duration with a unit, in milliseconds.
+fn parse_duration_ms(text: &str) -> Result<u64, ValueError> {
+    contract::job::parse_duration(text).ok_or(ValueError::Duration)
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// The job file
+    /// Job file
     #[arg(value_name = "JOB", required_unless_present = "command", conflicts_with = "command")]
     pub(crate) job: Option<PathBuf>,
-    /// Change a key of the job, e.g. --set train.steps=50 (the value is YAML; may be given several times)
+    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
     #[arg(long, value_name = "PATH=VALUE")]
     pub(crate) set: Vec<String>,
-    /// Workers of the program after `--`, on this machine [default: 1]
-    #[arg(long, visible_alias = "nproc-per-node", alias = "nproc_per_node", value_name = "N", conflicts_with = "job", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    /// Number of workers of the program after `--`, on this machine [default: 1]
+    #[arg(
+        long,
+        visible_alias = "nproc-per-node",
+        alias = "nproc_per_node",
+        value_name = "N",
+        conflicts_with = "job",
+        value_parser = clap::value_parser!(u32).range(1..=1024)
+    )]
     pub(crate) workers: Option<u32>,
-    /// A program and its arguments to run as workers, without a job file
+    /// Program and arguments to run as workers, without a job file
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
-    /// In a Slurm batch job: on SIGUSR1 (the time limit is near) or when a node is lost, save, stop, and have Slurm start
-    /// the job again, `slurm.requeues` times at most
+    /// In a Slurm batch job: save, stop and requeue before the time limit (SIGUSR1) or when a node is
+    /// lost, at most `slurm.requeues` times
     #[arg(long, requires = "job")]
     pub(crate) requeue: bool,
-    /// Return when the job has started; it goes on without this terminal
+    /// Return when the job has started; it continues without this terminal
     #[arg(long, conflicts_with = "dry_run")]
     pub(crate) detach: bool,
-    /// The detached controller's own: the run's name and a descriptor
+    /// Internal: name of the run and descriptor of a detached controller
     #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
     pub(crate) detached: Option<String>,
-    /// Show the plan and the whole job with its defaults, and run nothing
+    /// Show the plan and the job with all defaults, and run nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct AgentArgs {
-    /// Print this on a line of its own first: what came before is not the agent's
+    /// Text to print first, on a line of its own; output before it is not the agent's
     #[arg(long, value_name = "TEXT")]
     pub(crate) marker: Option<String>,
-    /// Print the content hash of this executable, once it is safely on disk, and leave
+    /// Print the content hash of this executable once it is on disk, and exit
     #[arg(long)]
     pub(crate) own_hash: bool,
-    /// stdin has an invitation to connect to the controller
+    /// Read an invitation from stdin and connect to the controller
     #[arg(long)]
     pub(crate) join: bool,
-    /// The executable is a copy for this agent alone
+    /// Remove the executable, which is a copy for this agent
     #[arg(long)]
     pub(crate) remove_own_file: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct SbatchArgs {
-    /// The job file
+    /// Job file
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
-    /// Change a key of the job, e.g. --set slurm.nodes=4 (the value is YAML; may be given several times)
+    /// Change a key of the job, e.g. --set slurm.nodes=4 (YAML value; repeatable)
     #[arg(long, value_name = "PATH=VALUE")]
     pub(crate) set: Vec<String>,
     /// Print the script instead of submitting it
     #[arg(long)]
     pub(crate) print: bool,
-    /// More options for sbatch; they win over those of the script
+    /// Additional options of sbatch, which override those of the script
     #[arg(last = true, value_name = "OPTION", conflicts_with = "print")]
     pub(crate) options: Vec<String>,
 }
@@ -200,113 +272,201 @@ pub(crate) struct ImportArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ImportFrom {
-    /// Accelerate's config, as `accelerate config` writes it
+    /// Convert the file that `accelerate config` writes
     Accelerate(ImportFile),
-    /// DeepSpeed's config: a job of the built-in training, or of the program after `--`, which reads the config itself
+    /// Convert a DeepSpeed configuration: to built-in training, or to a job of the program after `--`
     Deepspeed(ImportFile),
-    /// torchrun's arguments, after `--`
+    /// Convert the arguments of torchrun
     Torchrun(ImportTorchrun),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ImportFile {
-    /// The config file
+    /// Configuration file
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
-    /// The hosts: a hostfile of DeepSpeed or Open MPI
+    /// Hostfile of DeepSpeed or Open MPI
     #[arg(long, value_name = "FILE")]
     pub(crate) hostfile: Option<PathBuf>,
-    /// The program that the job runs, and its arguments
+    /// Program that the job runs, and its arguments
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<String>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ImportTorchrun {
-    /// The hosts: a hostfile of DeepSpeed or Open MPI
+    /// Hostfile of DeepSpeed or Open MPI
     #[arg(long, value_name = "FILE")]
     pub(crate) hostfile: Option<PathBuf>,
-    /// torchrun's own arguments, the script, and the script's arguments
+    /// Options of torchrun, the script, and the script's arguments
     #[arg(last = true, value_name = "ARGS", required = true)]
     pub(crate) arguments: Vec<String>,
 }
 
-/// What the arguments ask for.
+/// The result of parsing the command line.
 #[derive(Debug)]
-pub(crate) enum Asked {
-    Command(Cli),
-    /// Help or version: text for stdout.
-    Show(String),
-    /// What is wrong, on one line.
-    Wrong(String),
+pub(crate) enum ParsedArgs {
+    /// A command to run.
+    Command(Box<Cli>),
+    /// Text for stdout: help or the version.
+    Print(String),
+    /// The arguments are wrong. The format is the one that they ask for.
+    Invalid(Diagnostic, OutputFormat),
 }
 
-/// Reads the arguments, the program's name first.
-pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Asked {
-    let args = with_command(args);
-    let first = args.iter().skip(1).find(|arg| *arg != "--json").cloned();
-    match Cli::try_parse_from(args) {
-        Ok(cli) => Asked::Command(cli),
-        Err(error) => match error.kind() {
-            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Asked::Show(error.to_string()),
-            ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-                Asked::Wrong(
-                    first
-                        .as_deref()
-                        .and_then(needs_more)
-                        .unwrap_or_else(|| "what shall be launched? Name a job: launch job.yaml".to_owned()),
-                )
-            }
-            _ => Asked::Wrong(one_line(&error.to_string())),
-        },
+/// Parses the arguments; the first is the program's name.
+pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> ParsedArgs {
+    let args = insert_default_command(args);
+    let format = requested_format(&args);
+    let first = first_word(&args).map(|at| args[at].clone());
+    let error = match Cli::try_parse_from(args) {
+        Ok(cli) => return ParsedArgs::Command(Box::new(cli)),
+        Err(error) => error,
+    };
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ParsedArgs::Print(error.to_string()),
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+            let missing = first.as_deref().and_then(missing_subcommand);
+            ParsedArgs::Invalid(missing.unwrap_or_else(no_job), format)
+        }
+        _ => ParsedArgs::Invalid(usage_error(&error), format),
     }
 }
 
-/// What is wrong with a command of several that was given alone.
-fn needs_more(command: &OsStr) -> Option<String> {
-    let all = Cli::command();
-    let name = command.to_str()?;
-    let kinds = all.find_subcommand(name)?.get_subcommands().filter(|c| !c.is_hide_set());
-    let kinds: Vec<&str> = kinds.map(clap::Command::get_name).collect();
-    (!kinds.is_empty())
-        .then(|| format!("`launch {name}` needs one of {} (see launch {name} --help)", kinds.join(", ")))
+/// The format that wrong arguments ask for, so that their error is printed as JSON too.
+fn requested_format(args: &[OsString]) -> OutputFormat {
+    let options = args.iter().take_while(|arg| *arg != "--");
+    OutputFormat { json: options.into_iter().any(|arg| arg == "--json"), ..OutputFormat::default() }
 }
 
-/// `launch job.yaml …` → `launch run job.yaml …`. A word of letters alone is a command; a job file with such a name is
-/// written `./name`.
-fn with_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+fn no_job() -> Diagnostic {
+    Diagnostic::error(command::COMMAND_MISSING, "no job file given")
+        .with_help("name a job, as in `launch job.yaml`, or see `launch --help`")
+}
+
+/// The error of a command such as `launch ckpt` that was given without its subcommand.
+fn missing_subcommand(word: &OsStr) -> Option<Diagnostic> {
+    let cli = Cli::command();
+    let name = word.to_str()?;
+    let subcommands = cli.find_subcommand(name)?.get_subcommands().filter(|c| !c.is_hide_set());
+    let names: Vec<&str> = subcommands.map(clap::Command::get_name).collect();
+    let message = format!("`launch {name}` requires a subcommand: {}", names.join(", "));
+    (!names.is_empty()).then(|| {
+        Diagnostic::error(command::COMMAND_MISSING, message)
+            .with_subject(name)
+            .with_field("subcommands", names)
+            .with_help(format!("see `launch {name} --help`"))
+    })
+}
+
+/// `launch job.yaml …` → `launch run job.yaml …`. A first word of letters only is a command; a job
+/// file with such a name is written `./name`.
+fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<OsString> = args.collect();
-    let command = |arg: &OsString| arg.to_str().is_some_and(|a| a.bytes().all(|b| b.is_ascii_alphabetic()));
-    let general = |arg: &OsString| ["-h", "--help", "-V", "--version"].iter().any(|g| arg == g);
-    // Options may stand before the command: `launch --json plan job.yaml`.
-    let first = args.iter().skip(1).find(|arg| *arg != "--json");
-    if first.is_some_and(|arg| !command(arg) && !general(arg)) {
+    let is_command = |arg: &OsString| {
+        arg == GPU_CHECK || arg.to_str().is_some_and(|a| a.bytes().all(|b| b.is_ascii_alphabetic()))
+    };
+    let is_general_option = |arg: &OsString| ["-h", "--help", "-V", "--version"].iter().any(|g| arg == g);
+    if let Some(at) = first_word(&args)
+        && !is_command(&args[at])
+        && !is_general_option(&args[at])
+    {
         args.insert(1, OsString::from("run"));
     }
     args
 }
 
-/// clap's message without its usage, on one line.
-fn one_line(message: &str) -> String {
-    let told =
-        message.lines().map(str::trim).take_while(|l| !l.starts_with("Usage:") && !l.starts_with("For more"));
-    let words: Vec<&str> = told.filter(|l| !l.is_empty()).collect();
-    let line =
-        words.join("; ").replace(":; ", ": ").replace("error: ", "").replace("tip: ", "").replace('\'', "`");
-    format!("{line} (see launch --help)")
+/// Index of the first argument that is not a global option, as in `launch --json plan job.yaml`.
+fn first_word(args: &[OsString]) -> Option<usize> {
+    let mut at = 1;
+    while let Some(arg) = args.get(at) {
+        match arg.to_str() {
+            Some("--json") => at += 1,
+            Some("--json-schema") => at += 2,
+            Some(arg) if arg.starts_with("--json-schema=") => at += 1,
+            _ => return Some(at),
+        }
+    }
+    None
+}
+
+/// clap's error as a diagnostic.
+fn usage_error(error: &clap::Error) -> Diagnostic {
+    let text = |kind| error.get(kind).and_then(context_text);
+    let argument = text(ContextKind::InvalidArg).unwrap_or_default();
+    let value = text(ContextKind::InvalidValue).unwrap_or_default();
+    let message = match error.kind() {
+        ErrorKind::UnknownArgument if argument.starts_with('-') => format!("unknown option `{argument}`"),
+        ErrorKind::UnknownArgument => format!("unexpected argument `{argument}`"),
+        ErrorKind::InvalidSubcommand => {
+            format!("unknown command `{}`", text(ContextKind::InvalidSubcommand).unwrap_or_default())
+        }
+        ErrorKind::InvalidValue if value.is_empty() => format!("`{argument}` requires a value"),
+        ErrorKind::InvalidValue => {
+            let valid = text(ContextKind::ValidValue).unwrap_or_default();
+            format!("`{value}` is not a value of `{argument}`; expected one of `{valid}`")
+        }
+        ErrorKind::ValueValidation => {
+            let reason = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
+            format!("`{value}` is not a value of `{argument}`: {reason}")
+        }
+        ErrorKind::MissingRequiredArgument => format!("missing `{argument}`"),
+        ErrorKind::ArgumentConflict => {
+            let other = text(ContextKind::PriorArg).unwrap_or_default();
+            format!("`{argument}` cannot be used with `{other}`")
+        }
+        ErrorKind::TooManyValues => format!("unexpected value `{value}` of `{argument}`"),
+        ErrorKind::NoEquals => format!("`{argument}` requires `=` before its value"),
+        ErrorKind::InvalidUtf8 => "an argument is not UTF-8 text".to_owned(),
+        _ => error.kind().to_string(),
+    };
+    let suggestion = text(ContextKind::SuggestedArg).or_else(|| text(ContextKind::SuggestedSubcommand));
+    let usage = Diagnostic::error(command::USAGE, message);
+    let usage = match suggestion {
+        Some(suggestion) => usage
+            .with_field("suggestion", suggestion.as_str())
+            .with_help(format!("did you mean `{suggestion}`?")),
+        None => usage,
+    };
+    let usage = if argument.is_empty() { usage } else { usage.with_subject(argument) };
+    usage.with_help("see `launch --help`")
+}
+
+/// A piece of clap's error context as text.
+fn context_text(value: &ContextValue) -> Option<String> {
+    match value {
+        ContextValue::String(text) => Some(text.clone()),
+        ContextValue::Strings(texts) => Some(texts.join("`, `")),
+        ContextValue::Number(number) => Some(number.to_string()),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn asked(args: &[&str]) -> Asked {
+    fn parsed(args: &[&str]) -> ParsedArgs {
         parse(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
     }
 
-    fn wrong(args: &[&str]) -> String {
-        match asked(args) {
-            Asked::Wrong(line) => line,
+    fn command(args: &[&str]) -> Cli {
+        match parsed(args) {
+            ParsedArgs::Command(cli) => *cli,
+            other => panic!("{args:?}: {other:?}"),
+        }
+    }
+
+    fn run_command(args: &[&str]) -> (RunArgs, bool) {
+        match command(args) {
+            Cli { command: Command::Run(run), json, .. } => (run, json),
+            other => panic!("{args:?}: {other:?}"),
+        }
+    }
+
+    fn invalid(args: &[&str]) -> Diagnostic {
+        match parsed(args) {
+            ParsedArgs::Invalid(error, _) => error,
             other => panic!("accepted: {other:?}"),
         }
     }
@@ -323,15 +483,14 @@ mod tests {
             &["run", "a.yaml", "--set", "x=1", "--dry-run"],
             &["--set", "x=1", "--dry-run", "a.yaml"],
             &["--json", "--dry-run", "--set=x=1", "a.yaml"],
+            &["--json-schema", "1", "--dry-run", "--set=x=1", "a.yaml"],
         ] {
-            let Asked::Command(Cli { command: Command::Run(run), json }) = asked(args) else {
-                panic!("{args:?}")
-            };
+            let (run, json) = run_command(args);
             assert_eq!(
                 (run.job.as_deref().and_then(std::path::Path::to_str), run.set, run.dry_run),
                 (Some("a.yaml"), vec!["x=1".to_owned()], true)
             );
-            assert_eq!(json, args[0] == "--json");
+            assert_eq!(json, args.contains(&"--json"));
         }
     }
 
@@ -341,62 +500,83 @@ mod tests {
             (&["run", "--", "python", "train.py", "--json", "-x"][..], None),
             (&["--workers", "4", "--", "python", "train.py", "--json", "-x"], Some(4)),
             (&["run", "--workers=4", "--", "python", "train.py", "--json", "-x"], Some(4)),
+            (&["run", "--nproc_per_node=4", "--", "python", "train.py", "--json", "-x"], Some(4)),
         ] {
-            let Asked::Command(Cli { command: Command::Run(run), json }) = asked(args) else {
-                panic!("{args:?}")
-            };
+            let (run, json) = run_command(args);
             assert_eq!((run.job, run.workers, json), (None, workers, false));
             assert_eq!(run.command, ["python", "train.py", "--json", "-x"]);
         }
-        for (args, part) in [
-            (&["run", "a.yaml", "--", "true"][..], "JOB"),
-            (&["run", "a.yaml", "--workers", "2"], "JOB"),
-            (&["run", "--workers", "0", "--", "true"], "1..=1024"),
-            (&["run", "--"], "JOB"),
+        for args in [
+            &["run", "a.yaml", "--", "true"][..],
+            &["run", "a.yaml", "--workers", "2"],
+            &["run", "--workers", "0", "--", "true"],
+            &["run", "--"],
         ] {
-            let line = wrong(args);
-            assert!(line.contains(part), "{args:?}: {line}");
+            assert_eq!(invalid(args).code(), command::USAGE, "{args:?}");
         }
     }
 
     #[test]
-    fn other_commands() {
-        assert!(matches!(
-            asked(&["plan", "a.yaml", "--json"]),
-            Asked::Command(Cli { command: Command::Plan(_), json: true })
-        ));
-        assert!(matches!(
-            asked(&["--json", "plan", "a.yaml"]),
-            Asked::Command(Cli { command: Command::Plan(_), json: true })
-        ));
-        assert!(matches!(asked(&["agent"]), Asked::Command(Cli { command: Command::Agent(_), .. })));
-        let Asked::Show(version) = asked(&["--version"]) else { panic!("no version") };
-        assert!(version.starts_with("launch "));
-        let Asked::Show(help) = asked(&["--help"]) else { panic!("no help") };
-        assert!(help.contains("plan") && !help.contains("agent"), "{help}");
+    fn options_may_precede_the_command() {
+        for args in [&["plan", "a.yaml", "--json"][..], &["--json", "plan", "a.yaml"]] {
+            assert!(matches!(command(args), Cli { command: Command::Plan(_), json: true, .. }), "{args:?}");
+        }
+        for args in [&["--json-schema", "1", "events"][..], &["events", "--json-schema=1"]] {
+            assert_eq!(command(args).json_schema, Some(EventSchema::V1), "{args:?}");
+        }
+        assert_eq!(command(&["events"]).json_schema, None);
+        assert!(matches!(command(&["agent"]), Cli { command: Command::Agent(_), .. }));
     }
 
     #[test]
-    fn what_is_wrong_is_one_line() {
-        assert_eq!(wrong(&[]), "what shall be launched? Name a job: launch job.yaml");
-        assert_eq!(wrong(&["--json"]), "what shall be launched? Name a job: launch job.yaml");
-        let line = wrong(&["import"]);
-        assert_eq!(
-            line,
-            "`launch import` needs one of accelerate, deepspeed, torchrun (see launch import --help)"
-        );
-        assert!(wrong(&["--json", "ckpt"]).starts_with("`launch ckpt` needs one of "));
-        for (args, part) in [
-            (&["a.yaml", "--jsno"][..], "--json"),
-            (&["a.yaml", "b.yaml"], "b.yaml"),
-            (&["a.yaml", "--set"], "--set"),
-            (&["plan"], "JOB"),
-            (&["plna", "a.yaml"], "`plan`"),
-            (&["job"], "job"),
-            (&["a.yaml", "--set", "x=1", "--json=3"], "--json"),
-        ] {
-            let line = wrong(args);
-            assert!(line.contains(part) && !line.contains('\n'), "{args:?}: {line}");
+    fn help_lists_every_public_command() {
+        let ParsedArgs::Print(version) = parsed(&["--version"]) else { panic!("no version") };
+        assert_eq!(version.split_whitespace().next(), Some("launch"));
+        let ParsedArgs::Print(help) = parsed(&["--help"]) else { panic!("no help") };
+        insta::assert_snapshot!("help", help);
+    }
+
+    #[test]
+    fn a_missing_command_has_its_own_code() {
+        for args in [&[][..], &["--json"], &["import"], &["--json", "ckpt"]] {
+            assert_eq!(invalid(args).code(), command::COMMAND_MISSING, "{args:?}");
         }
+        let error = invalid(&["import"]);
+        let expected = serde_json::json!(["accelerate", "deepspeed", "torchrun"]);
+        assert_eq!(error.field("subcommands"), Some(&expected));
+    }
+
+    #[test]
+    fn wrong_arguments_are_one_line_with_a_suggestion() {
+        let mut lines = String::new();
+        for args in [
+            &["a.yaml", "--jsno"][..],
+            &["a.yaml", "b.yaml"],
+            &["a.yaml", "--set"],
+            &["plan"],
+            &["plna", "a.yaml"],
+            &["job"],
+            &["a.yaml", "--set", "x=1", "--json=3"],
+            &["a.yaml", "--json-schema", "3"],
+            &["run", "a.yaml", "--", "true"],
+            &["run", "--workers", "0", "--", "true"],
+            &["logs", "--rank", "x"],
+            &["ckpt", "convert", "a", "b", "--to", "zip"],
+        ] {
+            let error = invalid(args);
+            assert_eq!(error.code(), command::USAGE, "{args:?}");
+            assert!(!error.message().contains('\n'), "{args:?}: {error}");
+            lines += &format!("launch {}\n{}\n", args.join(" "), diagnostic::render(&error, false));
+        }
+        insta::assert_snapshot!("wrong_arguments", lines);
+    }
+
+    #[test]
+    fn wrong_arguments_are_reported_in_the_requested_format() {
+        let json = |args: &[&str]| match parsed(args) {
+            ParsedArgs::Invalid(_, format) => format.json,
+            other => panic!("accepted: {other:?}"),
+        };
+        assert!(json(&["--json", "plan"]) && !json(&["plan"]));
     }
 }

@@ -1,7 +1,8 @@
-//! The commands, one file each; here what they share.
+//! The commands of `launch`, one module each, and what they share: output, errors and exit codes.
 pub(crate) mod check;
 pub(crate) mod ckpt;
 pub(crate) mod events;
+pub(crate) mod explain;
 pub(crate) mod import;
 pub(crate) mod logs;
 pub(crate) mod plan;
@@ -12,21 +13,98 @@ pub(crate) mod sbatch;
 pub(crate) mod stop;
 mod targets;
 
-use crate::{error::Failure, report::plain};
+use crate::report::plain;
+use contract::event::EventSchema;
+use diagnostic::{
+    Diagnostic,
+    codes::{command, job},
+};
+use serde_json::{Value, json};
 
-/// Tells a failure; its exit code.
-pub(crate) fn fail(failure: &Failure) -> u8 {
-    plain::say(&failure.text(plain::color()));
-    failure.kind.exit_code()
+/// How a command prints its results.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct OutputFormat {
+    /// JSON instead of text (`--json`).
+    pub(crate) json: bool,
+    /// Version of the JSON form of events (`--json-schema`).
+    pub(crate) schema: EventSchema,
 }
 
-/// Writes data to stdout; the exit code.
-pub(crate) fn show(text: &str) -> u8 {
-    match plain::data(text) {
-        Ok(()) => contract::exit::DONE,
-        Err(error) => {
-            let failure = Failure::new(crate::error::Kind::Failed, "the output can't be written");
-            fail(&failure.cause(&error))
-        }
+/// The exit code of a command; an error is reported first.
+pub(crate) fn exit_code(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
+    result.unwrap_or_else(|error| report_error(&error, format))
+}
+
+/// Reports an error to people on stderr and, with `--json`, as one object on stdout. Returns its exit
+/// code.
+pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
+    plain::write_message(&diagnostic::render(error, plain::use_color()));
+    if format.json && format.schema == EventSchema::V2 {
+        // The exit code reports the error to a program that has closed stdout.
+        _ = plain::write_data(&format!("{}\n", error_event(error)));
+    }
+    error.category().exit_code()
+}
+
+/// The object that `--json` prints for an error: the diagnostic's fields, `schema` and `event`.
+fn error_event(error: &Diagnostic) -> Value {
+    let mut event = error.to_json();
+    event["schema"] = json!(EventSchema::V2.number());
+    event["event"] = json!("error");
+    event
+}
+
+/// Prints warnings to stderr.
+pub(crate) fn print_warnings(warnings: &[Diagnostic]) {
+    plain::write_message(&diagnostic::render_all(warnings, plain::use_color()));
+}
+
+/// Writes data to stdout and returns the exit code of success.
+pub(crate) fn print(text: &str) -> diagnostic::Result<u8> {
+    plain::write_data(text).map_err(|error| output_failed(&error))?;
+    Ok(contract::exit::DONE)
+}
+
+/// Error: stdout is not writable.
+pub(crate) fn output_failed(error: &std::io::Error) -> Diagnostic {
+    Diagnostic::error(command::OUTPUT_FAILED, "cannot write to standard output").with_cause(error)
+}
+
+/// Error: the job file has these mistakes.
+pub(crate) fn invalid_job(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
+    let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
+    let message = format!("{file} has {} {noun}; nothing was started", mistakes.len());
+    let summary = Diagnostic::error(job::JOB_INVALID, message)
+        .with_subject(file)
+        .with_field("mistakes", mistakes.len());
+    mistakes.into_iter().fold(summary, Diagnostic::with_detail)
+}
+
+/// Warns that `--json-schema 1` will be removed.
+pub(crate) fn warn_deprecated_schema() {
+    let message = "`--json-schema 1` is deprecated and will be removed in the next release";
+    print_warnings(&[Diagnostic::warning(command::JSON_SCHEMA_DEPRECATED, message)
+        .with_help("read events of schema 2; docs/events.md lists the renamed fields")]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use diagnostic::codes::run;
+
+    #[test]
+    fn an_error_is_one_json_object_with_its_code() {
+        let error = Diagnostic::error(run::INTERNAL, "it failed").with_field("seconds", 2);
+        let event = error_event(&error);
+        assert_eq!((&event["schema"], &event["event"]), (&json!(2), &json!("error")));
+        assert_eq!((&event["code"], &event["fields"]["seconds"]), (&json!("internal"), &json!(2)));
+    }
+
+    #[test]
+    fn an_invalid_job_lists_its_mistakes() {
+        let mistake = |text: &str| Diagnostic::error(job::JOB_VALUE_TYPE, text);
+        let error = invalid_job("a.yaml", vec![mistake("one"), mistake("two")]);
+        assert_eq!((error.code(), error.details().len()), (job::JOB_INVALID, 2));
+        assert_eq!(error.category().exit_code(), contract::exit::USAGE);
     }
 }

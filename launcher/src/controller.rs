@@ -1,105 +1,108 @@
-//! The controller: one per job, what the person started. Owns the plan and the truth about who runs.
+//! The controller: the process that a user starts, one per run. It plans the attempts and decides what runs.
 //!
-//! `core` decides, `driver` does: agents are started by a transport and spoken to over links, events go to the journal
-//! and to the report. `prepare` makes each start's plan and has its rendezvous bound.
-mod cause;
-mod copies;
+//! `core` decides without I/O, and `driver` executes: a transport starts the agents, control connections
+//! carry messages, events go to the journal and to the report. `preparation` plans an attempt and binds
+//! its rendezvous.
 mod core;
 mod driver;
+mod file_watch;
 mod hostfile;
-mod introduce;
 mod job_file;
 mod journal;
+mod peer_exchange;
 mod policy;
-mod port;
-mod prepare;
+mod preparation;
+mod rendezvous;
 mod requeue;
+mod root_cause;
 mod signals;
 mod store;
+mod streamed_logs;
 mod tensorboard;
-mod watch;
 
-pub(crate) use cause::advice;
-pub(crate) use core::Other;
-pub(crate) use journal::write_whole;
-pub(crate) use port::Rendezvous;
-pub(crate) use store::Server;
-pub(crate) use store::hostile::serve as hostile_store;
+pub(crate) use core::PeerEnd;
+pub(crate) use journal::write_atomically;
+pub(crate) use rendezvous::Rendezvous;
+pub(crate) use store::StoreServer;
+pub(crate) use store::untrusted::serve as serve_untrusted_clients;
 
 use crate::{
-    discover::{Facts, hosts::ClusterHost},
-    error::Failure,
+    discover::{Inventory, hosts::ClusterHost},
     plan::Plan,
     transport::Transport,
 };
-use contract::{hosts::Slots, job::JobSpec};
+use contract::{event::EventSchema, hosts::HostSlots, job::JobSpec};
 
 pub use crate::secrets::Secrets;
-pub use crate::transport::detached::Starter;
+pub use crate::transport::detached::StartNotifier;
 pub use hostfile::HostFile;
 pub use job_file::JobFile;
 pub use requeue::Requeue;
 
-/// A host of a job.
+/// A host of a job, as its transport reaches it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostTarget {
-    /// As the job names it, and as its transport finds it.
+    /// The name in the job, which the transport knows.
     pub name: String,
-    /// Workers that it was promised to have room for.
+    /// The number of workers that the list of hosts declares for it.
     pub slots: Option<u32>,
     /// The numbers of those slots, where a filter picked them.
-    pub picked: Option<Vec<u32>>,
-    /// It is this machine.
+    pub selected_slots: Option<Vec<u32>>,
+    /// Whether it is the controller's machine.
     pub local: bool,
 }
 
 impl HostTarget {
-    /// A host that the job names, reached from here.
-    pub(crate) fn elsewhere(host: &ClusterHost) -> HostTarget {
-        let picked = if let Slots::These(list) = &host.slots { Some(list.clone()) } else { None };
-        HostTarget { name: host.host.name(), slots: host.slots.count(), picked, local: false }
+    /// A host of the job on another machine.
+    pub(crate) fn remote(host: &ClusterHost) -> HostTarget {
+        let selected_slots =
+            if let HostSlots::Selected(list) = &host.slots { Some(list.clone()) } else { None };
+        HostTarget { name: host.host.name(), slots: host.slots.count(), selected_slots, local: false }
     }
 }
 
-/// What to run where.
-pub(crate) struct Request {
+/// The job to run, and where.
+pub(crate) struct RunRequest {
     pub(crate) job: JobSpec,
-    /// Made with what was promised; each start's own plan is made with what its agents find.
+    /// The plan for the declared hosts. Each attempt is planned again with the inventories of its hosts.
     pub(crate) plan: Plan,
     /// In the order of ranks.
     pub(crate) hosts: Vec<HostTarget>,
-    /// How agents get running on them.
+    /// Starts agents on the hosts.
     pub(crate) transport: Box<dyn Transport>,
-    /// Of this machine; its user's choices are the job's.
-    pub(crate) here: Facts,
-    /// Makes what a program resumes from fit a start's plan, and tells its workers.
-    pub(crate) fit: Fit,
+    /// The inventory of the controller's machine; its user's choices of devices hold for the job.
+    pub(crate) local_inventory: Inventory,
+    /// Prepares the checkpoint that programs resume from.
+    pub(crate) prepare_resume: PrepareResume,
 }
 
-/// See [`Request::fit`].
-pub(crate) type Fit = fn(&JobSpec, &mut Plan) -> Result<(), Failure>;
+/// Adapts the checkpoint that programs resume from to the plan of an attempt, and adds its path to the
+/// environment of the workers.
+pub(crate) type PrepareResume = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
-/// How to run it.
+/// How to run a job.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Events as JSON lines on stdout.
+    /// Prints events as JSON lines on stdout.
     pub json: bool,
-    /// What was typed: written down with the run, and shown as the way to go on.
+    /// The form of these lines.
+    pub schema: EventSchema,
+    /// The command line, stored with the run and shown as the command to resume with.
     pub command: Vec<String>,
-    /// For the workers' environment.
+    /// Secrets for the environment of the workers.
     pub secrets: Secrets,
-    /// In a batch job that shall be queued again.
+    /// The batch job to requeue.
     pub requeue: Option<Requeue>,
-    /// Told when all workers run; then nobody looks on.
-    pub starter: Option<Starter>,
-    /// Watched while the job runs.
+    /// Notified when all workers are running. The run is then detached from the terminal.
+    pub starter: Option<StartNotifier>,
+    /// Watched for changes while the job runs.
     pub job_file: Option<JobFile>,
-    /// Also watched.
+    /// Watched for changes while the job runs.
     pub hostfile: Option<HostFile>,
 }
 
-/// Runs a job to its end, whatever happens on the way; the exit code of `launch`.
-pub(crate) fn run(request: Request, options: Options) -> u8 {
+/// Runs a job to its end; returns the exit code of `launch`.
+pub(crate) fn run(request: RunRequest, options: Options) -> u8 {
     driver::run(request, options)
 }
 

@@ -1,6 +1,7 @@
-//! Other launchers' settings as a job.yaml: Accelerate's config, DeepSpeed's, torchrun's arguments.
+//! Converts the configuration of another launcher to a job.yaml: that of Accelerate or DeepSpeed, or
+//! the arguments of torchrun.
 //!
-//! Each key is carried over, or a note names it and says why not and what to do. What comes out is a job that loads.
+//! Every key is converted, or a note names it with the reason and what to do. The result always loads.
 mod accelerate;
 mod deepspeed;
 mod draft;
@@ -10,65 +11,66 @@ mod wording;
 
 pub(crate) use accelerate::accelerate;
 pub(crate) use deepspeed::deepspeed;
-pub(crate) use draft::Imported;
+pub(crate) use draft::{ImportNote, ImportedJob};
 pub(crate) use torchrun::torchrun;
 
-use contract::{Problem, hosts};
+use contract::hosts::{self, HostfileError};
+use diagnostic::Diagnostic;
 use draft::Draft;
 use std::path::Path;
 
-/// What a person gives beside the file: where it runs, and what.
+/// What the command line gives in addition to the configuration.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Beside<'a> {
-    /// A hostfile of DeepSpeed or Open MPI.
+pub(crate) struct ImportContext<'a> {
+    /// The hostfile of DeepSpeed or Open MPI (`--hostfile`).
     pub(crate) hostfile: Option<&'a Path>,
-    /// The program and its arguments; empty when not given.
+    /// The program and its arguments; empty if not given.
     pub(crate) program: &'a [String],
 }
 
-/// Slots of all hosts of a hostfile; `None` where one doesn't say.
-fn slots(text: &str) -> Result<Option<u64>, String> {
-    let hosts = hosts::parse_hostfile(text).map_err(|faults| {
-        faults.first().map_or_else(String::new, |f| format!("line {}: {}", f.line, f.message))
-    })?;
-    Ok(hosts.iter().map(|h| h.slots.map(u64::from)).sum())
+/// The sum of the slots of a hostfile; `None` if a host does not declare its slots.
+fn total_slots(text: &str) -> Result<Option<u64>, HostfileError> {
+    match hosts::parse_hostfile(text) {
+        Ok(hosts) => Ok(hosts.iter().map(|h| h.slots.map(u64::from)).sum()),
+        Err(errors) => errors.into_iter().next().map_or(Ok(None), Err),
+    }
 }
 
-/// The program as a command: a bare script is Python's, as the launchers have it.
-fn command(program: &[String]) -> Vec<String> {
+/// The command of a program. Like other launchers, a script is run with Python.
+fn python_command(program: &[String]) -> Vec<String> {
     let script = program.first().is_some_and(|first| first.ends_with(".py"));
     let python = script.then(|| "python".to_owned());
     python.into_iter().chain(program.iter().cloned()).collect()
 }
 
-/// Writes what runs; a config file doesn't name it.
-fn run(draft: &mut Draft, beside: &Beside<'_>, what: &str) {
-    match beside.program {
+/// Sets the command, which a configuration does not name. `config` describes it for a note.
+fn set_command(draft: &mut Draft, context: &ImportContext<'_>, config: &str) {
+    match context.program {
         [] => {
-            draft.own("run.command", "[python, train.py]");
-            let why = format!("{what} doesn't name the program: `[python, train.py]` stands there");
-            draft.note("run.command", why, "write yours, or give it after `--`");
+            draft.set_required("run.command", "[python, train.py]");
+            let reason = format!("{config} does not name the program; `[python, train.py]` is a placeholder");
+            draft.note("run.command", reason, "replace it, or give the program after `--`");
         }
-        program => draft.own("run.command", &wording::list(&command(program))),
+        program => draft.set_required("run.command", &wording::yaml_list(&python_command(program))),
     }
 }
 
-/// Several hosts are wanted and nobody names them.
-fn unnamed_hosts(draft: &mut Draft, from: &str, hosts: u64) {
-    draft.wish(from, "slurm.nodes", hosts.to_string());
-    let why =
-        format!("{hosts} hosts are wanted, and nothing names them; `slurm.nodes` is for `launch sbatch`");
-    draft.note("cluster.hosts", why, "name them in `cluster.hosts`, or give `--hostfile`");
+/// Notes that the configuration wants several hosts and does not name them.
+fn note_unnamed_hosts(draft: &mut Draft, from: &str, hosts: u64) {
+    draft.set_imported(from, "slurm.nodes", hosts.to_string());
+    let reason =
+        format!("{hosts} hosts are required but not named; `slurm.nodes` applies to `launch sbatch`");
+    draft.note("cluster.hosts", reason, "name them in `cluster.hosts`, or give `--hostfile`");
 }
 
-/// The hostfile as the job names it.
-fn hostfile(draft: &mut Draft, from: &str, file: &Path) {
+/// Sets the hostfile of the job.
+fn set_hostfile(draft: &mut Draft, from: &str, file: &Path) {
     let path = file.display().to_string();
-    draft.wish(from, "cluster.hosts", format!("{{file: {}}}", contract::job::quoted(&path)));
+    draft.set_imported(from, "cluster.hosts", format!("{{file: {}}}", contract::job::quote_yaml(&path)));
 }
 
-/// Why nothing could be made of a file.
-pub(crate) type Refused = Vec<Problem>;
+/// The mistakes of a configuration that cannot be converted.
+pub(crate) type ImportErrors = Vec<Diagnostic>;
 
 #[cfg(test)]
 mod tests;

@@ -1,15 +1,14 @@
-//! The launcher: the command line, the plan, the controller, the agents.
+//! The launcher: the command line, planning, the controller and the agents.
 //!
-//! Knows jobs and processes, never tensors: what a `train:` section means is asked of a [`TrainJudge`].
+//! This crate handles jobs and processes and knows nothing of tensors. What a `train` section needs
+//! is determined by a [`Preflight`], which the executable passes in.
 pub mod agent;
 mod cli;
 mod cmd;
+mod connection;
 pub mod controller;
 pub mod discover;
-mod error;
-pub mod untrusted;
 mod import;
-mod link;
 pub mod plan;
 mod report;
 mod runs;
@@ -18,38 +17,49 @@ mod tail;
 #[cfg(test)]
 mod testing;
 mod transport;
+pub mod untrusted;
 
-use cli::{Asked, Cli, Command};
-use contract::preflight::TrainJudge;
-use error::{Failure, Kind};
+use cli::{Cli, Command, ParsedArgs};
+use cmd::OutputFormat;
+use contract::{event::EventSchema, preflight::Preflight};
 use std::ffi::OsString;
 
-/// Does what the command line (the program's name first) asks for; the exit code.
-pub fn main(args: impl Iterator<Item = OsString>, judge: &'static dyn TrainJudge) -> u8 {
+/// Runs the command that the arguments name (the first is the program's name) and returns the exit
+/// code of the process.
+pub fn main(args: impl Iterator<Item = OsString>, preflight: &'static dyn Preflight) -> u8 {
     let args: Vec<OsString> = args.collect();
-    let typed = args.iter().map(|a| a.to_string_lossy().into_owned()).collect();
-    let Cli { command, json } = match cli::parse(args.into_iter()) {
-        Asked::Command(cli) => cli,
-        Asked::Show(text) => return cmd::show(&text),
-        Asked::Wrong(line) => return cmd::fail(&Failure::new(Kind::Usage, line)),
+    let command_line = args.iter().map(|a| a.to_string_lossy().into_owned()).collect();
+    let Cli { command, json, json_schema } = match cli::parse(args.into_iter()) {
+        ParsedArgs::Command(cli) => *cli,
+        ParsedArgs::Print(text) => return cmd::exit_code(cmd::print(&text), OutputFormat::default()),
+        ParsedArgs::Invalid(error, format) => return cmd::report_error(&error, format),
     };
-    match command {
-        Command::Run(args) => cmd::run::run(&args, json, typed, judge),
+    let format = OutputFormat { json, schema: json_schema.unwrap_or_default() };
+    if json && format.schema == EventSchema::V1 {
+        cmd::warn_deprecated_schema();
+    }
+    let result = match command {
+        Command::Run(args) => return cmd::run::run(&args, format, command_line, preflight),
+        Command::Agent(args) if args.own_hash => return agent::print_executable_hash(),
+        Command::Agent(args) => {
+            return agent::main(agent::AgentOptions {
+                marker: args.marker,
+                join: args.join,
+                remove_executable: args.remove_own_file,
+                preflight,
+            });
+        }
         Command::Ps(args) => cmd::ps::run(&args, json),
         Command::Logs(args) => cmd::logs::run(&args),
-        Command::Events(args) => cmd::events::run(&args, json),
+        Command::Events(args) => cmd::events::run(&args, format),
         Command::Stop(args) => cmd::stop::run(&args),
-        Command::Plan(args) => cmd::plan::run(&args, json, judge),
+        Command::Plan(args) => cmd::plan::run(&args, json, preflight),
         Command::Check(args) => cmd::check::run(&args, json),
         Command::Ckpt(args) => cmd::ckpt::run(args, json),
         Command::Import(args) => cmd::import::run(&args, json),
         Command::Sbatch(args) => cmd::sbatch::run(&args, json),
-        Command::Agent(args) if args.own_hash => agent::print_own_hash(),
-        Command::Agent(args) => agent::main(agent::Started {
-            marker: args.marker,
-            join: args.join,
-            remove_own_file: args.remove_own_file,
-            judge,
-        }),
-    }
+        Command::Explain(args) => cmd::explain::run(&args, json),
+        Command::GpuCheck(_) => Err(cli::misplaced_gpu_check()),
+    };
+    cmd::exit_code(result, format)
 }

@@ -1,249 +1,303 @@
-//! [`Plan`]: who runs where with what, from the job and the facts alone. Made again for each epoch: a restart may have
-//! other hosts.
+//! [`Plan`]: which worker runs where, with which CPUs, GPUs and environment.
+//!
+//! A plan follows from the job and the inventories of its hosts alone. Every attempt has its own plan,
+//! because a restart may use other hosts.
 mod command;
+mod cpu_binding;
 mod devices;
 mod env;
 mod master;
-mod place;
 
 pub(crate) use devices::is_device_variable;
 
-use crate::discover::Facts;
+use crate::discover::Inventory;
 use contract::{
     control::{HostPlan, WorkerPlan},
     ids::{Rank, RunId},
-    job::{Bind, Count, Devices, Hosts, JobSpec, ResumeFrom},
-    preflight::Finding,
+    job::{CpuBind, Devices, Hosts, JobSpec, ResumeFrom, WorkersPerHost},
 };
 use core::net::IpAddr;
+use diagnostic::{Code, Diagnostic, codes::host as codes};
 use std::path::PathBuf;
 
-/// What will run.
+/// The workers of one attempt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
+    /// The name of the run.
     pub run: RunId,
-    /// Absolute.
+    /// The run directory, absolute.
     pub run_dir: PathBuf,
+    /// The number of workers.
     pub world: u32,
-    /// `MASTER_ADDR` of the workers; `None`: to be found when the hosts have told their addresses.
-    pub master: Option<IpAddr>,
-    /// In the order of the hosts, which is the order of the ranks.
-    pub nodes: Vec<HostPlan>,
-    /// The hosts' names as the job has them, one for each node.
-    pub hosts: Vec<String>,
-    /// Worth saying before the start.
-    pub warnings: Vec<Finding>,
+    /// `MASTER_ADDR` of the workers; `None`: determined when the agents have reported the addresses of
+    /// their hosts.
+    pub master_address: Option<IpAddr>,
+    /// The plan of each host, in the order of the hosts, which is the order of the ranks.
+    pub host_plans: Vec<HostPlan>,
+    /// The name of each host as the job has it.
+    pub host_names: Vec<String>,
+    /// Warnings to report before the start.
+    pub warnings: Vec<Diagnostic>,
 }
 
-/// A host to plan for.
+/// A host for which a plan is made.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Host {
-    /// As the job names it.
+pub struct JobHost {
+    /// The name as the job has it.
     pub name: String,
-    /// Workers that it was promised to have room for (a hostfile, Slurm).
+    /// The number of workers that a hostfile or Slurm allows on the host.
     pub slots: Option<u32>,
-    /// The numbers of those slots, where a filter picked them: its GPUs.
-    pub picked: Option<Vec<u32>>,
-    /// It is the machine of the controller.
+    /// The numbers of the slots that a host filter selects; they are the GPUs to use.
+    pub selected_slots: Option<Vec<u32>>,
+    /// Whether it is the controller's machine.
     pub local: bool,
-    /// Found by its agent, or [`Facts::promised`] before that.
-    pub facts: Facts,
+    /// What its agent found, or [`Inventory::unknown`] before that.
+    pub inventory: Inventory,
 }
 
-/// Which start of the job is planned.
+/// The attempt that is planned.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Epoch {
-    /// 0 at the first start.
+pub struct Attempt {
+    /// The number of the attempt, from 0.
     pub number: u32,
-    /// How often the job was started again.
+    /// Restarts so far, without those that only change hosts.
     pub restarts: u32,
-    /// The checkpoint that this run itself has saved last, for a job that would not find it by itself.
+    /// The last checkpoint of this run, for a job whose `resume.from` is not `auto`.
     pub resume: Option<PathBuf>,
 }
 
-/// Most workers for which a host's plan is made.
-const MOST_LOCAL: u32 = 1024;
+/// Most workers of a host.
+const MAX_WORKERS_PER_HOST: u32 = 1024;
 /// Most workers of a job.
-const MOST_WORKERS: u32 = 1 << 20;
+const MAX_WORKERS: u32 = 1 << 20;
 
-/// Plans one start of a job on these hosts: ranks follow the order of the hosts. A rendezvous port that isn't given
-/// stays `auto` in the environment: it is found when the run starts.
+/// Plans an attempt on these hosts; ranks follow the order of the hosts. A rendezvous port that the
+/// job does not fix is `auto` in the environment and is replaced when the attempt starts.
 ///
-/// Problems are what the job asks for and the facts don't allow.
-pub fn plan(job: &JobSpec, hosts: &[Host], run: &RunId, epoch: &Epoch) -> Result<Plan, Vec<Finding>> {
-    let rooms = hosts.iter().map(|host| room(job, host));
-    let rooms: Vec<Room> = rooms.collect::<Result<_, _>>().map_err(|finding| vec![finding])?;
-    let world = rooms.iter().map(|room| u64::from(room.count)).sum::<u64>();
-    if world == 0 || world > u64::from(MOST_WORKERS) {
-        let message = format!("{world} workers on {} hosts can't be planned", hosts.len());
-        return Err(vec![finding("cluster.workers_per_host", message, "use 1 to 1048576 workers in all")]);
+/// The errors name the keys of the job that the hosts cannot satisfy.
+pub fn plan(
+    job: &JobSpec,
+    hosts: &[JobHost],
+    run: &RunId,
+    attempt: &Attempt,
+) -> Result<Plan, Vec<Diagnostic>> {
+    plan_attempt(job, hosts, run, attempt).map_err(|error| vec![error])
+}
+
+fn plan_attempt(
+    job: &JobSpec,
+    hosts: &[JobHost],
+    run: &RunId,
+    attempt: &Attempt,
+) -> diagnostic::Result<Plan> {
+    let capacities = hosts.iter().map(|host| host_capacity(job, host));
+    let capacities: Vec<HostCapacity> = capacities.collect::<Result<_, _>>()?;
+    let world = capacities.iter().map(|capacity| u64::from(capacity.workers)).sum::<u64>();
+    if world == 0 || world > u64::from(MAX_WORKERS) {
+        let message =
+            format!("the job has {world} workers on {} hosts; 1 to {MAX_WORKERS} are supported", hosts.len());
+        return Err(error(codes::WORKERS_OUT_OF_RANGE, "cluster.workers_per_host", message)
+            .with_field("workers", world)
+            .with_help("change `cluster.workers_per_host`"));
     }
     let world = world as u32;
-    let asked_threads = env::threads(job).map_err(|finding| vec![finding])?;
-    let master = master::address(hosts, &job.cluster.interface).map_err(|finding| vec![finding])?;
+    let threads = env::threads(job)?;
+    let master_address = master::master_address(hosts, &job.cluster.interface)?;
     let run_dir = run_dir(job, run);
-    let job_of_epoch = for_node(job, epoch);
-    let mut first = 0;
-    let mut nodes = Vec::with_capacity(hosts.len());
-    for (group, (host, room)) in hosts.iter().zip(&rooms).enumerate() {
-        let whole = env::Whole {
+    let attempt_job = job_for_attempt(job, attempt);
+    let mut first_rank = 0;
+    let mut host_plans = Vec::with_capacity(hosts.len());
+    for (group, (host, capacity)) in hosts.iter().zip(&capacities).enumerate() {
+        let job_env = env::JobEnv {
             job,
             run,
             world,
             groups: hosts.len() as u32,
             logs: &run_dir.join("logs"),
-            master,
-            restarts: epoch.restarts,
+            master_address,
+            restarts: attempt.restarts,
         };
-        let node = Node { host, room, group: group as u32, first, asked_threads };
-        nodes.push(HostPlan {
-            job: job_of_epoch.clone(),
+        let ranks = HostRanks { host, capacity, group: group as u32, first_rank, threads };
+        host_plans.push(HostPlan {
+            job: attempt_job.clone(),
             run: run.0.clone(),
             host: host.name.clone(),
             run_dir: run_dir.clone(),
-            epoch: epoch.number,
+            attempt: attempt.number,
             world,
-            workers: workers(&whole, &node).map_err(|finding| vec![finding])?,
-            grace_ms: job.run.grace_ms,
+            workers: plan_workers(&job_env, &ranks)?,
+            grace_ms: job.run.grace_period_ms,
         });
-        first += room.count;
+        first_rank += capacity.workers;
     }
-    let counts: Vec<u32> = rooms.iter().map(|room| room.count).collect();
-    let warnings = warnings(job, hosts, &counts, world);
-    let hosts = hosts.iter().map(|h| h.name.clone()).collect();
-    Ok(Plan { run: run.clone(), run_dir, world, master, nodes, hosts, warnings })
+    let workers: Vec<u32> = capacities.iter().map(|capacity| capacity.workers).collect();
+    let warnings = warnings(job, hosts, &workers, world);
+    let host_names = hosts.iter().map(|h| h.name.clone()).collect();
+    Ok(Plan { run: run.clone(), run_dir, world, master_address, host_plans, host_names, warnings })
 }
 
-/// What a host gives the job.
-struct Room {
-    /// Workers.
-    count: u32,
-    gpus: devices::Gpus,
+/// What a host offers the job.
+struct HostCapacity {
+    /// Number of workers.
+    workers: u32,
+    gpus: devices::GpuSelection,
 }
 
-/// One host's part of the ranks.
-struct Node<'a> {
-    host: &'a Host,
-    room: &'a Room,
+/// The ranks of one host.
+struct HostRanks<'a> {
+    host: &'a JobHost,
+    capacity: &'a HostCapacity,
+    /// The number of the host.
     group: u32,
-    first: Rank,
-    asked_threads: Option<u32>,
+    first_rank: Rank,
+    /// The number of threads that the job sets.
+    threads: Option<u32>,
 }
 
-fn workers(whole: &env::Whole<'_>, node: &Node<'_>) -> Result<Vec<WorkerPlan>, Finding> {
-    let (job, facts) = (whole.job, &node.host.facts);
-    let Room { count, gpus } = node.room;
-    let near: Vec<Option<u32>> = (0..*count).map(|local_rank| gpus.node(local_rank)).collect();
-    // Nobody knows yet what a promised host's cores are.
-    let bind = if facts.is_promised() { Bind::None } else { job.run.bind };
-    let slots = place::slots(facts, &near, bind).map_err(|message| {
-        let message = format!("{message} on {}", node.host.name);
-        finding("run.bind", message, "`auto` leaves workers unbound where cores don't suffice")
+/// Plans the workers of one host.
+fn plan_workers(job_env: &env::JobEnv<'_>, ranks: &HostRanks<'_>) -> diagnostic::Result<Vec<WorkerPlan>> {
+    let (job, inventory) = (job_env.job, &ranks.host.inventory);
+    let HostCapacity { workers, gpus } = ranks.capacity;
+    let gpu_nodes: Vec<Option<u32>> = (0..*workers).map(|local_rank| gpus.numa_node_of(local_rank)).collect();
+    // The cores of a host without an agent are not known yet.
+    let bind = if inventory.is_unknown() { CpuBind::None } else { job.run.cpu_bind };
+    let slots = cpu_binding::assign_cpus(inventory, &gpu_nodes, bind).map_err(|e| {
+        error(codes::CPU_BINDING_IMPOSSIBLE, "run.cpu_bind", format!("{e} on {}", ranks.host.name))
+            .with_field("host", ranks.host.name.as_str())
+            .with_field("workers", e.workers)
+            .with_field("cpus", e.cpus)
+            .with_help("use `auto`, which leaves workers unbound where cores are too few")
     })?;
-    let worker = |(local_rank, slot): (u32, &place::Slot)| {
-        let rank = node.first + local_rank;
-        let (local_world, group, threads) = (*count, node.group, slot.threads);
-        let who = env::Who { rank, local_rank, local_world, group, threads, gpus };
+    let plan_worker = |(local_rank, slot): (u32, &cpu_binding::CpuSlot)| {
+        let rank = ranks.first_rank + local_rank;
+        let (local_world, group, threads) = (*workers, ranks.group, slot.threads);
+        let position = env::WorkerPosition { rank, local_rank, local_world, group, threads, gpus };
         WorkerPlan {
             rank,
             local_rank,
             local_world,
-            command: command::of_worker(&job.run, env::shown_local_rank(job, local_rank)),
-            threads: node.asked_threads.unwrap_or(slot.threads),
-            env: env::of_worker(whole, facts, &who),
+            command: command::worker_command(&job.run, env::local_rank_env(job, local_rank)),
+            threads: ranks.threads.unwrap_or(slot.threads),
+            env: env::worker_env(job_env, inventory, &position),
             workdir: job.run.workdir.clone(),
             cpus: slot.cpus.clone(),
-            log: whole.logs.join(format!("rank-{rank}.log")),
+            log: job_env.logs.join(format!("rank-{rank}.log")),
         }
     };
-    Ok((0..*count).zip(&slots).map(worker).collect())
+    Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// How many workers a host gets, and which GPUs; a promise that the host doesn't keep is refused with both numbers.
-fn room(job: &JobSpec, host: &Host) -> Result<Room, Finding> {
-    const PATH: &str = "cluster.workers_per_host";
+/// The number of workers of a host, and their GPUs. A host that offers less than its slots or the job
+/// declare is an error, which states both numbers.
+fn host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
+    const KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
-    let gpus = devices::of_job(job, &host.facts)?.picked(job, host)?;
-    let of_gpus = gpus.workers() as u32;
-    let count = match (job.cluster.workers_per_host, host.slots) {
-        (Count::Exactly(n), Some(slots)) if n > slots => {
-            let message = format!("{n} workers are asked for on {name}, which has {slots} slots");
-            return Err(finding(PATH, message, "ask for fewer, or give the host more slots"));
+    let gpus = devices::select_gpus(job, &host.inventory)?.with_selected_slots(job, host)?;
+    let gpu_workers = gpus.workers() as u32;
+    let workers = match (job.cluster.workers_per_host, host.slots) {
+        (WorkersPerHost::Exactly(n), Some(slots)) if n > slots => {
+            let noun = if slots == 1 { "slot" } else { "slots" };
+            let message = format!("the job places {n} workers on {name}, which has {slots} {noun}");
+            return Err(error(codes::WORKERS_EXCEED_SLOTS, KEY, message)
+                .with_field("host", name.as_str())
+                .with_field("workers", n)
+                .with_field("slots", slots)
+                .with_help("lower the number of workers, or give the host more slots"));
         }
-        (Count::Exactly(n), _) => n,
-        (Count::Auto, Some(slots)) => slots,
-        (Count::Auto, None) => of_gpus.max(1),
+        (WorkersPerHost::Exactly(n), _) => n,
+        (WorkersPerHost::Auto, Some(slots)) => slots,
+        (WorkersPerHost::Auto, None) => gpu_workers.max(1),
     };
     match host.slots {
-        Some(slots) if of_gpus > 0 && slots > of_gpus => {
-            let those = match job.cluster.devices {
+        Some(slots) if gpu_workers > 0 && slots > gpu_workers => {
+            let reason = match job.cluster.devices {
                 Devices::List(_) => format!("`cluster.devices` names {} GPUs", gpus.count()),
-                _ => format!("{} GPUs were found there", gpus.count()),
+                _ => format!("{} GPUs were found", gpus.count()),
             };
-            let message = format!("{name} was promised to have {slots} slots, and {those}");
-            Err(finding("cluster.hosts", message, "correct its slots, or use `cluster.devices: cpu`"))
+            let message = format!("{name} declares {slots} slots, but {reason}");
+            Err(error(codes::SLOTS_EXCEED_GPUS, "cluster.hosts", message)
+                .with_field("host", name.as_str())
+                .with_field("slots", slots)
+                .with_field("gpus", gpus.count())
+                .with_help("correct the slots, or use `cluster.devices: cpu`"))
         }
-        _ if count > MOST_LOCAL => {
-            let message = format!("{count} workers can't be planned on {name}");
-            Err(finding(PATH, message, "use 1 to 1024 on each host"))
+        _ if workers > MAX_WORKERS_PER_HOST => {
+            let message = format!(
+                "the job places {workers} workers on {name}; at most {MAX_WORKERS_PER_HOST} are supported"
+            );
+            Err(error(codes::WORKERS_OUT_OF_RANGE, KEY, message)
+                .with_field("host", name.as_str())
+                .with_field("workers", workers))
         }
         _ => {
-            gpus.check(job, count, &host.facts)?;
-            Ok(Room { count, gpus })
+            gpus.check(job, workers, &host.inventory)?;
+            Ok(HostCapacity { workers, gpus })
         }
     }
 }
 
-/// The job as this epoch's workers get it: after a restart it goes on from what the run itself has saved.
-/// The job as each node gets it.
-fn for_node(job: &JobSpec, epoch: &Epoch) -> JobSpec {
+/// The job as the hosts of an attempt receive it. After a restart it resumes from the last checkpoint
+/// of the run.
+fn job_for_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     let mut job = job.clone();
     if job.run.command.is_some() {
-        // All hosts told to all hosts would grow with the square of their number. (Built-in workers write the job into
-        // their checkpoints.)
+        // Sending the list of hosts to every host grows with the square of their number. Built-in
+        // workers need it, because they store the job in their checkpoints.
         (job.cluster.hosts, job.cluster.include, job.cluster.exclude) = (Hosts::Local, vec![], vec![]);
     }
-    if let (Some(path), false) = (&epoch.resume, job.resume.from == ResumeFrom::Auto) {
+    if let (Some(path), false) = (&attempt.resume, job.resume.from == ResumeFrom::Auto) {
         job.resume.from = ResumeFrom::Path(path.clone());
     }
     job
 }
 
-/// What a person calls the devices of a host's workers, by local rank.
-pub(crate) fn device_labels(job: &JobSpec, facts: &Facts, workers: u32) -> Vec<String> {
-    let gpus = devices::of_job(job, facts).unwrap_or_default();
+/// Names of the devices of a host's workers, by local rank: `gpu 0`, `cpu` or `unknown`.
+pub(crate) fn device_labels(job: &JobSpec, inventory: &Inventory, workers: u32) -> Vec<String> {
+    let gpus = devices::select_gpus(job, inventory).unwrap_or_default();
     (0..workers).map(|rank| gpus.label(rank)).collect()
 }
 
-/// The run directory with its placeholders filled in, absolute.
+/// The absolute path of the run directory, with its placeholders replaced.
 fn run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     let dir = job.run.logs.dir.replace("{name}", &job.name).replace("{run}", &run.0);
     job.run.workdir.join(dir)
 }
 
-fn warnings(job: &JobSpec, hosts: &[Host], counts: &[u32], world: u32) -> Vec<Finding> {
+/// `workers` has the number of workers of each host.
+fn warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Vec<Diagnostic> {
     let mut warnings = Vec::new();
-    for (host, &count) in hosts.iter().zip(counts) {
-        let cores = host.facts.cores();
-        if count > cores && !host.facts.cpus.is_empty() {
-            let place = if hosts.len() > 1 { format!(" of {}", host.name) } else { String::new() };
-            let message = format!("{count} workers share {cores} CPU cores{place}: they run, but take turns");
-            warnings.push(finding(
-                "cluster.workers_per_host",
-                message,
-                "use at most one worker for each core",
-            ));
+    for (host, &count) in hosts.iter().zip(workers) {
+        let cores = host.inventory.cores();
+        if count > cores && !host.inventory.cpus.is_empty() {
+            let on_host = if hosts.len() > 1 { format!(" on {}", host.name) } else { String::new() };
+            let noun = if cores == 1 { "core" } else { "cores" };
+            let message = format!("{count} workers share {cores} CPU {noun}{on_host}");
+            warnings.push(
+                Diagnostic::warning(codes::CPU_OVERSUBSCRIBED, message)
+                    .with_subject("cluster.workers_per_host")
+                    .with_field("host", host.name.as_str())
+                    .with_field("workers", count)
+                    .with_field("cores", cores)
+                    .with_help("use at most one worker for each core"),
+            );
         }
     }
     for (i, rank) in job.run.logs.show.iter().enumerate().filter(|(_, rank)| **rank >= world) {
         let message = format!("there is no rank {rank} to show: the job has {world} workers");
-        warnings.push(finding(&format!("run.logs.show[{i}]"), message, "ranks count from 0"));
+        warnings.push(
+            Diagnostic::warning(codes::LOG_RANK_UNKNOWN, message)
+                .with_subject(format!("run.logs.show[{i}]"))
+                .with_field("rank", *rank)
+                .with_field("world_size", world)
+                .with_help("ranks count from 0"),
+        );
     }
     warnings
 }
 
-fn finding(path: &str, message: String, hint: &str) -> Finding {
-    Finding { path: path.to_owned(), message, hint: Some(hint.to_owned()) }
+/// An error about a key of the job.
+fn error(code: Code, key: &str, message: impl Into<String>) -> Diagnostic {
+    Diagnostic::error(code, message).with_subject(key)
 }
 
 #[cfg(test)]

@@ -1,23 +1,23 @@
-//! What the person sees. The only writer to the terminal, on a thread of its own: whatever stdout and stderr are
-//! connected to (a paused terminal, a pager, a closed pipe), the job does not wait for it.
+//! [`Report`]: shows a run to the user. It is the only writer to the terminal, on a separate thread, so
+//! that the job never waits for a paused terminal, a pager or a closed pipe.
 //!
-//! stdout is data: events with `--json`, else the shown ranks' own stdout. stderr is talk: a live view on a terminal,
-//! plain lines elsewhere.
+//! stdout carries data: events with `--json`, otherwise the stdout of the shown ranks. stderr carries
+//! messages: a progress bar on a terminal, plain lines elsewhere.
+mod console;
 mod dedup;
-mod curve;
-mod limit;
-mod live;
+mod event_text;
+mod format;
+mod loss_curve;
 pub(crate) mod plain;
-mod sentence;
-mod text;
+mod rate_limit;
 mod view;
 
-pub(crate) use sentence::sentence;
-pub(crate) use text::{clock, harmless as clean, ranks, took};
+pub(crate) use event_text::event_text;
+pub(crate) use format::{and_more, count, format_clock, format_duration, format_ranks, strip_control};
 
-use crate::controller::Other;
+use crate::controller::PeerEnd;
 use contract::{
-    event::{Event, Phase},
+    event::{Event, EventSchema, Phase},
     ids::Rank,
 };
 use std::{
@@ -31,43 +31,47 @@ use std::{
     time::Duration,
 };
 
-/// Items waiting to be shown.
+/// Capacity of the queue of items.
 const QUEUE: usize = 1 << 16;
-/// Of them, lines of workers.
-const LINES: usize = 2048;
-/// At the end, when no process of the job is left: how long stdout and stderr may take nothing (a pager, a paused
-/// terminal) before what is left is given up.
-const STUCK: Duration = Duration::from_secs(60);
+/// Limit of lines of workers in the queue.
+const MAX_QUEUED_LINES: usize = 2048;
+/// At the end: how long stdout and stderr may accept nothing (a pager, a paused terminal) before the rest
+/// is dropped.
+const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How to show a run.
 #[derive(Clone, Debug)]
-pub(crate) struct Setup {
-    /// Events as JSON lines on stdout.
-    pub(crate) json: bool,
-    /// `[rank N]` before each line of a worker; then equal lines of several ranks are shown once.
+pub(crate) struct ReportConfig {
+    /// Prints events as JSON lines on stdout, in this schema.
+    pub(crate) json: Option<EventSchema>,
+    /// Prints `[rank N]` before each line of a worker, and equal lines of several ranks once.
     pub(crate) prefix: bool,
-    /// Nobody looks on: what is printed goes to a file.
+    /// Whether the output goes to a file because the run is detached from the terminal.
     pub(crate) detached: bool,
-    /// Ranks that are shown at first.
-    pub(crate) shown: usize,
-    /// Where each rank's own log lies.
+    /// The number of ranks whose output is shown.
+    pub(crate) shown_ranks: usize,
+    /// The directory with the log of each rank.
     pub(crate) logs: PathBuf,
-    /// A training job of the built-in runtime.
+    /// Whether workers run the built-in runtime.
     pub(crate) builtin: bool,
+    /// The number of workers.
     pub(crate) world: u32,
-    /// Number of hosts.
+    /// The number of hosts.
     pub(crate) hosts: usize,
 }
 
-/// How it ended, for the last words.
+/// How the run ended, for the final messages.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Summary {
+pub(crate) struct RunSummary {
     pub(crate) exit_code: u8,
+    /// Ended by a stop request.
     pub(crate) stopped: bool,
+    /// Ended by a stop request, without a save.
     pub(crate) killed: bool,
-    pub(crate) others: Vec<Other>,
+    /// How the ranks ended that were not the root cause.
+    pub(crate) peers: Vec<PeerEnd>,
     pub(crate) run_dir: PathBuf,
-    /// The command line that goes on with this job.
+    /// The command line that resumes the job.
     pub(crate) resume: String,
     pub(crate) seconds: f64,
 }
@@ -77,121 +81,121 @@ enum Item {
     Event(Event),
     Line { rank: Rank, stderr: bool, text: String },
     Progress { rank: Rank, phase: Phase },
-    Talk(String),
-    Finish(Summary),
+    Message(String),
+    Finish(RunSummary),
 }
 
-/// The handle of the reporting thread. Nothing here waits, except [`Report::finish`].
+/// The handle of the reporting thread. No method waits, except [`Report::finish`].
 #[derive(Debug)]
 pub(crate) struct Report {
     queue: SyncSender<Item>,
     done: Receiver<()>,
-    shared: Arc<Shared>,
-    lost: u64,
+    counters: Arc<Counters>,
+    /// Items that were dropped because the queue was full.
+    dropped: u64,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
-    /// Items shown so far: whether the thread gets on.
+struct Counters {
+    /// Items shown so far.
     shown: AtomicU64,
-    /// Lines waiting.
-    lines: AtomicUsize,
+    /// Lines in the queue.
+    queued_lines: AtomicUsize,
 }
 
 impl Report {
     /// Starts the reporting thread.
-    pub(crate) fn start(setup: Setup) -> std::io::Result<Report> {
+    pub(crate) fn start(config: ReportConfig) -> std::io::Result<Report> {
         let (queue, items) = sync_channel(QUEUE);
         let (finished, done) = channel();
-        let shared = Arc::new(Shared::default());
-        let seen = shared.clone();
+        let counters = Arc::new(Counters::default());
+        let thread_counters = counters.clone();
         thread::Builder::new().name("report".into()).spawn(move || {
-            let mut view = view::View::new(setup);
+            let mut view = view::View::new(config);
             loop {
-                let item = match view.pause() {
-                    Some(pause) => items.recv_timeout(pause),
+                let item = match view.time_to_deadline() {
+                    Some(timeout) => items.recv_timeout(timeout),
                     None => items.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 };
                 let item = match item {
                     Ok(item) => item,
                     Err(RecvTimeoutError::Timeout) => {
-                        view.on_time();
+                        view.on_deadline();
                         continue;
                     }
                     Err(RecvTimeoutError::Disconnected) => break,
                 };
                 if matches!(item, Item::Line { .. }) {
-                    seen.lines.fetch_sub(1, Ordering::Relaxed);
+                    thread_counters.queued_lines.fetch_sub(1, Ordering::Relaxed);
                 }
-                let last = matches!(item, Item::Finish(_));
+                let is_last = matches!(item, Item::Finish(_));
                 view.show(item);
-                seen.shown.fetch_add(1, Ordering::Relaxed);
-                if last {
+                thread_counters.shown.fetch_add(1, Ordering::Relaxed);
+                if is_last {
                     break;
                 }
             }
             _ = finished.send(());
         })?;
-        Ok(Report { queue, done, shared, lost: 0 })
+        Ok(Report { queue, done, counters, dropped: 0 })
     }
 
-    /// Something happened.
+    /// Shows an event.
     pub(crate) fn event(&mut self, event: Event) {
-        self.put(Item::Event(event));
+        self.enqueue(Item::Event(event));
     }
 
-    /// A shown worker's line.
+    /// Shows a line of a worker.
     pub(crate) fn line(&mut self, rank: Rank, stderr: bool, text: String) {
-        if self.shared.lines.load(Ordering::Relaxed) >= LINES {
-            self.lost += 1;
+        if self.counters.queued_lines.load(Ordering::Relaxed) >= MAX_QUEUED_LINES {
+            self.dropped += 1;
             return;
         }
-        self.shared.lines.fetch_add(1, Ordering::Relaxed);
-        if !self.put(Item::Line { rank, stderr, text }) {
-            self.shared.lines.fetch_sub(1, Ordering::Relaxed);
+        self.counters.queued_lines.fetch_add(1, Ordering::Relaxed);
+        if !self.enqueue(Item::Line { rank, stderr, text }) {
+            self.counters.queued_lines.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    /// What a rank is doing.
+    /// Shows what a rank is doing.
     pub(crate) fn progress(&mut self, rank: Rank, phase: Phase) {
-        self.put(Item::Progress { rank, phase });
+        self.enqueue(Item::Progress { rank, phase });
     }
 
-    /// Something for a person to read.
-    pub(crate) fn talk(&mut self, text: String) {
-        self.put(Item::Talk(text));
+    /// Shows a message.
+    pub(crate) fn message(&mut self, text: String) {
+        self.enqueue(Item::Message(text));
     }
 
-    fn put(&mut self, item: Item) -> bool {
-        if self.lost > 0 {
-            let text = format!(
-                "[{} lines not shown here: output came faster than it could be written; the logs have them]",
-                self.lost
-            );
-            if self.queue.try_send(Item::Talk(text)).is_ok() {
-                self.lost = 0;
+    fn enqueue(&mut self, item: Item) -> bool {
+        if self.dropped > 0 {
+            let lines = format::count(self.dropped, "line", "lines");
+            let text =
+                format!("[{lines} not shown: output arrived faster than it could be written; see the logs]");
+            if self.queue.try_send(Item::Message(text)).is_ok() {
+                self.dropped = 0;
             }
         }
         let sent = self.queue.try_send(item).is_ok();
-        self.lost += u64::from(!sent);
+        self.dropped += u64::from(!sent);
         sent
     }
 
-    /// Shows the end and waits until all is written, or nothing gets on any more.
-    pub(crate) fn finish(mut self, summary: Summary) {
-        self.put(Item::Talk(String::new())); // tells of lost lines
+    /// Shows the summary, and waits until everything is written or the output makes no progress.
+    pub(crate) fn finish(mut self, summary: RunSummary) {
+        self.enqueue(Item::Message(String::new())); // reports dropped lines
         let mut item = Item::Finish(summary);
         let pause = Duration::from_millis(10);
-        let (mut shown, mut still) = (u64::MAX, Duration::ZERO);
+        let (mut shown_before, mut stuck_for) = (u64::MAX, Duration::ZERO);
         let mut sent = false;
-        while still < STUCK {
+        while stuck_for < STUCK_TIMEOUT {
             if !sent {
                 match self.queue.try_send(item) {
                     Ok(()) => {
                         sent = true;
-                        item = Item::Talk(String::new());
+                        item = Item::Message(String::new());
                     }
-                    Err(TrySendError::Full(back)) => item = back,
+                    Err(TrySendError::Full(returned)) => item = returned,
                     Err(TrySendError::Disconnected(_)) => return,
                 }
             }
@@ -199,9 +203,9 @@ impl Report {
                 Err(RecvTimeoutError::Timeout) => {}
                 _ => return,
             }
-            let now = self.shared.shown.load(Ordering::Relaxed);
-            still = if now == shown { still + pause } else { Duration::ZERO };
-            shown = now;
+            let shown = self.counters.shown.load(Ordering::Relaxed);
+            stuck_for = if shown == shown_before { stuck_for + pause } else { Duration::ZERO };
+            shown_before = shown;
         }
     }
 }

@@ -1,15 +1,16 @@
-//! The runs of this user: which there are, which go on, how the others ended.
+//! The runs of this user: what was started, what is active, and how past runs ended.
 //!
-//! Each controller writes who it is into `run.json` in its run directory, and links it by the run's name from the user's
-//! state directory (`$XDG_STATE_HOME/launch/runs`). Nobody needs to take it away: a process is known by its pid and the moment
-//! it started, so that what a killed controller left is told from a running one.
-mod choose;
+//! Each controller writes a [`RunRecord`] as `run.json` into its run directory, and links it from the
+//! user's state directory (`$XDG_STATE_HOME/launch/runs`). The record needs no clean-up: a process is
+//! identified by its pid and start time, so that the record of a killed controller is not mistaken
+//! for that of a running one.
 mod process;
+mod select;
 
-pub(crate) use choose::{Wanted, choose};
-pub(crate) use process::{Handle, Me};
+pub(crate) use process::{ProcessHandle, ProcessIdentity};
+pub(crate) use select::{RunFilter, select_run};
 
-use crate::{controller::write_whole, plan::Plan};
+use crate::{controller::write_atomically, plan::Plan};
 use contract::{env, event::Event};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -22,89 +23,97 @@ use std::{
 
 /// Version of `run.json`.
 const VERSION: u32 = 1;
-/// Largest `run.json`, bytes.
-const MOST_BYTES: u64 = 256 << 10;
-/// Runs that are remembered; of older ones only their directories are left.
-const KEPT: usize = 500;
-/// Entries of a directory that are looked at.
-const MOST_ENTRIES: usize = 10_000;
-/// The end of a journal that is read for the last event, bytes.
-const LAST_BYTES: u64 = 256 << 10;
+/// Largest `run.json` that is read, bytes.
+const MAX_RECORD_BYTES: u64 = 256 << 10;
+/// Records in the state directory; the oldest are removed first.
+const MAX_RECORDS: usize = 500;
+/// Entries of one directory that are read.
+const MAX_DIR_ENTRIES: usize = 10_000;
+/// How much of the end of a journal is searched for the last step and the end of the run, bytes.
+const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 
-/// `run.json`: who runs a job.
+/// The content of `run.json`: a run and the controller that executes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Entry {
+pub(crate) struct RunRecord {
+    /// [`VERSION`] of the writer.
     pub(crate) version: u32,
+    /// The name of the run.
     pub(crate) run: String,
+    /// The name of the job.
     pub(crate) name: String,
-    /// Absolute.
+    /// The run directory, absolute.
     pub(crate) run_dir: PathBuf,
+    /// The world size of the first attempt.
     pub(crate) world: u32,
-    /// Milliseconds since 1970.
+    /// Start of the run, milliseconds since 1970.
     pub(crate) began_ms: u64,
-    /// What was typed.
+    /// The command line.
     pub(crate) command: Vec<String>,
-    /// The controller.
-    pub(crate) by: Me,
+    /// The controller's process.
+    #[serde(rename = "by")]
+    pub(crate) controller: ProcessIdentity,
 }
 
-/// A run and what has become of it.
+/// A run and its current state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Run {
-    pub(crate) entry: Entry,
-    pub(crate) state: State,
-    /// The last step of training that was told.
+    /// The content of its `run.json`.
+    pub(crate) record: RunRecord,
+    /// Whether it is active, or how it ended.
+    pub(crate) state: RunState,
+    /// The last optimizer step in the journal.
     pub(crate) step: Option<u64>,
 }
 
-/// What has become of a run.
+/// Whether a run is active, or how it ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum State {
+pub(crate) enum RunState {
+    /// The controller's process exists.
     Running,
-    /// With this exit code after these seconds.
+    /// The journal records the end: exit code and duration in seconds.
     Ended(u8, f64),
-    /// It began on another machine and hasn't told its end.
+    /// The controller is on another machine, and the journal records no end.
     Elsewhere,
-    /// Its controller is gone without a word: killed, or the machine went down.
+    /// The controller is gone and recorded no end: it was killed, or the machine went down.
     Lost,
 }
 
-/// Writes down that this process runs the plan.
+/// Writes the record of this process as the controller of the plan.
 pub(crate) fn register(plan: &Plan, name: &str, command: &[String]) -> io::Result<()> {
-    let entry = Entry {
+    let record = RunRecord {
         version: VERSION,
         run: plan.run.0.clone(),
         name: name.to_owned(),
         run_dir: plan.run_dir.clone(),
         world: plan.world,
-        began_ms: crate::agent::times::now_ms(),
+        began_ms: crate::agent::log_times::unix_time_ms(),
         command: command.to_vec(),
-        by: Me::find()?,
+        controller: ProcessIdentity::current()?,
     };
-    let bytes = serde_json::to_vec_pretty(&entry)?;
-    write_whole(&plan.run_dir, "run.json", &bytes)?;
-    let Some(directory) = directory() else { return Ok(()) };
+    let bytes = serde_json::to_vec_pretty(&record)?;
+    write_atomically(&plan.run_dir, "run.json", &bytes)?;
+    let Some(directory) = state_dir() else { return Ok(()) };
     fs::create_dir_all(&directory)?;
-    forget_old(&directory);
-    // A link costs no write to disk, and leads nowhere when the run's files are removed.
+    remove_old_records(&directory);
+    // A symbolic link dangles when the run directory is removed, so that no stale record remains.
     symlink(plan.run_dir.join("run.json"), directory.join(format!("{}.json", plan.run.0)))
 }
 
-/// Where the list lies; `None` where this user has no home.
-fn directory() -> Option<PathBuf> {
+/// The directory with the links to the records; `None` when the user has no home directory.
+fn state_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = absolute(env::XDG_STATE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".local/state")));
     state.map(|state| state.join("launch/runs"))
 }
 
-/// Takes the oldest entries away; names of runs sort by time.
-fn forget_old(directory: &Path) {
+/// Removes the oldest links to runs that are not active. Names of runs sort by time.
+fn remove_old_records(directory: &Path) {
     let mut names = json_files(directory);
     names.sort();
-    let old = names.len().saturating_sub(KEPT - 1);
-    for file in &names[..old] {
-        if read(file).is_none_or(|entry| !entry.by.is_alive()) {
-            // Another controller may have been first.
+    let excess = names.len().saturating_sub(MAX_RECORDS - 1);
+    for file in &names[..excess] {
+        if read_record(file).is_none_or(|record| !record.controller.is_alive()) {
+            // Another controller may remove the same link.
             _ = fs::remove_file(file);
         }
     }
@@ -112,84 +121,84 @@ fn forget_old(directory: &Path) {
 
 fn json_files(directory: &Path) -> Vec<PathBuf> {
     let entries =
-        fs::read_dir(directory).into_iter().flatten().flatten().take(MOST_ENTRIES).map(|e| e.path());
+        fs::read_dir(directory).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|e| e.path());
     let visible = |path: &PathBuf| path.file_name().is_some_and(|n| !n.to_string_lossy().starts_with('.'));
     entries.filter(|path| path.extension().is_some_and(|e| e == "json") && visible(path)).collect()
 }
 
-/// Every run that the list or the directory `below` knows (as `runs/NAME/RUN`), the newest first.
-pub(crate) fn list(below: &Path) -> Vec<Run> {
-    let mut entries: BTreeMap<String, Entry> = BTreeMap::new();
-    let listed = directory().map(|d| json_files(&d)).unwrap_or_default();
-    let inside = |dir: PathBuf| {
-        fs::read_dir(dir).into_iter().flatten().flatten().take(MOST_ENTRIES).map(|entry| entry.path())
+/// The runs in the state directory and in `base/runs/NAME/RUN`, the newest first.
+pub(crate) fn list(base: &Path) -> Vec<Run> {
+    let mut records: BTreeMap<String, RunRecord> = BTreeMap::new();
+    let linked = state_dir().map(|d| json_files(&d)).unwrap_or_default();
+    let children = |dir: PathBuf| {
+        fs::read_dir(dir).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|entry| entry.path())
     };
-    let here = inside(below.join("runs")).flat_map(inside).map(|run| run.join("run.json"));
-    for entry in listed.into_iter().chain(here).filter_map(|file| read(&file)) {
-        entries.entry(entry.run.clone()).or_insert(entry);
+    let local = children(base.join("runs")).flat_map(children).map(|run| run.join("run.json"));
+    for record in linked.into_iter().chain(local).filter_map(|file| read_record(&file)) {
+        records.entry(record.run.clone()).or_insert(record);
     }
-    let mut runs: Vec<Run> = entries.into_values().map(look).collect();
-    runs.sort_by(|a, b| (b.entry.began_ms, &b.entry.run).cmp(&(a.entry.began_ms, &a.entry.run)));
+    let mut runs: Vec<Run> = records.into_values().map(load_run).collect();
+    runs.sort_by(|a, b| (b.record.began_ms, &b.record.run).cmp(&(a.record.began_ms, &a.record.run)));
     runs
 }
 
-/// The run whose directory this is.
+/// The run with this run directory.
 pub(crate) fn in_directory(directory: &Path) -> Option<Run> {
-    read(&directory.join("run.json")).map(look)
+    read_record(&directory.join("run.json")).map(load_run)
 }
 
-/// An entry, if it is one.
-fn read(file: &Path) -> Option<Entry> {
+/// Reads a record; `None` when the file is not one of this version.
+fn read_record(file: &Path) -> Option<RunRecord> {
     let mut bytes = Vec::new();
-    File::open(file).ok()?.take(MOST_BYTES).read_to_end(&mut bytes).ok()?;
-    let entry: Entry = serde_json::from_slice(&bytes).ok()?;
-    (entry.version == VERSION && entry.run_dir.is_absolute()).then_some(entry)
+    File::open(file).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
+    let record: RunRecord = serde_json::from_slice(&bytes).ok()?;
+    (record.version == VERSION && record.run_dir.is_absolute()).then_some(record)
 }
 
-/// Finds out what has become of a run.
-pub(crate) fn look(entry: Entry) -> Run {
-    let alive = entry.by.is_alive();
-    let (step, done) = last_words(&entry.run_dir.join("events.jsonl"));
-    let state = match done {
-        _ if alive => State::Running,
-        Some((code, seconds)) => State::Ended(code, seconds),
-        None if !entry.by.is_of_this_machine() => State::Elsewhere,
-        None => State::Lost,
+/// Determines the state of a run from its process and its journal.
+pub(crate) fn load_run(record: RunRecord) -> Run {
+    let alive = record.controller.is_alive();
+    let (step, end) = last_progress(&record.run_dir.join("events.jsonl"));
+    let state = match end {
+        _ if alive => RunState::Running,
+        Some((code, seconds)) => RunState::Ended(code, seconds),
+        None if !record.controller.is_on_this_boot() => RunState::Elsewhere,
+        None => RunState::Lost,
     };
-    Run { entry, state, step }
+    Run { record, state, step }
 }
 
-/// The last step and the end that a journal tells of.
-fn last_words(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
+/// The last step in a journal, and the exit code and duration if it records the end of the run.
+fn last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
     let mut bytes = Vec::new();
     let read = File::open(journal).and_then(|mut file| {
         let size = file.metadata()?.len();
-        file.seek(SeekFrom::Start(size.saturating_sub(LAST_BYTES)))?;
-        file.take(LAST_BYTES).read_to_end(&mut bytes)
+        file.seek(SeekFrom::Start(size.saturating_sub(JOURNAL_TAIL_BYTES)))?;
+        file.take(JOURNAL_TAIL_BYTES).read_to_end(&mut bytes)
     });
     if read.is_err() {
         return (None, None);
     }
-    let (mut step, mut done) = (None, None);
-    for line in bytes.split(|b| *b == b'\n') {
-        match serde_json::from_slice(line) {
-            Ok(Event::Step { step: at, .. } | Event::Checkpoint { step: at, .. }) => step = Some(at),
-            Ok(Event::Done { exit_code, seconds, step: at }) => {
-                step = at.or(step);
-                done = Some((exit_code, seconds));
+    let (mut last_step, mut end) = (None, None);
+    for line in String::from_utf8_lossy(&bytes).lines() {
+        match Event::from_json(line) {
+            Ok(Event::Step { step, .. } | Event::Checkpoint { step, .. }) => last_step = Some(step),
+            Ok(Event::Done { exit_code, seconds, step }) => {
+                last_step = step.or(last_step);
+                end = Some((exit_code, seconds));
             }
             _ => {}
         }
     }
-    (step, done)
+    (last_step, end)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn entry(run_dir: &Path, by: Me) -> Entry {
-        Entry {
+    fn record(run_dir: &Path, controller: ProcessIdentity) -> RunRecord {
+        RunRecord {
             version: VERSION,
             run: "r".into(),
             name: "n".into(),
@@ -197,55 +206,67 @@ mod tests {
             world: 1,
             began_ms: 5,
             command: vec![],
-            by,
+            controller,
         }
     }
 
     #[test]
-    fn the_state_of_a_run_is_found_out() {
-        let dir = tempfile::tempdir().expect("directory");
-        let me = Me::find().expect("myself");
-        let gone = me.never();
-        let state = |by: &Me| look(entry(dir.path(), by.clone()));
-        assert_eq!(state(&me).state, State::Running);
-        assert_eq!(state(&gone).state, State::Lost);
-        assert_eq!(state(&me.elsewhere()).state, State::Elsewhere);
+    fn the_state_follows_from_the_process_and_the_journal() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let this = ProcessIdentity::current().expect("this process");
+        let gone = this.with_other_start();
+        let state = |controller: &ProcessIdentity| load_run(record(dir.path(), controller.clone()));
+        assert_eq!(state(&this).state, RunState::Running);
+        assert_eq!(state(&gone).state, RunState::Lost);
+        assert_eq!(state(&this.on_other_host()).state, RunState::Elsewhere);
         let journal =
             "{\"event\":\"done\",\"exit_code\":143,\"step\":7,\"seconds\":2.5,\"time\":1}\n{\"event\":\"st";
-        fs::write(dir.path().join("events.jsonl"), journal).expect("written");
+        fs::write(dir.path().join("events.jsonl"), journal).expect("a journal");
         let run = state(&gone);
-        assert_eq!((run.state, run.step), (State::Ended(143, 2.5), Some(7)));
-        assert_eq!(state(&me.elsewhere()).state, State::Ended(143, 2.5));
+        assert_eq!((run.state, run.step), (RunState::Ended(143, 2.5), Some(7)));
+        assert_eq!(state(&this.on_other_host()).state, RunState::Ended(143, 2.5));
     }
 
     #[test]
-    fn runs_below_a_directory_are_found_and_rubbish_is_passed_over() {
-        let dir = tempfile::tempdir().expect("directory");
+    fn runs_below_a_directory_are_listed_and_damaged_records_are_skipped() {
+        let dir = tempfile::tempdir().expect("a directory");
         let run_dir = dir.path().join("runs/job/r");
-        fs::create_dir_all(&run_dir).expect("directory");
-        fs::create_dir_all(dir.path().join("runs/job/other")).expect("directory");
-        fs::write(dir.path().join("runs/job/other/run.json"), "{\"version\": 1").expect("written");
-        let me = entry(&run_dir, Me::find().expect("myself"));
-        fs::write(run_dir.join("run.json"), serde_json::to_vec(&me).expect("JSON")).expect("written");
-        let found: Vec<Entry> =
-            list(dir.path()).into_iter().map(|r| r.entry).filter(|e| e.run == "r").collect();
-        assert_eq!(found, std::slice::from_ref(&me));
-        assert_eq!(in_directory(&run_dir).map(|r| r.entry), Some(me));
+        fs::create_dir_all(&run_dir).expect("a directory");
+        fs::create_dir_all(dir.path().join("runs/job/other")).expect("a directory");
+        fs::write(dir.path().join("runs/job/other/run.json"), "{\"version\": 1").expect("a file");
+        let expected = record(&run_dir, ProcessIdentity::current().expect("this process"));
+        fs::write(run_dir.join("run.json"), serde_json::to_vec(&expected).expect("JSON")).expect("a file");
+        let listed: Vec<RunRecord> =
+            list(dir.path()).into_iter().map(|r| r.record).filter(|e| e.run == "r").collect();
+        assert_eq!(listed, std::slice::from_ref(&expected));
+        assert_eq!(in_directory(&run_dir).map(|r| r.record), Some(expected));
+    }
+
+    /// `run.json` is a stored format: other versions of launch read it.
+    #[test]
+    fn the_names_in_a_record_are_stable() {
+        let controller = ProcessIdentity { host: "h".into(), boot: "b".into(), pid: 7, start_ticks: 9 };
+        let json = serde_json::to_value(record(Path::new("/r"), controller)).expect("JSON");
+        let expected = serde_json::json!({
+            "version": 1, "run": "r", "name": "n", "run_dir": "/r", "world": 1, "began_ms": 5, "command": [],
+            "by": {"host": "h", "boot": "b", "pid": 7, "started": 9},
+        });
+        assert_eq!(json, expected);
     }
 
     #[test]
-    fn old_entries_are_forgotten_unless_they_run() {
-        let dir = tempfile::tempdir().expect("directory");
-        let me = Me::find().expect("myself");
-        for i in 0..KEPT + 3 {
-            let by = if i == 0 { me.clone() } else { me.never() };
-            let bytes = serde_json::to_vec(&entry(dir.path(), by)).expect("JSON");
-            fs::write(dir.path().join(format!("2026-{i:05}.json")), bytes).expect("written");
+    fn old_records_are_removed_unless_the_run_is_active() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let this = ProcessIdentity::current().expect("this process");
+        for i in 0..MAX_RECORDS + 3 {
+            let controller = if i == 0 { this.clone() } else { this.with_other_start() };
+            let bytes = serde_json::to_vec(&record(dir.path(), controller)).expect("JSON");
+            fs::write(dir.path().join(format!("2026-{i:05}.json")), bytes).expect("a file");
         }
-        forget_old(dir.path());
-        let left = json_files(dir.path());
-        assert_eq!(left.len(), KEPT);
-        assert!(left.contains(&dir.path().join("2026-00000.json")), "it runs");
-        assert!(!left.contains(&dir.path().join("2026-00003.json")));
+        remove_old_records(dir.path());
+        let remaining = json_files(dir.path());
+        assert_eq!(remaining.len(), MAX_RECORDS);
+        assert!(remaining.contains(&dir.path().join("2026-00000.json")), "it is active");
+        assert!(!remaining.contains(&dir.path().join("2026-00003.json")));
     }
 }

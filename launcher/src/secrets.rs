@@ -1,129 +1,157 @@
-//! Values of `run.env` that are given by reference: looked up once, handed to the workers, shown to nobody.
+//! [`Secrets`]: values of `run.env` that are given by reference, and variables that `run.pass_env`
+//! selects. They are resolved once, passed to the workers, and never printed or stored.
 use crate::plan::is_device_variable;
 use contract::{
-    env::{USERS_CHOICE, looks_secret},
+    env::{USER_OVERRIDABLE, looks_secret},
     job::{EnvSource, JobSpec, RunSpec, is_reserved},
-    preflight::Finding,
+};
+use diagnostic::{
+    Diagnostic,
+    codes::{host, job},
 };
 use globset::{Glob, GlobMatcher};
 use std::{env, ffi::OsString, fmt, fs::File, io::Read, path::Path};
 
-/// What stands for a value that is shown nowhere.
-pub(crate) const HIDDEN: &str = "***";
-/// Most variables that patterns may pass, and bytes of them.
+/// Printed instead of a secret value.
+pub(crate) const REDACTED: &str = "***";
+/// Most variables that `run.pass_env` may select.
 const MAX_PASSED: usize = 4096;
+/// Most bytes of their names and values.
 const MAX_PASSED_BYTES: usize = 1 << 20;
-/// Longest value, bytes.
+/// Longest value by reference, bytes.
 const MAX_VALUE: u64 = 64 << 10;
 
-/// Names and values that no text may contain: `Debug` gives the names alone.
+/// Environment variables whose values must not be printed. `Debug` shows the names only.
 #[derive(Clone, Default)]
 pub struct Secrets {
-    /// Values by reference.
-    referred: Vec<(String, String)>,
-    /// Launch's own, that patterns pass on.
+    /// Variables of `run.env` by reference.
+    referenced: Vec<(String, String)>,
+    /// Variables of launch's environment that `run.pass_env` selects.
     passed: Vec<(String, String)>,
 }
 
 impl Secrets {
-    /// For the environment of a worker.
+    /// Names and values for the environment of a worker.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = (String, String)> {
-        self.passed.iter().chain(&self.referred).cloned()
+        self.passed.iter().chain(&self.referenced).cloned()
     }
 
-    /// Names that patterns pass on.
-    pub(crate) fn passed(&self) -> impl Iterator<Item = &str> {
+    /// Names of the variables that `run.pass_env` selects.
+    pub(crate) fn passed_names(&self) -> impl Iterator<Item = &str> {
         self.passed.iter().map(|(name, _)| name.as_str())
     }
 }
 
 impl fmt::Debug for Secrets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.passed.iter().chain(&self.referred).map(|(name, _)| name)).finish()
+        f.debug_set().entries(self.passed.iter().chain(&self.referenced).map(|(name, _)| name)).finish()
     }
 }
 
-/// Looks all of them up; or says which can't be had.
-pub(crate) fn resolve(run: &RunSpec) -> Result<Secrets, Vec<Finding>> {
-    let (mut found, mut missing) = (Vec::new(), Vec::new());
+/// Resolves all references. The error lists every variable that has no usable value.
+pub(crate) fn resolve(run: &RunSpec) -> Result<Secrets, Vec<Diagnostic>> {
+    let (mut referenced, mut errors) = (Vec::new(), Vec::new());
     for (name, source) in &run.env_from {
         let value = match source {
-            EnvSource::FromEnv(from) => from_env(from),
-            EnvSource::FromFile(path) => from_file(&run.workdir.join(path)),
+            EnvSource::FromEnv(variable) => read_variable(name, variable),
+            EnvSource::FromFile(path) => read_file(name, &run.workdir.join(path)),
         };
         match value {
-            Ok(value) => found.push((name.clone(), value)),
-            Err(why) => missing.push(Finding {
-                path: format!("run.env.{name}"),
-                message: format!("`{name}` has no value: {why}"),
-                hint: None,
-            }),
+            Ok(value) => referenced.push((name.clone(), value)),
+            Err(error) => errors.push(error.with_subject(format!("run.env.{name}"))),
         }
     }
-    let passed = passed(run, env::vars_os()).map_err(|message| {
-        let hint = Some("a narrower pattern passes less".to_owned());
-        vec![Finding { path: "run.pass_env".to_owned(), message, hint }]
-    })?;
-    if missing.is_empty() { Ok(Secrets { referred: found, passed }) } else { Err(missing) }
+    let passed =
+        passed_variables(run, env::vars_os()).map_err(|error| vec![error.with_subject("run.pass_env")])?;
+    if errors.is_empty() { Ok(Secrets { referenced, passed }) } else { Err(errors) }
 }
 
-/// A job as it may be shown and written down: values whose names say that nobody may read them are left out.
-pub(crate) fn hide(job: &JobSpec) -> JobSpec {
-    let mut shown = job.clone();
-    for (name, value) in &mut shown.run.env {
+/// A copy of the job that may be printed and stored: values whose names look secret are redacted.
+pub(crate) fn redact(job: &JobSpec) -> JobSpec {
+    let mut redacted = job.clone();
+    for (name, value) in &mut redacted.run.env {
         if looks_secret(name) && !value.is_empty() {
-            HIDDEN.clone_into(value);
+            REDACTED.clone_into(value);
         }
     }
-    shown
+    redacted
 }
 
-/// The variables that `run.pass_env` means; never those that launch or the job sets.
-fn passed(
+/// The variables that `run.pass_env` selects, without those that launch, the user or the job sets.
+fn passed_variables(
     run: &RunSpec,
-    own: impl Iterator<Item = (OsString, OsString)>,
-) -> Result<Vec<(String, String)>, String> {
+    environment: impl Iterator<Item = (OsString, OsString)>,
+) -> diagnostic::Result<Vec<(String, String)>> {
     let globs = run.pass_env.iter().map(|p| Glob::new(p).map(|g| g.compile_matcher()));
-    let globs: Vec<GlobMatcher> =
-        globs.collect::<Result<_, _>>().map_err(|e| format!("a pattern can't be read: {e}"))?;
-    let decided = |name: &str| {
+    let globs: Vec<GlobMatcher> = globs.collect::<Result<_, _>>().map_err(|error| {
+        Diagnostic::error(host::PASS_ENV_INVALID, "a pattern of `run.pass_env` is not valid")
+            .with_cause(&error)
+    })?;
+    let is_set_elsewhere = |name: &str| {
         is_reserved(name)
             || is_device_variable(name)
-            || USERS_CHOICE.contains(&name)
-            || run.env.iter().any(|(own, _)| own == name)
-            || run.env_from.iter().any(|(own, _)| own == name)
+            || USER_OVERRIDABLE.contains(&name)
+            || run.env.iter().any(|(set, _)| set == name)
+            || run.env_from.iter().any(|(set, _)| set == name)
     };
-    // What isn't text can't be said in a message; the worker on this machine has it anyway.
-    let text =
+    // Control messages carry UTF-8 only. A worker on this machine inherits other variables anyway.
+    let utf8 =
         |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
-    let wanted = |(name, _): &(String, String)| globs.iter().any(|g| g.is_match(name)) && !decided(name);
-    let mut found: Vec<_> = own.filter_map(text).filter(wanted).collect();
-    found.sort();
-    let bytes: usize = found.iter().map(|(name, value)| name.len() + value.len()).sum();
-    match found.len() > MAX_PASSED || bytes > MAX_PASSED_BYTES {
-        true => Err(format!("{} variables with {bytes} bytes are more than can be passed on", found.len())),
-        false => Ok(found),
+    let is_selected =
+        |(name, _): &(String, String)| globs.iter().any(|g| g.is_match(name)) && !is_set_elsewhere(name);
+    let mut passed: Vec<_> = environment.filter_map(utf8).filter(is_selected).collect();
+    passed.sort();
+    let bytes: usize = passed.iter().map(|(name, value)| name.len() + value.len()).sum();
+    if passed.len() > MAX_PASSED || bytes > MAX_PASSED_BYTES {
+        let message = format!(
+            "`run.pass_env` selects {} variables of {bytes} bytes; at most {MAX_PASSED} variables of \
+             {MAX_PASSED_BYTES} bytes can be passed",
+            passed.len()
+        );
+        return Err(Diagnostic::error(job::JOB_PASS_ENV_TOO_LARGE, message)
+            .with_field("variables", passed.len())
+            .with_field("bytes", bytes)
+            .with_help("use narrower patterns"));
     }
+    Ok(passed)
 }
 
-fn from_env(name: &str) -> Result<String, String> {
-    // Such a name is none, and asking for it panics.
-    let value = if name.contains(['=', '\0']) { None } else { env::var_os(name) };
-    let value = value.ok_or_else(|| format!("the variable `{name}` isn't set where launch runs"))?;
-    value.into_string().map_err(|_| format!("the variable `{name}` isn't UTF-8 text"))
+/// The value of a variable of launch's environment, for the variable `name` of the job.
+fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
+    // `var_os` panics for names that no variable can have.
+    let value = if variable.contains(['=', '\0']) { None } else { env::var_os(variable) };
+    let value = value.ok_or_else(|| {
+        let message =
+            format!("`{name}` has no value: the variable `{variable}` is not set in launch's environment");
+        Diagnostic::error(job::JOB_ENV_VALUE_MISSING, message).with_field("variable", variable)
+    })?;
+    value.into_string().map_err(|_| {
+        let message = format!("`{name}` has no value: the variable `{variable}` is not UTF-8 text");
+        Diagnostic::error(host::ENV_VALUE_INVALID, message).with_field("variable", variable)
+    })
 }
 
-fn from_file(path: &Path) -> Result<String, String> {
-    let file = path.display();
+/// The text of a file without its last line end, for the variable `name` of the job.
+fn read_file(name: &str, path: &Path) -> diagnostic::Result<String> {
+    let file = path.display().to_string();
+    let invalid = |reason: &str| {
+        let message = format!("`{name}` has no value: {file} {reason}");
+        Diagnostic::error(host::ENV_VALUE_INVALID, message).with_field("file", file.as_str())
+    };
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|f| f.take(MAX_VALUE + 3).read_to_end(&mut bytes));
-    read.map_err(|error| format!("{file} can't be read: {error}"))?;
-    let mut value = String::from_utf8(bytes).map_err(|_| format!("{file} isn't UTF-8 text"))?;
+    read.map_err(|error| {
+        let message = format!("`{name}` has no value: cannot read {file}");
+        Diagnostic::error(job::JOB_ENV_VALUE_MISSING, message)
+            .with_field("file", file.as_str())
+            .with_cause(&error)
+    })?;
+    let mut value = String::from_utf8(bytes).map_err(|_| invalid("is not UTF-8 text"))?;
     let line_end = if value.ends_with("\r\n") { 2 } else { usize::from(value.ends_with('\n')) };
     value.truncate(value.len() - line_end);
     match value {
-        value if value.len() as u64 > MAX_VALUE => Err(format!("{file} has more than {MAX_VALUE} bytes")),
-        value if value.contains('\0') => Err(format!("{file} has a NUL character")),
+        value if value.len() as u64 > MAX_VALUE => Err(invalid(&format!("is longer than {MAX_VALUE} bytes"))),
+        value if value.contains('\0') => Err(invalid("contains a NUL character")),
         value => Ok(value),
     }
 }
@@ -131,30 +159,32 @@ fn from_file(path: &Path) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use diagnostic::Code;
     use std::fs;
 
-    fn looked_up(name: &str, source: EnvSource, place: &Path) -> Result<String, String> {
+    /// The value of `run.env.A` by reference, or the code of the error.
+    fn resolve_one(source: EnvSource, workdir: &Path) -> Result<String, Code> {
         let mut run = crate::testing::job().run;
-        run.workdir = place.to_owned();
-        run.env_from = vec![(name.to_owned(), source)];
+        run.workdir = workdir.to_owned();
+        run.env_from = vec![("A".to_owned(), source)];
         match resolve(&run) {
             Ok(secrets) => {
-                assert_eq!(format!("{secrets:?}"), format!("{{{name:?}}}"), "the value is not shown");
+                assert_eq!(format!("{secrets:?}"), "{\"A\"}", "the value is not shown");
                 Ok(secrets.pairs().next().expect("a value").1)
             }
-            Err(findings) => {
-                assert_eq!(findings[0].path, format!("run.env.{name}"));
-                Err(findings[0].message.clone())
+            Err(errors) => {
+                assert_eq!(errors[0].subject(), Some("run.env.A"));
+                Err(errors[0].code())
             }
         }
     }
 
     #[test]
-    fn patterns_pass_what_nobody_else_decides() {
+    fn patterns_pass_variables_that_nothing_else_sets() {
         let mut run = crate::testing::job().run;
         run.pass_env = vec!["HF_*".into(), "RANK".into(), "*_DEVICES".into(), "A?".into()];
         run.env = vec![("HF_HOME".into(), "/mine".into())];
-        let own = [
+        let environment = [
             ("HF_TOKEN", "t"),
             ("HF_HOME", "/h"),
             ("RANK", "7"),
@@ -162,15 +192,16 @@ mod tests {
             ("AB", "c"),
             ("A", "d"),
         ];
-        let own = || own.iter().map(|(n, v)| (OsString::from(n), OsString::from(v)));
-        let found = passed(&run, own()).expect("few");
-        assert_eq!(found, [("AB", "c"), ("HF_TOKEN", "t")].map(|(n, v)| (n.to_owned(), v.to_owned())));
+        let environment = environment.iter().map(|(n, v)| (OsString::from(n), OsString::from(v)));
+        let passed = passed_variables(&run, environment).expect("few variables");
+        assert_eq!(passed, [("AB", "c"), ("HF_TOKEN", "t")].map(|(n, v)| (n.to_owned(), v.to_owned())));
         let many = (0..=MAX_PASSED).map(|i| (OsString::from(format!("HF_{i}")), OsString::new()));
-        assert!(passed(&run, many).is_err());
+        let error = passed_variables(&run, many).expect_err("too many");
+        assert_eq!(error.code(), job::JOB_PASS_ENV_TOO_LARGE);
     }
 
     #[test]
-    fn what_looks_like_a_secret_is_not_shown() {
+    fn values_with_secret_names_are_redacted() {
         let mut job = crate::testing::job();
         for name in [
             "HF_TOKEN",
@@ -182,40 +213,36 @@ mod tests {
         ] {
             job.run.env.push((name.to_owned(), "v".to_owned()));
         }
-        let shown: Vec<String> = hide(&job).run.env.into_iter().map(|(_, v)| v).collect();
-        assert_eq!(shown, [HIDDEN, HIDDEN, "v", "v", HIDDEN, "v"]);
+        let values: Vec<String> = redact(&job).run.env.into_iter().map(|(_, v)| v).collect();
+        assert_eq!(values, [REDACTED, REDACTED, "v", "v", REDACTED, "v"]);
     }
 
     #[test]
     fn values_come_from_files() {
-        let place = tempfile::tempdir().expect("a directory");
+        let dir = tempfile::tempdir().expect("a directory");
         for (content, expected) in [
             (&b"token\n"[..], Ok("token")),
             (b"token\r\n", Ok("token")),
             (b"two\nlines\n\n", Ok("two\nlines\n")),
             (b"", Ok("")),
-            (b"\xff", Err("isn't UTF-8")),
-            (b"a\0b", Err("NUL")),
-            (&[b'x'; (64 << 10) + 1][..], Err("more than 65536")),
+            (b"\xff", Err(host::ENV_VALUE_INVALID)),
+            (b"a\0b", Err(host::ENV_VALUE_INVALID)),
+            (&[b'x'; (64 << 10) + 1][..], Err(host::ENV_VALUE_INVALID)),
         ] {
-            fs::write(place.path().join("f"), content).expect("written");
-            let found = looked_up("A", EnvSource::FromFile("f".into()), place.path());
-            match expected {
-                Ok(value) => assert_eq!(found.as_deref(), Ok(value)),
-                Err(part) => assert!(found.expect_err("refused").contains(part)),
-            }
+            fs::write(dir.path().join("f"), content).expect("a file");
+            let value = resolve_one(EnvSource::FromFile("f".into()), dir.path());
+            assert_eq!(value, expected.map(str::to_owned));
         }
-        let absent = looked_up("A", EnvSource::FromFile("absent".into()), place.path());
-        assert!(absent.expect_err("refused").contains("absent can't be read: No such file"));
+        let absent = resolve_one(EnvSource::FromFile("absent".into()), dir.path());
+        assert_eq!(absent, Err(job::JOB_ENV_VALUE_MISSING));
     }
 
     #[test]
     fn values_come_from_the_environment() {
-        let from = |name: &str| looked_up("A", EnvSource::FromEnv(name.to_owned()), Path::new("/"));
-        assert_eq!(from("PATH").ok(), env::var("PATH").ok());
+        let value = |name: &str| resolve_one(EnvSource::FromEnv(name.to_owned()), Path::new("/"));
+        assert_eq!(value("PATH").ok(), env::var("PATH").ok());
         for name in ["LAUNCH_TEST_NEVER_SET", "A=B", ""] {
-            let why = from(name).expect_err("refused");
-            assert_eq!(why, format!("`A` has no value: the variable `{name}` isn't set where launch runs"));
+            assert_eq!(value(name), Err(job::JOB_ENV_VALUE_MISSING), "{name:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Reading a file that may still be written to, line by line.
+//! [`LineFollower`]: reads a growing file line by line, as `tail -F` does.
 use std::{
     fs::File,
     io::{self, Read, Seek, SeekFrom},
@@ -7,44 +7,47 @@ use std::{
     time::Duration,
 };
 
-/// Between two looks at a file that has nothing new.
-pub(crate) const PAUSE: Duration = Duration::from_millis(100);
-/// Bytes read at once.
+/// Time between two reads of a file that has nothing new.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Bytes per read.
 const CHUNK: usize = 64 << 10;
-/// A longer line is given in pieces, bytes.
+/// A longer line is passed on in parts, bytes.
 const LINE_MAX: usize = 1 << 20;
 
-/// The lines of a file from some place on. A file that is put in its place, or cut, is read from its start.
+/// The lines of a file from an offset on. A file that replaces it, and a file that was truncated, is
+/// read from its start.
 #[derive(Debug)]
-pub(crate) struct Lines {
+pub(crate) struct LineFollower {
     path: PathBuf,
     file: File,
     offset: u64,
-    /// After the last line end.
+    /// The bytes after the last line end.
     unfinished: Vec<u8>,
     buffer: Vec<u8>,
 }
 
-impl Lines {
-    pub(crate) fn open(path: PathBuf, offset: u64) -> io::Result<Lines> {
+impl LineFollower {
+    /// Opens the file and starts reading at `offset`.
+    pub(crate) fn open(path: PathBuf, offset: u64) -> io::Result<LineFollower> {
         let mut file = File::open(&path)?;
         file.seek(SeekFrom::Start(offset))?;
-        Ok(Lines { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK] })
+        Ok(LineFollower { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK] })
     }
 
+    /// The path of the file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Reads a piece and gives its whole lines; `false`: there is nothing more for now, and a line without its end was
-    /// given as it is.
+    /// Reads once and passes the complete lines to `line`. `false`: the end of the file is reached for
+    /// now, and a last line without its line end was passed on too.
     pub(crate) fn read(&mut self, line: &mut dyn FnMut(&[u8])) -> io::Result<bool> {
         let n = self.file.read(&mut self.buffer)?;
         if n == 0 {
             if !self.unfinished.is_empty() {
                 line(&std::mem::take(&mut self.unfinished));
             }
-            return self.replaced();
+            return self.reopen_if_replaced();
         }
         self.offset += n as u64;
         self.unfinished.extend_from_slice(&self.buffer[..n]);
@@ -60,17 +63,18 @@ impl Lines {
         Ok(true)
     }
 
-    /// Goes on with what lies in the file's place now, if that is something else.
-    fn replaced(&mut self) -> io::Result<bool> {
-        let mine = self.file.metadata()?;
-        let Ok(now) = std::fs::metadata(&self.path) else { return Ok(false) };
-        let same = (mine.dev(), mine.ino()) == (now.dev(), now.ino());
-        if same && now.len() >= self.offset {
-            return Ok(now.len() > self.offset);
+    /// Continues with the file that is at the path now, if it is another one or was truncated. Returns
+    /// whether there is more to read.
+    fn reopen_if_replaced(&mut self) -> io::Result<bool> {
+        let open = self.file.metadata()?;
+        let Ok(current) = std::fs::metadata(&self.path) else { return Ok(false) };
+        let same = (open.dev(), open.ino()) == (current.dev(), current.ino());
+        if same && current.len() >= self.offset {
+            return Ok(current.len() > self.offset);
         }
         self.file = File::open(&self.path)?;
         self.offset = 0;
-        Ok(now.len() > 0)
+        Ok(current.len() > 0)
     }
 }
 
@@ -79,14 +83,14 @@ mod tests {
     use super::*;
     use std::{fs, io::Write};
 
-    fn all(lines: &mut Lines) -> Vec<String> {
-        let mut found = Vec::new();
-        while lines.read(&mut |line| found.push(String::from_utf8_lossy(line).into_owned())).expect("read") {}
-        found
+    fn read_all(lines: &mut LineFollower) -> Vec<String> {
+        let mut texts = Vec::new();
+        while lines.read(&mut |line| texts.push(String::from_utf8_lossy(line).into_owned())).expect("read") {}
+        texts
     }
 
     #[test]
-    fn a_growing_rotated_and_cut_file_is_followed() {
+    fn a_growing_rotated_and_truncated_file_is_followed() {
         let dir = tempfile::tempdir().expect("directory");
         let path = dir.path().join("a.log");
         let append = |text: &str| {
@@ -94,18 +98,18 @@ mod tests {
             file.expect("file").write_all(text.as_bytes()).expect("written");
         };
         append("one\ntwo\nthr");
-        let mut lines = Lines::open(path.clone(), 4).expect("open");
-        assert_eq!(all(&mut lines), ["two", "thr"]);
+        let mut lines = LineFollower::open(path.clone(), 4).expect("open");
+        assert_eq!(read_all(&mut lines), ["two", "thr"]);
         append("ee\n\nfour\n");
-        assert_eq!(all(&mut lines), ["ee", "", "four"]);
+        assert_eq!(read_all(&mut lines), ["ee", "", "four"]);
         fs::rename(&path, dir.path().join("a.log.1")).expect("renamed");
-        assert_eq!(all(&mut lines), Vec::<String>::new());
+        assert_eq!(read_all(&mut lines), Vec::<String>::new());
         append("new\n");
-        assert_eq!(all(&mut lines), ["new"]);
-        fs::write(&path, "x\n").expect("cut");
-        assert_eq!(all(&mut lines), ["x"]);
+        assert_eq!(read_all(&mut lines), ["new"]);
+        fs::write(&path, "x\n").expect("truncated");
+        assert_eq!(read_all(&mut lines), ["x"]);
         let long = "y".repeat(LINE_MAX + CHUNK);
         append(&long);
-        assert_eq!(all(&mut lines).concat(), long);
+        assert_eq!(read_all(&mut lines).concat(), long);
     }
 }

@@ -1,11 +1,11 @@
-//! Samples for the unit tests.
+//! A sample job for unit tests.
 use contract::job::{
-    Bind, CheckpointSpec, ClusterSpec, Collectives, Count, Devices, Every, Hosts, JobSpec, KnownHosts,
-    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SignalAction, Signals,
-    SshConfig, SshSpec, StoreHost, VisibleDevices,
+    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, Devices, Hosts, JobSpec, KnownHosts, LogsSpec,
+    MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction, Signals,
+    SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
 };
 
-/// A job that runs `true`.
+/// A job that runs the program `true`.
 pub(crate) fn job() -> JobSpec {
     JobSpec {
         name: "sample".into(),
@@ -17,18 +17,18 @@ pub(crate) fn job() -> JobSpec {
                 user: None,
                 port: None,
                 key: None,
-                config: SshConfig::Usual,
+                config: SshConfig::Default,
                 known_hosts: KnownHosts::Strict,
                 jump: None,
                 connect_timeout_ms: 10_000,
-                parallel: 64,
+                fanout: 64,
             },
             use_hosts: None,
-            workers_per_host: Count::Auto,
+            workers_per_host: WorkersPerHost::Auto,
             devices: Devices::Auto,
             workers_per_gpu: 1,
-            collectives: Collectives::Auto,
-            cuda_libs: Vec::new(),
+            comm_backend: CommBackend::Auto,
+            cuda_library_paths: Vec::new(),
             master_port: MasterPort::Auto,
             store: StoreHost::Agent,
             interface: contract::job::Interface::Auto,
@@ -39,14 +39,14 @@ pub(crate) fn job() -> JobSpec {
             env: Vec::new(),
             env_from: Vec::new(),
             pass_env: Vec::new(),
-            bind: Bind::Auto,
+            cpu_bind: CpuBind::Auto,
             visible_devices: VisibleDevices::All,
             local_rank_argument: false,
-            grace_ms: 3000,
+            grace_period_ms: 3000,
             restarts: 0,
             min_hosts: MinHosts::All,
             hang_timeout_ms: None,
-            progress: None,
+            progress_pattern: None,
             signals: Signals {
                 usr1: SignalAction::Save,
                 usr2: SignalAction::Ignore,
@@ -62,7 +62,7 @@ pub(crate) fn job() -> JobSpec {
         train: None,
         checkpoint: CheckpointSpec {
             dir: "runs/{name}/checkpoints".into(),
-            every: Every::Never,
+            every: SaveInterval::Never,
             keep: 3,
             r#async: false,
             parity: false,

@@ -1,74 +1,75 @@
-//! Getting agents running on hosts. What comes back is the same for every way: two byte streams that carry the control
-//! messages, and something that holds the agent's process: a child of ours, or a connection.
+//! Starts agents on hosts: as a child process, over SSH, or in a Slurm step.
+//!
+//! Every transport returns an [`AgentProcess`]: byte streams for the control connection, and a
+//! handle of the agent's process.
 pub(crate) mod detached;
 mod local;
 mod slurm;
 pub(crate) mod ssh;
 
-pub(crate) use local::Local;
-pub(crate) use slurm::{Slurm, requeue, submit};
+pub(crate) use local::LocalTransport;
+pub(crate) use slurm::{SlurmTransport, requeue_job, submit_job};
 
-use contract::{control::ExitStatus, hosts::Host};
-use std::{fmt, io};
+use contract::{control::ExitStatus, hosts::HostAddress};
+use diagnostic::Diagnostic;
+use std::fmt;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Bytes to an agent.
-pub(crate) type Input = Box<dyn AsyncWrite + Send + Unpin>;
+pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
 /// Bytes from an agent.
-pub(crate) type Output = Box<dyn AsyncRead + Send + Unpin>;
+pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 
-/// A way to get agents running.
+/// A way to start agents on hosts.
 pub(crate) trait Transport {
-    /// Starts one agent on each of these hosts (by name, as the job has them) and returns at once, in their order.
-    /// Whether an agent answers is for its hello to say; why it doesn't, for [`Carrier::Connection`].
-    fn start(&mut self, hosts: &[String]) -> Vec<io::Result<AgentProcess>>;
+    /// Starts one agent on each of these hosts, given by their names in the job.
+    ///
+    /// Returns at once, with one result for each host in the same order. An agent runs when its
+    /// hello arrives; [`RemoteConnection::failure`] explains why it does not.
+    fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
-    /// How hosts are reached that the job didn't have when it began, or has in another way now.
-    fn learn(&mut self, _hosts: &[Host]) {}
+    /// Adds hosts, or changes how hosts are reached, after the list of hosts has changed.
+    fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
-    /// Children of this process that hold agents elsewhere: they end by themselves when their agents have, and aren't
-    /// to be ended with what a dead agent leaves behind.
-    fn helpers(&self) -> Vec<u32> {
+    /// Child processes of the controller that hold agents on other hosts, such as `srun`.
+    ///
+    /// They end by themselves after their agents, so the controller does not kill them when it
+    /// cleans up after an agent.
+    fn helper_pids(&self) -> Vec<u32> {
         Vec::new()
     }
 
-    /// A child of this process that is no agent has ended and was reaped.
-    fn child_ended(&mut self, _pid: u32, _status: ExitStatus) {}
+    /// Called when a child process that is not an agent has ended and was reaped.
+    fn on_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
-/// An agent that is being started, or runs.
+/// An agent that is being started or runs.
 pub(crate) struct AgentProcess {
-    pub(crate) carrier: Carrier,
-    /// To the agent. Closing it tells the agent to end everything.
-    pub(crate) input: Input,
-    /// From the agent. Its end is the end of the agent, or of the connection to it.
-    pub(crate) output: Output,
-    /// What it says outside the control stream: panics, warnings of libraries.
-    pub(crate) talk: Output,
+    pub(crate) handle: AgentHandle,
+    /// The control stream to the agent. When it is closed, the agent ends its workers and exits.
+    pub(crate) input: AgentInput,
+    /// The control stream from the agent. Ends when the agent or the connection to it ends.
+    pub(crate) output: AgentOutput,
+    /// The agent's standard error: panics and warnings of libraries.
+    pub(crate) stderr: AgentOutput,
 }
 
-/// What holds an agent's process.
-pub(crate) enum Carrier {
-    /// It is a child of this process, which reaps it and whatever is reparented when it dies.
+/// The process of an agent, or the connection to it.
+pub(crate) enum AgentHandle {
+    /// The pid of a child process. The controller reaps it and the orphans that it leaves.
     Child(u32),
-    /// It is somewhere else.
-    Connection(Box<dyn Connection>),
+    /// The agent runs on another host.
+    Connection(Box<dyn RemoteConnection>),
 }
 
-/// A connection to an agent on another host.
-pub(crate) trait Connection: Send + fmt::Debug {
-    /// Breaks it at once: the streams end, and the agent, which sees the same, ends its workers.
-    fn break_off(&self);
-    /// After the streams have ended: why, in one line with what to do about it, as far as this side knows.
-    fn why(&self) -> Option<Refusal>;
-    /// After the streams have ended: how the agent's process ended, where that was said.
-    fn status(&self) -> Option<ExitStatus>;
-}
+/// The connection to an agent on another host.
+pub(crate) trait RemoteConnection: Send + fmt::Debug {
+    /// Closes the connection at once. Its streams end on both sides, and the agent ends its workers.
+    fn abort(&self);
 
-/// Why a host can't be had.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Refusal {
-    /// What was tried and how it failed, naming the host.
-    pub(crate) message: String,
-    pub(crate) hint: Option<String>,
+    /// After the streams have ended: why, if this side knows the reason. The message names the host.
+    fn failure(&self) -> Option<Diagnostic>;
+
+    /// After the streams have ended: the exit status of the agent, if the transport reports it.
+    fn exit_status(&self) -> Option<ExitStatus>;
 }

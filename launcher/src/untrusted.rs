@@ -1,67 +1,66 @@
-//! Everything of the launcher that reads what strangers wrote, each behind one function: what fuzz targets and hostile
-//! tests call. Checkpoints have theirs in crate `ckpt`.
+//! Every parser of untrusted input in the launcher, each behind one function, for fuzz targets and
+//! robustness tests. Crate `ckpt` has the parsers of checkpoints.
 //!
-//! Each returns what is wrong, or nothing. None may panic, loop, or take memory beyond its caps.
+//! Each function returns the first error. None may panic, loop forever, or use memory beyond its limits.
 use contract::{
     control::{FromAgent, FromWorker, ToAgent, ToWorker},
-    frame::{self, HEADER},
-    hosts, job,
+    frame::{self, FrameError, HEADER},
+    hosts::{self, HostSlots},
+    job,
 };
 use serde::{Serialize, de::DeserializeOwned};
+use std::error::Error;
 
-type Said = Result<(), String>;
+/// Nothing, or the first error.
+pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
 /// Lines of a hostfile that are tried as filters.
-const MOST_FILTERS: usize = 8;
+const MAX_FILTERS: usize = 8;
 
-/// A control stream: frames one after another, read as each of the four kinds of messages.
-pub fn control(bytes: &[u8]) -> Said {
-    let read = [frames::<FromAgent>, frames::<ToAgent>, frames::<FromWorker>, frames::<ToWorker>];
-    // One kind is enough for a stream to be sound.
-    read.iter().map(|read| read(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
+/// Parses a control stream: a sequence of frames of one of the four message types.
+pub fn control(bytes: &[u8]) -> ParseResult {
+    let parsers = [frames::<FromAgent>, frames::<ToAgent>, frames::<FromWorker>, frames::<ToWorker>];
+    // A stream is valid when it parses as one of the types.
+    parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-fn frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> Said {
+fn frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> ParseResult {
     while let Some((header, rest)) = bytes.split_first_chunk::<HEADER>() {
-        let length = frame::body_length(*header).map_err(|e| e.to_string())? as usize;
-        let body = rest.get(..length).ok_or_else(|| frame::LinkError::Truncated.to_string())?;
-        let message = frame::decode::<T>(body).map_err(|e| e.to_string())?;
-        frame::encode(&message).map_err(|e| e.to_string())?;
+        let length = frame::body_length(*header)? as usize;
+        let body = rest.get(..length).ok_or(FrameError::Truncated)?;
+        frame::encode(&frame::decode::<T>(body)?)?;
         bytes = &rest[length..];
     }
-    if bytes.is_empty() { Ok(()) } else { Err(frame::LinkError::Truncated.to_string()) }
+    if bytes.is_empty() { Ok(()) } else { Err(FrameError::Truncated.into()) }
 }
 
-/// A hostfile, and the text as a list of hosts with DeepSpeed's filters of them.
-pub fn hostfile(bytes: &[u8]) -> Said {
-    let text = text(bytes)?;
+/// Parses a hostfile, and its lines as host filters of DeepSpeed.
+pub fn hostfile(bytes: &[u8]) -> ParseResult {
+    let text = str::from_utf8(bytes)?;
     if text.len() > hosts::MAX_HOSTFILE {
-        return Err("too large".to_owned());
+        return Err("the hostfile is larger than 4 MiB".into());
     }
-    let found = hosts::parse_hostfile(text).map_err(|faults| match faults.first() {
-        Some(fault) => format!("line {}: {}", fault.line, fault.message),
-        None => "no fault was named".to_owned(),
-    })?;
-    let slots = |slots: Option<u32>| slots.map_or(hosts::Slots::Auto, hosts::Slots::Count);
-    let named: Vec<_> = found.into_iter().map(|host| (host.host.name(), slots(host.slots))).collect();
-    for text in text.lines().take(MOST_FILTERS) {
-        for (include, exclude) in [(vec![text.to_owned()], vec![]), (vec![], vec![text.to_owned()])] {
-            // A line of a hostfile is seldom a filter.
-            _ = hosts::filter(&named, &include, &exclude);
+    let entries = hosts::parse_hostfile(text).map_err(first)?;
+    let slots = |slots: Option<u32>| slots.map_or(HostSlots::Auto, HostSlots::Count);
+    let named: Vec<_> = entries.into_iter().map(|entry| (entry.host.name(), slots(entry.slots))).collect();
+    for line in text.lines().take(MAX_FILTERS) {
+        for (include, exclude) in [(vec![line.to_owned()], vec![]), (vec![], vec![line.to_owned()])] {
+            // A line of a hostfile is rarely a valid filter.
+            _ = hosts::filter_hosts(&named, &include, &exclude);
         }
     }
     Ok(())
 }
 
-/// Hosts as `cluster.hosts` has them: users, ports, ranges.
-pub fn host_list(bytes: &[u8]) -> Said {
-    hosts::parse_hosts(text(bytes)?).map(drop).map_err(|fault| fault.message)
+/// Parses an item of `cluster.hosts`: users, ports, ranges.
+pub fn host_list(bytes: &[u8]) -> ParseResult {
+    hosts::parse_hosts(str::from_utf8(bytes)?)?;
+    Ok(())
 }
 
-/// What Slurm's variables say: the node list on the first line, the number of tasks on the second, the rest the same
-/// for CPUs.
-pub fn slurm(bytes: &[u8]) -> Said {
-    let text = text(bytes)?;
+/// Parses variables of Slurm, one a line: node list, tasks per node, CPUs per node, number of groups.
+pub fn slurm(bytes: &[u8]) -> ParseResult {
+    let text = str::from_utf8(bytes)?;
     let mut lines = text.lines();
     let names = ["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_HET_SIZE"];
     let set: Vec<(&str, &str)> = names.iter().copied().zip(&mut lines).collect();
@@ -69,34 +68,35 @@ pub fn slurm(bytes: &[u8]) -> Said {
         "SLURM_JOB_ID" | "SLURM_NTASKS" => Some("1".to_owned()),
         _ => set.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()),
     };
-    crate::discover::slurm::allocation(&get).map(drop).map_err(|e| e.message)
-}
-
-/// A job.yaml; one that is read is printed and read again.
-pub fn job(bytes: &[u8]) -> Said {
-    let load = |text: String| {
-        let source = job::Source::Text { name: "job.yaml".to_owned(), text };
-        job::load(source, &[]).map_err(|problems| match problems.first() {
-            Some(problem) => problem.message.clone(),
-            None => "no problem was named".to_owned(),
-        })
-    };
-    let (spec, ..) = load(text(bytes)?.to_owned())?;
-    let (again, ..) = load(spec.to_yaml()).unwrap_or_else(|why| panic!("its own print is refused: {why}"));
-    assert_eq!(spec, again, "its own print says something else");
+    crate::discover::slurm::read_allocation(&get)?;
     Ok(())
 }
 
-/// What clients of the rendezvous store send: see the seeds of `tests/corpus`.
-pub fn store(bytes: &[u8]) -> Said {
-    crate::controller::hostile_store(bytes)
+/// Loads a job.yaml. A valid job must print to YAML that loads to an equal job.
+pub fn job(bytes: &[u8]) -> ParseResult {
+    let load = |text: String| {
+        let source = job::Source::Text { name: "job.yaml".to_owned(), text };
+        job::load(source, &[]).map_err(first)
+    };
+    let (spec, ..) = load(str::from_utf8(bytes)?.to_owned())?;
+    let (again, ..) =
+        load(spec.to_yaml()).unwrap_or_else(|error| panic!("a printed job is rejected: {error}"));
+    assert_eq!(spec, again, "a printed job differs from the original");
+    Ok(())
 }
 
-/// The first message of an agent that connects back: the invitation it was given.
-pub fn invitation(bytes: &[u8]) -> Said {
-    crate::link::join::Invitation::read(&mut &bytes[..]).map(drop).map_err(|e| e.to_string())
+/// Parses requests to the rendezvous store; the files in `tests/corpus` are examples.
+pub fn store(bytes: &[u8]) -> ParseResult {
+    Ok(crate::controller::serve_untrusted_clients(bytes)?)
 }
 
-fn text(bytes: &[u8]) -> Result<&str, String> {
-    str::from_utf8(bytes).map_err(|_| "it isn't UTF-8 text".to_owned())
+/// Parses the invitation that an agent gets before it connects to its controller.
+pub fn invitation(bytes: &[u8]) -> ParseResult {
+    crate::connection::handshake::Invitation::read(&mut &bytes[..])?;
+    Ok(())
+}
+
+/// The first of several errors.
+fn first<E: Error + Send + Sync + 'static>(errors: Vec<E>) -> Box<dyn Error + Send + Sync> {
+    errors.into_iter().next().map_or_else(|| "the parser reported no error".into(), Into::into)
 }

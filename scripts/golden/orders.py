@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Makes worker/ckpt/tests/golden/orders.json: the weights of tiny models in the order in which transformers registers them, by
-which torch's optimizers number their states.
+"""Generates worker/ckpt/tests/golden/orders.json: the weights of tiny models in the order in which
+transformers registers them. torch's optimizers number their states in this order.
 
     ~/.cache/launch-tests/python/bin/python scripts/golden/orders.py
 """

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Makes worker/ckpt/tests/golden/tiny: checkpoints of a model of some 200 numbers, as real programs write them on two ranks. They are
-small enough that a test may spoil each of their bytes in turn.
+"""Generates worker/ckpt/tests/golden/tiny: checkpoints of a model with some 200 parameters, saved on two
+ranks by the programs themselves. They are small enough that a test can damage every byte in turn.
 
-    PYTHON scripts/golden/tiny_checkpoints.py all           # or `hybrid` alone, which is made of z3, or one of the others:
+    PYTHON scripts/golden/tiny_checkpoints.py all      # or `hybrid` only, which is made from z3, or one of:
     PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 scripts/golden/tiny_checkpoints.py z0_tied
     PYTHONPATH=OLD PYTHON -m …                                       z2_old      # OLD: pip install --no-deps --target OLD deepspeed==0.14.5
 
-PYTHON has torch, transformers, Accelerate and DeepSpeed (scripts/bench/setup makes one). Each kind is made by two processes that
-torch's launcher starts with this script. AdamW, two groups (weight decay 0.1 and 0), a linear schedule, three steps. `reference.json`
-holds the weights and both moments as the live engine has them.
+PYTHON needs torch, transformers, Accelerate and DeepSpeed (scripts/bench/setup creates such an
+environment). torch's launcher runs this script in two processes per checkpoint. The optimizer is AdamW
+with two groups (weight decay 0.1 and 0) and a linear schedule, for three steps. `reference.json` has the
+weights and both moments from the memory of the program that saved the checkpoint.
 """
 import json
 import os
@@ -20,7 +21,7 @@ import sys
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "worker/ckpt/tests/golden/tiny"
 KINDS = ["z0_tied", "z1", "z2", "z3", "z2_fp16_moe", "z3_offload", "z3_tiny_group", "accelerate_z2", "fsdp_full", "dcp", "trainer"]
-OLD = "z2_old"  # of a DeepSpeed that PYTHON doesn't have: kept as it is by `all`
+OLD = "z2_old"  # needs another DeepSpeed version than PYTHON has, so `all` keeps the existing files
 STEPS, LR = 3, 1e-2
 
 
@@ -34,7 +35,7 @@ def model(tied=False):
 
 
 def mixture():
-    """Of experts, which transformers has as two tensors a layer."""
+    """A model with experts, which transformers stores as two tensors per layer."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
     torch.manual_seed(7)
@@ -75,14 +76,14 @@ def whole(t):
 
 
 def reference(out, named):
-    """`named` gives (role/name, tensor)."""
+    """Writes reference.json; `named` yields (role/name, tensor)."""
     found = {k: dict(dtype="F32", shape=list(t.shape), values=whole(t).flatten().tolist()) for k, t in named}
     if int(os.environ["RANK"]) == 0:
         (out / "reference.json").write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n")
 
 
 def of_engine(engine):
-    """What DeepSpeed's engine holds."""
+    """Yields the FP32 weights and moments in DeepSpeed's engine."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False
@@ -101,7 +102,7 @@ def of_torch(m, optimizer):
             yield f"{key}/{n}", whole(optimizer.state[p][key])
 
 
-def deepspeed_folder(out, stage, kind):
+def save_deepspeed(out, stage, kind):
     import deepspeed
     import torch
     deepspeed.init_distributed(dist_backend="gloo")
@@ -111,7 +112,7 @@ def deepspeed_folder(out, stage, kind):
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
         config["fp16"] = dict(enabled=True, initial_scale_power=4)
     if kind == "z3_tiny_group":
-        # fewer elements than ranks; it never has a gradient
+        # a parameter with fewer elements than ranks, which never gets a gradient
         m.register_parameter("temperature", torch.nn.Parameter(torch.ones(1)))
     optimizer, schedule = optimizer_of(m)
     engine, *_ = deepspeed.initialize(model=m, optimizer=optimizer, lr_scheduler=schedule, config=config)
@@ -119,7 +120,7 @@ def deepspeed_folder(out, stage, kind):
         engine.backward(engine(**batch(step, engine.global_rank)).loss)
         engine.step()
     engine.save_checkpoint(str(out))
-    # stage 0 leaves the optimizer as it is
+    # stage 0 does not wrap the optimizer
     reference(out, of_engine(engine) if stage else of_torch(m, optimizer))
 
 
@@ -127,7 +128,7 @@ def accelerate_z2(out):
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(cpu=True, backend="gloo")  # without it one process is taken for all where there is no GPU
+    PartialState(cpu=True, backend="gloo")  # otherwise Accelerate assumes a single process on a host without GPU
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(2)))
     m = model()
     optimizer, schedule = optimizer_of(m)
@@ -142,7 +143,7 @@ def accelerate_z2(out):
 
 
 def sharded(mesh_of=2):
-    """The model over two ranks as FSDP2 has it."""
+    """The model, sharded over two ranks by FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     m = model()
@@ -162,7 +163,7 @@ def fsdp_full(out):
                                             auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
 
     def attach():
-        # Accelerate refuses FSDP without GPUs; what writes the files is its own
+        # Accelerate rejects FSDP without GPUs; its code for writing files is unchanged
         accelerator.state.__dict__["fsdp_plugin"] = plugin
         accelerator.state.distributed_type = DistributedType.FSDP
 
@@ -219,22 +220,22 @@ def trainer(out):
 
 def one(kind):
     import torch
-    import torch._dynamo  # before DeepSpeed patches torch.Tensor.__new__
+    import torch._dynamo  # must come before DeepSpeed patches torch.Tensor.__new__
     import torch.distributed as dist
     import deepspeed
     if hasattr(sys.modules["deepspeed.comm.torch"], "build_shm_op"):
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would be compiled first
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # skip its compilation
     torch.set_num_threads(1)
     out = GOLDEN / kind
     out.mkdir(parents=True, exist_ok=True)
     stage = int(kind[1]) if kind[0] == "z" else None
-    globals()[kind](out) if stage is None else deepspeed_folder(out, stage, kind)
+    globals()[kind](out) if stage is None else save_deepspeed(out, stage, kind)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def universal():
-    """DeepSpeed's own conversion of the folder of stage 2."""
+    """Converts the stage 2 checkpoint with DeepSpeed's ds_to_universal.py."""
     out = GOLDEN / "universal"
     tag = f"global_step{STEPS}"
     subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--input_folder",
@@ -244,8 +245,8 @@ def universal():
 
 
 def hybrid():
-    """A universal folder by torch.save alone, for DeepSpeed's loaders of all stages, with no more in it than they need: nothing says
-    which parameter is in which group."""
+    """Writes a universal checkpoint with torch.save, with only the entries that DeepSpeed's loaders need: it does not
+    assign parameters to groups."""
     import torch
     tag = f"global_step{STEPS}"
     of_z3 = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
@@ -254,14 +255,14 @@ def hybrid():
     step = torch.tensor(float(STEPS))
     shutil.rmtree(GOLDEN / "hybrid", ignore_errors=True)
     out = GOLDEN / f"hybrid/{tag}_universal"
-    for name, told in json.loads((GOLDEN / "z3/reference.json").read_text()).items():
+    for name, reference in json.loads((GOLDEN / "z3/reference.json").read_text()).items():
         role, name = name.split("/")
-        folder = out / "zero" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        tensor = torch.tensor(told["values"], dtype=torch.float32).reshape(told["shape"])
-        torch.save(dict(param=tensor, cat_dim=0), folder / f"{dict(weight='fp32').get(role, role)}.pt")
-        torch.save(step, folder / "step.pt")
-    # the loader of stage 3 copies these settings over those of every group
+        directory = out / "zero" / name
+        directory.mkdir(parents=True, exist_ok=True)
+        tensor = torch.tensor(reference["values"], dtype=torch.float32).reshape(reference["shape"])
+        torch.save(dict(param=tensor, cat_dim=0), directory / f"{dict(weight='fp32').get(role, role)}.pt")
+        torch.save(step, directory / "step.pt")
+    # the loader of stage 3 copies these settings to every group
     common = {k: v for k, v in groups[0].items() if k == "params" or all(g[k] == v for g in groups)}
     third = dict(state={0: dict(step=step)}, param_groups=[common])
     torch.save(dict(dynamic_loss_scale=False, overflow=False, clip_grad=1.0, ds_version=of_z3["ds_version"], param_groups=groups, zero_stage=3,
@@ -281,9 +282,9 @@ def main():
         return hybrid()
     if sys.argv[1] != "all":
         return one(sys.argv[1])
-    for folder in GOLDEN.iterdir():
-        if folder.name != OLD:
-            shutil.rmtree(folder)
+    for directory in GOLDEN.iterdir():
+        if directory.name != OLD:
+            shutil.rmtree(directory)
     for kind in KINDS:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, kind], check=True)
     universal()

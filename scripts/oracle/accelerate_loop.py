@@ -41,9 +41,9 @@ if arguments.fsdp:
     PartialState(cpu=True, backend="gloo")  # with one process, too
 accelerator = Accelerator(**given)
 if arguments.fsdp:
-    import fsdp_by_hand
+    import fsdp_on_cpu
 
-    fsdp_by_hand.put_into(accelerator, arguments.fsdp)
+    fsdp_on_cpu.put_into(accelerator, arguments.fsdp)
 rank, world = accelerator.process_index, accelerator.num_processes
 assert world == int(os.environ.get("WORLD_SIZE", 1))
 os.makedirs(arguments.report_dir, exist_ok=True)

@@ -66,9 +66,9 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         if arguments.fsdp:
-            import fsdp_by_hand
+            import fsdp_on_cpu
 
-            fsdp_by_hand.put_into(self.accelerator, arguments.fsdp)
+            fsdp_on_cpu.put_into(self.accelerator, arguments.fsdp)
             self.is_fsdp_enabled = True
 
 

@@ -21,7 +21,7 @@ fn interrupt_lets_programs_finish() {
 #[test]
 fn a_second_interrupt_kills() {
     let script = "trap 'echo not yet' TERM; echo up $RANK; while :; do sleep 0.01; done";
-    let job = Job::shell(2, script, &["grace: 1h", "logs: {show: [0, 1]}"]);
+    let job = Job::shell(2, script, &["grace_period: 1h", "logs: {show: [0, 1]}"]);
     let mut running = job.start(&[]);
     running.until("up");
     running.until("up");
@@ -36,7 +36,7 @@ fn a_second_interrupt_kills() {
 #[test]
 fn programs_that_ignore_sigterm_are_killed_after_their_grace() {
     let script = "trap '' TERM; echo up; [ $RANK = 1 ] && exit 9; while :; do sleep 0.01; done";
-    let job = Job::shell(2, script, &["grace: 200ms"]);
+    let job = Job::shell(2, script, &["grace_period: 200ms"]);
     let ended = job.run(&[]);
     assert_eq!(ended.code(), 1);
     assert!(ended.stderr.contains("rank 0: killed by SIGKILL"), "{}", ended.stderr);

@@ -1,4 +1,4 @@
-//! Several hosts on this machine, each with a real sshd: tests/hosts/hosts.sh, taken down when it is dropped.
+//! Several hosts with a real sshd each, in namespaces of this machine (tests/hosts/hosts.sh).
 #![allow(dead_code)] // each test file uses a part of it
 
 use super::skip;
@@ -9,27 +9,27 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-/// Sets of hosts that may be up at once on this machine.
-const MOST: u32 = 200;
+/// The largest number of host sets that exist at the same time.
+const MAX_SETS: u32 = 200;
 
-/// Hosts `h0`, `h1`, …
+/// The hosts `h0`, `h1`, …, which are removed when this is dropped.
 pub(crate) struct Hosts {
     id: String,
     net: String,
     dir: PathBuf,
-    /// A directory that all hosts and this machine share under one path.
+    /// A directory that every host and this machine see under the same path.
     bind: PathBuf,
-    /// Locked while the number is in use.
+    /// A lock on the number of this set.
     _number: File,
 }
 
 impl Hosts {
-    /// `count` hosts; `None` (the test is skipped by name) where there can't be any.
+    /// Starts `count` hosts. `None` when this machine cannot have hosts; the test is then skipped.
     pub(crate) fn up(test: &str, count: u32) -> Option<Hosts> {
         Hosts::sharing(test, count, Path::new(""))
     }
 
-    /// The same; all hosts see `bind`, a directory of this machine, under its own path.
+    /// Starts `count` hosts that see the directory `bind` of this machine under the same path.
     pub(crate) fn sharing(test: &str, count: u32, bind: &Path) -> Option<Hosts> {
         if let Some(missing) = missing() {
             skip(test, &missing);
@@ -37,7 +37,7 @@ impl Hosts {
         }
         let root = env::temp_dir().join("launch-test-hosts");
         fs::create_dir_all(&root).expect("a directory for hosts");
-        let (number, lock) = (0..MOST)
+        let (number, lock) = (0..MAX_SETS)
             .find_map(|n| {
                 let lock = File::create(root.join(format!("{n}.lock"))).ok()?;
                 lock.try_lock().ok().map(|()| (n, lock))
@@ -51,7 +51,7 @@ impl Hosts {
             _number: lock,
         };
         let up = hosts.script(&["up", &count.to_string()]);
-        assert!(up.status.success(), "hosts don't come up: {}", String::from_utf8_lossy(&up.stderr));
+        assert!(up.status.success(), "hosts.sh failed: {}", String::from_utf8_lossy(&up.stderr));
         Some(hosts)
     }
 
@@ -63,14 +63,14 @@ impl Hosts {
         command.stdin(Stdio::null()).output().expect("hosts.sh starts")
     }
 
-    /// One of the script's commands.
+    /// Runs a command of hosts.sh.
     #[track_caller]
-    pub(crate) fn do_(&self, args: &[&str]) {
+    pub(crate) fn command(&self, args: &[&str]) {
         let output = self.script(args);
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// A shell command in a host, without SSH; its output.
+    /// Runs a shell command on a host without SSH and returns its output.
     #[track_caller]
     pub(crate) fn shell(&self, host: &str, command: &str) -> String {
         let output = self.script(&["exec", host, "sh", "-c", command]);
@@ -78,7 +78,7 @@ impl Hosts {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// The SSH configuration that knows the hosts.
+    /// The SSH configuration with the hosts.
     pub(crate) fn config(&self) -> PathBuf {
         self.dir.join("ssh_config")
     }
@@ -87,23 +87,26 @@ impl Hosts {
         self.dir.join(name)
     }
 
-    /// The processes of a host but its init and the sshd that listens: pid on this machine, and command line. None of a host
-    /// that is down.
+    /// The processes of a host except its init and its sshd: pid on this machine, and command line. Empty
+    /// for a host that is down.
     pub(crate) fn processes(&self, host: &str) -> Vec<(i32, String)> {
         let first = fs::read_to_string(self.dir.join(host).join("pid1")).unwrap_or_default();
         let Ok(space) = fs::read_link(format!("/proc/{}/ns/pid", first.trim())) else { return Vec::new() };
         let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
         let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-        let own = pids.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|s| s == space));
-        let lines = own.filter_map(|pid| {
+        let on_host =
+            pids.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|s| s == space));
+        let lines = on_host.filter_map(|pid| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
             Some((pid, String::from_utf8_lossy(&line).replace('\0', " ").trim().to_owned()))
         });
-        let furniture = ["hostinit", "/usr/sbin/sshd -f", "sshd: /usr/sbin/sshd", "sleep 86400"];
-        lines.filter(|(_, line)| !line.is_empty() && !furniture.iter().any(|f| line.contains(f))).collect()
+        let infrastructure = ["hostinit", "/usr/sbin/sshd -f", "sshd: /usr/sbin/sshd", "sleep 86400"];
+        lines
+            .filter(|(_, line)| !line.is_empty() && !infrastructure.iter().any(|f| line.contains(f)))
+            .collect()
     }
 
-    /// An address in the hosts' network.
+    /// An address in the network of the hosts.
     pub(crate) fn address(&self, last: u8) -> String {
         format!("{}.{last}", self.net)
     }
@@ -116,15 +119,17 @@ impl Drop for Hosts {
     }
 }
 
-/// What hosts need and this machine lacks.
+/// What this machine lacks for hosts.
 fn missing() -> Option<String> {
     if !nix::unistd::Uid::effective().is_root() {
         return Some("hosts in namespaces need root".to_owned());
     }
-    let there = |program: &str| {
+    let is_installed = |program: &str| {
         ["/usr/sbin", "/usr/bin", "/sbin", "/bin"].iter().any(|dir| Path::new(dir).join(program).exists())
     };
-    let lacks: Vec<&str> =
-        ["sshd", "ssh-keygen", "ip", "iptables", "nsenter"].into_iter().filter(|p| !there(p)).collect();
-    (!lacks.is_empty()).then(|| format!("{} missing; scripts/setup-tests installs them", lacks.join(", ")))
+    let absent: Vec<&str> = ["sshd", "ssh-keygen", "ip", "iptables", "nsenter"]
+        .into_iter()
+        .filter(|p| !is_installed(p))
+        .collect();
+    (!absent.is_empty()).then(|| format!("{} not installed; run scripts/setup-tests", absent.join(", ")))
 }

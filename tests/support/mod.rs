@@ -1,10 +1,10 @@
-//! Runs of the real executable in a directory of their own.
-#![allow(dead_code)] // each test file uses a part of it
+//! Runs of the real executable in temporary directories.
+#![allow(dead_code)] // each test uses a part
 
-pub(crate) mod continued;
+pub(crate) mod fork_server;
 pub(crate) mod hosts;
+pub(crate) mod resumed;
 pub(crate) mod scripts;
-pub(crate) mod warm;
 
 use serde_json::Value;
 use std::{
@@ -16,61 +16,87 @@ use std::{
     process::{Child, Command, Output, Stdio},
 };
 
-/// A directory with a corpus and a job; everything a run writes stays in it.
-pub(crate) struct Place {
+/// A temporary directory with a corpus and a job file. Runs write only into it.
+pub(crate) struct JobDirectory {
     dir: tempfile::TempDir,
 }
 
-/// What a finished run said and left.
-pub(crate) struct Ran {
+/// The exit code and output of a finished run.
+pub(crate) struct FinishedRun {
     pub(crate) code: i32,
     pub(crate) events: Vec<Value>,
     pub(crate) stderr: String,
 }
 
-impl Ran {
-    pub(crate) fn of(output: &Output) -> Ran {
+impl FinishedRun {
+    pub(crate) fn from_output(output: &Output) -> FinishedRun {
         let events = String::from_utf8_lossy(&output.stdout);
         let event = |line: &str| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
-        Ran {
+        FinishedRun {
             code: output.status.code().unwrap_or(-1),
             events: events.lines().map(event).collect(),
             stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
         }
     }
 
-    pub(crate) fn kind(&self, kind: &str) -> Vec<&Value> {
-        self.events.iter().filter(|e| e["event"] == kind).collect()
+    /// The events with this name.
+    pub(crate) fn named(&self, name: &str) -> Vec<&Value> {
+        self.events.iter().filter(|e| e["event"] == name).collect()
     }
 
-    /// (step, loss, gradient norm) of each step, floats as bits.
+    /// Step, loss and gradient norm of each step, with floats as bits.
     pub(crate) fn losses(&self) -> Vec<(u64, u64, u64)> {
         let bits = |v: &Value| v.as_f64().expect("a number").to_bits();
-        let steps = self.kind("step").into_iter();
+        let steps = self.named("step").into_iter();
         steps
             .map(|e| (e["step"].as_u64().expect("a step"), bits(&e["loss"]), bits(&e["grad_norm"])))
             .collect()
     }
 
     #[track_caller]
-    pub(crate) fn succeeded(self) -> Ran {
-        assert_eq!(self.code, 0, "exit code; it said:\n{}", self.stderr);
+    pub(crate) fn succeeded(self) -> FinishedRun {
+        assert_eq!(self.code, 0, "exit code; stderr:\n{}", self.stderr);
         self
     }
 
-    /// The one root cause.
-    pub(crate) fn cause(&self) -> String {
-        let failures = self.kind("failure");
-        assert_eq!(failures.len(), 1, "one root cause; it said:\n{}", self.stderr);
-        failures[0]["cause"].as_str().expect("text").to_string()
+    /// The only `failure` event.
+    #[track_caller]
+    pub(crate) fn failure(&self) -> &Value {
+        let failures = self.named("failure");
+        assert_eq!(failures.len(), 1, "one failure event; stderr:\n{}", self.stderr);
+        failures[0]
+    }
+
+    /// The code of the failure, or of its first diagnostic.
+    #[track_caller]
+    pub(crate) fn failure_code(&self) -> &str {
+        self.failure()["code"].as_str().expect("a code")
+    }
+
+    /// The text of the failure.
+    #[track_caller]
+    pub(crate) fn failure_message(&self) -> &str {
+        self.failure()["message"].as_str().expect("text")
+    }
+
+    /// The kind of the failure's reason.
+    #[track_caller]
+    pub(crate) fn failure_reason(&self) -> &str {
+        self.failure()["reason"]["kind"].as_str().expect("a kind")
+    }
+
+    /// The messages of the notices.
+    pub(crate) fn notices(&self) -> Vec<String> {
+        let message = |e: &Value| e["message"].as_str().expect("text").to_owned();
+        self.named("notice").into_iter().map(message).collect()
     }
 }
 
-impl Place {
-    /// `train` is the indented body of the job's `train:` section beside data and model; see [`TINY`].
-    pub(crate) fn new() -> Place {
+impl JobDirectory {
+    /// A directory with the job [`TINY`] and its corpus.
+    pub(crate) fn new() -> JobDirectory {
         let dir = tempfile::tempdir().expect("a temporary directory");
-        let place = Place { dir };
+        let place = JobDirectory { dir };
         fs::write(place.path("corpus.txt"), corpus()).expect("corpus");
         fs::write(place.path("job.yaml"), TINY).expect("job");
         place
@@ -87,12 +113,12 @@ impl Place {
     pub(crate) fn command(&self, args: &[&str]) -> Command {
         let mut c = Command::new(env!("CARGO_BIN_EXE_launch"));
         c.current_dir(self.dir.path()).args(args).stdin(Stdio::null());
-        // The user's own list of runs is none of a test's business.
+        // keep the user's list of runs out of the test
         c.env("XDG_STATE_HOME", self.dir.path().join(".state"));
         c
     }
 
-    /// `launch ARGS…`, waited for.
+    /// Runs `launch ARGS…` and waits for its end.
     pub(crate) fn launch(&self, args: &[&str]) -> Output {
         self.command(args).output().expect("launch starts")
     }
@@ -101,28 +127,50 @@ impl Place {
         ["job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect()
     }
 
-    /// The job with these settings, waited for.
-    pub(crate) fn run(&self, set: &[&str]) -> Ran {
-        Ran::of(&self.launch(&self.settings(set)))
+    /// Runs the job with these settings and waits for its end.
+    pub(crate) fn run(&self, set: &[&str]) -> FinishedRun {
+        FinishedRun::from_output(&self.launch(&self.settings(set)))
     }
 
-    /// The job with these settings and an environment variable.
-    pub(crate) fn run_with(&self, set: &[&str], name: &str, value: &str) -> Ran {
-        Ran::of(&self.command(&self.settings(set)).env(name, value).output().expect("launch starts"))
+    /// Runs the job with these settings and an environment variable.
+    pub(crate) fn run_with(&self, set: &[&str], name: &str, value: &str) -> FinishedRun {
+        FinishedRun::from_output(
+            &self.command(&self.settings(set)).env(name, value).output().expect("launch starts"),
+        )
     }
 
-    /// The job with these settings, running.
+    /// Starts the job with these settings.
     pub(crate) fn start(&self, set: &[&str]) -> Child {
         let mut c = self.command(&self.settings(set));
         c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("launch starts")
     }
 
-    pub(crate) fn forget_checkpoints(&self) {
+    /// Compares messages with the snapshot `name`. Paths, run names, host names, pids and times are
+    /// replaced by placeholders.
+    #[track_caller]
+    pub(crate) fn assert_snapshot(&self, name: &str, messages: &str) {
+        let directory = regex::escape(&self.dir.path().display().to_string());
+        let host = fs::read_to_string("/proc/sys/kernel/hostname").expect("a host name");
+        let host = regex::escape(host.trim());
+        let filters = [
+            (directory.as_str(), "[DIR]"),
+            (env!("CARGO_MANIFEST_DIR"), "[REPOSITORY]"),
+            (r"\d{8}-\d{6}-[0-9a-f]{4}", "[RUN]"),
+            (r"\bpid \d+", "pid [PID]"),
+            (r"\b\d+(\.\d+)? (s|ms)\b", "[TIME]"),
+        ];
+        insta::with_settings!({ filters => filters, prepend_module_to_snapshot => true, omit_expression => true }, {
+            let messages = regex::Regex::new(&format!(r"\b{host}\b")).expect("escaped").replace_all(messages, "[HOST]");
+            insta::assert_snapshot!(name, messages);
+        });
+    }
+
+    pub(crate) fn delete_checkpoints(&self) {
         _ = fs::remove_dir_all(self.checkpoints());
     }
 }
 
-/// Sizes that nothing divides.
+/// A job with sizes that no world size divides.
 pub(crate) const TINY: &str = "\
 name: tiny
 cluster: {workers_per_host: 2}
@@ -139,7 +187,7 @@ train:
 checkpoint: {every: 10, keep: 2}
 ";
 
-/// Some text that a tiny model can learn something of.
+/// A text with patterns that a tiny model can learn.
 pub(crate) fn corpus() -> String {
     let mut text = String::new();
     for i in 0..400u32 {
@@ -151,7 +199,7 @@ pub(crate) fn corpus() -> String {
     text
 }
 
-/// Files below a directory, relative, sorted.
+/// The files below a directory, relative and sorted.
 pub(crate) fn files_below(dir: &Path) -> Vec<String> {
     let mut found = Vec::new();
     let mut todo = vec![dir.to_path_buf()];
@@ -169,34 +217,36 @@ pub(crate) fn files_below(dir: &Path) -> Vec<String> {
     found
 }
 
-/// The Python that scripts/setup-tests made. Without one the test is skipped by name, or fails where LAUNCH_TEST_REQUIRE is `all`.
+/// The Python that scripts/setup-tests installed. Without it the test is skipped, or fails when
+/// LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn python(test: &str) -> Option<PathBuf> {
-    python_of(test, "python", "transformers")
+    python_with(test, "python", "transformers")
 }
 
-/// A Python with DeepSpeed, as [`python`].
-#[allow(dead_code)] // only some test files need it
+/// A Python with DeepSpeed; otherwise like [`python`].
+#[allow(dead_code)] // only some tests need it
 pub(crate) fn deepspeed(test: &str) -> Option<PathBuf> {
-    python_of(test, "deepspeed", "DeepSpeed")
+    python_with(test, "deepspeed", "DeepSpeed")
 }
 
-/// A Python with the oldest torch whose programs are run, as [`python`]; only `scripts/setup-tests --all` makes it.
-#[allow(dead_code)] // only some test files need it
+/// A Python with the oldest supported torch, which `scripts/setup-tests --all` installs; otherwise
+/// like [`python`].
+#[allow(dead_code)] // only some tests need it
 pub(crate) fn old_torch(test: &str) -> Option<PathBuf> {
-    python_of(test, "old-torch", "an old torch (setup-tests --all)")
+    python_with(test, "old-torch", "an old torch (setup-tests --all)")
 }
 
-fn python_of(test: &str, name: &str, with: &str) -> Option<PathBuf> {
+fn python_with(test: &str, name: &str, with: &str) -> Option<PathBuf> {
     let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
     let python = cache.map(|cache| cache.join(name).join("bin/python")).filter(|python| python.exists());
     if python.is_none() {
-        skip(test, &format!("no Python with {with}; scripts/setup-tests makes one"));
+        skip(test, &format!("no Python with {with}; run scripts/setup-tests"));
     }
     python
 }
 
-/// Tells that a test can't run here; a failure where LAUNCH_TEST_REQUIRE is `all`.
+/// Reports that a test cannot run on this machine, or fails when LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn skip(test: &str, why: &str) {
     let why = format!("{test}: {why}");
     assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");

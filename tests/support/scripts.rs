@@ -1,30 +1,30 @@
-//! Scripts with HF Trainer or Accelerate as people write them, run by `launch run`.
+//! Unmodified scripts with HF Trainer or Accelerate, run by `launch run`.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
-use super::{Place, Ran, files_below};
+use super::{FinishedRun, JobDirectory, files_below};
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// A directory for one of the scripts in scripts/oracle.
+/// A directory in which one of the scripts of scripts/oracle runs.
 pub(crate) struct Script {
-    pub(crate) place: Place,
-    /// What runs a script, in place of `python`.
+    pub(crate) place: JobDirectory,
+    /// The command that runs a script, instead of `python`.
     python: Vec<String>,
     script: &'static str,
-    /// Optimizer steps of every run.
+    /// The optimizer steps of every run.
     steps: u32,
     arguments: &'static [&'static str],
 }
 
 impl Script {
     pub(crate) fn new(python: &[String], script: &'static str, steps: u32) -> Script {
-        Script { place: Place::new(), python: python.to_vec(), script, steps, arguments: &[] }
+        Script { place: JobDirectory::new(), python: python.to_vec(), script, steps, arguments: &[] }
     }
 
-    /// The same with DeepSpeed inside, at one stage of ZeRO.
+    /// Uses DeepSpeed at this ZeRO stage.
     pub(crate) fn with_deepspeed(self, stage: u8, bf16: bool) -> Script {
         let mut zero = json!({"stage": stage, "overlap_comm": false, "reduce_bucket_size": 20000});
         if stage == 3 {
-            // several sub-groups in each group, which the new cut must have as well
+            // several sub-groups in each group, which resharding must preserve
             zero["sub_group_size"] = 3000.into();
             zero["stage3_param_persistence_threshold"] = 0.into();
         }
@@ -41,7 +41,7 @@ impl Script {
         Script { arguments, ..self }
     }
 
-    /// The same with FSDP inside, which saves a `full` or a `sharded` state.
+    /// Uses FSDP, which saves a `full` or a `sharded` state.
     pub(crate) fn with_fsdp(self, kind: &str) -> Script {
         let arguments: &[&str] = match kind {
             "full" => &["--fsdp", "full"],
@@ -50,13 +50,20 @@ impl Script {
         Script { arguments, ..self }
     }
 
-    /// Runs it as `workers`, with the job's `resume:`; what launch said, and the script's history of losses.
-    pub(crate) fn run(&self, workers: u32, report: &str, resume: &str, more: &[&str]) -> (Ran, Vec<Value>) {
+    /// Runs the script with this many workers and this `resume:` section. Returns the run and the
+    /// script's history of losses.
+    pub(crate) fn run(
+        &self,
+        workers: u32,
+        report: &str,
+        resume: &str,
+        more: &[&str],
+    ) -> (FinishedRun, Vec<Value>) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle").join(self.script);
         let steps = self.steps.to_string();
-        let out = format!("out-{report}");
+        let output = format!("out-{report}");
         let mut command: Vec<&str> = self.python.iter().map(String::as_str).collect();
-        command.extend([script.to_str().unwrap(), &out, report, &steps]);
+        command.extend([script.to_str().unwrap(), &output, report, &steps]);
         command.extend(self.arguments.iter().chain(more));
         let environment = json!({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"});
         let run = json!({"command": command, "env": environment});
@@ -67,36 +74,31 @@ impl Script {
         (ran, serde_json::from_slice(&history).unwrap_or_default())
     }
 
-    /// What a rank saw before its first step.
+    /// What a rank reported before its first step.
     pub(crate) fn first_step(&self, report: &str, rank: u32) -> Value {
         let text = fs::read(self.place.path(&format!("{report}/rank-{rank}.json"))).unwrap();
         serde_json::from_slice(&text).unwrap()
     }
 
-    /// The number of different values that the ranks had for `key` before their first step.
-    pub(crate) fn different(&self, report: &str, workers: u32, key: &str) -> usize {
-        let mut seen: Vec<String> =
+    /// The number of distinct values of `key` that the ranks reported before their first step.
+    pub(crate) fn distinct_values(&self, report: &str, workers: u32, key: &str) -> usize {
+        let mut values: Vec<String> =
             (0..workers).map(|rank| self.first_step(report, rank)[key].to_string()).collect();
-        seen.sort_unstable();
-        seen.dedup();
-        seen.len()
+        values.sort_unstable();
+        values.dedup();
+        values.len()
     }
 }
 
-/// Every byte below a directory.
+/// The names and contents of all files below a directory.
 pub(crate) fn contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
     files_below(dir).into_iter().map(|f| (f.clone(), fs::read(dir.join(f)).unwrap())).collect()
 }
 
-/// All notices, a line each.
-pub(crate) fn told(ran: &Ran) -> String {
-    let notices = ran.kind("notice");
-    notices.iter().map(|e| e["message"].as_str().unwrap()).collect::<Vec<_>>().join("\n")
-}
-
-/// The steps that both histories have: the same learning rate, and losses (and norms of gradients) that are `close`.
+/// Checks that the steps of a resumed run have the learning rates of the uninterrupted run, and its
+/// losses and gradient norms within `close`.
 #[track_caller]
-pub(crate) fn follows(got: &[Value], whole: &[Value], close: f64) {
+pub(crate) fn assert_continues(got: &[Value], whole: &[Value], close: f64) {
     assert!(!got.is_empty() && got.last().unwrap()["step"] == whole.last().unwrap()["step"], "{got:?}");
     for got in got {
         let want = whole.iter().find(|w| w["step"] == got["step"]).unwrap();

@@ -28,7 +28,7 @@ fn main() {
         spec.recompute = Recompute::Block;
     }
     let comm = Arc::new(comm::local::group(1).remove(0));
-    let mut running = build(&spec, comm, threads as usize).fresh();
+    let mut running = build(&spec, comm, threads as usize).start_fresh();
     steps(&mut running, 2);
     let flops = running.trainer.model.flops_per_token(256);
     let mut rates: Vec<f64> = (0..8)

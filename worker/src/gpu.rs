@@ -1,184 +1,207 @@
-//! What the worker asks of this machine about GPUs: where CUDA's libraries may lie, where compiled kernels are kept; and where a
-//! rank computes.
-use crate::{
-    error::{Error, Result},
-    session::Session,
-};
+//! [`RankDevice`]: the device that a rank computes on. Also the directories in which CUDA libraries
+//! are searched for and compiled kernels are cached.
+use crate::{error::Result, session::Session};
 use comm::{
     Comm,
-    nccl::{Nccl, NcclComm},
+    nccl::{Nccl, NcclComm, NcclError},
     staged::Staged,
 };
 use contract::{
     control::WorkerInit,
     env,
-    job::{Attention, ClusterSpec, Collectives, CudaGraphs, Numerics, Precision, TrainSpec},
-    probe::LibraryLook,
+    job::{Attention, ClusterSpec, CommBackend, CudaGraphs, Precision, TrainSpec},
+    probe::LibraryReport,
 };
 use device::{
     Cuda, Ops,
     cpu::Cpu,
-    cuda::{Places, Wanted},
+    cuda::{CudaError, CudaLibrary, LibraryPaths},
 };
+use diagnostic::{Category, Diagnostic, codes};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
 
-/// Longest wait until all ranks have joined NCCL's group.
-const NCCL_LIMIT: Duration = Duration::from_secs(120);
+/// Longest wait until all ranks have joined the NCCL communicator.
+const NCCL_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// From the job (`cluster.cuda_libs`, relative to its working directory) and the environment of this process.
-pub(crate) fn places(libs: &[PathBuf], workdir: &Path) -> Places {
-    let all = |name: &str| -> Vec<PathBuf> {
+/// Where CUDA libraries are searched for: the directories that the job configures (relative to its
+/// working directory), then those that the environment of this process names.
+pub(crate) fn library_search(configured: &[PathBuf], workdir: &Path) -> LibraryPaths {
+    let path_list = |name: &str| -> Vec<PathBuf> {
         std::env::var_os(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
     };
     let paths = |names: &[&str]| -> Vec<PathBuf> {
         names.iter().filter_map(std::env::var_os).filter(|v| !v.is_empty()).map(PathBuf::from).collect()
     };
-    Places {
-        job: libs.iter().map(|folder| workdir.join(folder)).collect(),
-        library_path: all(env::LD_LIBRARY_PATH),
-        python: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
-        toolkits: paths(&[env::CUDA_HOME, env::CUDA_PATH]),
-        other_python: pythons(),
-        driver: None,
+    LibraryPaths {
+        configured: configured.iter().map(|directory| workdir.join(directory)).collect(),
+        ld_library_path: path_list(env::LD_LIBRARY_PATH),
+        python_prefixes: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
+        toolkit_roots: paths(&[env::CUDA_HOME, env::CUDA_PATH]),
+        fallback_python_prefixes: python_prefixes(),
+        driver_cuda_major: None,
     }
 }
 
-/// Prefixes of the first Python on the PATH, where it is called and where it lies, and of this user's packages.
-fn pythons() -> Vec<PathBuf> {
+/// The prefix of the first `python3` on the PATH, before and after resolving links, and the prefix
+/// of the user's own packages.
+fn python_prefixes() -> Vec<PathBuf> {
     let path = std::env::var_os(env::PATH).unwrap_or_default();
-    let called =
-        std::env::split_paths(&path).map(|folder| folder.join("python3")).find(|file| file.is_file());
-    let lies = called.as_ref().and_then(|file| file.canonicalize().ok());
+    let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|file| file.is_file());
+    let resolved = python.as_ref().and_then(|file| file.canonicalize().ok());
     let prefix = |file: PathBuf| Some(file.parent()?.parent()?.to_owned());
-    let own = std::env::var_os(env::HOME).map(|home| Path::new(&home).join(".local"));
-    let mut all: Vec<PathBuf> = called.into_iter().chain(lies).filter_map(prefix).chain(own).collect();
-    all.dedup();
-    all.retain(|prefix| prefix.is_absolute());
-    all
+    let user = std::env::var_os(env::HOME).map(|home| Path::new(&home).join(".local"));
+    let mut prefixes: Vec<PathBuf> =
+        python.into_iter().chain(resolved).filter_map(prefix).chain(user).collect();
+    prefixes.dedup();
+    prefixes.retain(|prefix| prefix.is_absolute());
+    prefixes
 }
 
-/// What training opens: on one GPU, and NCCL between several.
-pub(crate) fn libraries(places: &Places) -> Vec<LibraryLook> {
-    let look = |name: &str, needed, found: std::result::Result<_, String>| LibraryLook {
+/// Tries to open each library that training opens: those of one GPU, and NCCL for several.
+pub(crate) fn probe_libraries(paths: &LibraryPaths) -> Vec<LibraryReport> {
+    let report = |name: &str, required, result: diagnostic::Result<_>| LibraryReport {
         name: name.to_owned(),
-        needed,
-        found,
+        required,
+        result,
     };
-    let of_one = device::cuda::libraries(places);
-    // attention goes without cuDNN
-    let of_one =
-        of_one.into_iter().map(|(name, found)| look(name, name != "cuDNN", found.map_err(|e| e.to_string())));
-    let nccl = Nccl::open(&places.folders(Wanted::Nccl));
-    let nccl = nccl.map(|nccl| (nccl.version(), nccl.path().to_owned())).map_err(|e| e.to_string());
-    of_one.chain([look("NCCL", false, nccl)]).collect()
+    // Attention has an implementation without cuDNN.
+    let of_one_gpu = device::cuda::library_versions(paths)
+        .into_iter()
+        .map(|(name, found)| report(name, name != "cuDNN", found.map_err(Diagnostic::from)));
+    let nccl = Nccl::open(&paths.directories(CudaLibrary::Nccl));
+    let nccl = nccl.map(|nccl| (nccl.version(), nccl.path().to_owned())).map_err(unusable_nccl);
+    of_one_gpu.chain([report("NCCL", false, nccl)]).collect()
 }
 
-/// Where compiled kernels are kept: nowhere on a machine without a home.
+/// The directory of compiled kernels; `None` if the environment names no home directory.
 pub(crate) fn kernel_cache() -> Option<PathBuf> {
-    let set = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let cache = set(env::XDG_CACHE_HOME).or_else(|| Some(set(env::HOME)?.join(".cache")))?;
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = absolute(env::XDG_CACHE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".cache")))?;
     Some(cache.join("launch/kernels"))
 }
 
-/// Whose attention a job asks for.
-pub(crate) fn attention(train: &TrainSpec) -> device::cuda::Attention {
-    use device::cuda::Attention as Whose;
+/// The implementation of attention that a job selects.
+pub(crate) fn attention_backend(train: &TrainSpec) -> device::cuda::AttentionBackend {
+    use device::cuda::AttentionBackend;
     match train.attention {
-        Attention::Cudnn => Whose::Dnn,
-        Attention::Auto if train.numerics == Numerics::Fast => Whose::Fastest,
-        Attention::Auto | Attention::Flash => Whose::Own,
+        Attention::Cudnn => AttentionBackend::Cudnn,
+        Attention::Auto if !train.deterministic => AttentionBackend::Auto,
+        Attention::Auto | Attention::Flash => AttentionBackend::BuiltIn,
     }
 }
 
-/// What a rank computes on.
-pub(crate) enum Device {
-    Host(Arc<Cpu>),
-    Card(Arc<Cuda>, Places),
+/// A GPU, NCCL or another library that the job needs is not usable.
+pub(crate) fn unusable_gpu(error: CudaError) -> Diagnostic {
+    let diagnostic = Diagnostic::from(error).with_category(Category::Cluster);
+    let message = format!("cannot use a GPU: {}", diagnostic.message());
+    diagnostic.with_message(message)
 }
 
-impl Device {
-    /// Of the job: the host's CPUs, or the one GPU that the plan shows this rank.
-    pub(crate) fn open(welcome: &WorkerInit) -> Result<Device> {
-        let cluster = &welcome.job.cluster;
+/// The device that a rank computes on.
+pub(crate) enum RankDevice {
+    Cpu(Arc<Cpu>),
+    Gpu(Arc<Cuda>, LibraryPaths),
+}
+
+impl RankDevice {
+    /// Opens the device that the job selects: the CPUs of the host, or the one GPU that the plan
+    /// makes visible to this rank.
+    pub(crate) fn open(init: &WorkerInit) -> Result<RankDevice> {
+        let cluster = &init.job.cluster;
         if !cluster.trains_on_gpus() {
-            return Ok(Device::Host(Arc::new(Cpu::new(welcome.threads as usize))));
+            return Ok(RankDevice::Cpu(Arc::new(Cpu::new(init.threads as usize))));
         }
-        let places = places(&cluster.cuda_libs, &welcome.workdir);
-        let unusable = |e| Error::cluster(format!("no GPU can be used for `cluster.devices`: {e}"));
-        let cuda = Cuda::open(&places, 0, kernel_cache()).map_err(unusable)?;
-        if let Some(train) = &welcome.job.train {
-            if train.precision == Precision::Fp8 {
-                cuda.check_fp8().map_err(|e| Error::job(format!("train.precision: {e}")))?;
-            }
-            if train.numerics == Numerics::Fast {
-                cuda.time_products();
-            }
-            if let Some(why) = cuda.choose_attention(attention(train), &places).map_err(unusable)? {
-                println!("attention goes without cuDNN: {why}");
-            }
-            match train.cuda_graphs {
-                CudaGraphs::Auto => cuda.try_graphs(),
-                CudaGraphs::Always => cuda.use_graphs(true),
-                CudaGraphs::Never => {}
-            }
+        let paths = library_search(&cluster.cuda_library_paths, &init.workdir);
+        let cuda = Cuda::open(&paths, 0, kernel_cache()).map_err(unusable_gpu)?;
+        if let Some(train) = &init.job.train {
+            configure(&cuda, train, &paths)?;
         }
-        cuda.warm_up().map_err(unusable)?;
-        if let Some(why) = cuda.unkept_kernels() {
-            println!("compiled kernels aren't kept: {why}");
+        cuda.load_kernels().map_err(unusable_gpu)?;
+        if let Some(why) = cuda.kernel_cache_error() {
+            println!("compiled kernels are not cached: {why}");
         }
-        Ok(Device::Card(Arc::new(cuda), places))
+        Ok(RankDevice::Gpu(Arc::new(cuda), paths))
     }
 
-    /// Its ops.
+    /// The operations of this device.
     pub(crate) fn ops(&self) -> Arc<dyn Ops> {
         match self {
-            Device::Host(cpu) => cpu.clone(),
-            Device::Card(cuda, _) => cuda.clone(),
+            RankDevice::Cpu(cpu) => cpu.clone(),
+            RankDevice::Gpu(cuda, _) => cuda.clone(),
         }
     }
 
-    /// For the log.
+    /// One line about the device, for the worker's log.
     pub(crate) fn describe(&self) -> String {
         match self {
-            Device::Host(cpu) => cpu.describe(),
-            Device::Card(cuda, _) => cuda.describe(),
+            RankDevice::Cpu(cpu) => cpu.describe(),
+            RankDevice::Gpu(cuda, _) => cuda.describe(),
         }
     }
 
-    /// The collectives of the engine, over those of the hosts' memory. An abort ends them, too.
+    /// The collectives of the engine: those of `hosts`, or NCCL, which `hosts` connects. An abort
+    /// of the session also ends NCCL's. Collective.
     pub(crate) fn collectives(
         &self,
         session: &Session,
         cluster: &ClusterSpec,
         hosts: Arc<dyn Comm>,
     ) -> Result<Arc<dyn Comm>> {
-        let Device::Card(cuda, places) = self else { return Ok(hosts) };
-        let own = hosts.world() > 1 && cluster.workers_per_gpu == 1;
-        match cluster.collectives {
-            Collectives::Nccl => {}
-            Collectives::Auto if own => {}
-            Collectives::Auto | Collectives::Host => return Ok(Arc::new(Staged::new(hosts, cuda.clone()))),
+        let RankDevice::Gpu(cuda, paths) = self else { return Ok(hosts) };
+        let has_own_gpu = hosts.world() > 1 && cluster.workers_per_gpu == 1;
+        match cluster.comm_backend {
+            CommBackend::Nccl => {}
+            CommBackend::Auto if has_own_gpu => {}
+            CommBackend::Auto | CommBackend::Host => return Ok(Arc::new(Staged::new(hosts, cuda.clone()))),
         }
-        let without = |e: comm::nccl::NcclError| {
-            Error::cluster(format!("{e}; `cluster.collectives: host` goes by way of the host's memory"))
-        };
-        let nccl = Nccl::open(&places.folders(Wanted::Nccl)).map_err(without)?;
+        let nccl = Nccl::open(&paths.directories(CudaLibrary::Nccl)).map_err(unusable_nccl)?;
         if cluster.workers_per_gpu > 1 && !nccl.shares_gpus() {
-            return Err(Error::cluster(format!(
-                "{} can't have two workers on a GPU, NCCL 2.30 or newer can; `cluster.collectives: host` goes by way of the host's \
-                 memory",
-                nccl.describe()
-            )));
+            let message = format!(
+                "{} does not support {} workers on one GPU; NCCL 2.30 or newer is required",
+                nccl.describe(),
+                cluster.workers_per_gpu
+            );
+            return Err(Diagnostic::error(codes::device::DEVICE_LIBRARY_TOO_OLD, message)
+                .with_subject("cluster.workers_per_gpu")
+                .with_field("workers_per_gpu", cluster.workers_per_gpu)
+                .with_help(USE_HOST_MEMORY)
+                .into());
         }
-        let comm = NcclComm::meet(&nccl, cuda.clone(), hosts, NCCL_LIMIT).map_err(without)?;
-        let comm = Arc::new(comm);
+        let comm = Arc::new(NcclComm::meet(&nccl, cuda.clone(), hosts, NCCL_TIMEOUT).map_err(unusable_nccl)?);
         println!("collectives: {}", nccl.describe());
         let aborted = comm.clone();
-        session.also_abort(move |reason| aborted.abort(reason));
+        session.on_abort(move |reason| aborted.abort(reason));
         Ok(comm)
     }
+}
+
+const USE_HOST_MEMORY: &str = "or set `cluster.comm_backend: host`, whose collectives use host memory";
+
+/// NCCL was not found, cannot be used, or could not connect the ranks (exit code 3).
+pub(crate) fn unusable_nccl(error: NcclError) -> Diagnostic {
+    Diagnostic::error(codes::device::DEVICE_LIBRARY_UNUSABLE, error.to_string()).with_help(USE_HOST_MEMORY)
+}
+
+/// Applies the keys of the `train` section that concern the GPU.
+fn configure(cuda: &Cuda, train: &TrainSpec, paths: &LibraryPaths) -> Result<()> {
+    if train.precision == Precision::Fp8 {
+        cuda.require_fp8()
+            .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject("train.precision"))?;
+    }
+    if !train.deterministic {
+        cuda.enable_matmul_autotuning();
+    }
+    if let Some(why) = cuda.set_attention_backend(attention_backend(train), paths).map_err(unusable_gpu)? {
+        println!("attention runs without cuDNN: {why}");
+    }
+    match train.cuda_graphs {
+        CudaGraphs::Auto => cuda.autotune_graphs(),
+        CudaGraphs::Always => cuda.set_graphs_enabled(true),
+        CudaGraphs::Never => {}
+    }
+    Ok(())
 }

@@ -1,282 +1,326 @@
-//! `launch gpu-check`: what a GPU does with our kernels, beside the CPU. Needs the executable, a driver, NVRTC and cuBLASLt, and
-//! nothing else: no Rust, no network, no root. `scripts/gpu-check` calls it.
-mod timed;
-mod training;
+//! `launch gpu-check`: compares the operations and training of a GPU with the CPU and measures
+//! their speed. Needs a driver, NVRTC and cuBLASLt. `scripts/gpu-check` calls it.
+mod curves;
+mod throughput;
 
-use crate::gpu::{kernel_cache, places};
+use crate::gpu::{kernel_cache, library_search, unusable_gpu};
 use comm::nccl::Nccl;
+use contract::exit;
 use device::{
     Buf, Cuda, Dtype, Ops,
-    cuda::{self, Attention, CudaError, Wanted},
+    cuda::{self, AttentionBackend, CudaError, CudaLibrary, LibraryPaths},
     ops::{AdamW, AttentionShape, Write},
     parity,
+    storage::{DeviceError, panic_message},
 };
+use diagnostic::{Diagnostic, codes};
 use std::{
+    any::Any,
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-const OK: u8 = 0;
-const FAILED: u8 = 1;
-const WRONG: u8 = 2;
-const NO_GPU: u8 = 3;
-
-/// Random shapes of each family of ops.
+/// Random shapes of each family of operations.
 const ROUNDS: usize = 40;
-const FEW_ROUNDS: usize = 2;
-/// What is timed is repeated for so long.
-const LONG_ENOUGH: Duration = Duration::from_millis(300);
+/// Random shapes of each family of operations with `--quick`.
+const QUICK_ROUNDS: usize = 2;
+/// How long an operation is repeated while it is timed.
+const TIMED_DURATION: Duration = Duration::from_millis(300);
+/// Longest wait until the ranks of a training check have joined the NCCL communicator.
+const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// For the training part.
-const NCCL_LIMIT: Duration = Duration::from_secs(60);
-
-/// How much is done.
+/// The command-line options.
 #[derive(Clone, Copy, Debug, Default)]
-struct Extent {
-    index: usize,
-    /// Few shapes, no speeds.
+struct Options {
+    /// The index of the GPU.
+    device: usize,
+    /// Few shapes and no timing.
     quick: bool,
-    /// Training, its speed included, of models of a few elements: what a slow card can do.
+    /// Training of models with a few elements, for slow GPUs.
     tiny: bool,
     /// No training.
-    ops_alone: bool,
-    /// Nothing but the speed of training this one of the models.
+    ops_only: bool,
+    /// Prints the models that are timed, and nothing else.
+    list_models: bool,
+    /// Times training of this model, and nothing else.
     model: Option<usize>,
-    /// Nothing but where a step of this one's time goes.
+    /// Profiles a training step of this model, and nothing else.
     profile: Option<usize>,
 }
 
 const USAGE: &str =
     "launch gpu-check [--device N] [--quick] [--tiny] [--ops | --models | --model N | --profile N]";
 
-/// See [`USAGE`]; returns the process exit code. `--models` says what models are timed, `--model N` times one of them: both as JSON,
-/// for `scripts/bench/beside_torch`. `--profile N` shows what a step of one is made of.
+/// Runs `launch gpu-check` with these arguments, see [`USAGE`]. Returns the exit code of the
+/// process.
+///
+/// `--models` lists the models that are timed and `--model N` times one of them, both as JSON for
+/// `scripts/bench/compare_torch`. `--profile N` shows the time of each operation of a training
+/// step.
 pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
-    let mut extent = Extent::default();
-    let (mut arguments, mut list) = (arguments, false);
-    while let Some(argument) = arguments.next() {
-        let mut number = || arguments.next().and_then(|n| n.parse().ok());
-        match argument.as_str() {
-            "--quick" => extent.quick = true,
-            "--tiny" => extent.tiny = true,
-            "--ops" => extent.ops_alone = true,
-            "--models" => list = true,
-            "--device" | "--model" | "--profile" => match (number(), argument.as_str()) {
-                (Some(n), "--device") => extent.index = n,
-                (Some(n), "--profile") => extent.profile = Some(n),
-                (Some(n), _) => extent.model = Some(n),
-                _ => return wrong(&format!("{argument} needs a number")),
-            },
-            _ => return wrong(&format!("`{argument}` isn't known")),
-        }
+    let options = match parse(arguments) {
+        Ok(options) => options,
+        Err(e) => return report(&e),
+    };
+    if options.list_models {
+        return print_json(throughput::describe_models(options.tiny));
     }
-    if list {
-        return said(timed::describe(extent.tiny));
-    }
-    let open = || Cuda::open(&places(&[], Path::new("")), extent.index, kernel_cache());
+    let open = || {
+        Cuda::open(&library_search(&[], Path::new("")), options.device, kernel_cache())
+            .map(Arc::new)
+            .map_err(unusable_gpu)
+    };
     let cuda = match open() {
         Ok(cuda) => cuda,
-        Err(e) => {
-            println!("gpu-check: no GPU can be used here: {e}");
-            return NO_GPU;
-        }
+        Err(e) => return report(&e),
     };
-    let open = || open().map(Arc::new).map_err(|e| e.to_string());
-    if let Some(number) = extent.model {
+    if let Some(number) = options.model {
         drop(cuda);
-        return said(timed::one(&open, extent.tiny, number));
+        return print_json(throughput::measure_model(&open, options.tiny, number));
     }
-    if let Some(number) = extent.profile {
-        drop(cuda);
-        return match timed::profile(&open, extent.tiny, number) {
-            Ok(()) => OK,
-            Err(why) => {
-                println!("gpu-check: {why}");
-                FAILED
-            }
-        };
-    }
-    match check(&cuda, extent, &open) {
-        Ok(true) => OK,
-        Ok(false) => FAILED,
+    let passed = match options.profile {
+        Some(number) => {
+            drop(cuda);
+            throughput::profile_model(&open, options.tiny, number).map(|()| true)
+        }
+        None => check(&cuda, options, &open),
+    };
+    match passed {
+        Ok(true) => exit::DONE,
+        Ok(false) => exit::FAILED,
         Err(e) => {
-            println!("gpu-check: {e}");
-            FAILED
+            report(&e);
+            exit::FAILED
         }
     }
 }
 
-/// Prints what was asked for alone.
-fn said(found: Result<serde_json::Value, String>) -> u8 {
-    match found {
+fn parse(mut arguments: impl Iterator<Item = String>) -> diagnostic::Result<Options> {
+    let usage = |message: String| {
+        Diagnostic::error(codes::command::USAGE, message).with_help(format!("usage: {USAGE}"))
+    };
+    let mut options = Options::default();
+    while let Some(argument) = arguments.next() {
+        let mut number = || {
+            let value = arguments.next().and_then(|n| n.parse().ok());
+            value.ok_or_else(|| usage(format!("option {argument} needs a number")))
+        };
+        match argument.as_str() {
+            "--quick" => options.quick = true,
+            "--tiny" => options.tiny = true,
+            "--ops" => options.ops_only = true,
+            "--models" => options.list_models = true,
+            "--device" => options.device = number()?,
+            "--model" => options.model = Some(number()?),
+            "--profile" => options.profile = Some(number()?),
+            _ => return Err(usage(format!("unknown option `{argument}`"))),
+        }
+    }
+    Ok(options)
+}
+
+/// Prints an error and its help. Returns the exit code of its category.
+fn report(error: &Diagnostic) -> u8 {
+    println!("gpu-check: {error}");
+    for help in error.help() {
+        println!("  help: {help}");
+    }
+    error.category().exit_code()
+}
+
+/// Prints a result as JSON, or its error on one line. Returns the exit code of the process.
+fn print_json(result: diagnostic::Result<serde_json::Value>) -> u8 {
+    match result {
         Ok(value) => {
             println!("{value}");
-            OK
+            exit::DONE
         }
-        Err(why) => {
-            println!("gpu-check: {why}");
-            FAILED
+        Err(e) => {
+            println!("gpu-check: {e}");
+            exit::FAILED
         }
     }
 }
 
-fn wrong(why: &str) -> u8 {
-    println!("gpu-check: {why}; usage: {USAGE}");
-    WRONG
+/// Converts the panic of a check to its error. A failed device operation panics with a
+/// [`DeviceError`].
+fn from_panic(panic: &(dyn Any + Send)) -> Diagnostic {
+    match panic.downcast_ref::<DeviceError>() {
+        Some(error) => error.0.clone(),
+        None => Diagnostic::error(codes::run::INTERNAL, panic_message(panic)),
+    }
 }
 
-/// Prints everything; is it as it should be?
-fn check(cuda: &Cuda, extent: Extent, open: training::Open) -> Result<bool, CudaError> {
-    let (facts, libraries) = (cuda.facts(), cuda.libraries());
-    let (free, total) = cuda.memory()?;
-    let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
-    println!("GPU {}: {}, {} multiprocessors", facts.index, cuda.describe(), facts.multiprocessors);
-    println!("memory: {:.1} of {:.1} GiB are free", gib(free), gib(total));
-    println!("driver: CUDA {}.{} ({})", facts.driver.0, facts.driver.1, facts.driver_path.display());
-    let ((major, minor), path) = libraries.compiler;
-    println!("NVRTC {major}.{minor} ({})", path.display());
-    println!("cuBLASLt {} ({})", libraries.blas.0, libraries.blas.1.display());
-    let nccl = Nccl::open(&places(&[], Path::new("")).folders(Wanted::Nccl));
+/// Prints all tables. Returns whether every result agrees with the CPU.
+fn check(cuda: &Cuda, options: Options, open: curves::Open) -> diagnostic::Result<bool> {
+    let paths = library_search(&[], Path::new(""));
+    print_properties(cuda)?;
+    let nccl = Nccl::open(&paths.directories(CudaLibrary::Nccl));
     match &nccl {
         Ok(nccl) => println!("{}", nccl.describe()),
-        Err(e) => println!("no NCCL: {e}"),
+        Err(e) => println!("NCCL is not available: {e}"),
     }
-    let by_cudnn = with_cudnn(extent.index)?;
+    let cudnn = open_with_cudnn(&paths, options.device)?;
     let began = Instant::now();
-    cuda.warm_up()?;
-    println!("kernels are loaded after {:.2} s\n", began.elapsed().as_secs_f64());
-    if let Some(why) = cuda.unkept_kernels() {
-        println!("compiled kernels aren't kept: {why}\n");
+    cuda.load_kernels()?;
+    println!("kernels loaded in {:.2} s\n", began.elapsed().as_secs_f64());
+    if let Some(why) = cuda.kernel_cache_error() {
+        println!("compiled kernels are not cached: {why}\n");
     }
-    let Extent { quick, tiny, ops_alone, .. } = extent;
-    let fits = show_parity(cuda, by_cudnn.as_ref(), if quick { FEW_ROUNDS } else { ROUNDS });
-    if fits && !quick {
-        show_speed(cuda, by_cudnn.as_ref())?;
+    let Options { quick, tiny, ops_only, .. } = options;
+    let agrees = print_conformance(cuda, cudnn.as_ref(), if quick { QUICK_ROUNDS } else { ROUNDS });
+    if agrees && !quick {
+        print_op_speed(cuda, cudnn.as_ref())?;
     }
-    drop(by_cudnn);
-    if ops_alone || (quick && !tiny) {
-        return Ok(fits);
+    drop(cudnn);
+    if ops_only || (quick && !tiny) {
+        return Ok(agrees);
     }
-    let fits = fits && training::show_curves(open, nccl.as_ref().ok(), tiny, facts.has_fp8());
-    if fits && (!quick || tiny) {
-        timed::show_speed(open, tiny);
+    let has_fp8 = cuda.properties().has_fp8();
+    let agrees = agrees && curves::print_curves(open, nccl.as_ref().ok(), tiny, has_fp8);
+    if agrees && (!quick || tiny) {
+        throughput::print_speed(open, tiny);
     }
-    Ok(fits)
+    Ok(agrees)
 }
 
-/// The card with cuDNN's attention, where that is found; says which.
-fn with_cudnn(index: usize) -> Result<Option<Cuda>, CudaError> {
-    let places = places(&[], Path::new(""));
-    let found = cuda::libraries(&places).into_iter().find(|(name, _)| *name == "cuDNN");
-    match found.map(|(_, found)| found) {
+/// Prints the GPU, its memory and the versions of its libraries.
+fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
+    let (gpu, libraries) = (cuda.properties(), cuda.loaded_libraries());
+    let (free, total) = cuda.memory_info()?;
+    let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
+    println!("GPU {}: {}, {} multiprocessors", gpu.index, cuda.describe(), gpu.multiprocessor_count);
+    println!("memory: {:.1} of {:.1} GiB free", gib(free), gib(total));
+    println!(
+        "driver: CUDA {}.{} ({})",
+        gpu.driver_version.0,
+        gpu.driver_version.1,
+        gpu.driver_path.display()
+    );
+    let ((major, minor), path) = libraries.nvrtc;
+    println!("NVRTC {major}.{minor} ({})", path.display());
+    println!("cuBLASLt {} ({})", libraries.cublas_lt.0, libraries.cublas_lt.1.display());
+    Ok(())
+}
+
+/// Prints the version of cuDNN, and opens the GPU with its attention if it is available.
+fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
+    let cudnn = cuda::library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
+    match cudnn.map(|(_, found)| found) {
         Some(Ok((version, path))) => println!("cuDNN {version} ({})", path.display()),
         Some(Err(e)) => {
-            println!("no cuDNN: {e}");
+            println!("cuDNN is not available: {e}");
             return Ok(None);
         }
         None => return Ok(None),
     }
-    let cuda = Cuda::open(&places, index, kernel_cache())?;
-    cuda.choose_attention(Attention::Dnn, &places)?;
+    let cuda = Cuda::open(paths, device, kernel_cache())?;
+    cuda.set_attention_backend(AttentionBackend::Cudnn, paths)?;
     Ok(Some(cuda))
 }
 
-/// Every op beside the CPU's.
-fn show_parity(cuda: &Cuda, by_cudnn: Option<&Cuda>, rounds: usize) -> bool {
-    println!("| ops beside the CPU's | shapes | f32 | bf16 | f16 | |\n|---|---|---|---|---|---|");
+/// Compares every operation with the CPU's. Returns whether all agree.
+fn print_conformance(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
+    println!("| operation, compared with the CPU | shapes | f32 error | bf16 error | f16 error | result |");
+    println!("|---|---|---|---|---|---|");
     let mut rows = parity::run(cuda, 1, rounds);
-    rows.extend(by_cudnn.map(|cuda| parity::by_cudnn(cuda, 1, rounds)));
+    rows.extend(cudnn.map(|cuda| parity::by_cudnn(cuda, 1, rounds)));
     for row in &rows {
         let parity::Worst { f32, bf16, f16 } = row.worst;
-        let said = row.failed.as_deref().unwrap_or("ok");
-        println!("| {} | {} | {f32:.1e} | {bf16:.1e} | {f16:.1e} | {said} |", row.what, row.shapes);
+        let result = row.failed.as_deref().unwrap_or("ok");
+        println!("| {} | {} | {f32:.1e} | {bf16:.1e} | {f16:.1e} | {result} |", row.what, row.shapes);
     }
     println!();
     rows.iter().all(|row| row.failed.is_none())
 }
 
-/// A thing that is timed: what it is, its operations or bytes, and itself.
-struct Timed<'a> {
-    what: String,
+/// An operation that is timed.
+struct TimedOp<'a> {
+    name: String,
+    /// Floating-point operations or bytes of one call.
     amount: f64,
+    /// The unit of `amount` per second, divided by 10¹².
     unit: &'static str,
     run: Box<dyn FnMut() + 'a>,
 }
 
-fn show_speed(cuda: &Cuda, by_cudnn: Option<&Cuda>) -> Result<(), CudaError> {
-    println!("| measured | time | rate |\n|---|---|---|");
+fn print_op_speed(cuda: &Cuda, cudnn: Option<&Cuda>) -> Result<(), CudaError> {
+    println!("| operation | time | rate |\n|---|---|---|");
     for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
-        show(cuda, product(cuda, m, n, k)?)?;
+        time_op(cuda, matmul(cuda, m, n, k)?)?;
     }
-    for shape in ATTENDED {
-        for (cuda, by) in [(Some(cuda), ""), (by_cudnn, " by cuDNN")] {
+    for shape in ATTENTION_SHAPES {
+        for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
             let Some(cuda) = cuda else { continue };
-            for timed in attention(cuda, shape, by)? {
-                show(cuda, timed)?;
+            for op in attention(cuda, shape, backend)? {
+                time_op(cuda, op)?;
             }
         }
     }
-    for timed in streams(cuda)? {
-        show(cuda, timed)?;
+    for op in memory_bound_ops(cuda)? {
+        time_op(cuda, op)?;
     }
     Ok(())
 }
 
-fn show(cuda: &Cuda, mut timed: Timed) -> Result<(), CudaError> {
+/// Times an operation and prints its row.
+fn time_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), CudaError> {
     for _ in 0..3 {
-        (timed.run)();
+        (op.run)();
     }
-    cuda.try_wait()?;
+    cuda.synchronize_checked()?;
     let (mut runs, mut chunk, began) = (0u32, 4, Instant::now());
-    while began.elapsed() < LONG_ENOUGH {
-        (0..chunk).for_each(|_| (timed.run)());
-        cuda.try_wait()?;
+    while began.elapsed() < TIMED_DURATION {
+        (0..chunk).for_each(|_| (op.run)());
+        cuda.synchronize_checked()?;
         runs += chunk;
         chunk = (chunk * 2).min(256);
     }
-    let each = began.elapsed().as_secs_f64() / f64::from(runs);
-    println!("| {} | {:.1} µs | {:.2} {} |", timed.what, each * 1e6, timed.amount / each / 1e12, timed.unit);
+    let seconds = began.elapsed().as_secs_f64() / f64::from(runs);
+    println!("| {} | {:.1} µs | {:.2} {} |", op.name, seconds * 1e6, op.amount / seconds / 1e12, op.unit);
     Ok(())
 }
 
-fn product<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<Timed<'a>, CudaError> {
+fn matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
     let [mut y, x, w] = buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
-    Ok(Timed {
-        what: format!("product bf16 {m} × {n} × {k}"),
+    Ok(TimedOp {
+        name: format!("matmul, bf16, {m} × {n} × {k}"),
         amount: 2.0 * (m * n * k) as f64,
         unit: "TFLOP/s",
         run: Box::new(move || cuda.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, Write::Set)),
     })
 }
 
-/// Sequences, tokens, heads of queries, of keys, elements of a head: GPT-2's attention and Llama-3.1-8B's.
-const ATTENDED: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
+/// Sequences, tokens, query heads, key heads, and head size: the attention of GPT-2 and
+/// Llama-3.1-8B.
+const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
-fn attention<'a>(cuda: &'a Cuda, sizes: [usize; 5], by: &str) -> Result<[Timed<'a>; 2], CudaError> {
+fn attention<'a>(cuda: &'a Cuda, sizes: [usize; 5], backend: &str) -> Result<[TimedOp<'a>; 2], CudaError> {
     let [b, t, heads, kv_heads, head_dim] = sizes;
     let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
-    let [out, all] = [heads, heads + 2 * kv_heads].map(|heads| b * t * heads * head_dim);
-    let [mut o, qkv] = buffers(cuda, Dtype::Bf16, [out, all])?;
+    let [out_len, qkv_len] = [heads, heads + 2 * kv_heads].map(|heads| b * t * heads * head_dim);
+    let [mut o, qkv] = buffers(cuda, Dtype::Bf16, [out_len, qkv_len])?;
     let [mut lse] = buffers(cuda, Dtype::F32, [b * heads * t])?;
-    let [o2, d_o, qkv2, mut dqkv] = buffers(cuda, Dtype::Bf16, [out, out, all, all])?;
+    let [o2, d_o, qkv2, mut dqkv] = buffers(cuda, Dtype::Bf16, [out_len, out_len, qkv_len, qkv_len])?;
     let [lse2] = buffers(cuda, Dtype::F32, [b * heads * t])?;
     let starts = vec![0; b * t];
     let starts2 = starts.clone();
-    // Causal: half of the scores.
+    // Causal attention computes half of the scores.
     let flops = 2.0 * (b * heads * t * t * head_dim) as f64;
-    let text = format!("{by}, bf16, {b} × {t} tokens, {heads} and {kv_heads} heads of {head_dim}");
+    let text =
+        format!("{backend}, bf16, {b} × {t} tokens, {heads} query and {kv_heads} key heads of {head_dim}");
     Ok([
-        Timed {
-            what: format!("attention forward{text}"),
+        TimedOp {
+            name: format!("attention forward{text}"),
             amount: flops,
             unit: "TFLOP/s",
             run: Box::new(move || {
                 cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape)
             }),
         },
-        Timed {
-            what: format!("attention backward{text}"),
+        TimedOp {
+            name: format!("attention backward{text}"),
             amount: 2.5 * flops,
             unit: "TFLOP/s",
             run: Box::new(move || {
@@ -287,8 +331,8 @@ fn attention<'a>(cuda: &'a Cuda, sizes: [usize; 5], by: &str) -> Result<[Timed<'
     ])
 }
 
-/// Ops that wait for memory.
-fn streams(cuda: &Cuda) -> Result<[Timed<'_>; 3], CudaError> {
+/// Operations whose speed is limited by memory bandwidth.
+fn memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     const N: usize = 64 << 20;
     let (m, d) = (8192, 4096);
     let [mut y, x] = buffers(cuda, Dtype::Bf16, [N, N])?;
@@ -298,22 +342,22 @@ fn streams(cuda: &Cuda) -> Result<[Timed<'_>; 3], CudaError> {
     let h =
         AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
     Ok([
-        Timed {
-            what: format!("add bf16, {N} elements"),
+        TimedOp {
+            name: format!("add, bf16, {N} elements"),
             amount: (6 * N) as f64,
             unit: "TB/s",
             run: Box::new(move || cuda.add(y.view_mut(), x.view())),
         },
-        Timed {
-            what: format!("RMSNorm bf16 {m} × {d}"),
+        TimedOp {
+            name: format!("RMSNorm, bf16, {m} × {d}"),
             amount: (4 * m * d) as f64,
             unit: "TB/s",
             run: Box::new(move || {
                 cuda.rmsnorm_forward(normed.view_mut(), rstd.view_mut(), rows.view(), w.view(), m, d, 1e-5);
             }),
         },
-        Timed {
-            what: format!("AdamW f32, {N} elements"),
+        TimedOp {
+            name: format!("AdamW, f32, {N} elements"),
             amount: (28 * N) as f64,
             unit: "TB/s",
             run: Box::new(move || cuda.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &h)),
@@ -322,9 +366,9 @@ fn streams(cuda: &Cuda) -> Result<[Timed<'_>; 3], CudaError> {
 }
 
 fn buffers<const N: usize>(cuda: &Cuda, dtype: Dtype, lens: [usize; N]) -> Result<[Buf; N], CudaError> {
-    let mut all = Vec::with_capacity(N);
+    let mut buffers = Vec::with_capacity(N);
     for len in lens {
-        all.push(cuda.try_zeroed(dtype, len)?);
+        buffers.push(cuda.try_zeroed(dtype, len)?);
     }
-    Ok(all.try_into().unwrap_or_else(|_| unreachable!("as many as were asked for")))
+    Ok(buffers.try_into().unwrap_or_else(|_| unreachable!("one buffer per length")))
 }

@@ -1,28 +1,31 @@
 //! Crate `worker`: the built-in training runtime of one rank.
-pub mod agree;
-pub mod check;
+//!
+//! [`main`] is the process of a worker. [`TrainPreflight`] checks a job without running it, and
+//! [`gpu_check`] compares a GPU with the CPU.
+pub mod consensus;
 pub mod data;
 pub mod error;
-pub mod experts;
+pub mod expert_layout;
 mod gpu;
 mod gpu_check;
-pub mod life;
+mod host_local;
 pub mod model;
 mod network;
 pub mod optim;
+pub mod param_groups;
 pub mod params;
+pub mod preflight;
 pub mod resume;
 pub mod rng;
+pub mod runtime;
 pub mod save;
-mod host_local;
 pub mod session;
 pub mod stages;
 pub mod state;
-pub mod storage;
+pub mod storage_layout;
 pub mod train;
-pub mod trained;
 pub mod zero;
 
-pub use check::Judge;
 pub use gpu_check::main as gpu_check;
-pub use life::main;
+pub use preflight::TrainPreflight;
+pub use runtime::main;

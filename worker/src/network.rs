@@ -1,7 +1,6 @@
-//! Collectives with ranks on other hosts: which address to listen at, telling it, and joining.
+//! Connects ranks on several hosts: selects the address to listen on, exchanges addresses, joins.
 use crate::{
     error::{Error, Result},
-    life::no_threads,
     session::Session,
 };
 use comm::{
@@ -13,6 +12,7 @@ use contract::{
     env,
     job::Interface,
 };
+use diagnostic::{Diagnostic, codes};
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags, sys::resource};
 use std::{
     net::IpAddr,
@@ -20,80 +20,101 @@ use std::{
     sync::Arc,
 };
 
-/// Listens, tells the others, and joins them. `memory` is what the ranks of this host share.
+/// Connects this rank to all others. `memory` is the memory that the ranks of this host share.
+/// Collective.
 pub(crate) fn join(
     session: &Arc<Session>,
     mut read: UnixStream,
-    welcome: &WorkerInit,
+    init: &WorkerInit,
     memory: Option<OwnedFd>,
     shm: comm::shm::Limits,
 ) -> Result<Arc<dyn Comm>> {
-    allow_connections(welcome.world as usize)?;
-    let (address, why) = own_address(&welcome.job.cluster.interface)?;
-    let bound = Endpoint::bind(address).and_then(|e| Ok((e.address()?, e)));
-    let (address, endpoint) =
-        bound.map_err(|e| Error::cluster(format!("can't listen at {address} ({why}): {e}")))?;
-    println!("rank {} of {}: listens to its peers at {address} ({why})", welcome.rank, welcome.world);
-    let peers = session.meet(&mut read, vec![address], welcome.epoch)?;
-    let group = group(welcome, peers)?;
+    raise_open_file_limit(init.world as usize)?;
+    let (address, reason) = listen_address(&init.job.cluster.interface)?;
+    let bound = Endpoint::bind(address).and_then(|endpoint| Ok((endpoint.address()?, endpoint)));
+    let (address, endpoint) = bound.map_err(|e| {
+        let message = format!("cannot listen on {address} ({reason})");
+        Diagnostic::error(codes::training::WORKER_LISTEN_FAILED, message)
+            .with_subject(address.to_string())
+            .with_cause(&e)
+    })?;
+    println!(
+        "rank {} of {}: accepts connections of its peers on {address} ({reason})",
+        init.rank, init.world
+    );
+    let peers = session.exchange_addresses(&mut read, vec![address], init.attempt)?;
+    let group = peer_group(init, peers)?;
     let stopper = Stopper::new(group.rank, group.members.len())?;
     let stop = stopper.clone();
-    // From here on an abort ends the joining, too.
-    session.watch(read, move |reason| stop.abort(reason)).map_err(no_threads)?;
+    // From here on an abort also interrupts joining.
+    session.watch(read, move |reason| stop.abort(reason))?;
     Ok(Arc::new(endpoint.join(&group, memory, Limits { shm, ..Limits::default() }, &stopper)?))
 }
 
-/// The peers as told, if they make sense for this rank.
-fn group(welcome: &WorkerInit, peers: Peers) -> Result<Group> {
-    let rank = welcome.rank as usize;
-    let here = |p: &PeerAddress| peers.members.get(rank).is_some_and(|me| me.node == p.node);
-    let sound = peers.members.len() == welcome.world as usize
+/// The group of ranks to connect to, if the controller's list fits this rank.
+fn peer_group(init: &WorkerInit, peers: Peers) -> Result<Group> {
+    let rank = init.rank as usize;
+    let is_on_this_host =
+        |p: &PeerAddress| peers.members.get(rank).is_some_and(|me| me.host_index == p.host_index);
+    let fits = peers.members.len() == init.world as usize
         && peers.members.iter().all(|p| (1..=MAX_ADDRESSES).contains(&p.addresses.len()))
-        && peers.members.iter().filter(|p| here(p)).count() == welcome.local_world as usize;
-    if !sound {
-        return Err(Error::failed(format!(
-            "the controller's list of peers does not fit rank {rank} of {} ({} on this host)",
-            welcome.world, welcome.local_world
-        )));
+        && peers.members.iter().filter(|p| is_on_this_host(p)).count() == init.local_world as usize;
+    if !fits {
+        let message = format!(
+            "the controller's list of {} peers does not fit rank {rank} of {} ({} on this host)",
+            peers.members.len(),
+            init.world,
+            init.local_world
+        );
+        return Err(Error::new(codes::training::PEER_LIST_INVALID, message));
     }
     let members = peers.members.into_iter();
-    let members = members.map(|p| Member { host: p.node as usize, addresses: p.addresses }).collect();
-    Ok(Group { rank, members, run: welcome.run.clone(), epoch: welcome.epoch, key: peers.key.0 })
+    let members = members.map(|p| Member { host: p.host_index as usize, addresses: p.addresses }).collect();
+    Ok(Group { rank, members, run: init.run.clone(), attempt: init.attempt, key: peers.key.0 })
 }
 
-/// Two connections to each peer must be allowed beside what else a worker opens.
-fn allow_connections(world: usize) -> Result<()> {
-    let need = 2 * world as u64 + 256;
-    let failed = |e: nix::errno::Errno| Error::cluster(format!("the limit of open files: {e}"));
+/// Raises the soft limit of open files to two connections per peer and what else a worker opens.
+fn raise_open_file_limit(world: usize) -> Result<()> {
+    let needed = 2 * world as u64 + 256;
+    let error = |message: String| {
+        Diagnostic::error(codes::training::OPEN_FILE_LIMIT, message).with_field("needed", needed)
+    };
+    let failed = |e: nix::errno::Errno| error("cannot change the limit of open files".into()).with_cause(&e);
     let (soft, hard) = resource::getrlimit(resource::Resource::RLIMIT_NOFILE).map_err(failed)?;
-    if soft >= need {
+    if soft >= needed {
         return Ok(());
     }
-    if hard < need {
-        return Err(Error::cluster(format!(
-            "{world} ranks need {need} open files each, but at most {hard} are allowed here: raise `ulimit -Hn`"
-        )));
+    if hard < needed {
+        let message = format!("{world} ranks need {needed} open files each, but this host allows {hard}");
+        return Err(error(message)
+            .with_field("hard_limit", hard)
+            .with_help(format!("raise the hard limit (`ulimit -Hn`) to at least {needed}"))
+            .into());
     }
-    resource::setrlimit(resource::Resource::RLIMIT_NOFILE, need, hard).map_err(failed)
+    Ok(resource::setrlimit(resource::Resource::RLIMIT_NOFILE, needed, hard).map_err(failed)?)
 }
 
-/// An address of an interface of this host.
+/// An address of a network interface of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Own {
+struct InterfaceAddress {
     interface: String,
     address: IpAddr,
     loopback: bool,
 }
 
-fn own_address(wanted: &Interface) -> Result<(IpAddr, String)> {
-    let all = getifaddrs().map_err(|e| Error::cluster(format!("this host's addresses: {e}")))?;
-    let own: Vec<Own> = all
+/// The address to listen on, and why it was selected.
+fn listen_address(wanted: &Interface) -> Result<(IpAddr, String)> {
+    let interfaces = getifaddrs().map_err(|e| {
+        let message = "cannot list the network addresses of this host";
+        Diagnostic::error(codes::training::HOST_ADDRESSES_UNAVAILABLE, message).with_cause(&e)
+    })?;
+    let addresses: Vec<InterfaceAddress> = interfaces
         .filter(|i| i.flags.contains(InterfaceFlags::IFF_UP))
         .filter_map(|i| {
             let address = i.address?;
             let v4 = address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
             let address = v4.or_else(|| address.as_sockaddr_in6().map(|a| IpAddr::V6(a.ip())))?;
-            Some(Own {
+            Some(InterfaceAddress {
                 loopback: i.flags.contains(InterfaceFlags::IFF_LOOPBACK),
                 interface: i.interface_name,
                 address,
@@ -101,51 +122,64 @@ fn own_address(wanted: &Interface) -> Result<(IpAddr, String)> {
         })
         .collect();
     let ssh = std::env::var_os(env::SSH_CONNECTION).and_then(|v| v.into_string().ok());
-    choose(wanted, ssh.as_deref(), &own).map_err(Error::cluster)
+    Ok(select_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// The address to listen at, and why it.
-fn choose(
+/// Selects from `addresses`. `ssh` is the value of `SSH_CONNECTION`.
+fn select_address(
     wanted: &Interface,
     ssh: Option<&str>,
-    own: &[Own],
-) -> std::result::Result<(IpAddr, String), String> {
-    // IPv4 first: a link may have an address of each; link-local ones of IPv6 don't work without their interface.
-    let usable = |o: &&Own| match o.address {
+    addresses: &[InterfaceAddress],
+) -> diagnostic::Result<(IpAddr, String)> {
+    // Link-local addresses of IPv6 only work together with their interface.
+    let is_usable = |a: &&InterfaceAddress| match a.address {
         IpAddr::V4(a) => !a.is_link_local(),
         IpAddr::V6(a) => !a.is_unicast_link_local(),
     };
-    let mut candidates: Vec<&Own> = own.iter().filter(usable).collect();
-    candidates.sort_by_key(|o| o.address.is_ipv6());
-    let told = |o: &Own| format!("interface {}", o.interface);
+    let mut candidates: Vec<&InterfaceAddress> = addresses.iter().filter(is_usable).collect();
+    // IPv4 is preferred on interfaces that have both.
+    candidates.sort_by_key(|a| a.address.is_ipv6());
+    let describe = |a: &InterfaceAddress| format!("interface {}", a.interface);
     match wanted {
         Interface::Auto => {
             let reached = ssh.and_then(|s| s.split(' ').nth(2)).and_then(|a| a.parse::<IpAddr>().ok());
-            if let Some(o) = reached.and_then(|r| candidates.iter().find(|o| o.address == r)) {
-                return Ok((o.address, format!("{}, which ssh came by", told(o))));
+            if let Some(a) = reached.and_then(|r| candidates.iter().find(|a| a.address == r)) {
+                return Ok((a.address, format!("{}, used by the ssh connection", describe(a))));
             }
-            let global = candidates.iter().find(|o| !o.loopback);
-            // A machine without a network still runs a job whose agents are all its own.
-            let any = global.or_else(|| candidates.first());
-            any.map(|o| (o.address, format!("{}, cluster.interface: auto", told(o))))
-                .ok_or_else(|| "this host has no address to listen at".into())
+            let external = candidates.iter().find(|a| !a.loopback);
+            // Without a network, a job whose agents are all on this machine can use the loopback.
+            external
+                .or_else(|| candidates.first())
+                .map(|a| (a.address, format!("{}, cluster.interface: auto", describe(a))))
+                .ok_or_else(|| {
+                    let message = "this host has no address on which a worker could listen";
+                    Diagnostic::error(codes::training::HOST_ADDRESSES_UNAVAILABLE, message)
+                })
         }
         Interface::Named(name) => {
-            let found = candidates.iter().find(|o| wanted.admits(&o.interface, o.address));
-            found.map(|o| (o.address, format!("{}, cluster.interface: {name}", told(o)))).ok_or_else(|| {
-                let has: Vec<String> =
-                    own.iter().map(|o| format!("{} on {}", o.address, o.interface)).collect();
-                format!("cluster.interface: {name} is not on this host, which has {}", has.join(", "))
-            })
+            let found = candidates.iter().find(|a| wanted.admits(&a.interface, a.address));
+            found
+                .map(|a| (a.address, format!("{}, cluster.interface: {name}", describe(a))))
+                .ok_or_else(|| interface_not_found(name, addresses))
         }
     }
+}
+
+fn interface_not_found(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
+    let list: Vec<String> = addresses.iter().map(|a| format!("{} on {}", a.address, a.interface)).collect();
+    let message = format!("no address of this host matches `cluster.interface: {name}`");
+    Diagnostic::error(codes::training::INTERFACE_NOT_FOUND, message)
+        .with_subject("cluster.interface")
+        .with_field("interface", name)
+        .with_field("addresses", list.clone())
+        .with_help(format!("this host has {}", list.join(", ")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn own() -> Vec<Own> {
+    fn addresses() -> Vec<InterfaceAddress> {
         [
             ("lo", "127.0.0.1", true),
             ("lo", "::1", true),
@@ -154,40 +188,67 @@ mod tests {
             ("eth0", "192.0.2.5", false),
             ("ib0", "10.1.2.3", false),
         ]
-        .map(|(i, a, loopback)| Own { interface: i.into(), address: a.parse().unwrap(), loopback })
+        .map(|(i, a, loopback)| InterfaceAddress {
+            interface: i.into(),
+            address: a.parse().unwrap(),
+            loopback,
+        })
         .to_vec()
     }
 
-    fn chosen(wanted: &str, ssh: Option<&str>, own: &[Own]) -> std::result::Result<String, String> {
+    fn select(
+        wanted: &str,
+        ssh: Option<&str>,
+        addresses: &[InterfaceAddress],
+    ) -> diagnostic::Result<(String, String)> {
         let wanted = match wanted {
             "auto" => Interface::Auto,
             name => Interface::Named(name.into()),
         };
-        choose(&wanted, ssh, own).map(|(a, why)| format!("{a} {why}"))
+        select_address(&wanted, ssh, addresses).map(|(address, reason)| (address.to_string(), reason))
+    }
+
+    fn selected(wanted: &str, addresses: &[InterfaceAddress]) -> String {
+        select(wanted, None, addresses).unwrap().0
     }
 
     #[test]
-    fn auto_is_where_ssh_came_by_else_the_first_that_is_no_loopback() {
+    fn auto_is_the_address_of_the_ssh_connection_or_the_first_that_is_no_loopback() {
         let ssh = Some("192.0.2.1 4711 10.1.2.3 22");
-        assert_eq!(chosen("auto", ssh, &own()).unwrap(), "10.1.2.3 interface ib0, which ssh came by");
+        assert_eq!(select("auto", ssh, &addresses()).unwrap().0, "10.1.2.3");
         for ssh in [None, Some(""), Some("a b"), Some("192.0.2.1 4711 198.51.100.7 22")] {
-            let got = chosen("auto", ssh, &own()).unwrap();
-            assert_eq!(got, "192.0.2.5 interface eth0, cluster.interface: auto", "{ssh:?}");
+            assert_eq!(select("auto", ssh, &addresses()).unwrap().0, "192.0.2.5", "{ssh:?}");
         }
-        assert!(chosen("auto", None, &own()[..2]).unwrap().starts_with("127.0.0.1"));
-        assert!(chosen("auto", None, &own()[..4]).unwrap().starts_with("2001:db8::5"), "no link-local one");
-        assert!(chosen("auto", None, &[]).is_err());
+        assert_eq!(selected("auto", &addresses()[..2]), "127.0.0.1");
+        assert_eq!(selected("auto", &addresses()[..4]), "2001:db8::5", "link-local addresses are skipped");
+        let error = select("auto", None, &[]).unwrap_err();
+        assert_eq!(error.code(), codes::training::HOST_ADDRESSES_UNAVAILABLE);
     }
 
     #[test]
-    fn a_name_or_a_network_is_had_or_refused() {
-        assert!(chosen("ib0", None, &own()).unwrap().starts_with("10.1.2.3 interface ib0"));
-        assert!(chosen("10.1.0.0/16", None, &own()).unwrap().starts_with("10.1.2.3"));
-        assert!(chosen("2001:db8::/32", None, &own()).unwrap().starts_with("2001:db8::5"));
-        assert!(chosen("0.0.0.0/0", None, &own()[4..]).unwrap().starts_with("192.0.2.5"));
-        assert!(chosen("127.0.0.0/8", None, &own()).unwrap().starts_with("127.0.0.1"));
-        let e = chosen("10.2.0.0/16", None, &own()).unwrap_err();
-        assert!(e.contains("10.2.0.0/16 is not on this host, which has 127.0.0.1 on lo"), "{e}");
-        assert!(chosen("ib1", None, &own()).is_err());
+    fn the_reason_names_the_interface_and_the_rule() {
+        let reasons = [("auto", Some("192.0.2.1 4711 10.1.2.3 22")), ("auto", None), ("10.1.0.0/16", None)]
+            .map(|(wanted, ssh)| select(wanted, ssh, &addresses()).unwrap().1);
+        insta::assert_snapshot!(reasons.join("\n"));
+    }
+
+    #[test]
+    fn an_interface_is_selected_by_name_or_network() {
+        assert_eq!(selected("ib0", &addresses()), "10.1.2.3");
+        assert_eq!(selected("10.1.0.0/16", &addresses()), "10.1.2.3");
+        assert_eq!(selected("2001:db8::/32", &addresses()), "2001:db8::5");
+        assert_eq!(selected("0.0.0.0/0", &addresses()[4..]), "192.0.2.5");
+        assert_eq!(selected("127.0.0.0/8", &addresses()), "127.0.0.1");
+    }
+
+    #[test]
+    fn an_interface_that_does_not_exist_is_an_error_that_lists_the_addresses() {
+        assert_eq!(
+            select("ib1", None, &addresses()).unwrap_err().code(),
+            codes::training::INTERFACE_NOT_FOUND
+        );
+        let error = select("10.2.0.0/16", None, &addresses()).unwrap_err();
+        assert_eq!(error.code(), codes::training::INTERFACE_NOT_FOUND);
+        insta::assert_snapshot!(diagnostic::render(&error, false));
     }
 }

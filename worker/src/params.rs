@@ -1,221 +1,224 @@
-//! What a parameter is before it has values: its name, shape, initialisation and treatment by the optimizer.
+//! Parameters without values: names, shapes, initialisation, and how units are owned and trained.
 //!
-//! Identity is the Hugging Face name, never an address or an index. A [`Unit`] is what is fetched, computed with and
-//! reduced together: one flat vector, its tensors one after the other without padding.
-
+//! A parameter is identified by its Hugging Face name. A [`Unit`] is the group of parameters that
+//! is gathered, used and reduced together: one flat vector, its tensors one after another without
+//! padding.
 use device::{Ops, ViewMut};
 
-/// How a parameter starts.
+/// The distribution of a parameter's initial values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// Normal with mean 0 and this standard deviation.
+    /// Normal with mean 0 and the given standard deviation.
     Normal(f32),
-    /// All ones.
+    /// Every element is 1.
     Ones,
-    /// All zeros.
+    /// Every element is 0.
     Zeros,
-    /// Uniform between minus this and this.
+    /// Uniform between minus and plus the given bound.
     Uniform(f32),
 }
 
-/// One logical tensor.
+/// One logical tensor of the model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
     /// Hugging Face name, unique in the model.
     pub name: String,
-    /// Row-major shape.
+    /// Sizes of the dimensions; elements are stored in row-major order.
     pub shape: Vec<usize>,
-    /// How it starts.
+    /// The distribution of its initial values.
     pub init: Init,
 }
 
 impl ParamSpec {
-    /// Number of elements.
+    /// Number of elements: the product of the shape.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// No element?
+    /// Whether the tensor has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The ranks among which a unit is divided: `first`, `first + stride`, …
+/// The ranks among which a unit is sharded: `first`, `first + stride`, …
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Owners {
-    /// Below `stride`.
+pub struct OwnerRanks {
+    /// The lowest owner; less than `stride`.
     pub first: usize,
-    /// 1: all ranks.
+    /// The distance between two owners; 1 if every rank is an owner.
     pub stride: usize,
 }
 
-impl Owners {
+impl OwnerRanks {
     /// Every rank.
-    pub const ALL: Owners = Owners { first: 0, stride: 1 };
+    pub const ALL: OwnerRanks = OwnerRanks { first: 0, stride: 1 };
 
-    /// Is `rank` one of them?
-    pub fn has(&self, rank: usize) -> bool {
+    /// Whether `rank` is an owner.
+    pub fn contains(&self, rank: usize) -> bool {
         rank % self.stride == self.first
     }
 
-    /// How many of the ranks below `rank` they are.
-    pub fn below(&self, rank: usize) -> usize {
+    /// Number of owners among the ranks below `rank`.
+    pub fn count_below(&self, rank: usize) -> usize {
         (rank + self.stride - 1 - self.first) / self.stride
     }
 
-    /// Are these all ranks?
-    pub fn all(&self) -> bool {
+    /// Whether every rank is an owner.
+    pub fn includes_all(&self) -> bool {
         self.stride == 1
     }
 }
 
-/// Tensors that are fetched and released together, laid out one after the other.
+/// A parameter unit: tensors that are gathered, used and released together, in one flat vector.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unit {
-    /// For messages, e.g. `layer 3`.
+    /// Name for messages, e.g. `layer 3`.
     pub name: String,
-    /// In the order of the flat vector.
+    /// The tensors in the order of the flat vector.
     pub params: Vec<ParamSpec>,
-    /// Who has a part of it.
-    pub owners: Owners,
-    /// Of a unit of experts.
-    experts: Option<OfExperts>,
+    /// The ranks that have a shard of the unit.
+    pub owners: OwnerRanks,
+    /// Present if the unit holds experts.
+    experts: Option<ExpertTensors>,
     offsets: Vec<usize>,
-    /// Of each tensor: is it trained?
+    /// For each tensor: whether it is trained.
     trained: Vec<bool>,
 }
 
-/// What a unit of experts has beside its tensors.
+/// The layer and canonical order of the tensors of an expert unit.
 #[derive(Clone, Debug, PartialEq)]
-struct OfExperts {
+struct ExpertTensors {
     layer: usize,
-    /// Where each tensor stands among those of all experts.
-    places: Vec<usize>,
+    /// For each tensor: its position among the tensors of all experts.
+    positions: Vec<usize>,
 }
 
 impl Unit {
-    /// Lays the tensors out.
+    /// A unit of these tensors that all ranks own and train.
     pub fn new(name: impl Into<String>, params: Vec<ParamSpec>) -> Self {
         let mut offsets = Vec::with_capacity(params.len() + 1);
-        let mut at = 0;
+        let mut end = 0;
         offsets.push(0);
         for p in &params {
-            at += p.len();
-            offsets.push(at);
+            end += p.len();
+            offsets.push(end);
         }
         let trained = vec![true; params.len()];
-        Unit { name: name.into(), params, owners: Owners::ALL, experts: None, offsets, trained }
+        Unit { name: name.into(), params, owners: OwnerRanks::ALL, experts: None, offsets, trained }
     }
 
-    /// Experts of `layer` that only `owners` have; `places` puts their tensors in an order that doesn't depend on who has
-    /// them.
-    pub fn of_experts(
+    /// A unit of experts of `layer` that only `owners` have. `positions` orders the tensors of all
+    /// experts independently of the ranks that own them.
+    ///
+    /// # Panics
+    /// The number of positions differs from the number of tensors.
+    pub fn with_experts(
         name: impl Into<String>,
         params: Vec<ParamSpec>,
-        owners: Owners,
+        owners: OwnerRanks,
         layer: usize,
-        places: Vec<usize>,
+        positions: Vec<usize>,
     ) -> Self {
-        assert_eq!(params.len(), places.len(), "a place for each tensor");
-        Unit { owners, experts: Some(OfExperts { layer, places }), ..Unit::new(name, params) }
+        assert_eq!(params.len(), positions.len(), "each tensor needs one position");
+        Unit { owners, experts: Some(ExpertTensors { layer, positions }), ..Unit::new(name, params) }
     }
 
-    /// The layer whose experts it holds; `None`: it is one of the model's own units.
+    /// The layer whose experts the unit holds; `None` for a dense unit.
     pub fn expert_layer(&self) -> Option<usize> {
         self.experts.as_ref().map(|e| e.layer)
     }
 
-    /// Is it a unit of experts?
+    /// Whether the unit holds experts.
     pub fn holds_experts(&self) -> bool {
         self.experts.is_some()
     }
 
-    /// Decides by name which tensors are trained. Gradients and optimizer states are then vectors of the trained tensors
-    /// alone, one after the other in the order of the flat vector: the *trained* vector of the unit.
-    pub fn train_where(&mut self, trained: impl Fn(&str) -> bool) {
+    /// Decides by name which tensors are trained. Gradients and optimizer states then have the
+    /// layout of the *trained vector*: only the trained tensors, in the order of the flat vector.
+    pub fn set_trained(&mut self, trained: impl Fn(&str) -> bool) {
         self.trained = self.params.iter().map(|p| trained(&p.name)).collect();
     }
 
-    /// Is tensor `i` trained?
+    /// Whether tensor `i` is trained.
     pub fn is_trained(&self, i: usize) -> bool {
         self.trained[i]
     }
 
-    /// Is any tensor?
+    /// Whether at least one tensor is trained.
     pub fn any_trained(&self) -> bool {
         self.trained.contains(&true)
     }
 
-    /// Are all?
+    /// Whether every tensor is trained.
     pub fn all_trained(&self) -> bool {
         !self.trained.contains(&false)
     }
 
-    /// Is any tensor in this range of the flat vector?
-    pub fn trains(&self, flat: std::ops::Range<usize>) -> bool {
+    /// Whether a range of the flat vector contains elements of a trained tensor.
+    pub fn has_trained_in(&self, flat: std::ops::Range<usize>) -> bool {
         self.segments(flat).iter().any(|s| self.trained[s.param])
     }
 
-    /// Elements of the trained vector that lie before `flat` of the flat vector.
+    /// The index in the trained vector that corresponds to index `flat` of the flat vector.
     pub fn trained_before(&self, flat: usize) -> usize {
-        let all = self.trained_segments(0..flat);
-        all.iter().map(|s| s.flat.len()).sum()
+        self.trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
 
-    /// Elements of the trained vector.
+    /// Number of elements of the trained vector.
     pub fn trained_len(&self) -> usize {
         self.trained_before(self.len())
     }
 
-    /// The range of the trained vector that a range of the flat vector holds.
+    /// The range of the trained vector that corresponds to a range of the flat vector.
     pub fn trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
         self.trained_before(flat.start)..self.trained_before(flat.end)
     }
 
-    /// As [`Unit::segments`], without those that are frozen.
+    /// The segments of trained tensors in a range of the flat vector; see [`Unit::segments`].
     pub fn trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
-        let mut all = self.segments(flat);
-        all.retain(|s| self.trained[s.param]);
-        all
+        let mut segments = self.segments(flat);
+        segments.retain(|s| self.trained[s.param]);
+        segments
     }
 
-    /// The tensors that are trained.
+    /// The trained tensors in the order of the flat vector.
     pub fn trained_params(&self) -> impl Iterator<Item = &ParamSpec> + Clone {
         self.params.iter().zip(&self.trained).filter(|(_, trained)| **trained).map(|(p, _)| p)
     }
 
-    /// Moves what a whole vector holds of the trained tensors to its front.
-    pub fn pack_trained(&self, ops: &dyn Ops, mut whole: ViewMut) {
-        let mut at = 0;
+    /// Converts a vector with the layout of the flat vector to the trained vector, in place: moves
+    /// the trained tensors to its front.
+    pub fn pack_trained(&self, ops: &dyn Ops, mut flat_vector: ViewMut) {
+        let mut end = 0;
         for s in self.trained_segments(0..self.len()) {
             let len = s.flat.len();
-            ops.move_down(whole.reborrow(), s.flat, at);
-            at += len;
+            ops.move_down(flat_vector.reborrow(), s.flat, end);
+            end += len;
         }
     }
 
-    /// Elements of the flat vector.
+    /// Number of elements of the flat vector.
     pub fn len(&self) -> usize {
         *self.offsets.last().unwrap_or(&0)
     }
 
-    /// No element?
+    /// Whether the unit has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where tensor `i` lies in the flat vector.
+    /// The range of tensor `i` in the flat vector.
     pub fn range(&self, i: usize) -> std::ops::Range<usize> {
         self.offsets[i]..self.offsets[i + 1]
     }
 
-    /// Where tensors `i..=j` lie: adjacent matrices can be multiplied as one.
+    /// The range of tensors `i..=j` in the flat vector. Adjacent matrices can be multiplied as one.
     pub fn span(&self, i: usize, j: usize) -> std::ops::Range<usize> {
         self.offsets[i]..self.offsets[j + 1]
     }
 
-    /// The parts of tensors inside a range of the flat vector: `(tensor index, its element range, flat range)`.
+    /// The parts of tensors inside a range of the flat vector, in order.
     pub fn segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         (0..self.params.len())
             .filter_map(|i| {
@@ -227,24 +230,24 @@ impl Unit {
     }
 }
 
-/// Every tensor as (unit, index in it), in an order that doesn't depend on where experts lie: first the other units' as they
-/// come, then the experts'.
+/// Every tensor as (unit, index in the unit), in an order that does not depend on which rank has
+/// which expert: first the tensors of dense units in their order, then those of the experts.
 pub fn canonical_order(units: &[Unit]) -> Vec<(usize, usize)> {
-    let all = |experts: bool| {
-        let of = units.iter().enumerate().filter(move |(_, unit)| unit.holds_experts() == experts);
-        of.flat_map(|(u, unit)| (0..unit.params.len()).map(move |i| (u, i)))
+    let tensors = |experts: bool| {
+        let selected = units.iter().enumerate().filter(move |(_, unit)| unit.holds_experts() == experts);
+        selected.flat_map(|(u, unit)| (0..unit.params.len()).map(move |i| (u, i)))
     };
-    let mut spread: Vec<(usize, usize)> = all(true).collect();
-    spread.sort_by_key(|&(u, i)| units[u].experts.as_ref().map(|e| e.places[i]));
-    all(false).chain(spread).collect()
+    let mut of_experts: Vec<(usize, usize)> = tensors(true).collect();
+    of_experts.sort_by_key(|&(u, i)| units[u].experts.as_ref().map(|e| e.positions[i]));
+    tensors(false).chain(of_experts).collect()
 }
 
-/// A part of one tensor inside a range of its unit's flat vector.
+/// The part of one tensor inside a range of its unit's flat vector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Index into [`Unit::params`].
+    /// Index of the tensor in [`Unit::params`].
     pub param: usize,
-    /// Element range of the logical tensor.
+    /// The elements of the logical tensor.
     pub elements: std::ops::Range<usize>,
     /// The same elements in the unit's flat vector.
     pub flat: std::ops::Range<usize>,

@@ -1,51 +1,53 @@
-//! Going on from a checkpoint: which one, whether it fits, and what a person should know about it.
+//! Resumes from a checkpoint: selects it, checks that it fits the job, loads it, and reports what
+//! differs.
 mod adapters;
-mod fit;
-mod foreign;
-mod origin;
+mod differences;
+mod external;
+mod pretrained;
+mod weight_match;
 
 pub use adapters::check_adapters;
-pub use origin::{Origin, begin};
+pub use pretrained::{PretrainedModel, start_from_model};
 
 use crate::{
-    agree::agree,
-    error::{Error, Result},
-    optim::Group,
-    params::Unit,
-    host_local::{self, Candidate, Scattered},
-    stages::{Cursor, ScheduleBound},
-    state::{Reading, check_fits, read_own, spread, without_states},
-    storage::Layout,
-    train::loss_scale::State,
+    consensus::exchange_values,
+    error::{Error, Result, unreadable_checkpoint},
+    host_local::{self, CheckpointCandidate, HostLocalCheckpoint},
+    stages::{Cursor, ReadyTrainer},
+    state::{ReadPlan, params_without_state, read_owned_ranges, require_compatible, sync_replicas},
+    storage_layout::StorageLayout,
+    train::loss_scale::LossScaleState,
 };
-use ckpt::{Checkpoint, Dtype, Facts, Foreign, Found, Role, Source, TensorInfo};
+use ckpt::{Checkpoint, ExternalCheckpoint, OpenedCheckpoint, RunFacts, TensorSource};
 use contract::{
     event::Event,
     exit::WorkerExit,
-    job::{JobSpec, Precision, ResumeFrom, RngPolicy, ScheduleName},
+    job::{JobSpec, ResumeFrom, RngPolicy},
 };
+use diagnostic::{Diagnostic, codes::training as codes};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{HashMap, HashSet},
     path::{Path, PathBuf},
 };
 
-/// Where the run goes on.
-pub struct Resumed {
-    /// The checkpoint.
+/// The checkpoint from which a run resumed.
+pub struct ResumePoint {
+    /// The directory of the checkpoint.
     pub path: PathBuf,
-    /// How far it was.
+    /// The progress that it records.
     pub cursor: Cursor,
-    /// It is one of ours, so nothing needs to be saved before a step is done.
-    pub native: bool,
-    /// How often random streams were seeded anew before it was written.
+    /// Whether launch wrote it; then no save is needed before the first step.
+    pub is_native: bool,
+    /// How often random streams were reseeded before it was written.
     pub rng_generation: u64,
 }
 
-impl Resumed {
-    /// What is decided about random streams: the new generation, and the record for the next checkpoint. The built-in
-    /// runtime's streams have no state: `reseed` counts a new generation and changes no number.
+impl ResumePoint {
+    /// The new generation of random streams, and the decision that the next checkpoint records. The
+    /// built-in runtime's streams have no state: `reseed` increments the generation and changes no
+    /// number.
     pub fn rng(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
         let generation = self.rng_generation + u64::from(policy == RngPolicy::Reseed);
         let policy = match policy {
@@ -58,373 +60,291 @@ impl Resumed {
     }
 }
 
-/// Reports what a person should know (rank 0's are shown).
-pub type Tell<'a> = dyn FnMut(Event) -> Result<()> + 'a;
+/// Receives the events of resuming; those of rank 0 are reported.
+pub type EventSink<'a> = dyn FnMut(Event) -> Result<()> + 'a;
 
-/// Loads the checkpoint that the job asks for. `None`: the run starts at step 0. Collective.
+/// The directories in which checkpoints are searched for.
+pub struct CheckpointDirs<'a> {
+    /// `checkpoint.dir`.
+    pub root: &'a Path,
+    /// The directory that a relative `resume.from` starts at.
+    pub workdir: &'a Path,
+    /// Which ranks share `root`.
+    pub layout: &'a StorageLayout,
+}
+
+/// Loads the checkpoint that the job names; `None` if the run starts at step 0. `data_digest` is
+/// the digest of the training data. Collective.
 ///
-/// With `auto`, a damaged checkpoint is passed over for the next older one, and said so. A checkpoint of another model is
-/// never passed over: that is a mistake in the job.
+/// With `resume.from: auto`, damaged checkpoints are skipped with a notice in favour of older ones.
+/// A checkpoint of another model is an error of the job and never skipped.
 pub fn resume(
-    bound: &mut ScheduleBound,
+    ready: &mut ReadyTrainer,
     job: &JobSpec,
-    place: &Place,
-    data: &str,
-    tell: &mut Tell,
-) -> Result<Option<Resumed>> {
-    let root = place.root;
-    let (candidates, named) = match &job.resume.from {
+    dirs: &CheckpointDirs,
+    data_digest: &str,
+    events: &mut EventSink,
+) -> Result<Option<ResumePoint>> {
+    let root = dirs.root;
+    let (candidates, is_named) = match &job.resume.from {
         ResumeFrom::Never => return Ok(None),
-        ResumeFrom::Auto => (list(bound, place, root)?, false),
-        ResumeFrom::Path(p) => match named(bound, place, &place.workdir.join(p))? {
-            Named::Native(one) => (vec![one], true),
-            Named::Foreign(mut source, path) => {
-                source.list_experts(&listed(bound));
-                return foreign::load(bound, &source, &path, job, tell).map(Some);
+        ResumeFrom::Auto => (list_candidates(ready, dirs, root)?, false),
+        ResumeFrom::Path(path) => match find_named(ready, dirs, &dirs.workdir.join(path))? {
+            NamedCheckpoint::Native(candidate) => (vec![candidate], true),
+            NamedCheckpoint::External(mut source, path) => {
+                source.unfuse_experts(&weight_shapes(ready));
+                return external::load(ready, &source, &path, job, events).map(Some);
             }
         },
     };
-    let mut damaged = Vec::new();
+    let mut skipped: Vec<(PathBuf, Error)> = Vec::new();
     for candidate in candidates {
-        let path = candidate.path.clone();
-        match load(bound, place, &candidate, data, tell) {
+        match load(ready, dirs, &candidate, data_digest, events) {
             Ok(resumed) => {
-                for message in damaged {
-                    tell(Event::Notice { rank: None, message })?;
+                for (path, error) in skipped {
+                    let message = format!("skipped damaged checkpoint {}: {error}", path.display());
+                    events(Event::Notice { rank: None, message })?;
                 }
                 return Ok(Some(resumed));
             }
-            Err(Refusal::Unusable(e)) => return Err(e),
-            Err(Refusal::Damaged(e)) if named => return Err(e),
-            Err(Refusal::Damaged(e)) => {
-                damaged.push(format!("passed over {}: {}", path.display(), e.message))
-            }
+            Err(LoadError::Fatal(e)) => return Err(e),
+            Err(LoadError::Damaged(e)) if is_named => return Err(e),
+            Err(LoadError::Damaged(e)) => skipped.push((candidate.path, e)),
         }
     }
-    match damaged.first() {
+    match skipped.first() {
         None => Ok(None),
-        Some(why) => Err(Error::checkpoint(format!(
-            "no checkpoint in {} can be used; {why}. Repair or remove them, or set resume.from: never to start anew",
-            root.display()
-        ))),
+        Some((_, first)) => {
+            let message = format!("all {} checkpoints in {} are damaged", skipped.len(), root.display());
+            Err(Diagnostic::error(codes::RESUME_NO_USABLE_CHECKPOINT, message)
+                .with_subject(root.display().to_string())
+                .with_field("checkpoints", skipped.len())
+                .with_cause(first)
+                .with_help("rebuild one with `launch ckpt repair`, or remove them")
+                .with_help("or set `resume.from: never` to start at step 0")
+                .into())
+        }
     }
 }
 
-/// Names and shapes of the model's weights, as its files list them.
-fn listed(bound: &ScheduleBound) -> Vec<(String, Vec<u64>)> {
-    let params = bound.trainer.engine.shards.iter().flat_map(|s| &s.unit.params);
+/// Names and shapes of the model's weights.
+fn weight_shapes(ready: &ReadyTrainer) -> Vec<(String, Vec<u64>)> {
+    let params = ready.trainer.engine.shards.iter().flat_map(|s| &s.unit.params);
     params.map(|p| (p.name.clone(), p.shape.iter().map(|&n| n as u64).collect())).collect()
 }
 
-enum Refusal {
-    /// Its bytes are not what was written: an older one may do.
+/// Why a checkpoint was not loaded.
+enum LoadError {
+    /// Its bytes are not those that were written. An older checkpoint may be usable.
     Damaged(Error),
-    /// It is sound, but not for this job; or the job is ending.
-    Unusable(Error),
+    /// It is intact but not of this job, or the job is ending.
+    Fatal(Error),
 }
 
-impl From<Error> for Refusal {
+impl From<Error> for LoadError {
     fn from(e: Error) -> Self {
-        Refusal::Unusable(e)
+        LoadError::Fatal(e)
     }
 }
 
-/// Where checkpoints are.
-pub struct Place<'a> {
-    /// `checkpoint.dir`.
-    pub root: &'a Path,
-    /// What `resume.from` is relative to.
-    pub workdir: &'a Path,
-    /// Which ranks share `root`.
-    pub layout: &'a Layout,
+impl From<Diagnostic> for LoadError {
+    fn from(e: Diagnostic) -> Self {
+        LoadError::Fatal(e.into())
+    }
 }
 
-/// All checkpoints under `root`, newest first, as rank 0 sees them; of hosts with directories of their own, all that any
-/// has.
-fn list(bound: &ScheduleBound, place: &Place, root: &Path) -> Result<Vec<Candidate>> {
-    let queue = bound.trainer.engine.queue();
-    if !place.layout.is_shared() {
-        return host_local::list(queue, place.layout, root);
+/// All checkpoints under `root`, newest first: those that rank 0 sees, or with host-local
+/// directories those of any host. Collective.
+fn list_candidates(
+    ready: &ReadyTrainer,
+    dirs: &CheckpointDirs,
+    root: &Path,
+) -> Result<Vec<CheckpointCandidate>> {
+    let queue = ready.trainer.engine.queue();
+    if !dirs.layout.is_shared() {
+        return host_local::list(queue, dirs.layout, root);
     }
-    let mine = if bound.trainer.engine.rank() == 0 { ckpt::list(root) } else { Ok(Vec::new()) };
-    let mine = mine.map(|all| all.into_iter().map(|(_, p)| p).collect::<Vec<_>>());
-    let all = agree(queue, mine.map_err(|e| Error::checkpoint(e.to_string())))?.swap_remove(0);
-    Ok(all.into_iter().map(Candidate::at).collect())
+    let listed = if ready.trainer.engine.rank() == 0 { ckpt::list(root) } else { Ok(Vec::new()) };
+    let paths = listed.map(|list| list.into_iter().map(|(_, path)| path).collect::<Vec<_>>());
+    let paths = exchange_values(queue, paths.map_err(unreadable_checkpoint))?.swap_remove(0);
+    Ok(paths.into_iter().map(CheckpointCandidate::at).collect())
 }
 
-/// What `resume.from` names.
-enum Named {
-    Native(Candidate),
-    Foreign(Box<Foreign>, PathBuf),
+/// The checkpoint that `resume.from` names.
+enum NamedCheckpoint {
+    Native(CheckpointCandidate),
+    External(Box<ExternalCheckpoint>, PathBuf),
 }
 
-/// The checkpoint that was named, or the newest in the directory that was named; or one of another program. Collective.
-fn named(bound: &ScheduleBound, place: &Place, path: &Path) -> Result<Named> {
-    let here = path.join("manifest.json").exists();
-    // a host that has none of it sees no manifest
-    if agree(bound.trainer.engine.queue(), Ok(here))?.contains(&true) {
-        return Ok(Named::Native(Candidate::at(path.to_path_buf())));
+/// Finds the checkpoint at `path`, or the newest in the directory `path`, or an external checkpoint
+/// there. Collective.
+fn find_named(ready: &ReadyTrainer, dirs: &CheckpointDirs, path: &Path) -> Result<NamedCheckpoint> {
+    let has_manifest = path.join("manifest.json").exists();
+    // With host-local directories a host without a part of the checkpoint has no manifest.
+    if exchange_values(ready.trainer.engine.queue(), Ok(has_manifest))?.contains(&true) {
+        return Ok(NamedCheckpoint::Native(CheckpointCandidate::at(path.to_path_buf())));
     }
-    if let Some(newest) = list(bound, place, path)?.into_iter().next() {
-        return Ok(Named::Native(newest));
+    if let Some(newest) = list_candidates(ready, dirs, path)?.into_iter().next() {
+        return Ok(NamedCheckpoint::Native(newest));
     }
-    let trained = fit::trained_names(bound);
-    let opened =
-        ckpt::find_trained(path, Some(&trained)).map_err(|e| Error::checkpoint(format!("resume.from: {e}")));
-    if let Some(e) = agree_on_damage(bound, opened.as_ref().err().cloned())? {
+    let trained = weight_match::trained_names(ready);
+    let found = ckpt::find_trained(path, Some(&trained))
+        .map_err(|e| Error::from(Diagnostic::from(unreadable_checkpoint(e)).with_subject("resume.from")));
+    if let Some(e) = first_damage(ready, found.as_ref().err().cloned())? {
         return Err(e);
     }
-    match opened? {
-        Found::Foreign(source) => Ok(Named::Foreign(source, path.to_path_buf())),
-        Found::Native(newest) => Ok(Named::Native(Candidate::at(newest.checkpoint.path().to_path_buf()))),
+    match found? {
+        OpenedCheckpoint::External(source) => Ok(NamedCheckpoint::External(source, path.to_path_buf())),
+        OpenedCheckpoint::Native(newest) => {
+            Ok(NamedCheckpoint::Native(CheckpointCandidate::at(newest.checkpoint.path().to_path_buf())))
+        }
     }
 }
 
+/// Loads a native checkpoint: each rank reads its owned ranges. Collective.
 fn load(
-    bound: &mut ScheduleBound,
-    place: &Place,
-    candidate: &Candidate,
-    data: &str,
-    tell: &mut Tell,
-) -> std::result::Result<Resumed, Refusal> {
+    ready: &mut ReadyTrainer,
+    dirs: &CheckpointDirs,
+    candidate: &CheckpointCandidate,
+    data_digest: &str,
+    events: &mut EventSink,
+) -> std::result::Result<ResumePoint, LoadError> {
     let path = candidate.path.as_path();
-    let opened = open(bound, place, candidate)?;
-    let failed = opened.as_ref().err().cloned();
-    let errors = agree_on_damage(bound, failed)?;
-    let opened = match (opened, errors) {
-        (Ok(c), None) => c,
-        (_, Some(e)) | (Err(e), None) => return Err(Refusal::Damaged(e)),
+    let opened = open(ready, dirs, candidate)?;
+    let damage = first_damage(ready, opened.as_ref().err().cloned())?;
+    let opened = match (opened, damage) {
+        (Ok(opened), None) => opened,
+        (_, Some(e)) | (Err(e), None) => return Err(LoadError::Damaged(e)),
     };
-    let (checkpoint, source): (&Checkpoint, &dyn Source) = match &opened {
-        Opened::Whole(c) => (c, &**c),
-        Opened::Scattered(s) => (s.checkpoint(), &**s),
+    let (checkpoint, source): (&Checkpoint, &dyn TensorSource) = match &opened {
+        OpenCheckpoint::Shared(c) => (c, &**c),
+        OpenCheckpoint::HostLocal(c) => (c.checkpoint(), &**c),
     };
-    let shown = path.display().to_string();
-    let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let alone = checkpoint.is_weights_alone();
-    check_fits(checkpoint, &units, bound.trainer.optimizer.spec())?;
-    let (cursor, guessed) = match alone {
-        true => (Cursor::default(), Some(foreign::weights_alone(path))),
-        false => cursor(bound, checkpoint.facts(), &shown)?,
+    let (facts, tensors) = (checkpoint.facts(), source.tensors());
+    let units: Vec<_> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let weights_only = checkpoint.is_weights_alone();
+    require_compatible(checkpoint, &units, ready.trainer.optimizer.spec())?;
+    let (cursor, guess) = match weights_only {
+        true => (Cursor::default(), Some(differences::weights_only(path))),
+        false => read_cursor(ready, facts, path)?,
     };
-    let anew = match alone {
+    let reset_states = match weights_only {
         true => HashSet::new(),
-        false => without_states(&source.tensors(), &units, bound.trainer.optimizer.spec()),
+        false => params_without_state(&tensors, &units, ready.trainer.optimizer.spec()),
     };
-    let mut late = late(checkpoint.facts(), &shown)?;
-    late.extend(anew.iter().map(|name| (name.clone(), cursor.step)));
-    bound.trainer.optimizer.set_late(&units, &late);
-    restore_loss_scale(bound, checkpoint.facts(), &shown)?;
-    let reading = Reading { source, renamed: &HashMap::new(), states: !alone, anew: &anew, meant: |_| true };
-    let read = read_own(bound, &reading).err().map(|e| Error::checkpoint(e.to_string()));
-    if let Some(e) = agree_on_damage(bound, read)? {
-        return Err(Refusal::Damaged(e));
+    let mut step_lag = read_step_lag(facts, path)?;
+    step_lag.extend(reset_states.iter().map(|name| (name.clone(), cursor.step)));
+    ready.trainer.optimizer.set_step_lag(&units, &step_lag);
+    restore_loss_scale(ready, facts, path)?;
+    let plan = ReadPlan {
+        source,
+        renamed: &HashMap::new(),
+        with_states: !weights_only,
+        reset_states: &reset_states,
+        selects: |_| true,
+    };
+    let read = read_owned_ranges(ready, &plan).err().map(unreadable_checkpoint);
+    if let Some(e) = first_damage(ready, read)? {
+        return Err(LoadError::Damaged(e));
     }
-    spread(bound)?;
-    let facts = checkpoint.facts();
-    tell(Event::Resume {
+    sync_replicas(ready)?;
+    events(Event::Resume {
         step: facts.step,
         path: path.into(),
         world: Some(facts.world),
         stage: Some(facts.stage),
     })?;
-    let mut told: Vec<String> = guessed.into_iter().chain(other_masters(bound, &source.tensors())).collect();
-    if !alone {
-        told.extend(frozen_otherwise(&units, &source.tensors(), &anew));
-        told.extend(differences(bound, facts, data));
+    let mut notices: Vec<String> =
+        guess.into_iter().chain(differences::master_weights(ready, &tensors)).collect();
+    if !weights_only {
+        notices.extend(differences::frozen_parameters(&units, &tensors, &reset_states));
+        notices.extend(differences::job_settings(ready, facts, data_digest));
     }
-    for message in told {
-        tell(Event::Notice { rank: None, message })?;
+    for message in notices {
+        events(Event::Notice { rank: None, message })?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
-    Ok(Resumed { path: path.into(), cursor, native: true, rng_generation })
+    Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation })
 }
 
-/// A checkpoint that every rank can read all of.
-enum Opened {
-    Whole(Box<Checkpoint>),
-    Scattered(Box<Scattered>),
+/// A native checkpoint of which every rank can read all bytes.
+enum OpenCheckpoint {
+    Shared(Box<Checkpoint>),
+    HostLocal(Box<HostLocalCheckpoint>),
 }
 
-/// Outer error: the job ends. Collective.
-fn open(bound: &ScheduleBound, place: &Place, candidate: &Candidate) -> Result<Result<Opened>> {
-    let damaged = |e: ckpt::CkptError| Error::checkpoint(e.to_string());
-    if place.layout.is_shared() {
-        let opened = Checkpoint::open(&candidate.path).and_then(|c| c.require_whole().map(|()| c));
-        return Ok(opened.map(|c| Opened::Whole(Box::new(c))).map_err(damaged));
+/// Opens a native checkpoint. The inner error is damage of the checkpoint; the outer error ends the
+/// job. Collective.
+fn open(
+    ready: &ReadyTrainer,
+    dirs: &CheckpointDirs,
+    candidate: &CheckpointCandidate,
+) -> Result<Result<OpenCheckpoint>> {
+    if dirs.layout.is_shared() {
+        let opened = Checkpoint::open(&candidate.path).and_then(|c| c.require_all_shards().map(|()| c));
+        return Ok(opened.map(|c| OpenCheckpoint::Shared(Box::new(c))).map_err(unreadable_checkpoint));
     }
-    let queue = bound.trainer.engine.queue();
-    match Scattered::open(queue, place.layout, &candidate.path, candidate.hash.as_deref()) {
-        Ok(opened) => Ok(Ok(Opened::Scattered(Box::new(opened)))),
-        // a collective that failed is the end; a checkpoint that can't be used may have an older one
-        Err(e) if e.exit == WorkerExit::Checkpoint => Ok(Err(e)),
+    let queue = ready.trainer.engine.queue();
+    match HostLocalCheckpoint::open(queue, dirs.layout, &candidate.path, candidate.hash.as_deref()) {
+        Ok(opened) => Ok(Ok(OpenCheckpoint::HostLocal(Box::new(opened)))),
+        // After an unusable checkpoint an older one may be usable; a failed collective ends the
+        // job.
+        Err(e) if e.exit() == WorkerExit::Checkpoint => Ok(Err(e)),
         Err(e) => Err(e),
     }
 }
 
-/// The first damage that any rank found; the same answer on every rank.
-fn agree_on_damage(bound: &ScheduleBound, mine: Option<Error>) -> Result<Option<Error>> {
-    let all = agree(bound.trainer.engine.queue(), Ok(mine.map(|e| e.message)))?;
-    Ok(all.into_iter().flatten().next().map(Error::checkpoint))
+/// The damage that the lowest rank found, if any rank found some; equal on every rank. Collective.
+fn first_damage(ready: &ReadyTrainer, mine: Option<Error>) -> Result<Option<Error>> {
+    let damage = exchange_values(ready.trainer.engine.queue(), Ok(mine))?;
+    Ok(damage.into_iter().flatten().next())
 }
 
-/// Where the run goes on. A checkpoint that was converted from another program's has no cursor of ours: then it is step
-/// times batch, and a line says so.
-fn cursor(bound: &ScheduleBound, facts: &Facts, path: &str) -> Result<(Cursor, Option<String>)> {
-    let unreadable =
-        |e: String| Error::checkpoint(format!("{path}: the manifest's cursor can't be read: {e}"));
+/// An error about the position that a checkpoint records.
+fn invalid_position(path: &Path, what: &str) -> Diagnostic {
+    let message = format!("checkpoint {}: {what}", path.display());
+    Diagnostic::error(codes::RESUME_POSITION_INVALID, message).with_subject(path.display().to_string())
+}
+
+/// The progress that the checkpoint records. A checkpoint that was converted from another program's
+/// has none: the position is then its step times the batch size, which a notice reports.
+fn read_cursor(ready: &ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<(Cursor, Option<String>)> {
     match facts.cursor.get("at") {
-        Some(at) if !at.is_null() => {
-            Ok((serde_json::from_value(at.clone()).map_err(|e| unreadable(e.to_string()))?, None))
+        Some(position) if !position.is_null() => {
+            let cursor = serde_json::from_value(position.clone()).map_err(|e| {
+                invalid_position(path, "cannot read the position in its manifest").with_cause(&e)
+            })?;
+            Ok((cursor, None))
         }
         _ => {
-            let batch = bound.trainer.global_batch();
-            let samples = facts.step.checked_mul(batch).ok_or_else(|| unreadable("too many steps".into()))?;
-            let said = format!(
-                "data goes on at sample {samples} ({} steps × {batch} samples, since the checkpoint doesn't say)",
+            let batch = ready.trainer.global_batch();
+            let samples = facts
+                .step
+                .checked_mul(batch)
+                .ok_or_else(|| invalid_position(path, "its number of steps is out of range"))?;
+            let notice = format!(
+                "data resumes at sample {samples} ({} steps × {batch} samples; the checkpoint records no position)",
                 facts.step
             );
-            Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(said)))
+            Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(notice)))
         }
     }
 }
 
-/// Weights in fp32 that become the only ones in bf16, or the other way round.
-fn other_masters(bound: &ScheduleBound, tensors: &[TensorInfo]) -> Option<String> {
-    let kept = |dtype| tensors.iter().any(|t| t.role == Role::Weight && t.dtype == dtype);
-    let weights = bound.trainer.engine.weights();
-    match weights.updated {
-        device::Dtype::F32 if kept(Dtype::BF16) => Some(format!(
-            "the checkpoint has weights in bf16 and no fp32 master weights: {} begin at their values",
-            if weights.has_masters() { "the master weights" } else { "the fp32 weights" }
-        )),
-        device::Dtype::Bf16 if kept(Dtype::F32) => Some(
-            "train.master_weights is false here: the checkpoint's fp32 weights are rounded to bf16, once, to the nearest"
-                .into(),
-        ),
-        _ => None,
-    }
-}
-
-/// What of the optimizer's states applies no longer, or not yet.
-fn frozen_otherwise(units: &[Unit], tensors: &[TensorInfo], anew: &HashSet<String>) -> Vec<String> {
-    let mut out = Vec::new();
-    if !anew.is_empty() {
-        let names: BTreeSet<&String> = anew.iter().collect();
-        out.push(format!(
-            "{} parameters have no optimizer state in the checkpoint, which had them frozen: their states begin anew ({})",
-            names.len(),
-            fit::some(&names.into_iter().collect::<Vec<_>>())
-        ));
-    }
-    let trained: HashSet<&str> =
-        units.iter().flat_map(Unit::trained_params).map(|p| p.name.as_str()).collect();
-    let has = tensors.iter().filter(|t| t.role.is_optimizer_state()).map(|t| t.name.as_str());
-    let left: BTreeSet<&str> = has.filter(|name| !trained.contains(name)).collect();
-    if !left.is_empty() {
-        out.push(format!(
-            "{} parameters are frozen here and were trained in the checkpoint: their optimizer states are left out ({})",
-            left.len(),
-            fit::some(&left.into_iter().collect::<Vec<_>>())
-        ));
-    }
-    out
-}
-
-/// With fp16: the scale that the checkpoint's run had found.
-fn restore_loss_scale(bound: &mut ScheduleBound, facts: &Facts, path: &str) -> Result<()> {
+/// With fp16: restores the loss scale that the checkpoint records.
+fn restore_loss_scale(ready: &mut ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
     let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
-    let read = State::deserialize(state).map_err(|e| e.to_string());
-    read.and_then(|state| bound.trainer.loss_scale.restore(state))
-        .map_err(|e| Error::checkpoint(format!("{path}: the manifest's loss scale can't be read: {e}")))
+    let invalid = || invalid_position(path, "cannot use the loss scale in its manifest");
+    let state = LossScaleState::deserialize(state).map_err(|e| invalid().with_cause(&e))?;
+    Ok(ready.trainer.loss_scale.restore(state).map_err(|e| invalid().with_help(e.to_string()))?)
 }
 
-/// Updates by which parameters are behind the run.
-fn late(facts: &Facts, path: &str) -> Result<HashMap<String, u64>> {
+/// By how many updates each of some parameters is behind the others.
+fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),
-        Some(late) => serde_json::from_value(late.clone())
-            .map_err(|e| Error::checkpoint(format!("{path}: the manifest's cursor can't be read: {e}"))),
+        Some(lag) => Ok(serde_json::from_value(lag.clone()).map_err(|e| {
+            invalid_position(path, "cannot read the update counts in its manifest").with_cause(&e)
+        })?),
     }
-}
-
-/// What this job does differently from the one that wrote the checkpoint. The job's word counts; none of it is silent.
-fn differences(bound: &ScheduleBound, facts: &Facts, data: &str) -> Vec<String> {
-    let mut out = Vec::new();
-    let train = bound.train();
-    if facts.run_seed != train.seed {
-        out.push(format!(
-            "seed is {} here and {} in the checkpoint: the order of samples changes",
-            train.seed, facts.run_seed
-        ));
-    }
-    let there = facts.job["train"]["model"]["dropout"].as_f64();
-    if there != train.model.dropout {
-        let said = |rate: Option<f64>| rate.map_or("not given".to_owned(), |rate| rate.to_string());
-        out.push(format!(
-            "train.model.dropout is {} here and {} in the checkpoint",
-            said(train.model.dropout),
-            said(there)
-        ));
-    }
-    if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data) {
-        out.push("the training data is not what the checkpoint was trained on: sample numbers go on, their content differs".into());
-    }
-    let there = &facts.job["train"]["precision"];
-    let masters_there = facts.job["train"]["master_weights"] != json!(false);
-    if let Some(there) = Precision::deserialize(there).ok().filter(|there| *there != train.precision) {
-        out.push(format!(
-            "precision is {} here and {} in the checkpoint: it goes on from the checkpoint's {} weights",
-            train.precision.name(),
-            there.name(),
-            if masters_there { "fp32 master" } else { "bf16" }
-        ));
-    }
-    if train.schedule.name != ScheduleName::Constant
-        && let Some(steps) = facts.job["train"]["steps"].as_u64().filter(|s| *s != train.steps)
-    {
-        out.push(format!(
-            "train.steps is {} here and {steps} in the checkpoint: the learning rate falls along another curve from now on",
-            train.steps
-        ));
-    }
-    let lay = &facts.job["train"]["experts"];
-    let lie = json!({ "parallel": train.experts.parallel, "placement": train.experts.placement });
-    if bound.trainer.experts.is_some() && ["parallel", "placement"].iter().any(|key| lay[key] != lie[key]) {
-        out.push(format!(
-            "experts lie otherwise than in the checkpoint (groups of {} there, of {} here): weights and states follow",
-            lay["parallel"], train.experts.parallel
-        ));
-    }
-    let units: Vec<_> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let here = bound.trainer.optimizer.groups(&units);
-    let there: Vec<Group> = serde_json::from_value(facts.groups.clone()).unwrap_or_default();
-    for g in &here {
-        match there.iter().find(|t| t.name == g.name) {
-            Some(t) if t == g => {}
-            Some(t) => out.extend(group_difference(g, t)),
-            None => out.push(format!("parameter group `{}` is new", g.name)),
-        }
-    }
-    out
-}
-
-fn group_difference(here: &Group, there: &Group) -> Option<String> {
-    let fields = [
-        ("lr", here.lr.to_string(), there.lr.to_string()),
-        ("betas", format!("{:?}", here.betas), format!("{:?}", there.betas)),
-        ("eps", here.eps.to_string(), there.eps.to_string()),
-        ("momentum", here.momentum.to_string(), there.momentum.to_string()),
-        ("weight_decay", here.weight_decay.to_string(), there.weight_decay.to_string()),
-        ("parameters", here.params.len().to_string(), there.params.len().to_string()),
-    ];
-    // which parameters were in it may not be known of another program's group
-    let counted = |name: &str| name != "parameters" || !there.params.is_empty();
-    let changed: Vec<String> = fields
-        .iter()
-        .filter(|(name, h, t)| h != t && counted(name))
-        .map(|(name, h, t)| format!("{name} {h} (checkpoint: {t})"))
-        .collect();
-    let said = || format!("parameter group `{}` goes on with {}", here.name, changed.join(", "));
-    (!changed.is_empty()).then(said)
 }

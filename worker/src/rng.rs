@@ -1,33 +1,35 @@
-//! Randomness without state: every number is a pure function of the run's seed, what it is for, and logical ids.
+//! Counter-based random numbers: every number is a pure function of the run's seed, its purpose,
+//! and logical ids.
 //!
-//! Never of rank, thread, shard, micro-batch or order of asking, so that any number of workers and any sharding see the same numbers.
-//! The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with
-//! `key = H64(run seed, purpose, scope)` and `counter = (element / 4, sample, step)`. Real functions come from the `libm` crate, not from the
-//! platform's C library, so that the same job gets the same weights on every machine.
+//! The rank, thread, shard, micro-batch and order of calls never enter, so any number of workers
+//! and any sharding get the same numbers. The generator is Philox4x32-10 (Salmon et al., "Parallel
+//! random numbers: as easy as 1, 2, 3", 2011) with `key = H64(run seed, purpose, scope)` and
+//! `counter = (element / 4, sample, step)`. Real-valued functions come from the `libm` crate, not
+//! from the platform's C library, so a job gets the same weights on every machine.
 use device::philox::words;
 use rayon::prelude::*;
 
 pub use device::philox::philox4x32_10;
 
-/// What random numbers are for. Different purposes never share numbers.
+/// The purpose of random numbers. Different purposes never share numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Purpose {
     /// Initial parameter values; the scope is the parameter's name.
     Init,
     /// Dropout masks; the scope is the layer.
     Dropout,
-    /// Order of samples.
+    /// The order of samples in an epoch.
     DataOrder,
     /// Rounding to a narrower type; the scope is the parameter's name.
     StochasticRounding,
     /// Noise on a router's logits; the scope is the layer.
     RouterJitter,
-    /// Tokens that a model goes on with; the scope is the prompt.
+    /// Tokens that a model generates; the scope is the prompt.
     Sample,
 }
 
 impl Purpose {
-    /// The name that is hashed into the key. Part of what a run's numbers are: never change one.
+    /// The name that is hashed into the key. A changed name changes the numbers of every run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",
@@ -40,19 +42,19 @@ impl Purpose {
     }
 }
 
-/// The numbers of one (run seed, purpose, scope).
+/// The random numbers of one run seed, purpose and scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stream {
+pub struct RandomStream {
     key: [u32; 2],
 }
 
-/// Bits of each logical id in a counter: 2⁴³ blocks of four elements, 2⁴³ samples, 2⁴² steps.
+/// Bits of the logical ids in a counter: 2⁴³ blocks of four elements, 2⁴³ samples, 2⁴² steps.
 const BLOCK_BITS: u32 = 43;
 const SAMPLE_BITS: u32 = 43;
 const STEP_BITS: u32 = 42;
 
-impl Stream {
-    /// `scope` is the parameter's name or the layer, as the purpose says.
+impl RandomStream {
+    /// The stream of a scope: a parameter's name, a layer or a prompt, depending on the purpose.
     pub fn new(run_seed: u64, purpose: Purpose, scope: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 random stream v1");
         hasher.update(&run_seed.to_le_bytes());
@@ -62,27 +64,31 @@ impl Stream {
         }
         let digest = hasher.finalize();
         let b = digest.as_bytes();
-        Stream {
+        RandomStream {
             key: [u32::from_le_bytes([b[0], b[1], b[2], b[3]]), u32::from_le_bytes([b[4], b[5], b[6], b[7]])],
         }
     }
 
-    /// The key, for ops that draw its numbers by themselves.
+    /// The Philox key, for operations that compute the numbers of this stream themselves.
     pub fn key(&self) -> [u32; 2] {
         self.key
     }
 
-    /// The four words of elements `4 * block ..`, of a sample, at an optimizer step. Different ids never give the same counter;
-    /// an id beyond its bits (2⁴³ blocks, 2⁴³ samples, 2⁴² steps) is a panic, not a repetition.
+    /// The four random words of the elements from `4 * block`, for a sample at an optimizer step.
+    /// Different ids never share a counter.
+    ///
+    /// # Panics
+    /// An id exceeds its range: 2⁴³ blocks, 2⁴³ samples, 2⁴² steps.
     pub fn words(&self, block: u64, sample: u64, step: u64) -> [u32; 4] {
         assert!(
             block >> BLOCK_BITS == 0 && sample >> SAMPLE_BITS == 0 && step >> STEP_BITS == 0,
-            "id out of range"
+            "block, sample or step exceeds the range of the counter"
         );
         words(self.key, block, sample, step)
     }
 
-    /// Four standard normal values (Box–Muller): elements `4 * block ..`. At most 6.8 in magnitude.
+    /// Four standard normal values (Box–Muller): the elements from `4 * block`, at most 6.8 in
+    /// magnitude.
     fn normals(&self, block: u64) -> [f64; 4] {
         let w = self.words(block, 0, 0);
         let (a, b) = box_muller(w[0], w[1]);
@@ -90,13 +96,13 @@ impl Stream {
         [a, b, c, d]
     }
 
-    /// Four values in [0, 1): elements `4 * block ..`.
+    /// Four uniform values in [0, 1): the elements from `4 * block`.
     fn uniforms(&self, block: u64) -> [f64; 4] {
         self.words(block, 0, 0).map(|w| f64::from(w) / 4_294_967_296.0)
     }
 }
 
-/// Two random words to two independent standard normal values.
+/// Converts two random words to two independent standard normal values.
 fn box_muller(a: u32, b: u32) -> (f64, f64) {
     let u = (f64::from(a) + 0.5) / 4_294_967_296.0;
     let angle = f64::from(b) * (std::f64::consts::TAU / 4_294_967_296.0);
@@ -105,18 +111,22 @@ fn box_muller(a: u32, b: u32) -> (f64, f64) {
     (radius * cos, radius * sin)
 }
 
-/// Elements a thread fills at a time.
+/// Elements that a thread fills at a time.
 const CHUNK: usize = 1 << 16;
 
-/// Fills `out` with elements `first_element ..` of the tensor's normal values of mean 0 and deviation `std`. Element i is a function of
-/// (seed, purpose, tensor name, i) alone, so any cut of the tensor gets the same values.
+/// Fills `out` with the elements from `first_element` of a tensor of normal values with mean 0 and
+/// standard deviation `std`.
+///
+/// Element i is a function of (seed, purpose, tensor name, i), so every partition of the tensor
+/// gets the same values.
 pub fn fill_normal(out: &mut [f32], seed: u64, purpose: Purpose, tensor: &str, first_element: u64, std: f32) {
-    let stream = Stream::new(seed, purpose, tensor);
+    let stream = RandomStream::new(seed, purpose, tensor);
     let std = f64::from(std);
     fill(out, first_element, |block| stream.normals(block).map(|z| (z * std) as f32));
 }
 
-/// Fills `out` with elements `first_element ..` of the tensor's uniform values in [low, high]; as [`fill_normal`].
+/// Fills `out` with the elements from `first_element` of a tensor of uniform values in [low, high].
+/// Partitions of the tensor get the same values, as with [`fill_normal`].
 pub fn fill_uniform(
     out: &mut [f32],
     seed: u64,
@@ -126,23 +136,23 @@ pub fn fill_uniform(
     low: f32,
     high: f32,
 ) {
-    let stream = Stream::new(seed, purpose, tensor);
+    let stream = RandomStream::new(seed, purpose, tensor);
     let (low, width) = (f64::from(low), f64::from(high) - f64::from(low));
     fill(out, first_element, |block| stream.uniforms(block).map(|u| (low + u * width) as f32));
 }
 
-/// Fills `out` from blocks of four elements, of which the first and the last may be cut.
+/// Fills `out` from blocks of four elements; the first and the last block may be used in part.
 fn fill(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
     out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, chunk)| {
-        let mut at = first_element + (i * CHUNK) as u64;
+        let mut element = first_element + (i * CHUNK) as u64;
         let mut rest = chunk;
         while !rest.is_empty() {
-            let skip = (at % 4) as usize;
+            let skip = (element % 4) as usize;
             let n = rest.len().min(4 - skip);
-            let (now, later) = rest.split_at_mut(n);
-            now.copy_from_slice(&values(at / 4)[skip..skip + n]);
-            at += n as u64;
-            rest = later;
+            let (block, after) = rest.split_at_mut(n);
+            block.copy_from_slice(&values(element / 4)[skip..skip + n]);
+            element += n as u64;
+            rest = after;
         }
     });
 }
@@ -152,9 +162,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The known-answer vectors that the Random123 library publishes for philox4x32 with 10 rounds.
+    /// Known-answer vectors of the Random123 library for philox4x32 with 10 rounds.
     #[test]
-    fn philox_known_answers() {
+    fn philox_matches_known_answers() {
         let ones = 0xffff_ffff;
         assert_eq!(philox4x32_10([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(philox4x32_10([ones; 4], [ones; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
@@ -166,7 +176,7 @@ mod tests {
 
     #[test]
     fn ids_never_share_a_counter() {
-        let s = Stream::new(1, Purpose::Dropout, "0");
+        let s = RandomStream::new(1, Purpose::Dropout, "0");
         let mut seen = std::collections::HashSet::new();
         let ids = [0u64, 1, 2, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 41];
         for block in ids {
@@ -180,20 +190,20 @@ mod tests {
 
     #[test]
     fn seeds_purposes_and_scopes_differ() {
-        let base = Stream::new(1, Purpose::Init, "a.b");
+        let base = RandomStream::new(1, Purpose::Init, "a.b");
         for other in [
-            Stream::new(2, Purpose::Init, "a.b"),
-            Stream::new(1, Purpose::StochasticRounding, "a.b"),
-            Stream::new(1, Purpose::Init, "a.c"),
-            Stream::new(1, Purpose::Init, ""),
+            RandomStream::new(2, Purpose::Init, "a.b"),
+            RandomStream::new(1, Purpose::StochasticRounding, "a.b"),
+            RandomStream::new(1, Purpose::Init, "a.c"),
+            RandomStream::new(1, Purpose::Init, ""),
         ] {
             assert_ne!(base.words(0, 0, 0), other.words(0, 0, 0));
         }
     }
 
-    /// A run's initial weights are a promise: a change of these numbers breaks every published loss curve.
+    /// Initial weights are part of the product's interface: changing them changes every loss curve.
     #[test]
-    fn values_are_pinned() {
+    fn initial_values_do_not_change_between_versions() {
         let mut out = [0.0f32; 6];
         fill_normal(&mut out, 1234, Purpose::Init, "model.embed_tokens.weight", 0, 0.02);
         assert_eq!(out.map(f32::to_bits), PINNED_NORMALS, "{out:?}");
@@ -202,7 +212,7 @@ mod tests {
         [0x3d1c_bca4, 0x3c1d_4e33, 0x3c81_2de3, 0x3d18_d2ce, 0x3c83_f2ef, 0x3cb8_a3f8];
 
     #[test]
-    fn moments_of_normal_and_uniform() {
+    fn normal_and_uniform_values_have_the_expected_moments() {
         let n = 1 << 18;
         let mut x = vec![0.0f32; n];
         fill_normal(&mut x, 7, Purpose::Init, "w", 0, 2.0);
@@ -221,7 +231,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_cut_gives_the_same_weights(
+        fn every_partition_of_a_tensor_gets_the_same_values(
             len in 1usize..600,
             cuts in proptest::collection::vec(0usize..600, 0..6),
             seed: u64,
@@ -241,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_of_threads_meet() {
+    fn chunks_of_different_threads_are_contiguous() {
         let mut whole = vec![0.0f32; 3 * CHUNK + 5];
         fill_normal(&mut whole, 3, Purpose::Init, "w", 1, 1.0);
         let mut part = vec![0.0f32; 9];

@@ -1,23 +1,24 @@
-//! Saving while a run goes on: the steps of a save that all ranks take together, and the background writer.
+//! [`CheckpointSaver`]: writes the checkpoints of a run, in the background if the job asks for it.
 use crate::{
-    agree::agree,
-    error::{Error, Result},
+    consensus::exchange_values,
+    error::{Error, Result, no_thread, unwritable_checkpoint},
+    host_local,
     optim::Optimizer,
     params::Unit,
-    host_local,
-    stages::Running,
-    state::{Owned, owned, state_roles},
-    storage::Layout,
+    stages::RunningTrainer,
+    state::{OwnedRange, owned_ranges, state_roles},
+    storage_layout::StorageLayout,
     zero::engine::Engine,
 };
 use ckpt::{
-    CkptError, Elements, Facts, ModelCard, ParityReport, Piece, Role, ShardReport, Staging, TextFile,
+    CkptError, Elements, ModelSpec, ParityReport, Piece, RunFacts, ShardReport, Staging, TensorRole, TextFile,
 };
 use contract::job::{CheckpointSpec, JobSpec};
 use device::{
     Buf, Dtype, Ops, View,
-    storage::{Event, said},
+    storage::{Event, panic_message},
 };
+use diagnostic::codes;
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -25,247 +26,265 @@ use std::{
     time::Instant,
 };
 
-/// What checkpoints say beside tensors and the cursor; the same for the whole run.
-pub struct Identity {
-    /// The model.
-    pub model: ModelCard,
-    /// Tokenizer files.
+/// The part of a checkpoint's metadata that does not change during a run.
+pub struct RunMetadata {
+    /// The description of the model.
+    pub model: ModelSpec,
+    /// The files of the tokenizer.
     pub tokenizer: Vec<TextFile>,
-    /// The job as it runs.
+    /// The job with all defaults filled in.
     pub job: JobSpec,
-    /// Digest of the training data.
+    /// The digest of the training data.
     pub data_digest: String,
-    /// Streams reseeded so far (docs/numerics.md).
+    /// How often random streams were reseeded (docs/numerics.md).
     pub rng_generation: u64,
-    /// What was decided about random streams when the run began; null when it began anew.
+    /// How random streams were restored when the run resumed; null if it started at step 0.
     pub rng_decision: Value,
 }
 
-/// A completed checkpoint.
-pub struct Saved {
+/// A committed checkpoint.
+pub struct SavedCheckpoint {
     /// Optimizer steps done.
     pub step: u64,
-    /// The checkpoint.
+    /// The directory of the checkpoint.
     pub path: PathBuf,
-    /// On disk.
+    /// The size of the checkpoint in the file system.
     pub bytes: u64,
-    /// From the first write to the commit.
+    /// The time from the first write to the commit.
     pub seconds: f64,
 }
 
-/// Writes checkpoints of one run.
-pub struct Saver {
+/// Writes the checkpoints of one run.
+pub struct CheckpointSaver {
     root: PathBuf,
     spec: CheckpointSpec,
-    identity: Identity,
-    under_way: Option<UnderWay>,
+    metadata: RunMetadata,
+    pending: Option<PendingSave>,
     last: Option<PathBuf>,
-    layout: Layout,
-    rooms: Rooms,
+    layout: StorageLayout,
+    staging: StagingMemory,
     notice: Option<String>,
 }
 
-/// Memory of the host that a background save of a GPU's copies to: made once, beside the run, since the driver takes seconds for
-/// many gigabytes.
-enum Rooms {
-    NotAsked,
-    Coming(JoinHandle<Vec<Buf>>),
+/// Pinned host memory to which background saves copy a GPU's values. Allocated once and in the
+/// background, because the driver takes seconds for many gigabytes.
+enum StagingMemory {
+    NotAllocated,
+    Allocating(JoinHandle<Vec<Buf>>),
     Ready(Vec<Buf>),
 }
 
-struct UnderWay {
-    facts: Facts,
-    /// Of the rank that keeps the directory.
+struct PendingSave {
+    facts: RunFacts,
+    /// The staging directory, on the rank that leads the directory.
     staging: Option<Staging>,
-    /// Where all ranks write.
+    /// The path of the staging directory, into which all ranks write.
     directory: PathBuf,
-    writer: Writer,
+    writer: ShardWriter,
     began: Instant,
 }
 
-enum Writer {
-    Done(Written),
-    /// Gives the memory back with the report.
-    Background(JoinHandle<(Written, Vec<Buf>)>),
+enum ShardWriter {
+    Done(ShardResult),
+    /// Returns the staging memory together with the result.
+    Background(JoinHandle<(ShardResult, Vec<Buf>)>),
 }
 
-type Written = std::result::Result<ShardReport, CkptError>;
+type ShardResult = std::result::Result<ShardReport, CkptError>;
 
-/// What a rank owns of a tensor, beside its values.
-struct Label {
+/// An owned range of a tensor without its values.
+struct RangeLabel {
     name: String,
-    role: Role,
+    role: TensorRole,
     start_element: u64,
 }
 
-impl Saver {
-    /// `root` is the directory of checkpoints; `last` the one resumed from; `layout` says which ranks share `root`.
+impl CheckpointSaver {
+    /// A saver into the directory `root`, which ranks share according to `layout`. `last` is the
+    /// checkpoint from which the run resumed.
     pub fn new(
         root: PathBuf,
         spec: CheckpointSpec,
-        identity: Identity,
+        metadata: RunMetadata,
         last: Option<PathBuf>,
-        layout: Layout,
+        layout: StorageLayout,
     ) -> Self {
-        Saver { root, spec, identity, under_way: None, last, layout, rooms: Rooms::NotAsked, notice: None }
+        CheckpointSaver {
+            root,
+            spec,
+            metadata,
+            pending: None,
+            last,
+            layout,
+            staging: StagingMemory::NotAllocated,
+            notice: None,
+        }
     }
 
-    /// Makes room on the host for background saves, in the background. Without this the first save does. CPUs have it for the
-    /// length of each save alone.
-    pub fn prepare(&mut self, running: &Running) -> Result<()> {
-        let on_gpu = !running.trainer.ops.is_host();
-        if on_gpu && self.in_background(running) && matches!(self.rooms, Rooms::NotAsked) {
-            let (sizes, ops) = (sizes(running), running.trainer.ops.clone());
-            let make = move || sizes.into_iter().map(|(dtype, len)| ops.staging(dtype, len)).collect();
-            self.rooms = Rooms::Coming(thread("checkpoint memory", make)?);
+    /// Starts to allocate the staging memory for background saves of a GPU; otherwise the first
+    /// save does. On a CPU each save allocates its memory.
+    pub fn allocate_staging(&mut self, running: &RunningTrainer) -> Result<()> {
+        let is_gpu = !running.trainer.ops.is_host();
+        if is_gpu && self.saves_in_background(running) && matches!(self.staging, StagingMemory::NotAllocated)
+        {
+            let (sizes, ops) = (range_sizes(running), running.trainer.ops.clone());
+            let allocate = move || sizes.into_iter().map(|(dtype, len)| ops.staging(dtype, len)).collect();
+            self.staging = StagingMemory::Allocating(spawn_thread("checkpoint memory", allocate)?);
         }
         Ok(())
     }
 
-    /// Waits until that room is there.
-    pub fn wait_for_room(&mut self, running: &Running) -> Result<()> {
-        self.prepare(running)?;
-        if matches!(self.rooms, Rooms::Coming(_)) {
-            self.rooms = Rooms::Ready(self.rooms(running)?);
+    /// Waits until the staging memory is allocated.
+    pub fn wait_for_staging(&mut self, running: &RunningTrainer) -> Result<()> {
+        self.allocate_staging(running)?;
+        if matches!(self.staging, StagingMemory::Allocating(_)) {
+            self.staging = StagingMemory::Ready(self.take_staging(running)?);
         }
         Ok(())
     }
 
-    /// A copy in memory of what has no place in memory would be no help.
-    fn in_background(&self, running: &Running) -> bool {
+    /// Whether saves run in the background. Offloaded states are written in the foreground: a copy
+    /// of them would need the memory that offloading saves.
+    fn saves_in_background(&self, running: &RunningTrainer) -> bool {
         self.spec.r#async && running.train().zero.offload.is_none()
     }
 
-    /// Says once what is had in another way than asked for.
-    pub fn notice(&mut self) -> Option<String> {
+    /// Takes the notice about a fallback of this rank, if there is one.
+    pub fn take_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
 
-    fn rooms(&mut self, running: &Running) -> Result<Vec<Buf>> {
-        self.prepare(running)?;
-        match std::mem::replace(&mut self.rooms, Rooms::NotAsked) {
-            Rooms::Ready(rooms) => Ok(rooms),
-            Rooms::Coming(rooms) => Ok(rooms.join().unwrap_or_else(|panic| {
-                let why = said(panic.as_ref());
-                self.notice = Some(format!("saves wait until the GPU's memory is copied: {why}"));
-                ordinary(running)
+    fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
+        self.allocate_staging(running)?;
+        match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
+            StagingMemory::Ready(buffers) => Ok(buffers),
+            StagingMemory::Allocating(thread) => Ok(thread.join().unwrap_or_else(|panic| {
+                let why = panic_message(panic.as_ref());
+                self.notice = Some(format!(
+                    "saving blocks training while the GPU's memory is copied: no pinned host memory ({why})"
+                ));
+                pageable_buffers(running)
             })),
-            Rooms::NotAsked => Ok(ordinary(running)),
+            StagingMemory::NotAllocated => Ok(pageable_buffers(running)),
         }
     }
 
-    /// The newest checkpoint of this run that is complete.
-    pub fn last(&self) -> Option<&Path> {
+    /// The newest committed checkpoint of this run.
+    pub fn last_checkpoint(&self) -> Option<&Path> {
         self.last.as_deref()
     }
 
-    /// Is a checkpoint under way?
-    pub fn pending(&self) -> bool {
-        self.under_way.is_some()
+    /// Whether a checkpoint was begun and not finished.
+    pub fn is_pending(&self) -> bool {
+        self.pending.is_some()
     }
 
-    /// Is this rank's background writer still at work?
-    pub fn writing(&self) -> bool {
-        matches!(&self.under_way, Some(UnderWay { writer: Writer::Background(t), .. }) if !t.is_finished())
+    /// Whether the background thread of this rank is still writing.
+    pub fn is_writing(&self) -> bool {
+        matches!(&self.pending, Some(PendingSave { writer: ShardWriter::Background(t), .. }) if !t.is_finished())
     }
 
-    /// Starts a checkpoint of the state as it is now. Collective; the last one must be finished.
-    pub fn begin(&mut self, running: &mut Running) -> Result<()> {
+    /// Begins a checkpoint of the current state; the previous one must be finished. Collective.
+    pub fn begin(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let facts = self.facts(running);
-        let (rank, keeper) = (engine.rank(), self.layout.keeper(engine.rank()));
-        let bytes = self.layout.share(rank, self.bytes(engine, optimizer));
-        let staging = (rank == keeper).then(|| Staging::begin(&self.root, facts.step, bytes));
-        let staging = staging.transpose().map_err(storage);
+        let (rank, leader) = (engine.rank(), self.layout.directory_leader(engine.rank()));
+        let bytes = self.layout.bytes_share(rank, self.bytes(engine, optimizer));
+        let staging = (rank == leader).then(|| Staging::begin(&self.root, facts.step, bytes));
+        let staging = staging.transpose().map_err(unwritable_checkpoint);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
-        let paths = agree(engine.queue(), path)?;
+        let paths = exchange_values(engine.queue(), path)?;
         let path = paths
             .into_iter()
-            .nth(keeper)
+            .nth(leader)
             .flatten()
-            .ok_or_else(|| Error::failed(format!("rank {keeper} named no staging directory")))?;
+            .ok_or_else(|| writer_failed(format!("rank {leader} reported no staging directory")))?;
         let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
-        let mine = owned(engine, optimizer, &guards);
+        let ranges = owned_ranges(engine, optimizer, &guards);
         let ops = running.trainer.ops.as_ref();
         let rank = engine.rank() as u32;
         let world = engine.world() as u32;
         let directory = path.clone();
-        let labels: Vec<Label> = mine.iter().map(Label::of).collect();
-        let values: Vec<View> = mine.iter().map(|o| o.values).collect();
-        let (writer, copied) = if self.in_background(running) {
-            let copies = ops.download(&values, self.rooms(running)?);
-            let copied = copies.mark();
+        let labels: Vec<RangeLabel> = ranges.iter().map(RangeLabel::new).collect();
+        let values: Vec<View> = ranges.iter().map(|o| o.values).collect();
+        let (writer, copied) = if self.saves_in_background(running) {
+            let copies = ops.download(&values, self.take_staging(running)?);
+            let copied = copies.done_event();
             let write = move || {
-                let rooms = copies.wait();
-                (ckpt::write_shard(&path, rank, world, &pieces(&labels, &rooms)), rooms)
+                let buffers = copies.wait();
+                (ckpt::write_shard(&path, rank, world, &pieces(&labels, &buffers)), buffers)
             };
-            (Writer::Background(thread("checkpoint", write)?), copied)
+            (ShardWriter::Background(spawn_thread("checkpoint", write)?), copied)
         } else {
-            let written = write_now(ops, &path, rank, world, &labels, &values);
-            (0..engine.shards.len()).for_each(|u| optimizer.let_go(u));
-            (Writer::Done(written), Event::default())
+            let written = write_in_foreground(ops, &path, rank, world, &labels, &values);
+            (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
+            (ShardWriter::Done(written), Event::default())
         };
         drop(guards);
-        running.trainer.change_behind(copied);
+        running.trainer.delay_update_until(copied);
         let staging = staging?;
-        self.under_way = Some(UnderWay { facts, staging, directory, writer, began });
+        self.pending = Some(PendingSave { facts, staging, directory, writer, began });
         Ok(())
     }
 
-    /// Bytes that all ranks together will write, with parity.
+    /// Number of bytes that all ranks together will write, including parity.
     fn bytes(&self, engine: &Engine, optimizer: &Optimizer) -> u64 {
-        let tensors = total_bytes(engine, optimizer);
+        let tensors = checkpoint_bytes(engine, optimizer);
         let parity = if self.spec.parity { tensors.div_ceil(engine.world() as u64) } else { 0 };
         tensors.saturating_add(parity)
     }
 
-    /// Waits for the writers, commits and prunes. Collective. `None` when nothing was under way.
-    pub fn finish(&mut self, running: &Running) -> Result<Option<Saved>> {
-        let Some(UnderWay { facts, staging, directory, writer, began }) = self.under_way.take() else {
+    /// Waits for the writers, commits, and removes old checkpoints. `None` if no checkpoint was
+    /// begun. Collective.
+    pub fn finish(&mut self, running: &RunningTrainer) -> Result<Option<SavedCheckpoint>> {
+        let Some(PendingSave { facts, staging, directory, writer, began }) = self.pending.take() else {
             return Ok(None);
         };
         let queue = running.trainer.engine.queue();
         let report = match writer {
-            Writer::Done(r) => r.map_err(storage),
-            Writer::Background(t) => match t.join() {
-                Ok((written, rooms)) => {
+            ShardWriter::Done(written) => written.map_err(unwritable_checkpoint),
+            ShardWriter::Background(thread) => match thread.join() {
+                Ok((written, buffers)) => {
                     if !running.trainer.ops.is_host() {
-                        self.rooms = Rooms::Ready(rooms);
+                        self.staging = StagingMemory::Ready(buffers);
                     }
-                    written.map_err(storage)
+                    written.map_err(unwritable_checkpoint)
                 }
-                Err(panic) => Err(Error::failed(format!("the checkpoint writer: {}", said(panic.as_ref())))),
+                Err(panic) => {
+                    let why = panic_message(panic.as_ref());
+                    Err(writer_failed(format!("the checkpoint writer stopped: {why}")))
+                }
             },
         };
-        let reports = agree(queue, report)?;
+        let reports = exchange_values(queue, report)?;
         let step = facts.step;
         if !self.layout.is_shared() {
             let (path, bytes) =
                 host_local::commit(queue, &self.layout, &self.root, staging, facts, reports, self.spec.keep)?;
             self.last = Some(path.clone());
-            return Ok(Some(Saved { step, path, bytes, seconds: began.elapsed().as_secs_f64() }));
+            return Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }));
         }
         let parity = self.parity(running, &directory, &reports)?;
         let committed = match staging {
             Some(s) => self.commit(s, facts, reports, parity).map(Some),
             None => Ok(None),
         };
-        let (path, bytes) = agree(queue, committed)?
+        let (path, bytes) = exchange_values(queue, committed)?
             .into_iter()
             .flatten()
             .next()
-            .ok_or_else(|| Error::failed("rank 0 committed nothing"))?;
+            .ok_or_else(|| writer_failed("rank 0 reported no committed checkpoint".into()))?;
         self.last = Some(path.clone());
-        Ok(Some(Saved { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
+        Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
 
-    /// Every rank's stripe of the parity, where the job asks for it. Collective, and only now: a stripe is made of the shards
-    /// of all ranks, which have to be on the disk. Each rank reads and hashes one Nth of the checkpoint for it, also after a
-    /// save in the background.
+    /// Writes this rank's stripe of the parity and returns the reports of all; `None` without
+    /// `checkpoint.parity`. The shards of all ranks must be complete, because each rank reads one
+    /// Nth of the checkpoint. Collective.
     fn parity(
         &self,
-        running: &Running,
+        running: &RunningTrainer,
         directory: &Path,
         shards: &[ShardReport],
     ) -> Result<Option<Vec<ParityReport>>> {
@@ -274,14 +293,14 @@ impl Saver {
         }
         let engine = &running.trainer.engine;
         let (rank, world) = (engine.rank() as u32, engine.world() as u32);
-        let mine = ckpt::write_parity(directory, rank, world, shards).map_err(storage);
-        agree(engine.queue(), mine).map(Some)
+        let mine = ckpt::write_parity(directory, rank, world, shards).map_err(unwritable_checkpoint);
+        exchange_values(engine.queue(), mine).map(Some)
     }
 
     fn commit(
         &self,
         staging: Staging,
-        facts: Facts,
+        facts: RunFacts,
         reports: Vec<ShardReport>,
         parity: Option<Vec<ParityReport>>,
     ) -> Result<(PathBuf, u64)> {
@@ -289,25 +308,25 @@ impl Saver {
             Some(parity) => ckpt::commit_parity(staging, facts, reports, parity),
             None => ckpt::commit(staging, facts, reports),
         };
-        let done = done.map_err(storage)?;
+        let done = done.map_err(unwritable_checkpoint)?;
         if self.spec.keep > 0 {
-            ckpt::prune(&self.root, self.spec.keep).map_err(storage)?;
+            ckpt::prune(&self.root, self.spec.keep).map_err(unwritable_checkpoint)?;
         }
         Ok((done.path, done.bytes))
     }
 
-    fn facts(&self, running: &Running) -> Facts {
-        let (id, trainer, train) = (&self.identity, &running.trainer, running.train());
+    fn facts(&self, running: &RunningTrainer) -> RunFacts {
+        let (id, trainer, train) = (&self.metadata, &running.trainer, running.train());
         let units: Vec<_> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-        Facts {
-            step: running.at.step,
+        RunFacts {
+            step: running.position.step,
             world: trainer.engine.world() as u32,
             stage: trainer.engine.policy.stage,
             run_seed: train.seed,
-            tokens: running.at.tokens,
+            tokens: running.position.tokens,
             program: format!("launch {}", env!("CARGO_PKG_VERSION")),
             cursor: cursor(running, &id.data_digest, &units),
-            // The runtime's own randomness is a function of seed and logical ids: there is no state to keep.
+            // The runtime's random numbers are functions of seed and logical ids, without state.
             rng: json!({
                 "engine": "philox4x32-10, stateless",
                 "generation": id.rng_generation,
@@ -321,10 +340,11 @@ impl Saver {
     }
 }
 
-/// Where the run is; `late` is there only when some parameters have had fewer updates, `loss_scale` with fp16.
-fn cursor(running: &Running, data: &str, units: &[Unit]) -> Value {
-    let mut cursor = json!({ "at": running.at, "data": data });
-    let late = running.trainer.optimizer.late(units);
+/// The position of the run. `late` is present if some parameters have had fewer updates than
+/// others, `loss_scale` with fp16.
+fn cursor(running: &RunningTrainer, data: &str, units: &[Unit]) -> Value {
+    let mut cursor = json!({ "at": running.position, "data": data });
+    let late = running.trainer.optimizer.step_lag(units);
     if !late.is_empty() {
         cursor["late"] = json!(late);
     }
@@ -334,53 +354,56 @@ fn cursor(running: &Running, data: &str, units: &[Unit]) -> Value {
     cursor
 }
 
-impl Label {
-    fn of(o: &Owned) -> Self {
-        Label { name: o.name.into(), role: o.role, start_element: o.start_element }
+impl RangeLabel {
+    fn new(o: &OwnedRange) -> Self {
+        RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
     fn piece<'a>(&'a self, data: View<'a>) -> Piece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => Elements::F32(data.host()),
             Dtype::Bf16 => Elements::Bf16(data.halves()),
-            Dtype::F16 => unreachable!("weights in fp16 have masters"),
+            Dtype::F16 => unreachable!("with fp16, checkpoints hold fp32 master weights"),
         };
         Piece { name: &self.name, role: self.role, start_element: self.start_element, data }
     }
 }
 
-/// Type and elements of each vector that this rank owns.
-fn sizes(running: &Running) -> Vec<(Dtype, usize)> {
+/// Element type and length of each range that this rank owns.
+fn range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
     let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
-    owned(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
+    owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
 }
 
-/// Memory of the host for copies of them.
-fn ordinary(running: &Running) -> Vec<Buf> {
-    sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
+/// Ordinary host memory for copies of the owned ranges.
+fn pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
+    range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
-fn pieces<'a>(labels: &'a [Label], values: &'a [Buf]) -> Vec<Piece<'a>> {
+fn pieces<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> Vec<Piece<'a>> {
     labels.iter().zip(values).map(|(label, values)| label.piece(values.view())).collect()
 }
 
-fn thread<T: Send + 'static>(name: &str, f: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
-    let thread = std::thread::Builder::new().name(name.into()).spawn(f);
-    thread.map_err(|e| Error::cluster(format!("{name}: no thread: {e}")))
+fn spawn_thread<T: Send + 'static>(
+    name: &str,
+    f: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| no_thread(name, &e))
 }
 
-/// Writes a shard while nothing else happens: straight from where the values lie, or by way of a copy on the host.
-fn write_now(
+/// Writes a shard in the foreground, directly from host memory or through a host copy of device
+/// memory.
+fn write_in_foreground(
     ops: &dyn Ops,
     path: &Path,
     rank: u32,
     world: u32,
-    labels: &[Label],
+    labels: &[RangeLabel],
     values: &[View],
-) -> Written {
-    let copied = |v: &View| if v.is_on_host() { Buf::default() } else { ops.downloaded(*v) };
-    let copies: Vec<Buf> = values.iter().map(copied).collect();
+) -> ShardResult {
+    let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.host_copy(*v) };
+    let copies: Vec<Buf> = values.iter().map(host_copy).collect();
     let pieces =
         labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
             label.piece(if values.is_on_host() { *values } else { copy.view() })
@@ -389,15 +412,14 @@ fn write_now(
     ckpt::write_shard(path, rank, world, &pieces)
 }
 
-/// Bytes of all tensors of a checkpoint.
-pub fn total_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
+/// Number of bytes of all tensors of a checkpoint.
+pub fn checkpoint_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
     let states = state_roles(optimizer.spec()).len() as u64;
     let weight = engine.weights().updated.size() as u64;
-    let of = |u: &Unit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
-    engine.shards.iter().map(|s| of(&s.unit)).sum()
+    let unit_bytes = |u: &Unit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
+    engine.shards.iter().map(|s| unit_bytes(&s.unit)).sum()
 }
 
-/// An error of the storage.
-pub(crate) fn storage(e: CkptError) -> Error {
-    Error::cluster(e.to_string())
+fn writer_failed(message: String) -> Error {
+    Error::new(codes::training::CHECKPOINT_WRITER_FAILED, message)
 }

@@ -1,15 +1,17 @@
-//! The link to the agent: who I am, what I am doing, and what I am asked for.
+//! [`Session`]: the control connection of a worker to its agent.
 //!
-//! One thread reads (stop, save, abort), one beats once a second; events are written by whoever has them.
-use crate::error::{Error, Result};
+//! One thread reads requests (stop, save, reload, abort), one sends a heartbeat each second. Events
+//! are sent by the thread in which they happen.
+use crate::error::{Error, Result, no_thread};
 use contract::{
     control::{FromWorker, Peers, ToWorker, VERSION, WorkerInit},
     env,
     event::{Event, Phase},
     exit::WorkerExit,
     frame,
-    job::Reload,
+    job::ReloadValues,
 };
+use diagnostic::{Diagnostic, codes};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::{
     io::{Read, Write},
@@ -26,262 +28,302 @@ use std::{
 };
 
 /// Time between two heartbeats.
-const BEAT: Duration = Duration::from_secs(1);
-/// Longest wait for the agent's first message.
-const WELCOME_LIMIT: Duration = Duration::from_secs(60);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// Longest wait for a message of the agent that is due.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait until all ranks of the job accept connections; they start at about the same time.
+const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
+/// The reason of an abort when the agent ended.
+const AGENT_ENDED: &str = "the agent closed the control connection";
 
-/// Longest wait for all ranks of the job to listen: they are started at about the same time.
-const PEERS_LIMIT: Duration = Duration::from_secs(120);
-
-/// What the agent has asked for, taken up at the next step boundary.
+/// Requests of the agent, which take effect at the next step boundary.
 #[derive(Default)]
-pub struct Asks {
+pub struct Requests {
     stop: AtomicBool,
     save: AtomicBool,
-    reload: Mutex<Option<Reload>>,
+    reload_values: Mutex<Option<ReloadValues>>,
 }
 
-impl Asks {
-    /// Asked to save and stop?
-    pub fn stop(&self) -> bool {
+impl Requests {
+    /// Whether the agent requested to save and stop.
+    pub fn stop_requested(&self) -> bool {
         self.stop.load(Relaxed)
     }
 
-    /// Asked to save since the last call?
-    pub fn take_save(&self) -> bool {
+    /// Whether the agent requested a checkpoint since the last call.
+    pub fn take_save_request(&self) -> bool {
         self.save.swap(false, Relaxed)
     }
 
-    /// Are there values of a changed job file that nobody has taken?
-    pub fn reload(&self) -> bool {
-        self.reload.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    /// Whether values of a changed job file are waiting to be taken.
+    pub fn has_reload(&self) -> bool {
+        self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// The newest values of a changed job file, once.
-    pub fn take_reload(&self) -> Option<Reload> {
-        self.reload.lock().unwrap_or_else(PoisonError::into_inner).take()
+    /// Takes the newest values of a changed job file.
+    pub fn take_reload(&self) -> Option<ReloadValues> {
+        self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn set_reload(&self, values: Reload) {
-        *self.reload.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
+    fn set_reload(&self, values: ReloadValues) {
+        *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
 }
 
-/// The worker's end of the link.
+/// The worker's end of the control connection to its agent.
 pub struct Session {
     write: Mutex<UnixStream>,
-    /// What the agent asks for.
-    pub asks: Asks,
+    /// Requests that the agent sent.
+    pub requests: Requests,
     phase: Mutex<Phase>,
     step: AtomicU64,
-    aborts: Mutex<Aborts>,
+    aborts: Mutex<AbortHandlers>,
 }
 
-/// Is told why.
-type Abort = Box<dyn Fn(&str) + Send>;
+/// Ends something because of an abort; receives the reason.
+type AbortHandler = Box<dyn Fn(&str) + Send>;
 
-/// What an abort ends beside the collectives that it was told of first.
+/// Handlers that were added after the session began to read.
 #[derive(Default)]
-struct Aborts {
-    all: Vec<Abort>,
-    /// The abort that came.
+struct AbortHandlers {
+    handlers: Vec<AbortHandler>,
+    /// The reason of the abort, if it has come.
     reason: Option<String>,
 }
 
-/// The descriptor that the environment variable names, if it is set.
-pub fn inherited(name: &str) -> Result<Option<OwnedFd>> {
+/// The open descriptor whose number is in the environment variable `name`; `None` if it is not set.
+///
+/// # Errors
+/// The value is not the number of an open, inherited descriptor.
+pub fn inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
     let Some(value) = std::env::var_os(name) else { return Ok(None) };
+    let invalid = |cause: Option<std::io::Error>| {
+        let message = format!("{name}={value:?} is not an open, inherited descriptor");
+        let diagnostic = Diagnostic::error(codes::training::INHERITED_DESCRIPTOR_INVALID, message);
+        let diagnostic = diagnostic.with_subject(name);
+        cause.map_or(diagnostic.clone(), |e| diagnostic.with_cause(&e))
+    };
     let fd: Option<RawFd> = value.to_str().and_then(|v| v.parse().ok()).filter(|fd| *fd > 2);
-    let fd = fd.ok_or_else(|| Error::job(format!("{name}={value:?} is not an inherited descriptor")))?;
-    // SAFETY: fcntl only asks whether the descriptor is open.
+    let fd = fd.ok_or_else(|| invalid(None))?;
+    // SAFETY: fcntl only sets a flag of the descriptor and fails if it is not open.
     if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(Error::job(format!("{name}={fd}: {}", std::io::Error::last_os_error())));
+        return Err(invalid(Some(std::io::Error::last_os_error())).into());
     }
-    // SAFETY: the agent gave this open descriptor to this process alone; each name is read once.
+    // SAFETY: the agent opened this descriptor for this process only; each variable is read once.
     Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
 impl Session {
-    /// Says hello and waits for the agent's welcome.
+    /// Opens the control connection and waits for the agent's first message. Returns the session,
+    /// the stream that [`Session::watch`] will read, and the worker's instructions.
     pub fn join() -> Result<(Arc<Session>, UnixStream, WorkerInit)> {
-        let fd = inherited(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
-            Error::job("`launch worker` is started by an agent; run `launch job.yaml` instead")
+        let fd = inherited_descriptor(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
+            let message = "`launch worker` was started without an agent";
+            Diagnostic::error(codes::training::WORKER_STARTED_DIRECTLY, message)
+                .with_help("run `launch job.yaml`, whose agents start the workers")
         })?;
         let mut read = UnixStream::from(fd);
-        let write = read.try_clone().map_err(broken)?;
+        let write = read.try_clone().map_err(connection_lost)?;
         let session = Session {
             write: Mutex::new(write),
-            asks: Asks::default(),
+            requests: Requests::default(),
             phase: Mutex::new(Phase::Starting),
             step: AtomicU64::new(0),
             aborts: Mutex::default(),
         };
         session.send(&FromWorker::Hello { version: VERSION, pid: std::process::id() })?;
-        read.set_read_timeout(Some(WELCOME_LIMIT)).map_err(broken)?;
-        let welcome = match receive(&mut read)? {
-            Some(ToWorker::Welcome(w)) if w.version == VERSION => *w,
-            Some(ToWorker::Welcome(w)) => {
-                return Err(Error::cluster(format!(
-                    "the agent speaks control version {}, this worker {VERSION}: two installations of launch are mixed",
-                    w.version
-                )));
+        read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost)?;
+        let init = match receive(&mut read)? {
+            Some(ToWorker::Init(init)) if init.version == VERSION => *init,
+            Some(ToWorker::Init(init)) => {
+                let message = format!(
+                    "the agent uses version {} of the control protocol, this worker version {VERSION}",
+                    init.version
+                );
+                return Err(Diagnostic::error(codes::run::AGENT_VERSION_MISMATCH, message)
+                    .with_field("agent_version", init.version)
+                    .with_field("worker_version", VERSION)
+                    .with_help("install the same version of launch on every host")
+                    .into());
             }
             other => {
-                return Err(Error::failed(format!("the agent's first message was {other:?}, not a welcome")));
+                let message = format!("the agent's first message has no instructions: {other:?}");
+                return Err(Error::new(codes::training::AGENT_MESSAGE_INVALID, message));
             }
         };
-        read.set_read_timeout(None).map_err(broken)?;
-        Ok((Arc::new(session), read, welcome))
+        read.set_read_timeout(None).map_err(connection_lost)?;
+        Ok((Arc::new(session), read, init))
     }
 
-    /// Starts the reader and the heartbeat. An abort, or the agent's end, is given to `abort`, which ends every collective.
+    /// Starts the threads that read requests and send heartbeats. `abort` ends every collective; it
+    /// is called when the agent requests an abort or ends.
     pub fn watch(
         self: &Arc<Self>,
         mut read: UnixStream,
         abort: impl Fn(&str) + Send + 'static,
-    ) -> std::io::Result<()> {
+    ) -> Result<()> {
         let session = self.clone();
-        std::thread::Builder::new().name("session".into()).spawn(move || {
+        let reader = std::thread::Builder::new().name("session".into()).spawn(move || {
             loop {
                 match receive(&mut read) {
-                    Ok(Some(ToWorker::Stop)) => session.asks.stop.store(true, Relaxed),
-                    Ok(Some(ToWorker::Save)) => session.asks.save.store(true, Relaxed),
-                    Ok(Some(ToWorker::Reload(values))) => session.asks.set_reload(values),
+                    Ok(Some(ToWorker::Stop)) => session.requests.stop.store(true, Relaxed),
+                    Ok(Some(ToWorker::Save)) => session.requests.save.store(true, Relaxed),
+                    Ok(Some(ToWorker::Reload(values))) => session.requests.set_reload(values),
                     Ok(Some(ToWorker::Abort { reason })) => {
                         abort(&reason);
-                        session.abort_others(&reason);
+                        session.call_abort_handlers(&reason);
                     }
-                    Ok(Some(ToWorker::Welcome(_) | ToWorker::Peers(_))) => {}
+                    Ok(Some(ToWorker::Init(_) | ToWorker::Peers(_))) => {}
                     Ok(None) | Err(_) => {
-                        abort("the agent is gone");
-                        session.abort_others("the agent is gone");
+                        abort(AGENT_ENDED);
+                        session.call_abort_handlers(AGENT_ENDED);
                         std::process::exit(WorkerExit::Aborted.code().into());
                     }
                 }
             }
-        })?;
+        });
+        reader.map_err(|e| no_thread("session", &e))?;
         let session = self.clone();
-        std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
-            // Ends with the process; a failed send means the agent is gone, which the reader sees too.
-            while session.progress().is_ok() {
-                std::thread::sleep(BEAT);
+        let heartbeat = std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
+            // Ends with the process. A failed send means that the agent ended, which the reader
+            // notices.
+            while session.send_progress().is_ok() {
+                std::thread::sleep(HEARTBEAT_INTERVAL);
             }
-        })?;
+        });
+        heartbeat.map_err(|e| no_thread("heartbeat", &e))?;
         Ok(())
     }
 
-    /// An abort is given to `abort`, too; at once when it has come already.
-    pub fn also_abort(&self, abort: impl Fn(&str) + Send + 'static) {
+    /// Adds a handler of aborts; calls it immediately if the abort has already come.
+    pub fn on_abort(&self, abort: impl Fn(&str) + Send + 'static) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reason) = &aborts.reason {
             abort(reason);
         }
-        aborts.all.push(Box::new(abort));
+        aborts.handlers.push(Box::new(abort));
     }
 
-    fn abort_others(&self, reason: &str) {
+    fn call_abort_handlers(&self, reason: &str) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
-        aborts.all.iter().for_each(|abort| abort(reason));
+        aborts.handlers.iter().for_each(|abort| abort(reason));
         aborts.reason.get_or_insert_with(|| reason.to_owned());
     }
 
-    /// Says where this rank listens, and waits until the controller has told where all others do.
-    pub fn meet(&self, read: &mut UnixStream, addresses: Vec<SocketAddr>, epoch: u32) -> Result<Peers> {
-        self.progress()?;
+    /// Reports the addresses on which this rank accepts connections, and waits for those of all
+    /// ranks. Called before [`Session::watch`], so it sends the heartbeats itself.
+    pub fn exchange_addresses(
+        &self,
+        read: &mut UnixStream,
+        addresses: Vec<SocketAddr>,
+        attempt: u32,
+    ) -> Result<Peers> {
+        self.send_progress()?;
         self.send(&FromWorker::Listening { addresses })?;
-        let until = Instant::now() + PEERS_LIMIT;
+        let deadline = Instant::now() + PEERS_TIMEOUT;
         loop {
-            // short enough for the heartbeat, which has no thread yet
-            read.set_read_timeout(Some(BEAT)).map_err(broken)?;
-            if !readable(read)? {
-                if Instant::now() >= until {
-                    return Err(Error::cluster(format!(
-                        "not all ranks of the job have begun to listen within {} s",
-                        PEERS_LIMIT.as_secs()
-                    )));
+            read.set_read_timeout(Some(HEARTBEAT_INTERVAL)).map_err(connection_lost)?;
+            if !poll_readable(read)? {
+                if Instant::now() >= deadline {
+                    return Err(peers_not_listening());
                 }
-                self.progress()?;
+                self.send_progress()?;
                 continue;
             }
-            read.set_read_timeout(Some(WELCOME_LIMIT)).map_err(broken)?;
+            read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost)?;
             match receive(read)? {
-                Some(ToWorker::Peers(peers)) if peers.epoch == epoch => {
-                    read.set_read_timeout(None).map_err(broken)?;
+                Some(ToWorker::Peers(peers)) if peers.attempt == attempt => {
+                    read.set_read_timeout(None).map_err(connection_lost)?;
                     return Ok(peers);
                 }
-                Some(ToWorker::Peers(_) | ToWorker::Welcome(_)) => {}
-                Some(ToWorker::Stop) => self.asks.stop.store(true, Relaxed),
-                Some(ToWorker::Save) => self.asks.save.store(true, Relaxed),
-                Some(ToWorker::Reload(values)) => self.asks.set_reload(values),
+                Some(ToWorker::Peers(_) | ToWorker::Init(_)) => {}
+                Some(ToWorker::Stop) => self.requests.stop.store(true, Relaxed),
+                Some(ToWorker::Save) => self.requests.save.store(true, Relaxed),
+                Some(ToWorker::Reload(values)) => self.requests.set_reload(values),
                 Some(ToWorker::Abort { reason }) => {
-                    return Err(Error { exit: WorkerExit::Aborted, message: reason });
+                    return Err(Error::aborted(Diagnostic::error(
+                        codes::collective::COLLECTIVE_ABORTED,
+                        reason,
+                    )));
                 }
                 None => {
-                    return Err(Error { exit: WorkerExit::Aborted, message: "the agent is gone".into() });
+                    let code = codes::training::AGENT_CONNECTION_LOST;
+                    return Err(Error::aborted(Diagnostic::error(code, AGENT_ENDED)));
                 }
             }
         }
     }
 
-    /// What this rank does from now on.
-    pub fn phase(&self, phase: Phase) -> Result<()> {
+    /// Sets the phase of this rank and reports it.
+    pub fn set_phase(&self, phase: Phase) -> Result<()> {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
-        self.progress()
+        self.send_progress()
     }
 
-    /// Optimizer steps done.
-    pub fn at_step(&self, step: u64) {
+    /// Sets the number of optimizer steps done, which the next heartbeat reports.
+    pub fn set_step(&self, step: u64) {
         self.step.store(step, Relaxed);
     }
 
-    fn progress(&self) -> Result<()> {
+    fn send_progress(&self) -> Result<()> {
         let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         self.send(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
     }
 
-    /// Reports an event.
-    pub fn event(&self, event: Event) -> Result<()> {
+    /// Reports an event to the controller.
+    pub fn send_event(&self, event: Event) -> Result<()> {
         self.send(&FromWorker::Event(event))
     }
 
-    /// Last words. The exit code says the same if they don't arrive.
-    pub fn fatal(&self, e: &Error) {
-        let _ = self.send(&FromWorker::Fatal { exit: e.exit, message: e.message.clone() });
+    /// Reports why this worker ends. If the report is lost, the exit code still has the category.
+    pub fn report_failure(&self, e: &Error) {
+        let _ = self.send(&FromWorker::Fatal { exit: e.exit(), diagnostic: e.diagnostic().clone() });
     }
 
     fn send(&self, message: &FromWorker) -> Result<()> {
-        let frame = frame::encode(message).map_err(unreadable)?;
-        self.write.lock().unwrap_or_else(PoisonError::into_inner).write_all(&frame).map_err(broken)
+        let frame = frame::encode(message).map_err(invalid_message)?;
+        let mut write = self.write.lock().unwrap_or_else(PoisonError::into_inner);
+        write.write_all(&frame).map_err(connection_lost)
     }
 }
 
-/// Is there something to read, or an end? Waits as long as the stream's time limit.
-fn readable(read: &UnixStream) -> Result<bool> {
-    let limit = read.read_timeout().map_err(broken)?.unwrap_or(WELCOME_LIMIT);
+/// Waits for data or the end of the stream, at most for the stream's read timeout. Returns whether
+/// there is something to read.
+fn poll_readable(read: &UnixStream) -> Result<bool> {
+    let timeout = read.read_timeout().map_err(connection_lost)?.unwrap_or(MESSAGE_TIMEOUT);
     let mut fds = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];
-    match poll(&mut fds, PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX)) {
+    match poll(&mut fds, PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX)) {
         Ok(n) => Ok(n > 0),
         Err(nix::errno::Errno::EINTR) => Ok(false),
-        Err(e) => Err(broken(e.into())),
+        Err(e) => Err(connection_lost(e.into())),
     }
 }
 
-/// One message; `None` when the agent closed the link.
+/// Reads one message; `None` if the agent closed the connection.
 fn receive(read: &mut UnixStream) -> Result<Option<ToWorker>> {
     let mut header = [0; frame::HEADER];
     match read.read_exact(&mut header) {
         Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
-        other => other.map_err(broken)?,
+        other => other.map_err(connection_lost)?,
     }
-    let mut body = vec![0; frame::body_length(header).map_err(unreadable)? as usize];
-    read.read_exact(&mut body).map_err(broken)?;
-    frame::decode(&body).map(Some).map_err(unreadable)
+    let mut body = vec![0; frame::body_length(header).map_err(invalid_message)? as usize];
+    read.read_exact(&mut body).map_err(connection_lost)?;
+    frame::decode(&body).map(Some).map_err(invalid_message)
 }
 
-fn unreadable(e: frame::LinkError) -> Error {
-    Error::failed(format!("the link to the agent: {e}"))
+fn peers_not_listening() -> Error {
+    let seconds = PEERS_TIMEOUT.as_secs();
+    let message = format!("not all ranks of the job accepted connections within {seconds} s");
+    let diagnostic = Diagnostic::error(codes::training::PEERS_NOT_LISTENING, message);
+    diagnostic.with_field("timeout_seconds", seconds).into()
 }
 
-fn broken(e: std::io::Error) -> Error {
-    Error { exit: WorkerExit::Aborted, message: format!("the link to the agent broke: {e}") }
+fn invalid_message(error: frame::FrameError) -> Error {
+    let message = "a message on the control connection to the agent is not valid";
+    Diagnostic::error(codes::training::AGENT_MESSAGE_INVALID, message).with_cause(&error).into()
+}
+
+fn connection_lost(error: std::io::Error) -> Error {
+    let message = "the control connection to the agent failed";
+    Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))
 }

@@ -1,180 +1,211 @@
-//! The runtime is built in stages, each its own type: spec → parameters → sharded → optimizer bound → schedule bound →
-//! running. What isn't built yet has no method to call.
+//! Builds the trainer of a rank in stages, each with its own type, so that nothing can be used
+//! before it exists: [`ResolvedSpec`], [`BuiltModel`], [`ShardedModel`], [`ModelWithOptimizer`],
+//! [`ReadyTrainer`], [`RunningTrainer`].
 use crate::{
-    error::{Error, Fault, Result, of_job},
-    experts::{self, Placement},
+    error::{Result, invalid_train_section},
+    expert_layout::{self, ExpertLayout},
     model::{self, Batch, Model},
     optim::{Optimizer, schedule::lr_at},
+    param_groups::{self, LORA_FROM, first_backward_layer},
     params::{Init, Segment, Unit},
     rng::{Purpose, fill_normal, fill_uniform},
     train::{
-        experts::Experts,
+        experts::MoeTrainer,
         loss_scale::LossScale,
-        step::{Outcome, Source, Trainer, Word},
+        step::{SampleSource, StepOutcome, StepReport, Trainer},
         workspace::Workspace,
     },
-    trained::{self, LORA_FROM, first_backward},
     zero::{
-        Policy,
-        engine::{Engine, Weights},
-        queue::Queue,
+        ShardingPolicy,
+        collective_queue::CollectiveQueue,
+        engine::{Engine, ParamDtypes},
     },
 };
 use ckpt::peft::AdapterConfig;
 use comm::Comm;
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, ReloadTrain, TrainSpec};
-use device::{Dtype, Ops, View, needed_for, storage::Event};
+use device::{Dtype, Ops, View, storage::Event, with_alloc_label};
+use diagnostic::{Diagnostic, codes};
 use std::{ops::Range, sync::Arc};
 
-/// Stage 1: the job's numbers with those of the tokenizer filled in.
-pub struct Spec {
+/// Stage 1: the `train` section, completed by the tokenizer and the directories that it names.
+pub struct ResolvedSpec {
     train: TrainSpec,
 }
 
-/// Stage 2: the model and its parameters by name and shape; no values yet.
-pub struct Parameters {
+/// Stage 2: the model and the names and shapes of its parameters, without values.
+pub struct BuiltModel {
     train: TrainSpec,
     model: Box<dyn Model>,
-    /// Trained elements.
-    count: u64,
+    trained_count: u64,
 }
 
-/// Stage 3: this rank has memory for its part of every parameter.
-pub struct Sharded {
+/// Stage 3: the model with memory for this rank's shard of every parameter.
+pub struct ShardedModel {
     train: TrainSpec,
     model: Arc<dyn Model>,
     engine: Engine,
     ops: Arc<dyn Ops>,
-    placement: Option<Placement>,
+    expert_layout: Option<ExpertLayout>,
 }
 
-/// Stage 4: the optimizer's states exist for what this rank updates.
-pub struct OptimizerBound {
+/// Stage 4: the model with optimizer states for the parameters that this rank updates.
+pub struct ModelWithOptimizer {
     train: TrainSpec,
     trainer: Trainer,
 }
 
-/// Stage 5: the learning rate of every step is known. A checkpoint can be loaded into it.
-pub struct ScheduleBound {
-    /// What takes the steps.
+/// Stage 5: a trainer that knows the learning rate of every step. A checkpoint can be loaded into
+/// it.
+pub struct ReadyTrainer {
+    /// Computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
 }
 
-/// Stage 6: takes steps.
-pub struct Running {
-    /// What takes the steps.
+/// Stage 6: a trainer with parameters and a position, which takes steps.
+pub struct RunningTrainer {
+    /// Computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
-    /// Where it is.
-    pub at: Cursor,
+    /// How much is trained.
+    pub position: Cursor,
 }
 
-/// How far a run is.
+/// The progress of a run, as checkpoints store it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Cursor {
     /// Optimizer steps done.
     pub step: u64,
-    /// Samples consumed: the next step begins with this one.
+    /// Samples consumed; also the number of the next step's first sample.
     pub consumed_samples: u64,
     /// Tokens trained on.
     pub tokens: u64,
 }
 
-/// The model's numbers with those that follow from the tokenizer and the data.
-pub fn resolve(spec: &ModelSpec, vocab: u32, seq_len: u32) -> std::result::Result<ModelSpec, Fault> {
+/// The model section completed by the model directory, a tokenizer with `vocab` tokens, and samples
+/// of `seq_len` tokens.
+///
+/// # Errors
+/// The directory is unusable, or its model is too small for the tokenizer or the samples; the
+/// subject is the key.
+pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
     const FROM: &str = "train.model.from";
-    let mut s = spec.clone();
-    if let Some(folder) = &spec.from {
-        let read = model::read_folder(folder).map_err(|message| Fault { key: FROM, message })?;
-        (s.family, s.vocab_size, s.max_position_embeddings) = (read.0.into(), read.1, read.2);
+    let mut resolved = spec.clone();
+    if let Some(directory) = &spec.from {
+        let (family, vocab_size, max_positions) = model::read_folder(directory)
+            .map_err(|e| Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, e).with_subject(FROM))?;
+        resolved.family = family.into();
+        (resolved.vocab_size, resolved.max_position_embeddings) = (vocab_size, max_positions);
     }
-    let fault = |key, name: &str, why: String| match &spec.from {
-        Some(folder) => {
-            let message = format!("{name} in {}: {why}", folder.join("config.json").display());
-            Fault { key: FROM, message }
+    // A size is a key of the job or, with a model directory, of its config.json.
+    let too_small = |code, name: &str, why: String| match &spec.from {
+        Some(directory) => {
+            let message = format!("{name} in {} {why}", directory.join("config.json").display());
+            Diagnostic::error(code, message).with_subject(FROM)
         }
-        None => Fault { key, message: why },
+        None => {
+            let key = format!("train.model.{name}");
+            Diagnostic::error(code, format!("`{key}` {why}")).with_subject(key)
+        }
     };
-    if s.vocab_size == 0 {
-        s.vocab_size = vocab;
+    if resolved.vocab_size == 0 {
+        resolved.vocab_size = vocab;
     }
-    if s.vocab_size < vocab {
-        let to_do = if s.from.is_some() { "use the folder's tokenizer" } else { "leave it out or raise it" };
-        let why = format!("{} is smaller than the tokenizer's {vocab} tokens; {to_do}", s.vocab_size);
-        return Err(fault("train.model.vocab_size", "vocab_size", why));
+    if resolved.vocab_size < vocab {
+        let why = format!("is {}, but the tokenizer has {vocab} tokens", resolved.vocab_size);
+        let help = match spec.from {
+            Some(_) => "use the tokenizer of the model directory".to_owned(),
+            None => format!("remove `train.model.vocab_size`, or set it to at least {vocab}"),
+        };
+        let error = too_small(codes::training::VOCAB_SIZE_TOO_SMALL, "vocab_size", why);
+        return Err(error
+            .with_field("vocab_size", resolved.vocab_size)
+            .with_field("tokens", vocab)
+            .with_help(help));
     }
-    if s.max_position_embeddings == 0 {
-        s.max_position_embeddings = seq_len;
+    if resolved.max_position_embeddings == 0 {
+        resolved.max_position_embeddings = seq_len;
     }
-    if s.max_position_embeddings < seq_len {
-        let why = format!("{} is shorter than data.seq_len {seq_len}", s.max_position_embeddings);
-        return Err(fault("train.model.max_position_embeddings", "max_position_embeddings", why));
+    if resolved.max_position_embeddings < seq_len {
+        let limit = resolved.max_position_embeddings;
+        let why = format!("is {limit}, but `train.data.seq_len` is {seq_len}");
+        let error = too_small(codes::training::SEQUENCE_TOO_LONG, "max_position_embeddings", why);
+        return Err(error
+            .with_field("max_position_embeddings", limit)
+            .with_field("seq_len", seq_len)
+            .with_help(format!("lower `train.data.seq_len` to at most {limit}")));
     }
-    Ok(s)
+    Ok(resolved)
 }
 
-/// Adapters with the numbers of the folder that they come from.
-pub fn resolve_lora(spec: Option<&LoraSpec>) -> std::result::Result<Option<LoraSpec>, Fault> {
+/// The adapter section completed by the configuration in the directory that `train.lora.from`
+/// names.
+///
+/// # Errors
+/// The configuration cannot be read; the subject is the key.
+pub fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
     let Some(spec) = spec else { return Ok(None) };
-    let Some(folder) = &spec.from else { return Ok(Some(spec.clone())) };
-    let fault = |e: ckpt::CkptError| Fault { key: LORA_FROM, message: e.to_string() };
+    let Some(directory) = &spec.from else { return Ok(Some(spec.clone())) };
     let AdapterConfig { rank, alpha, rslora, dropout, targets, .. } =
-        AdapterConfig::read(folder).map_err(fault)?;
+        AdapterConfig::read(directory).map_err(|e| crate::error::adapter_diagnostic(e, LORA_FROM))?;
     let targets = LoraTargets::Names(targets);
     let dropout = spec.dropout.or(Some(dropout));
     Ok(Some(LoraSpec { from: spec.from.clone(), rank, alpha, dropout, rslora, targets }))
 }
 
-impl Spec {
-    /// `vocab`: the tokenizer's number of tokens.
+impl ResolvedSpec {
+    /// Completes the `train` section for a tokenizer with `vocab` tokens.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
-        train.model = resolve(&train.model, vocab, train.data.seq_len).map_err(|f| of_job(&[f]))?;
-        train.lora = resolve_lora(train.lora.as_ref()).map_err(|f| of_job(&[f]))?;
-        Ok(Spec { train })
+        train.model = resolve_model(&train.model, vocab, train.data.seq_len)?;
+        train.lora = resolve_lora(train.lora.as_ref())?;
+        Ok(ResolvedSpec { train })
     }
 
-    /// Builds the model, lists its parameters and decides which of them are trained.
-    pub fn parameters(self) -> Result<Parameters> {
+    /// Builds the model and decides which of its parameters are trained.
+    pub fn build_model(self) -> Result<BuiltModel> {
         let mut model = model::build_with(&self.train.model, &self.train.experts, self.train.data.seq_len)
-            .map_err(|e| Error::job(format!("train.model: {e}")))?;
-        let anywhere = Placement::anywhere(model.as_ref());
-        let units = trained::units(model.as_mut(), anywhere.as_ref(), &self.train).map_err(|f| of_job(&f))?;
-        let count = units.iter().map(|u| u.trained_len() as u64).sum();
-        Ok(Parameters { train: self.train, model, count })
+            .map_err(|e| {
+                Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, e).with_subject("train.model")
+            })?;
+        let replicated = ExpertLayout::replicated(model.as_ref());
+        let units = param_groups::trainable_units(model.as_mut(), replicated.as_ref(), &self.train)
+            .map_err(invalid_train_section)?;
+        let trained_count = units.iter().map(|u| u.trained_len() as u64).sum();
+        Ok(BuiltModel { train: self.train, model, trained_count })
     }
 }
 
-impl Parameters {
-    /// Number of trained elements.
-    pub fn count(&self) -> u64 {
-        self.count
+impl BuiltModel {
+    /// Number of trained elements of the model.
+    pub fn trained_count(&self) -> u64 {
+        self.trained_count
     }
 
-    /// Allocates this rank's part, all zeros.
-    pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<Sharded> {
+    /// Allocates this rank's shard of each unit, filled with zeros. Collective.
+    pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<ShardedModel> {
         let train = self.train;
-        let queue = Queue::new(comm, ops.clone())
-            .map_err(|e| Error::cluster(format!("communication thread: {e}")))?;
+        let queue = CollectiveQueue::new(comm, ops.clone())
+            .map_err(|e| crate::error::no_thread("communication", &e))?;
         let layers = self.model.units().len() - 2;
-        let placement = Placement::new(&train.experts, self.model.as_ref(), layers, queue.comm().world())
-            .map_err(|(key, why)| Error::job(format!("{key}: {why}")))?;
-        let mut units = experts::units(self.model.as_ref(), placement.as_ref());
-        trained::choose(&mut units, &self.model.ties(), &train).map_err(|f| of_job(&f))?;
-        let policy = Policy::of(&train);
+        let world = queue.comm().world();
+        let expert_layout = ExpertLayout::new(&train.experts, self.model.as_ref(), layers, world)?;
+        let mut units = expert_layout::all_units(self.model.as_ref(), expert_layout.as_ref());
+        param_groups::mark_trained(&mut units, &self.model.ties(), &train).map_err(invalid_train_section)?;
+        let policy = ShardingPolicy::for_job(&train);
         let slots = (train.batch.global / train.batch.micro) as usize;
-        let (zero, weights) = (&train.zero, weights_of(&train));
-        let held = (zero.prefetch as usize, zero.max_live_parameters);
-        let engine = Engine::new(units, policy, slots, held, weights, queue, ops.clone())?;
+        let (zero, weights) = (&train.zero, weight_dtypes(&train));
+        let retention = (zero.prefetch as usize, zero.max_live_parameters);
+        let engine = Engine::new(units, policy, slots, retention, weights, queue, ops.clone())?;
         let mut model = self.model;
         model.place(ops.as_ref());
-        Ok(Sharded { train, model: model.into(), engine, ops, placement })
+        Ok(ShardedModel { train, model: model.into(), engine, ops, expert_layout })
     }
 }
 
-/// Element type that a precision computes with and keeps activations in.
-pub fn dtype_of(precision: Precision) -> Dtype {
+/// The element type of activations and of the weights for computation.
+pub fn compute_dtype(precision: Precision) -> Dtype {
     match precision {
         Precision::Fp32 => Dtype::F32,
         Precision::Bf16 | Precision::Fp8 => Dtype::Bf16,
@@ -182,47 +213,58 @@ pub fn dtype_of(precision: Precision) -> Dtype {
     }
 }
 
-/// Element types of the parameters that a job trains.
-pub fn weights_of(train: &TrainSpec) -> Weights {
-    let dtype = dtype_of(train.precision);
-    Weights { dtype, updated: if train.rounds_stochastically() { dtype } else { Dtype::F32 } }
+/// The element types of the weights for computation and of those that the optimizer updates.
+pub fn weight_dtypes(train: &TrainSpec) -> ParamDtypes {
+    let dtype = compute_dtype(train.precision);
+    ParamDtypes { dtype, updated: if train.rounds_stochastically() { dtype } else { Dtype::F32 } }
 }
 
-/// Fills the parameters of a unit that lie here, by logical element, so that any sharding gets the same weights; those whose
-/// names are meant. What is computed with in 16 bits is then right of these alone.
-fn initialise(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, meant: impl Fn(&str) -> bool) {
-    let (unit, resident, computed) = (&engine.shards[u].unit, engine.resident(u), engine.computed(u));
-    let mut room = ops.staging(Dtype::F32, PASSING.min(resident.len().max(computed.len())));
-    let named = |seg: &Segment| meant(&unit.params[seg.param].name);
-    for seg in unit.segments(resident.clone()).iter().filter(|seg| named(seg)) {
-        for from in seg.flat.clone().step_by(PASSING) {
-            let range = from..seg.flat.end.min(from + PASSING);
-            let values = &mut room.host_mut()[..range.len()];
-            first_values(unit, range.clone(), seed, &meant, values);
-            engine.fill_resident(u, range.start - resident.start, View::from(&*values));
+/// Initialises this rank's elements of the selected parameters of unit `u`.
+///
+/// Values are functions of the logical element, so every sharding gets the same weights. Weights
+/// for computation in 16 bits are only valid for the selected parameters afterwards.
+fn initialise(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, selects: impl Fn(&str) -> bool) {
+    let (unit, resident, computed) =
+        (&engine.shards[u].unit, engine.resident_range(u), engine.compute_range(u));
+    let longest = resident.len().max(computed.len());
+    let mut buffer = ops.staging(Dtype::F32, INIT_BUFFER_ELEMENTS.min(longest));
+    let is_selected = |seg: &Segment| selects(&unit.params[seg.param].name);
+    for seg in unit.segments(resident.clone()).iter().filter(|seg| is_selected(seg)) {
+        for from in seg.flat.clone().step_by(INIT_BUFFER_ELEMENTS) {
+            let range = from..seg.flat.end.min(from + INIT_BUFFER_ELEMENTS);
+            let values = &mut buffer.host_mut()[..range.len()];
+            fill_initial_values(unit, range.clone(), seed, &selects, values);
+            engine.write_resident(u, range.start - resident.start, View::from(&*values));
         }
     }
     if resident == computed {
-        return engine.refresh(u);
+        return engine.refresh_compute_copy(u);
     }
-    // More is computed with than this rank keeps in fp32.
-    for at in (0..computed.len()).step_by(PASSING) {
-        let values = &mut room.host_mut()[..PASSING.min(computed.len() - at)];
+    // This rank keeps more weights for computation than it keeps in fp32.
+    for offset in (0..computed.len()).step_by(INIT_BUFFER_ELEMENTS) {
+        let values = &mut buffer.host_mut()[..INIT_BUFFER_ELEMENTS.min(computed.len() - offset)];
         values.fill(0.0);
-        let from = computed.start + at;
-        first_values(unit, from..from + values.len(), seed, &meant, values);
-        engine.round_from(u, at, View::from(&*values));
+        let from = computed.start + offset;
+        fill_initial_values(unit, from..from + values.len(), seed, &selects, values);
+        engine.update_compute_copy(u, offset, View::from(&*values));
     }
 }
 
-/// First values that exist on the host only on their way.
-const PASSING: usize = 1 << 20;
+/// Elements of the host buffer through which initial values pass.
+const INIT_BUFFER_ELEMENTS: usize = 1 << 20;
 
-/// The first values of a flat range of a unit, where they are meant.
-fn first_values(unit: &Unit, range: Range<usize>, seed: u64, meant: impl Fn(&str) -> bool, out: &mut [f32]) {
+/// Writes the initial values of a flat range of a unit; parameters that are not selected are
+/// skipped.
+fn fill_initial_values(
+    unit: &Unit,
+    range: Range<usize>,
+    seed: u64,
+    selects: impl Fn(&str) -> bool,
+    out: &mut [f32],
+) {
     for seg in unit.segments(range.clone()) {
         let spec = &unit.params[seg.param];
-        if !meant(&spec.name) {
+        if !selects(&spec.name) {
             continue;
         }
         let out = &mut out[seg.flat.start - range.start..seg.flat.end - range.start];
@@ -238,25 +280,27 @@ fn first_values(unit: &Unit, range: Range<usize>, seed: u64, meant: impl Fn(&str
     }
 }
 
-impl Sharded {
-    /// Allocates optimizer states for what this rank updates.
-    pub fn bind_optimizer(self) -> Result<OptimizerBound> {
-        let Sharded { train, model, engine, ops, placement } = self;
+impl ShardedModel {
+    /// Allocates optimizer states for the parameters that this rank updates, and activation
+    /// buffers.
+    pub fn create_optimizer(self) -> Result<ModelWithOptimizer> {
+        let ShardedModel { train, model, engine, ops, expert_layout } = self;
         let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
-        let ranges = (0..units.len()).map(|u| engine.updated(u));
+        let ranges = (0..units.len()).map(|u| engine.update_range(u));
         let offload = train.zero.offload.as_ref();
         let seed = train.rounds_stochastically().then_some(train.seed);
         let optimizer =
-            Optimizer::bind(ops.as_ref(), &train.optimizer, &units, &model.ties(), ranges, offload, seed)
-                .map_err(|f| of_job(&f))?;
+            Optimizer::new(ops.as_ref(), &train.optimizer, &units, &model.ties(), ranges, offload, seed)
+                .map_err(invalid_train_section)?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
-        let first = first_backward(&units);
+        let first = first_backward_layer(&units);
         let (recompute, dtype, memory) = (train.recompute, engine.weights().dtype, ops.as_ref());
-        let experts = Experts::new(&ops, model.as_ref(), placement.as_ref(), &engine, b * t, recompute);
+        let experts =
+            MoeTrainer::new(&ops, model.as_ref(), expert_layout.as_ref(), &engine, b * t, recompute);
         let work = || Workspace::new(memory, model.as_ref(), layers, b, t, recompute, first, dtype);
         let trainer = Trainer {
-            work: needed_for("activations", work),
+            work: with_alloc_label("activations", work),
             batch: Batch {
                 b,
                 t,
@@ -274,78 +318,81 @@ impl Sharded {
             micro: b,
             recompute: train.recompute,
             clip_norm: train.clip_norm,
-            copied: Event::default(),
+            update_after: Event::default(),
             loss_scale: LossScale::new(
                 (train.precision == Precision::Fp16).then(|| train.loss_scale.clone()),
             ),
         };
-        Ok(OptimizerBound { train, trainer })
+        Ok(ModelWithOptimizer { train, trainer })
     }
 }
 
-impl OptimizerBound {
-    /// Fixes the learning rate of every step.
-    pub fn bind_schedule(self) -> ScheduleBound {
-        ScheduleBound { trainer: self.trainer, train: self.train }
+impl ModelWithOptimizer {
+    /// Completes the trainer; the learning rate of every step follows from the job's schedule.
+    pub fn set_schedule(self) -> ReadyTrainer {
+        ReadyTrainer { trainer: self.trainer, train: self.train }
     }
 }
 
-impl ScheduleBound {
-    /// The job's section, resolved.
+impl ReadyTrainer {
+    /// The resolved `train` section.
     pub fn train(&self) -> &TrainSpec {
         &self.train
     }
 
-    /// Gives parameters whose names are meant their first values.
-    pub fn initialise(&self, meant: impl Fn(&str) -> bool) {
+    /// Initialises the parameters whose names `selects` accepts.
+    pub fn initialise(&self, selects: impl Fn(&str) -> bool) {
         let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {
-            initialise(engine, ops, u, self.train.seed, &meant);
+            initialise(engine, ops, u, self.train.seed, &selects);
         }
     }
 
-    /// Initialises the parameters; ready to take steps from step 0 on.
-    pub fn fresh(self) -> Running {
+    /// Initialises all parameters and starts at step 0.
+    pub fn start_fresh(self) -> RunningTrainer {
         self.initialise(|_| true);
-        self.resumed(Cursor::default())
+        self.start_at(Cursor::default())
     }
 
-    /// Ready to take steps from `at` on, with the state that was loaded.
-    pub fn resumed(self, at: Cursor) -> Running {
-        Running { trainer: self.trainer, train: self.train, at }
+    /// Starts at `position` with the state that was loaded.
+    pub fn start_at(self, position: Cursor) -> RunningTrainer {
+        RunningTrainer { trainer: self.trainer, train: self.train, position }
     }
 }
 
-impl Running {
-    /// Takes one step. A loss or norm that is not finite changes no parameter, and the step doesn't count. The samples of a
-    /// step that was skipped for an overflow are spent all the same.
-    pub fn step(&mut self, source: &dyn Source, word: Word) -> Result<(Outcome, f64)> {
-        let lr = lr_at(&self.train.schedule, self.train.optimizer.lr, self.train.steps, self.at.step);
-        let outcome = self.trainer.accumulate(source, self.at.consumed_samples, word)?;
-        let outcome = self.trainer.update(outcome, lr, self.at.step)?;
+impl RunningTrainer {
+    /// Takes one step and returns its outcome and learning rate. Collective.
+    ///
+    /// If the loss or the gradient norm is not finite, no parameter changes and the step is not
+    /// counted. The samples of a step that was skipped because of an overflow are consumed.
+    pub fn step(&mut self, source: &dyn SampleSource, word: StepReport) -> Result<(StepOutcome, f64)> {
+        let lr = lr_at(&self.train.schedule, self.train.optimizer.lr, self.train.steps, self.position.step);
+        let outcome = self.trainer.accumulate(source, self.position.consumed_samples, word)?;
+        let outcome = self.trainer.update(outcome, lr, self.position.step)?;
         let samples = self.trainer.global_batch();
-        // Where the loss can't be scaled less it is a norm that isn't finite, as in every precision.
-        let skipped = outcome.skipped && self.trainer.loss_scale.overflow();
-        let outcome = Outcome { skipped, ..outcome };
+        // At the smallest loss scale the step is not skipped: its norm is an error, as in every
+        // precision.
+        let skipped = outcome.skipped && self.trainer.loss_scale.record_overflow();
+        let outcome = StepOutcome { skipped, ..outcome };
         if skipped {
-            self.at.consumed_samples += samples;
+            self.position.consumed_samples += samples;
         } else if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
-            self.trainer.loss_scale.good_step();
-            self.at.step += 1;
-            self.at.consumed_samples += samples;
-            self.at.tokens += samples * u64::from(self.train.data.seq_len);
+            self.trainer.loss_scale.record_step();
+            self.position.step += 1;
+            self.position.consumed_samples += samples;
+            self.position.tokens += samples * u64::from(self.train.data.seq_len);
         }
         Ok((outcome, lr))
     }
 
-    /// Goes on with other values of the keys that may change while a job runs.
+    /// Applies new values of the keys that may change while a job runs.
     pub fn reload(&mut self, values: &ReloadTrain) {
         self.train.steps = values.steps;
         self.train.schedule.min_lr = values.min_lr;
         self.train.schedule.decay_steps = values.decay_steps;
     }
 
-    /// The job's section, resolved.
+    /// The resolved `train` section, with reloaded values.
     pub fn train(&self) -> &TrainSpec {
         &self.train
     }

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
-use contract::job::{Numerics, Precision, Recompute, TrainSpec};
+use contract::job::{Precision, Recompute, TrainSpec};
 
 const STEPS: u64 = 4;
 
@@ -126,7 +126,7 @@ fn fp16_any_world_and_stage_with_overflows() {
     };
     let run = |stage, world| {
         let all = on_ranks(world, |c| {
-            let mut running = build(&spec(stage), c, 1).fresh();
+            let mut running = build(&spec(stage), c, 1).start_fresh();
             let source = MadeUp { vocab: spec(stage).model.vocab_size };
             let outcomes: Vec<_> = (0..30)
                 .map(|_| {
@@ -138,7 +138,7 @@ fn fp16_any_world_and_stage_with_overflows() {
             let state = running.trainer.loss_scale.state().unwrap();
             let skipped = outcomes.iter().filter(|o| o.0).count() as u64;
             assert_eq!(state.skipped, skipped);
-            assert_eq!((running.at.step, running.at.consumed_samples), (30 - skipped, 30 * 8));
+            assert_eq!((running.position.step, running.position.consumed_samples), (30 - skipped, 30 * 8));
             (outcomes, state)
         });
         assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
@@ -159,13 +159,13 @@ fn fp16_at_the_smallest_scale_is_a_norm_that_is_not_finite() {
     spec.loss_scale.initial_scale_power = 32;
     spec.loss_scale.min_loss_scale = 2f64.powi(31);
     on_ranks(2, |c| {
-        let mut running = build(&spec, c, 1).fresh();
+        let mut running = build(&spec, c, 1).start_fresh();
         let source = MadeUp { vocab: spec.model.vocab_size };
         let first = running.step(&source, Default::default()).unwrap().0;
-        assert!(first.skipped && running.at.consumed_samples == 8);
+        assert!(first.skipped && running.position.consumed_samples == 8);
         let second = running.step(&source, Default::default()).unwrap().0;
         assert!(!second.skipped && !second.grad_norm.is_finite() && second.loss.is_finite());
-        assert_eq!((running.at.step, running.at.consumed_samples), (0, 8));
+        assert_eq!((running.position.step, running.position.consumed_samples), (0, 8));
     });
 }
 
@@ -175,14 +175,14 @@ fn any_split_over_hosts() {
     let expected = fresh_run(&spec(0), 1, 1, STEPS);
     for hosts in [&[0, 0, 1, 1][..], &[0, 1], &[0, 0, 0, 1], &[0, 1, 2, 3], &[0, 1, 0]] {
         for stage in 0..=3 {
-            let all = on_hosts(hosts, |c| steps(&mut build(&spec(stage), c, 1).fresh(), STEPS));
+            let all = on_hosts(hosts, |c| steps(&mut build(&spec(stage), c, 1).start_fresh(), STEPS));
             assert!(all.iter().all(|r| *r == expected), "hosts {hosts:?}, stage {stage}");
         }
     }
     let half = |stage| TrainSpec { precision: Precision::Bf16, ..spec(stage) };
     let expected = fresh_run(&half(0), 1, 1, STEPS);
     for stage in [1, 3] {
-        let all = on_hosts(&[0, 0, 1], |c| steps(&mut build(&half(stage), c, 1).fresh(), STEPS));
+        let all = on_hosts(&[0, 0, 1], |c| steps(&mut build(&half(stage), c, 1).start_fresh(), STEPS));
         assert!(all.iter().all(|r| *r == expected), "bf16, stage {stage}");
     }
 }
@@ -195,15 +195,15 @@ fn a_loss_that_is_not_finite_changes_nothing() {
     spec.schedule.warmup_steps = 0;
     spec.clip_norm = None;
     on_ranks(2, |c| {
-        let mut running = build(&spec, c, 1).fresh();
+        let mut running = build(&spec, c, 1).start_fresh();
         let source = MadeUp { vocab: spec.model.vocab_size };
         let ended = (0..5).find_map(|_| {
-            let before = (running.at, running.trainer.engine.params(1).host().to_vec());
+            let before = (running.position, running.trainer.engine.params(1).host().to_vec());
             let (o, _) = running.step(&source, Default::default()).unwrap();
             (!(o.loss.is_finite() && o.grad_norm.is_finite())).then_some(before)
         });
         let (at, params) = ended.expect("a learning rate of 1e30 diverges");
-        assert_eq!(running.at, at);
+        assert_eq!(running.position, at);
         assert!(
             running
                 .trainer
@@ -222,14 +222,14 @@ fn a_loss_that_is_not_finite_changes_nothing() {
 #[test]
 fn sums_in_the_order_of_slots() {
     for tied in [false, true] {
-        let make = |stage, numerics| {
+        let make = |stage, deterministic| {
             let mut s = train_spec(odd_model(), stage, 7, 1, 11);
             s.model.tie_word_embeddings = tied;
             s.freeze = if tied { vec!["*.0.mlp.*".into()] } else { Vec::new() };
-            TrainSpec { numerics, ..s }
+            TrainSpec { deterministic, ..s }
         };
-        let tree = fresh_run(&make(0, Numerics::Reproducible), 1, 1, STEPS);
-        let expected = fresh_run(&make(0, Numerics::Fast), 1, 1, STEPS);
+        let tree = fresh_run(&make(0, true), 1, 1, STEPS);
+        let expected = fresh_run(&make(0, false), 1, 1, STEPS);
         let near = |found: &[(u64, u64)], what: &str| {
             for (a, b) in found.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
                 let (a, b) = (f64::from_bits(a), f64::from_bits(b));
@@ -239,14 +239,10 @@ fn sums_in_the_order_of_slots() {
         near(&expected, "1 worker");
         assert_ne!(expected, tree, "sums of seven slots in another order have other bits");
         for (stage, world) in [(1, 1), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 3), (3, 8)] {
-            assert_eq!(
-                fresh_run(&make(stage, Numerics::Fast), world, 1, STEPS),
-                expected,
-                "{stage}, {world}"
-            );
+            assert_eq!(fresh_run(&make(stage, false), world, 1, STEPS), expected, "{stage}, {world}");
         }
         for (stage, world) in [(0, 2), (0, 3), (1, 2), (1, 4), (1, 8)] {
-            near(&fresh_run(&make(stage, Numerics::Fast), world, 1, STEPS), &format!("{stage}, {world}"));
+            near(&fresh_run(&make(stage, false), world, 1, STEPS), &format!("{stage}, {world}"));
         }
     }
 }

@@ -10,7 +10,7 @@ use comm::{
     staged::Staged,
 };
 use common::*;
-use contract::{job::*, preflight::TrainJudge};
+use contract::{job::*, preflight::Preflight};
 use device::{Dtype, Storage};
 use emulated::*;
 use std::{sync::Arc, time::Duration};
@@ -137,7 +137,7 @@ fn experts_on_their_own_ranks_and_together() {
     let one = run(&spec, 1, 2);
     assert_near(&one, &cpu, 2e-5, "a mixture");
     assert_eq!(run(&spec, 2, 2), one, "2 ranks");
-    spec.experts.parallel = 2;
+    spec.experts.expert_parallel_size = 2;
     assert_eq!(run(&spec, 2, 2), one, "experts of two ranks");
     spec.recompute = Recompute::Block;
     assert_eq!(run(&spec, 4, 2), one, "two groups of two ranks");
@@ -231,16 +231,16 @@ fn the_plan_knows_a_gpus_memory() {
         );
         let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
         let job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
-        let verdict = worker::Judge.judge(&job, 1, 1);
-        assert!(verdict.problems.is_empty(), "{:?}", verdict.problems);
-        let planned = verdict.memory[0].total - device::cuda::WORKSPACE as u64;
+        let verdict = worker::TrainPreflight.check_job(&job, 1, 1);
+        assert!(verdict.errors.is_empty(), "{:?}", verdict.errors);
+        let planned = verdict.memory[0].total - device::cuda::MATMUL_WORKSPACE_BYTES as u64;
         let mut train = job.train.unwrap();
         train.model.vocab_size = 257;
         for graphs in [false, true] {
             let (cuda, comm) = (cuda(), comm::local::group(1).remove(0));
-            cuda.use_graphs(graphs);
+            cuda.set_graphs_enabled(graphs);
             let comm = Arc::new(Staged::new(Arc::new(comm), cuda.clone()));
-            steps(&mut build_on(&train, comm, cuda.clone()).fresh(), 2);
+            steps(&mut build_on(&train, comm, cuda.clone()).start_fresh(), 2);
             let apart = cuda.peak_memory() as f64 / planned as f64 - 1.0;
             println!("{precision}, offload {offload}, graphs {graphs}: {apart:e}");
             assert!(
@@ -266,7 +266,7 @@ fn an_abort_frees_a_rank_that_waits_for_its_card() {
         comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap();
         std::thread::scope(|s| {
             s.spawn(|| comm.abort("rank 1 died"));
-            cuda.wait();
+            cuda.synchronize();
         });
         let ended = comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap_err();
         assert_eq!(ended, CommError::Aborted("rank 1 died".into()));

@@ -1,7 +1,7 @@
 //! Training with CUDA graphs on an emulated card: the bits of training without them, by fewer calls. One test: whether cards use graphs
 //! counts for the whole process, and so do its calls.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
-#[path = "../device/tests/card/calls.rs"]
+#[path = "../device/tests/emulated_gpu/call_counts.rs"]
 mod calls;
 mod common;
 mod emulated;
@@ -12,16 +12,16 @@ use contract::job::*;
 use device::Cuda;
 use emulated::*;
 use std::sync::{Arc, atomic::Ordering::Relaxed};
-use worker::{stages::Running, train::step::Word};
+use worker::{stages::RunningTrainer, train::step::StepReport};
 
 /// Enough for graphs of everything that comes again, and some steps by them.
 const STEPS: u64 = 6;
 
 /// Steps whose lists differ and are equally long.
-fn learn(running: &mut Running, n: u64) -> Curve {
+fn learn(running: &mut RunningTrainer, n: u64) -> Curve {
     let source = Learnable { vocab: running.train().model.vocab_size, ignored: None };
     let step = |_| {
-        let outcome = running.step(&source, Word::default()).unwrap().0;
+        let outcome = running.step(&source, StepReport::default()).unwrap().0;
         (outcome.loss.to_bits(), outcome.grad_norm.to_bits())
     };
     (0..n).map(step).collect()
@@ -29,7 +29,7 @@ fn learn(running: &mut Running, n: u64) -> Curve {
 
 fn learned(spec: &TrainSpec, world: usize, graphs: bool) -> Curve {
     GRAPHS.store(graphs, Relaxed);
-    let all = on_card(world, |comm, ops| learn(&mut build_on(spec, comm, ops).fresh(), STEPS));
+    let all = on_card(world, |comm, ops| learn(&mut build_on(spec, comm, ops).start_fresh(), STEPS));
     assert!(all.iter().all(|curve| *curve == all[0]), "ranks disagree");
     all.into_iter().next().unwrap()
 }
@@ -52,7 +52,7 @@ fn cases() -> Vec<(&'static str, TrainSpec, &'static [usize])> {
         ModelSpec { hidden_size: 16, intermediate_size: 32, num_key_value_heads: 2, head_dim: 8, ..llama() };
     let fp8 = TrainSpec { model: wide, ..spec(0, Precision::Fp8) };
     let mut experts = mixture();
-    experts.experts.parallel = 2;
+    experts.experts.expert_parallel_size = 2;
     vec![
         ("a Llama", spec(0, Precision::Fp32), &[1, 2]),
         ("stage 3", spec(3, Precision::Bf16), &[1, 2, 4]),
@@ -105,11 +105,11 @@ fn streams_that_lag_change_nothing() {
         let expected = learned(&spec, 1, false);
         for lag in ["side:1000", "main:100"] {
             // SAFETY: no other thread runs.
-            unsafe { std::env::set_var("CARD_LAG", lag) };
+            unsafe { std::env::set_var("EMULATED_GPU_LAG", lag) };
             assert_eq!(learned(&spec, 2, true), expected, "{what}, {lag}");
         }
         // SAFETY: as above.
-        unsafe { std::env::remove_var("CARD_LAG") };
+        unsafe { std::env::remove_var("EMULATED_GPU_LAG") };
     }
 }
 
@@ -120,12 +120,12 @@ fn ranks_go_by_graphs() {
         let share = on_ranks(2, |hosts| {
             let cuda = cuda();
             let comm = Arc::new(comm::staged::Staged::new(hosts, cuda.clone()));
-            let mut running = build_on(&spec, comm, cuda.clone()).fresh();
+            let mut running = build_on(&spec, comm, cuda.clone()).start_fresh();
             learn(&mut running, STEPS);
-            let before = cuda.replayed();
+            let before = cuda.graph_stats();
             learn(&mut running, 3);
-            let now = cuda.replayed();
-            let (by_graphs, plain) = (now.calls - before.calls, now.plain - before.plain);
+            let now = cuda.graph_stats();
+            let (by_graphs, plain) = (now.calls - before.calls, now.direct_calls - before.direct_calls);
             println!("{what}, 2 ranks: {before:?} {now:?}");
             100 * by_graphs / (by_graphs + plain)
         });
@@ -159,10 +159,15 @@ fn a_step_goes_by_graphs(what: &str, spec: &TrainSpec, least: i64) {
         let cuda: Arc<Cuda> = cuda();
         let comm = Arc::new(comm::local::group(1).remove(0));
         let comm = Arc::new(comm::staged::Staged::new(comm, cuda.clone()));
-        let mut running = build_on(spec, comm, cuda.clone()).fresh();
+        let mut running = build_on(spec, comm, cuda.clone()).start_fresh();
         learn(&mut running, STEPS);
         let asked = || {
-            (WORK.map(calls).iter().sum::<i64>(), OTHER.map(calls), cuda.replayed(), cuda.memory().unwrap())
+            (
+                WORK.map(calls).iter().sum::<i64>(),
+                OTHER.map(calls),
+                cuda.graph_stats(),
+                cuda.memory_info().unwrap(),
+            )
         };
         let (work, [launches, ..], before, memory) = asked();
         let [got, gave, changed] = [OTHER[1], OTHER[2], OTHER[3]].map(calls);
@@ -170,7 +175,7 @@ fn a_step_goes_by_graphs(what: &str, spec: &TrainSpec, least: i64) {
         let (now, others, after, left) = asked();
         if graphs {
             assert_eq!((others[1], others[2], left), (got, gave, memory), "{what}: memory is asked for");
-            assert_eq!(after.kept, before.kept, "{what}: graphs pile up");
+            assert_eq!(after.cached_graphs, before.cached_graphs, "{what}: graphs pile up");
         }
         ((now - work) / 3, (others[0] - launches) / 3, (others[3] - changed) / 3)
     };

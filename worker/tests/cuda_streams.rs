@@ -16,7 +16,7 @@ use std::{
     sync::{Arc, atomic::Ordering::Relaxed, mpsc},
     time::Duration,
 };
-use worker::zero::queue::Queue;
+use worker::zero::collective_queue::CollectiveQueue;
 
 /// The third shows the states that the first left.
 const STEPS: u64 = 3;
@@ -30,7 +30,7 @@ fn cases() -> Vec<(&'static str, TrainSpec, usize)> {
     let mut few_live = spec(3, Precision::Fp32);
     (few_live.zero.prefetch, few_live.zero.max_live_parameters) = (0, 0);
     let mut mixture = mixture();
-    mixture.experts.parallel = 2;
+    mixture.experts.expert_parallel_size = 2;
     let offloaded = |stage, name| {
         let mut spec = spec(stage, Precision::Bf16);
         spec.zero.offload = Some(Offload::Cpu);
@@ -56,13 +56,13 @@ fn streams_wait_for_what_they_need() {
     let cases = cases();
     let expected = cases.iter().map(|(_, spec, _)| {
         let mut alone = spec.clone();
-        (alone.experts.parallel, alone.zero.offload) = (1, None);
+        (alone.experts.expert_parallel_size, alone.zero.offload) = (1, None);
         run(&alone, 1, STEPS)
     });
     let expected: Vec<Curve> = expected.collect();
     for lag in ["side:1000", "main:100"] {
         // SAFETY: no other thread runs.
-        unsafe { std::env::set_var("CARD_LAG", lag) };
+        unsafe { std::env::set_var("EMULATED_GPU_LAG", lag) };
         for ((what, spec, world), expected) in cases.iter().zip(&expected) {
             for graphs in [false, true] {
                 GRAPHS.store(graphs, Relaxed);
@@ -74,7 +74,7 @@ fn streams_wait_for_what_they_need() {
         saves_hold_what_was(lag);
     }
     // SAFETY: as above.
-    unsafe { std::env::remove_var("CARD_LAG") };
+    unsafe { std::env::remove_var("EMULATED_GPU_LAG") };
     a_collective_that_waits_holds_up_nobody();
 }
 
@@ -100,7 +100,7 @@ fn a_collective_that_waits_holds_up_nobody() {
         if comm.rank() == 1 {
             return; // never sends its part
         }
-        let queue = Queue::new(comm.clone(), cuda.clone()).unwrap();
+        let queue = CollectiveQueue::new(comm.clone(), cuda.clone()).unwrap();
         let (send, mut recv) = (cuda.zeroed(Dtype::F32, 4), cuda.zeroed(Dtype::F32, 8));
         let (tell, given) = mpsc::channel();
         let gathered = queue.submit(move |comm| {
@@ -111,9 +111,9 @@ fn a_collective_that_waits_holds_up_nobody() {
         given.recv().unwrap();
         let mut other = cuda.zeroed(Dtype::F32, 4);
         cuda.scale(other.view_mut(), 2.0);
-        cuda.wait(); // returns though the gather doesn't end
+        cuda.synchronize(); // returns though the gather doesn't end
         comm.abort("rank 1 died");
         drop(gathered.wait().unwrap());
-        cuda.wait();
+        cuda.synchronize();
     });
 }

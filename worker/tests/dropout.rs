@@ -11,9 +11,9 @@ use contract::job::*;
 use serde_json::json;
 use std::{path::Path, sync::Arc};
 use worker::{
-    resume::{Place, resume},
-    stages::Running,
-    storage::Layout,
+    resume::{CheckpointDirs, resume},
+    stages::RunningTrainer,
+    storage_layout::StorageLayout,
 };
 
 const STEPS: u64 = 3;
@@ -107,7 +107,7 @@ fn windows_packing_and_experts() {
         }
         let mut parallel = spec(3);
         if name == "qwen3_moe" {
-            parallel.experts.parallel = 2;
+            parallel.experts.expert_parallel_size = 2;
             assert_eq!(run(&parallel, 2), expected, "experts of two ranks");
         }
         let mut plain = spec(0);
@@ -116,17 +116,17 @@ fn windows_packing_and_experts() {
     }
 }
 
-fn go_on(spec: &TrainSpec, comm: Arc<dyn comm::Comm>, root: &Path) -> (Running, Vec<String>) {
+fn go_on(spec: &TrainSpec, comm: Arc<dyn comm::Comm>, root: &Path) -> (RunningTrainer, Vec<String>) {
     let world = comm.world();
     let mut bound = build(spec, comm, 1);
-    let place = Place { root, workdir: root, layout: &Layout::shared(world) };
+    let place = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
     let mut said = Vec::new();
     let resumed = resume(&mut bound, &job(spec, root, false), &place, "made up", &mut |event| {
         said.push(format!("{event:?}"));
         Ok(())
     });
     let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
-    (bound.resumed(cursor), said)
+    (bound.start_at(cursor), said)
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn a_run_goes_on_with_the_same_bits() {
         let dir = tempfile::tempdir().unwrap();
         on_ranks(n, |c| {
             let spec = spec(gpt2(), 0.1, from);
-            let mut running = build(&spec, c, 1).fresh();
+            let mut running = build(&spec, c, 1).start_fresh();
             steps(&mut running, 3);
             let mut saver = saver(&running, &job(&spec, dir.path(), false), dir.path());
             saver.begin(&mut running).unwrap();
@@ -161,7 +161,7 @@ fn a_run_goes_on_with_the_same_bits() {
 #[test]
 fn the_loss_changes_as_the_gradient_says() {
     for (what, model, rate) in [("gpt2", gpt2(), 0.3), ("llama", odd_model(), 0.4)] {
-        let mut running = build(&spec(model, rate, 0), alone(), 1).fresh();
+        let mut running = build(&spec(model, rate, 0), alone(), 1).start_fresh();
         steps(&mut running, 4);
         let (slope, norm) = slope_and_norm(&mut running, 0.01);
         assert!(
@@ -176,9 +176,9 @@ fn evaluation_drops_nothing() {
     for model in [gpt2(), odd_model()] {
         let source = MadeUp { vocab: 131 };
         let loss = |rate| {
-            let mut running = build(&spec(model.clone(), rate, 0), alone(), 1).fresh();
+            let mut running = build(&spec(model.clone(), rate, 0), alone(), 1).start_fresh();
             // A step of training before it leaves nothing behind.
-            running.trainer.accumulate(&source, 0, worker::train::step::Word::default()).unwrap();
+            running.trainer.accumulate(&source, 0, worker::train::step::StepReport::default()).unwrap();
             running.trainer.evaluate(&source, 0, 3).unwrap().loss.to_bits()
         };
         assert_eq!(loss(0.5), loss(0.0));
@@ -240,10 +240,13 @@ fn each_module_of_gpt2_drops_its_output() {
     let rate = 0.3;
     let mut spec = spec(gpt2(), rate, 0);
     spec.batch = BatchSpec { global: 1, micro: 1 };
-    let mut running = build(&spec, alone(), 1).fresh();
-    running.trainer.accumulate(&MadeUp { vocab: 131 }, 0, worker::train::step::Word::default()).unwrap();
+    let mut running = build(&spec, alone(), 1).start_fresh();
+    running
+        .trainer
+        .accumulate(&MadeUp { vocab: 131 }, 0, worker::train::step::StepReport::default())
+        .unwrap();
     let positions = running.trainer.engine.shards[0].unit.range(1);
-    let gradients = running.trainer.engine.finish(0).unwrap();
+    let gradients = running.trainer.engine.finish_gradient(0).unwrap();
     let (work, layers) = (&running.trainer.work, spec.model.num_hidden_layers as usize);
     let share = |what: &str, dropped: &[bool]| {
         let share = dropped.iter().filter(|d| **d).count() as f64 / dropped.len() as f64;

@@ -3,15 +3,15 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
-use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Numerics, Precision, Recompute, TrainSpec};
+use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Precision, Recompute, TrainSpec};
 use std::collections::BTreeMap;
 use worker::{
-    experts::Placement,
+    expert_layout::ExpertLayout,
     model::{Batch, Model, build},
-    resume::{Place, resume},
-    stages::Running,
-    storage::Layout,
-    train::step::{Source, Word},
+    resume::{CheckpointDirs, resume},
+    stages::RunningTrainer,
+    storage_layout::StorageLayout,
+    train::step::{SampleSource, StepReport},
 };
 
 /// Two experts of five, or of what is asked for.
@@ -30,7 +30,7 @@ fn mixture(family: &str, experts: u32, per_token: u32) -> ModelSpec {
 
 fn spec(experts: u32, parallel: u32, placement: ExpertPlacement, stage: u8) -> TrainSpec {
     let mut s = train_spec(mixture("qwen3_moe", experts, 2), stage, 8, 1, 11);
-    s.experts = ExpertsSpec { parallel, placement, aux_loss: Some(0.1), z_loss: 0.01 };
+    s.experts = ExpertsSpec { expert_parallel_size: parallel, placement, aux_loss: Some(0.1), z_loss: 0.01 };
     s
 }
 
@@ -93,13 +93,13 @@ fn any_size_of_groups_and_placement() {
 /// Gradients added up as they come, of experts on their own ranks too: the tree's but for the last places.
 #[test]
 fn sums_in_the_order_of_slots() {
-    let make = |parallel, stage, numerics| TrainSpec {
-        numerics,
+    let make = |parallel, stage, deterministic| TrainSpec {
+        deterministic,
         ..spec(4, parallel, ExpertPlacement::Balanced, stage)
     };
-    let tree = fresh_run(&make(1, 0, Numerics::Reproducible), 1, 1, 3);
+    let tree = fresh_run(&make(1, 0, true), 1, 1, 3);
     for (parallel, stage, world) in [(1, 0, 1), (1, 3, 2), (2, 0, 2), (2, 3, 4), (4, 2, 4)] {
-        let found = fresh_run(&make(parallel, stage, Numerics::Fast), world, 1, 3);
+        let found = fresh_run(&make(parallel, stage, false), world, 1, 3);
         for (a, b) in found.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
             let (a, b) = (f64::from_bits(a), f64::from_bits(b));
             assert!(
@@ -165,8 +165,8 @@ fn evaluations_have_no_part_of_the_routers_losses_and_the_same_bits() {
     assert_ne!(plain.1, expected.1);
 }
 
-fn build_run(s: &TrainSpec, comm: std::sync::Arc<dyn comm::Comm>) -> Running {
-    common::build(s, comm, 1).fresh()
+fn build_run(s: &TrainSpec, comm: std::sync::Arc<dyn comm::Comm>) -> RunningTrainer {
+    common::build(s, comm, 1).start_fresh()
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn weights_and_states_follow_another_placement() {
         |stage| spec(6, 3, ExpertPlacement::Layers(BTreeMap::from([(0, ranks(&[2, 0, 1, 2, 0, 1]))])), stage);
     for stage in [0, 1, 3] {
         let dir = tempfile::tempdir().unwrap();
-        let save = |running: &mut Running, spec: &TrainSpec| {
+        let save = |running: &mut RunningTrainer, spec: &TrainSpec| {
             let mut saver = saver(running, &job(spec, dir.path(), false), dir.path());
             saver.begin(running).unwrap();
             saver.finish(running).unwrap();
@@ -192,8 +192,8 @@ fn weights_and_states_follow_another_placement() {
             let after = on_ranks(world, |c| {
                 let leader = c.rank() == 0;
                 let mut bound = common::build(&next, c, 1);
-                let layout = Layout::shared(world);
-                let place = Place { root: dir.path(), workdir: dir.path(), layout: &layout };
+                let layout = StorageLayout::shared(world);
+                let place = CheckpointDirs { root: dir.path(), workdir: dir.path(), layout: &layout };
                 let job = job(&next, dir.path(), false);
                 let resumed = resume(&mut bound, &job, &place, "made up", &mut |event| {
                     if leader {
@@ -201,7 +201,7 @@ fn weights_and_states_follow_another_placement() {
                     }
                     Ok(())
                 });
-                steps(&mut bound.resumed(resumed.unwrap().unwrap().cursor), 3)
+                steps(&mut bound.start_at(resumed.unwrap().unwrap().cursor), 3)
             });
             assert!(after.iter().all(|a| *a == whole[3..]), "stage {stage}, world {world}");
             let told = told.into_inner().unwrap();
@@ -214,7 +214,7 @@ fn weights_and_states_follow_another_placement() {
 /// Samples whose tokens all have a router's favourite: what is routed where is decided by the weights set below.
 struct Tokens(Vec<u32>);
 
-impl Source for Tokens {
+impl SampleSource for Tokens {
     fn fill(&self, first: u64, batch: &mut Batch) -> worker::error::Result<()> {
         let n = batch.rows();
         let at = first as usize / batch.b * n;
@@ -237,11 +237,11 @@ const EXPERTS: usize = 6;
 const WORDS: usize = 12;
 
 /// Each word's row of the embedding points at some experts' rows of the routers, which tell words apart.
-fn steer(running: &mut Running, favourites: &[usize]) {
+fn steer(running: &mut RunningTrainer, favourites: &[usize]) {
     let engine = &running.trainer.engine;
     for (u, shard) in engine.shards.iter().enumerate() {
-        let base = engine.resident(u).start;
-        for seg in shard.unit.segments(engine.resident(u)) {
+        let base = engine.resident_range(u).start;
+        for seg in shard.unit.segments(engine.resident_range(u)) {
             let name = &shard.unit.params[seg.param].name;
             let (router, words) = (name.ends_with("mlp.gate.weight"), name == "model.embed_tokens.weight");
             if !router && !words {
@@ -276,9 +276,9 @@ fn routed(
     let mut running = build_run(spec, comm);
     steer(&mut running, &favourites);
     let source = Tokens(tokens);
-    let outcomes = (0..2).map(|_| running.step(&source, Word::default()).unwrap().0);
+    let outcomes = (0..2).map(|_| running.step(&source, StepReport::default()).unwrap().0);
     let outcomes = outcomes.map(|o| (o.loss.to_bits(), o.grad_norm.to_bits())).collect();
-    (outcomes, running.trainer.experts.as_ref().unwrap().chosen())
+    (outcomes, running.trainer.experts.as_ref().unwrap().expert_counts())
 }
 
 /// A tiny model: two layers of six experts, of which each token goes to one or two.
@@ -338,11 +338,11 @@ fn the_gradient_of_the_whole_loss_is_that_of_finite_differences() {
     let source = MadeUp { vocab: spec.model.vocab_size };
     let alone = std::sync::Arc::new(comm::local::group(1).remove(0));
     let mut running = build_run(&spec, alone);
-    let outcome = running.trainer.accumulate(&source, 0, Word::default()).unwrap();
+    let outcome = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap();
     let mean = f64::from(2 * spec.data.seq_len) / outcome.targets as f64;
     let (mut grads, mut names) = (Vec::new(), Vec::new());
     for u in 0..running.trainer.engine.shards.len() {
-        grads.push(running.trainer.engine.finish(u).unwrap());
+        grads.push(running.trainer.engine.finish_gradient(u).unwrap());
         let unit = &running.trainer.engine.shards[u].unit;
         let found = (0..unit.params.len()).filter(|&i| {
             let name = &unit.params[i].name;
@@ -360,10 +360,10 @@ fn the_gradient_of_the_whole_loss_is_that_of_finite_differences() {
             (0..of.len()).map(|i| (i, of[i])).max_by(|a, b| a.1.abs().total_cmp(&b.1.abs())).unwrap();
         let mut loss = |by: f32| {
             running.trainer.engine.with_resident(u, |p| p.host_mut()[range.start + i] += by);
-            let loss = running.trainer.accumulate(&source, 0, Word::default()).unwrap().loss;
+            let loss = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap().loss;
             running.trainer.engine.with_resident(u, |p| p.host_mut()[range.start + i] -= by);
             for u in 0..running.trainer.engine.shards.len() {
-                let spent = running.trainer.engine.finish(u).unwrap();
+                let spent = running.trainer.engine.finish_gradient(u).unwrap();
                 running.trainer.engine.recycle(u, spent);
             }
             loss
@@ -384,37 +384,40 @@ fn routings_over_shared_memory() {
     assert!(got.iter().all(|g| *g == expected));
 }
 
-/// What a placement is refused with.
-fn refused(model: &dyn Model, parallel: u32, placement: ExpertPlacement, world: usize) -> String {
-    let spec = ExpertsSpec { parallel, placement, ..ExpertsSpec::default() };
-    match Placement::new(&spec, model, 2, world) {
-        Ok(_) => String::new(),
-        Err((key, why)) => format!("{key}: {why}"),
-    }
+/// The code and key of the error of a placement; `None` if it is valid.
+fn placement_error(
+    model: &dyn Model,
+    parallel: u32,
+    placement: ExpertPlacement,
+    world: usize,
+) -> Option<(&'static str, String)> {
+    let spec = ExpertsSpec { expert_parallel_size: parallel, placement, ..ExpertsSpec::default() };
+    let error = ExpertLayout::new(&spec, model, 2, world).err()?;
+    Some((error.code().name(), error.subject().unwrap_or_default().to_owned()))
 }
 
 #[test]
-fn what_can_not_be_placed_is_refused_by_name() {
+fn an_invalid_placement_is_rejected_by_its_key() {
+    const SIZE: (&str, &str) = ("expert-parallel-size-invalid", "train.experts.expert_parallel_size");
+    const PLACEMENT: (&str, &str) = ("expert-placement-invalid", "train.experts.placement");
     let balanced = || ExpertPlacement::Balanced;
     let model = build(&ModelSpec { max_position_embeddings: 8, ..mixture("mixtral", 6, 2) }, 8).unwrap();
-    let said = |parallel, placement, world| refused(model.as_ref(), parallel, placement, world);
-    assert_eq!(said(2, balanced(), 4), "");
-    assert_eq!(said(2, balanced(), 3), "train.experts.parallel: 3 workers can't be divided into groups of 2");
-    assert!(said(4, balanced(), 4).contains("the 6 experts of a layer can't be spread evenly over 4 ranks"));
-    assert_eq!(said(4, ExpertPlacement::Experts(ranks(&[0, 1, 2, 3, 0, 0])), 4), "");
-    let missing = said(2, ExpertPlacement::Experts(ranks(&[0, 1, 0, 1, 0])), 2);
-    assert_eq!(missing, "train.experts.placement: layer 0: expert 5 has no rank");
-    let unknown = said(2, ExpertPlacement::Experts(ranks(&[0, 1, 0, 1, 0, 1, 1])), 2);
-    assert_eq!(unknown, "train.experts.placement: layer 0: there is no expert 6, only 0 to 5");
-    let rank = said(2, ExpertPlacement::Layers(BTreeMap::from([(1, ranks(&[0, 1, 2, 0, 0, 0]))])), 2);
-    assert_eq!(rank, "train.experts.placement: layer 1: expert 2 is on rank 2 of 2");
-    let layer = said(2, ExpertPlacement::Layers(BTreeMap::from([(2, ranks(&[0; 6]))])), 2);
-    assert_eq!(layer, "train.experts.placement: layer 2 has no experts");
+    let error = |parallel, placement, world| placement_error(model.as_ref(), parallel, placement, world);
+    let is = |error: Option<(&'static str, String)>, (code, key): (&str, &str)| {
+        assert_eq!(error.as_ref().map(|(code, key)| (*code, key.as_str())), Some((code, key)));
+    };
+    assert_eq!(error(2, balanced(), 4), None);
+    is(error(2, balanced(), 3), SIZE);
+    is(error(4, balanced(), 4), SIZE);
+    assert_eq!(error(4, ExpertPlacement::Experts(ranks(&[0, 1, 2, 3, 0, 0])), 4), None);
+    // Expert 5 has no rank; expert 6 does not exist; there is no rank 2; layer 2 has no experts.
+    is(error(2, ExpertPlacement::Experts(ranks(&[0, 1, 0, 1, 0])), 2), PLACEMENT);
+    is(error(2, ExpertPlacement::Experts(ranks(&[0, 1, 0, 1, 0, 1, 1])), 2), PLACEMENT);
+    let layers = |layer, experts| ExpertPlacement::Layers(BTreeMap::from([(layer, ranks(experts))]));
+    is(error(2, layers(1, &[0, 1, 2, 0, 0, 0]), 2), PLACEMENT);
+    is(error(2, layers(2, &[0; 6]), 2), ("experts-not-in-model", "train.experts.placement"));
     let dense = build(&ModelSpec { max_position_embeddings: 8, ..odd_model() }, 8).unwrap();
-    assert_eq!(
-        refused(dense.as_ref(), 2, balanced(), 2),
-        "train.experts: the model has no experts: remove `train.experts`"
-    );
+    is(placement_error(dense.as_ref(), 2, balanced(), 2), ("experts-not-in-model", "train.experts"));
     let keys = build(&ModelSpec { num_experts: Some(4), ..odd_model() }, 8).err().unwrap();
     assert_eq!(keys, "`num_experts` has no effect in the family `llama`: remove it");
 }

@@ -2,15 +2,15 @@
 //! the whole model, the bits those of any number of workers, and checkpoints follow another placement.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
-use ckpt::{Checkpoint, Role};
+use ckpt::{Checkpoint, TensorRole};
 use common::*;
 use contract::job::*;
 use std::{collections::BTreeMap, sync::Arc};
 use worker::{
-    resume::{Place, resume},
-    stages::Spec,
-    storage::Layout,
-    train::step::Word,
+    resume::{CheckpointDirs, resume},
+    stages::ResolvedSpec,
+    storage_layout::StorageLayout,
+    train::step::StepReport,
 };
 
 /// Two layers of six experts, two for each token.
@@ -79,7 +79,7 @@ fn any_world_stage_and_placement() {
         for (i, (world, parallel, placement)) in placements().into_iter().enumerate() {
             for stage in [i as u8 % 4, (i as u8 + 2) % 4] {
                 let mut s = make(stage);
-                (s.experts.parallel, s.experts.placement) = (parallel, placement.clone());
+                (s.experts.expert_parallel_size, s.experts.placement) = (parallel, placement.clone());
                 s.recompute =
                     if (i + stage as usize).is_multiple_of(2) { Recompute::Block } else { Recompute::None };
                 let got = fresh_run(&s, world, 1, 3);
@@ -92,11 +92,11 @@ fn any_world_stage_and_placement() {
 /// Every gradient of the first step by name; on one rank.
 fn gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
     let alone = Arc::new(comm::local::group(1).remove(0));
-    let mut running = build(spec, alone, 1).fresh();
-    running.trainer.accumulate(&MadeUp { vocab: spec.model.vocab_size }, 0, Word::default()).unwrap();
+    let mut running = build(spec, alone, 1).start_fresh();
+    running.trainer.accumulate(&MadeUp { vocab: spec.model.vocab_size }, 0, StepReport::default()).unwrap();
     let mut all = BTreeMap::new();
     for u in 0..running.trainer.engine.shards.len() {
-        let sum = running.trainer.engine.finish(u).unwrap();
+        let sum = running.trainer.engine.finish_gradient(u).unwrap();
         let mut rest = sum.host();
         for p in running.trainer.engine.shards[u].unit.trained_params() {
             let (own, after) = rest.split_at(p.len());
@@ -132,14 +132,14 @@ fn gradients_are_those_of_the_whole_model() {
 fn frozen_experts_stay_as_they_were_and_checkpoints_follow_another_placement() {
     let placed = |stage, parallel, placement| {
         let mut s = half(stage);
-        (s.experts.parallel, s.experts.placement) = (parallel, placement);
+        (s.experts.expert_parallel_size, s.experts.placement) = (parallel, placement);
         s
     };
     let whole = fresh_run(&half(0), 1, 1, 5);
     let dir = tempfile::tempdir().unwrap();
     let first = placed(2, 2, ranks(&[0, 1, 1, 1, 1, 1]));
     on_ranks(4, |c| {
-        let mut running = build(&first, c, 1).fresh();
+        let mut running = build(&first, c, 1).start_fresh();
         assert_eq!(steps(&mut running, 3), whole[..3]);
         let mut saver = saver(&running, &job(&first, dir.path(), false), dir.path());
         saver.begin(&mut running).unwrap();
@@ -149,18 +149,18 @@ fn frozen_experts_stay_as_they_were_and_checkpoints_follow_another_placement() {
     let count = |role| checkpoint.tensors().filter(|t| t.role == role).count();
     let frozen = &checkpoint.facts().model.frozen;
     assert_eq!(frozen.len(), 2 * 3 + 1 + 1 + 2);
-    assert_eq!(count(Role::ExpAvg) + frozen.len(), count(Role::Weight));
+    assert_eq!(count(TensorRole::ExpAvg) + frozen.len(), count(TensorRole::Weight));
     let fresh = {
         let alone = Arc::new(comm::local::group(1).remove(0));
         let mut all = BTreeMap::new();
-        golden::params(&build(&half(0), alone, 1).fresh(), |name, v| {
+        golden::params(&build(&half(0), alone, 1).start_fresh(), |name, v| {
             drop(all.insert(name.to_owned(), v.to_vec()))
         });
         all
     };
     for (name, begun) in &fresh {
         let mut now = vec![0.0; begun.len()];
-        checkpoint.read_f32(name, Role::Weight, 0..begun.len() as u64, &mut now).unwrap();
+        checkpoint.read_f32(name, TensorRole::Weight, 0..begun.len() as u64, &mut now).unwrap();
         assert_eq!(now == *begun, frozen.contains(name), "{name}");
     }
     for (world, next) in [
@@ -171,8 +171,8 @@ fn frozen_experts_stay_as_they_were_and_checkpoints_follow_another_placement() {
     ] {
         let after = on_ranks(world, |c| {
             let mut bound = build(&next, c, 1);
-            let layout = Layout::shared(world);
-            let place = Place { root: dir.path(), workdir: dir.path(), layout: &layout };
+            let layout = StorageLayout::shared(world);
+            let place = CheckpointDirs { root: dir.path(), workdir: dir.path(), layout: &layout };
             let job = job(&next, dir.path(), false);
             let mut told = Vec::new();
             let resumed = resume(&mut bound, &job, &place, "made up", &mut |event| {
@@ -181,21 +181,20 @@ fn frozen_experts_stay_as_they_were_and_checkpoints_follow_another_placement() {
             });
             let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
             assert!(!told.iter().any(|t| t.contains("parameter group") || t.contains("frozen")), "{told:?}");
-            steps(&mut bound.resumed(cursor), 2)
+            steps(&mut bound.start_at(cursor), 2)
         });
         assert!(after.iter().all(|a| *a == whole[3..]), "world {world}");
     }
 }
 
 #[test]
-fn patterns_of_experts_that_there_are_not_are_refused_by_name() {
-    let said = |freeze: &str| {
+fn a_pattern_that_matches_no_expert_is_rejected() {
+    let code = |freeze: &str| {
         let s = TrainSpec { freeze: texts(&[freeze]), ..spec(3) };
-        Spec::new(&s, s.model.vocab_size).unwrap().parameters().err().map(|e| e.message).unwrap_or_default()
+        let model = ResolvedSpec::new(&s, s.model.vocab_size).unwrap().build_model();
+        model.err().map(|e| (e.code().name(), e.diagnostic().subject().unwrap_or_default().to_owned()))
     };
-    assert!(
-        said("*.experts.6.*").starts_with("train.freeze: the pattern `*.experts.6.*` matches no parameter")
-    );
-    assert!(said("*").starts_with("train.freeze: it freezes every parameter"));
-    assert_eq!(said("*.experts.*"), "");
+    assert_eq!(code("*.experts.6.*"), Some(("parameter-pattern-unmatched", "train.freeze".to_owned())));
+    assert_eq!(code("*"), Some(("no-trained-parameters", "train.freeze".to_owned())));
+    assert_eq!(code("*.experts.*"), None);
 }

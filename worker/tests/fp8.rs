@@ -4,8 +4,8 @@
 mod common;
 use common::*;
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, Recompute, TrainSpec};
-use contract::preflight::TrainJudge;
-use worker::{stages::Spec, train::step::Word};
+use contract::preflight::Preflight;
+use worker::{stages::ResolvedSpec, train::step::StepReport};
 
 /// Sizes that are multiples of 16, and no others in common.
 fn llama() -> ModelSpec {
@@ -32,9 +32,9 @@ fn spec(model: ModelSpec, stage: u8, precision: Precision) -> TrainSpec {
 }
 
 fn learn(spec: &TrainSpec, steps: u64) -> Vec<f64> {
-    let mut running = build(spec, on_ranks(1, |c| c).remove(0), 2).fresh();
+    let mut running = build(spec, on_ranks(1, |c| c).remove(0), 2).start_fresh();
     let source = Learnable { vocab: spec.model.vocab_size, ignored: Some(7) };
-    (0..steps).map(|_| running.step(&source, Word::default()).unwrap().0.loss).collect()
+    (0..steps).map(|_| running.step(&source, StepReport::default()).unwrap().0.loss).collect()
 }
 
 /// The largest difference of a loss from bf16's, relative: about twice what was measured (0.029 and 0.040).
@@ -88,7 +88,11 @@ fn adapters() {
 fn what_fp8_cant_train_is_refused_by_name() {
     let why = |model: ModelSpec| {
         let spec = spec(model, 0, Precision::Fp8);
-        Spec::new(&spec, spec.model.vocab_size).and_then(Spec::parameters).err().unwrap().to_string()
+        ResolvedSpec::new(&spec, spec.model.vocab_size)
+            .and_then(ResolvedSpec::build_model)
+            .err()
+            .unwrap()
+            .to_string()
     };
     let ModelSpec { head_dim, .. } = llama();
     for (model, part) in [
@@ -124,12 +128,11 @@ fn the_plan_knows_fp8() {
             dir.path()
         );
         let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
-        worker::Judge.judge(&loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0, 1, 1)
+        worker::TrainPreflight.check_job(&loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0, 1, 1)
     };
-    let refused = judge("fp8", 250).problems;
+    let refused = judge("fp8", 250).errors;
     assert_eq!(refused.len(), 1, "{refused:?}");
-    assert_eq!(refused[0].path, "train.precision");
-    assert!(refused[0].message.contains("intermediate_size is 250"), "{refused:?}");
+    assert_eq!(refused[0].subject(), Some("train.precision"));
     let total = |precision| judge(precision, 256).memory[0].total;
     // 4 × 48 rows: the largest operands are those of the gradient of gate's and up's input, in two bytes an element.
     let operands = 4 * 48 * 512 + 96 * 512;

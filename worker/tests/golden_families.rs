@@ -12,7 +12,7 @@ use contract::job::ModelSpec;
 use serde_json::{Value, json};
 use std::{path::Path, sync::Arc};
 use worker::{
-    resume::{Origin, resume},
+    resume::{PretrainedModel, resume},
     stages::Cursor,
 };
 
@@ -108,11 +108,12 @@ fn resumed_runs_go_on_with_the_same_bits() {
         let after = on_ranks(2, |c| {
             let mut bound = build(&spec(1), c, 1);
             let job = job(&spec(1), dir.path(), false);
-            let layout = worker::storage::Layout::shared(bound.trainer.engine.world());
-            let place = worker::resume::Place { root: dir.path(), workdir: dir.path(), layout: &layout };
+            let layout = worker::storage_layout::StorageLayout::shared(bound.trainer.engine.world());
+            let place =
+                worker::resume::CheckpointDirs { root: dir.path(), workdir: dir.path(), layout: &layout };
             let resumed = resume(&mut bound, &job, &place, "made up", &mut |_| Ok(()));
             let cursor = resumed.unwrap().unwrap().cursor;
-            steps(&mut bound.resumed(cursor), 2)
+            steps(&mut bound.start_at(cursor), 2)
         });
         assert_eq!(after, [&whole[3..], &whole[3..]], "{name}");
     }
@@ -310,7 +311,7 @@ fn gpt2_as_the_hub_has_it() {
         let model = if own { from(folder) } else { model(folder) };
         let spec = train_spec(model, 3, 4, 1, 13);
         on_ranks(2, |c| {
-            let mut origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+            let mut origin = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
             let mut bound = build(&spec, c, 1);
             let mut said = Vec::new();
             let mut tell = |event| {
@@ -319,7 +320,7 @@ fn gpt2_as_the_hub_has_it() {
             };
             origin.load(&mut bound, &mut tell).unwrap();
             let config = bound.trainer.model.hf_config().clone();
-            (steps(&mut bound.resumed(Cursor::default()), 2), said, config)
+            (steps(&mut bound.start_at(Cursor::default()), 2), said, config)
         })
         .remove(0)
     };
@@ -332,10 +333,12 @@ fn gpt2_as_the_hub_has_it() {
     std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();
     let spec = train_spec(model(dir.path()), 3, 4, 1, 13);
     let lacking = on_ranks(1, |c| {
-        let mut origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
-        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err().message
+        let mut origin = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
     });
-    assert!(lacking[0].contains("lacks transformer.h.1.ln_2.bias"), "{lacking:?}");
+    assert_eq!(lacking[0].code().name(), "resume-model-mismatch");
+    let missing = lacking[0].diagnostic().field("missing").unwrap();
+    assert_eq!(*missing, serde_json::json!(["transformer.h.1.ln_2.bias"]));
 }
 
 /// A described model of each family is one that its own folder describes too, and trains the same on any world.
@@ -347,7 +350,7 @@ fn new_models_of_every_family() {
         let model = if family == "gpt2" { heads } else { model };
         let run = |world, stage| {
             let spec = train_spec(model.clone(), stage, 4, 1, 13);
-            on_ranks(world, |c| steps(&mut build(&spec, c, 1).fresh(), 3)).remove(0)
+            on_ranks(world, |c| steps(&mut build(&spec, c, 1).start_fresh(), 3)).remove(0)
         };
         let expected = run(1, 0);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "{family}: the steps must change something");
@@ -364,9 +367,11 @@ fn weights_of_another_model_are_refused() {
     std::fs::copy(folder("qwen2").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
     let spec = train_spec(from(dir.path()), 3, 2, 1, 13);
     let said = on_ranks(2, |c| {
-        let mut origin = Origin::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
-        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err().message
+        let mut origin = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
     });
-    assert!(said[0].contains("q_norm.weight") && said[0].starts_with("train.model.from: "), "{said:?}");
-    assert_eq!(said[0], said[1]);
+    assert_eq!(said[0].code().name(), "resume-model-mismatch");
+    let missing = said[0].diagnostic().field("missing").unwrap().as_array().unwrap();
+    assert!(missing.iter().any(|name| name.as_str().unwrap().ends_with("q_norm.weight")), "{missing:?}");
+    assert_eq!(said[0].diagnostic(), said[1].diagnostic());
 }

@@ -15,9 +15,9 @@ use std::{
     sync::Arc,
 };
 use worker::{
-    resume::{Origin, Place, begin, check_adapters, resume},
-    stages::Running,
-    storage::Layout,
+    resume::{CheckpointDirs, PretrainedModel, check_adapters, resume, start_from_model},
+    stages::RunningTrainer,
+    storage_layout::StorageLayout,
 };
 
 const CASES: [&str; 7] = ["q_v", "all_linear", "rslora", "one_module", "gemma", "gpt2", "experts"];
@@ -56,9 +56,9 @@ fn load(name: &str) -> Case {
     case
 }
 
-fn started(spec: &TrainSpec, comm: Arc<dyn Comm>) -> Running {
-    let mut origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap();
-    begin(build(spec, comm, 1), origin.as_mut(), &mut |event| panic!("{event:?}")).unwrap()
+fn started(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
+    let mut origin = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap();
+    start_from_model(build(spec, comm, 1), origin.as_mut(), &mut |event| panic!("{event:?}")).unwrap()
 }
 
 fn alone() -> Arc<dyn Comm> {
@@ -87,7 +87,7 @@ fn gathered(spec: &TrainSpec, world: usize, dir: &Path) -> [PathBuf; 2] {
     })
 }
 
-fn save(running: &mut Running, spec: &TrainSpec, dir: &Path) -> PathBuf {
+fn save(running: &mut RunningTrainer, spec: &TrainSpec, dir: &Path) -> PathBuf {
     let mut saver = saver(running, &job(spec, dir, false), dir);
     saver.begin(running).unwrap();
     saver.finish(running).unwrap().unwrap().path
@@ -134,7 +134,7 @@ fn adapters_come_out_as_they_went_in_and_merged_as_peft_merges() {
 #[test]
 fn a_checkpoint_without_adapters_has_none_to_merge() {
     let (spec, dir) = (train_spec(odd_model(), 0, 2, 1, 11), tempfile::tempdir().unwrap());
-    let mut running = build(&spec, alone(), 1).fresh();
+    let mut running = build(&spec, alone(), 1).start_fresh();
     let path = save(&mut running, &spec, dir.path());
     let options = GatherOptions { merge_lora: true, ..GatherOptions::default() };
     let out = dir.path().join("out");
@@ -169,7 +169,7 @@ fn any_world_stage_and_recomputation_with_dropout() {
 fn any_size_of_expert_groups() {
     let spec = |stage, parallel| {
         let mut spec = adapted(base("mixtral"), stage);
-        spec.experts.parallel = parallel;
+        spec.experts.expert_parallel_size = parallel;
         spec
     };
     let run = |stage, parallel, world| {
@@ -191,7 +191,7 @@ fn sixteen_bits_for_any_world_and_stage() {
     {
         let spec = |stage, parallel| {
             let mut spec = adapted(base(name), stage);
-            (spec.precision, spec.experts.parallel) = (precision, parallel);
+            (spec.precision, spec.experts.expert_parallel_size) = (precision, parallel);
             spec.loss_scale.initial_scale_power = 12;
             spec
         };
@@ -211,13 +211,13 @@ fn sixteen_bits_for_any_world_and_stage() {
 }
 
 /// Goes on from the newest checkpoint under `root`.
-fn go_on(spec: &TrainSpec, comm: Arc<dyn Comm>, root: &Path) -> Running {
+fn go_on(spec: &TrainSpec, comm: Arc<dyn Comm>, root: &Path) -> RunningTrainer {
     let world = comm.world();
     let mut bound = build(spec, comm, 1);
-    let place = Place { root, workdir: root, layout: &Layout::shared(world) };
+    let place = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
     let resumed = resume(&mut bound, &job(spec, root, false), &place, "made up", &mut |_| Ok(()));
     let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
-    bound.resumed(cursor)
+    bound.start_at(cursor)
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn a_run_with_adapters_goes_on_with_the_same_bits() {
         let dir = tempfile::tempdir().unwrap();
         on_ranks(n, |c| {
             let spec = adapted(odd_model(), from);
-            let mut running = build(&spec, c, 1).fresh();
+            let mut running = build(&spec, c, 1).start_fresh();
             steps(&mut running, 3);
             save(&mut running, &spec, dir.path());
         });
@@ -245,7 +245,7 @@ fn the_loss_changes_as_the_gradient_says_with_dropout() {
             spec.model.tie_word_embeddings = true;
         }
         spec.lora = Some(LoraSpec { targets, alpha: 12.0, ..new(3, 0.25) });
-        let mut running = build(&spec, alone(), 1).fresh();
+        let mut running = build(&spec, alone(), 1).start_fresh();
         // away from the beginning, where A has no gradient
         steps(&mut running, 4);
         let (slope, norm) = slope_and_norm(&mut running, 0.02);
@@ -261,7 +261,7 @@ fn evaluation_drops_nothing() {
     let source = MadeUp { vocab: 131 };
     let loss = |dropout| {
         let spec = TrainSpec { lora: Some(new(3, dropout)), ..train_spec(odd_model(), 0, 8, 1, 11) };
-        let mut running = build(&spec, alone(), 1).fresh();
+        let mut running = build(&spec, alone(), 1).start_fresh();
         // B is no longer zero, and the same in both
         for u in 0..running.trainer.engine.shards.len() {
             let unit = running.trainer.engine.shards[u].unit.clone();
@@ -277,22 +277,26 @@ fn evaluation_drops_nothing() {
 }
 
 #[test]
-fn adapters_of_another_model_are_refused_by_name() {
-    let of = |adapter: &str, family: &str, targets: LoraTargets| {
+fn adapters_of_another_model_are_rejected_with_the_tensors_that_differ() {
+    let check = |adapter: &str, family: &str, targets: LoraTargets| {
         let mut spec = train_spec(base(family), 3, 2, 1, 11);
         spec.lora = Some(LoraSpec { targets, ..new(3, 0.0) });
         let running = started(&spec, alone());
         let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-        check_adapters(&folder("lora", adapter).join("adapter"), &units).err().unwrap_or_default()
+        check_adapters(&folder("lora", adapter).join("adapter"), &units).map(drop)
     };
     let names = |names: &[&str]| LoraTargets::Names(names.iter().map(|n| (*n).to_owned()).collect());
-    assert_eq!(of("q_v", "llama_linear", names(&["q_proj", "v_proj"])), "");
-    for (said, expected) in [
-        (of("q_v", "llama_linear", names(&["q_proj"])), "the model has no place for"),
-        (of("q_v", "llama_linear", LoraTargets::AllLinear), "they lack"),
-        (of("q_v", "qwen3", names(&["q_proj", "v_proj"])), "of other shapes are"),
-        (of("gpt2", "llama_linear", names(&["q_proj"])), "they lack model.layers.0.self_attn.q_proj.lora_A"),
+    assert_eq!(check("q_v", "llama_linear", names(&["q_proj", "v_proj"])), Ok(()));
+    for (result, field) in [
+        (check("q_v", "llama_linear", names(&["q_proj"])), "extra"),
+        (check("q_v", "llama_linear", LoraTargets::AllLinear), "missing"),
+        (check("q_v", "qwen3", names(&["q_proj", "v_proj"])), "shapes"),
+        (check("gpt2", "llama_linear", names(&["q_proj"])), "missing"),
     ] {
-        assert!(said.contains(expected) && said.contains("lora_"), "{said}");
+        let error = result.unwrap_err();
+        assert_eq!(error.code().name(), "adapter-model-mismatch");
+        let tensors = error.field(field).unwrap().as_array().unwrap();
+        assert!(tensors.iter().all(|name| name.as_str().unwrap().contains("lora_")), "{tensors:?}");
+        assert!(!tensors.is_empty(), "{field}: {error}");
     }
 }

@@ -2,16 +2,16 @@
 //! resumed, and checkpoints go to and from runs with masters.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
-use ckpt::{Checkpoint, GatherOptions, Role, Source as _, gather};
+use ckpt::{Checkpoint, GatherOptions, TensorRole, TensorSource as _, gather};
 use common::*;
-use contract::{job::*, preflight::TrainJudge};
+use contract::{job::*, preflight::Preflight};
 use device::{Dtype, Ops};
 use std::{collections::BTreeMap, path::Path};
 use worker::{
-    resume::{Place, resume},
-    stages::Running,
-    storage::Layout,
-    train::step::Word,
+    resume::{CheckpointDirs, resume},
+    stages::RunningTrainer,
+    storage_layout::StorageLayout,
+    train::step::StepReport,
 };
 
 const BEFORE: u64 = 3;
@@ -47,7 +47,7 @@ fn any_world_stage_and_number_of_threads() {
         }
     }
     for stage in [1, 3] {
-        let all = on_hosts(&[0, 0, 1], |c| steps(&mut build(&narrow(stage), c, 1).fresh(), 4));
+        let all = on_hosts(&[0, 0, 1], |c| steps(&mut build(&narrow(stage), c, 1).start_fresh(), 4));
         assert!(all.iter().all(|r| *r == expected), "two hosts, stage {stage}");
     }
     let again = TrainSpec { recompute: Recompute::Block, ..narrow(3) };
@@ -110,7 +110,7 @@ fn part_of_a_model_fp8_and_experts() {
     let expected = fresh_run(&experts(0), 1, 1, 3);
     for (stage, world) in [(1, 2), (3, 4)] {
         let mut spec = experts(stage);
-        spec.experts.parallel = 2;
+        spec.experts.expert_parallel_size = 2;
         assert_eq!(fresh_run(&spec, world, 1, 3), expected, "experts of two ranks, stage {stage}");
     }
 }
@@ -119,7 +119,7 @@ fn part_of_a_model_fp8_and_experts() {
 fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
     let job = job(spec, root, asynchronous);
     on_ranks(world, |c| {
-        let mut running = build(spec, c, 1).fresh();
+        let mut running = build(spec, c, 1).start_fresh();
         steps(&mut running, BEFORE);
         let mut saver = saver(&running, &job, root);
         saver.begin(&mut running).unwrap();
@@ -131,17 +131,21 @@ fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: boo
 }
 
 /// Resumes: the run, and what is told.
-fn resumed(spec: &TrainSpec, comm: std::sync::Arc<dyn comm::Comm>, root: &Path) -> (Running, Vec<String>) {
+fn resumed(
+    spec: &TrainSpec,
+    comm: std::sync::Arc<dyn comm::Comm>,
+    root: &Path,
+) -> (RunningTrainer, Vec<String>) {
     let (job, world) = (job(spec, root, false), comm.world());
     let mut bound = build(spec, comm, 1);
     let mut events = Vec::new();
-    let place = Place { root, workdir: root, layout: &Layout::shared(world) };
+    let place = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
     let from = resume(&mut bound, &job, &place, "made up", &mut |e| {
         events.push(format!("{e:?}"));
         Ok(())
     });
     let cursor = from.unwrap().expect("a checkpoint").cursor;
-    (bound.resumed(cursor), events)
+    (bound.start_at(cursor), events)
 }
 
 fn resume_and_train(spec: &TrainSpec, world: usize, root: &Path) -> (Vec<(u64, u64)>, Vec<String>) {
@@ -167,7 +171,7 @@ fn a_run_goes_on_on_any_other_number_of_workers() {
 }
 
 /// The resident parameters of a run of one rank, as f32.
-fn weights(running: &Running) -> Vec<f32> {
+fn weights(running: &RunningTrainer) -> Vec<f32> {
     let engine = &running.trainer.engine;
     (0..engine.shards.len())
         .flat_map(|u| {
@@ -231,20 +235,22 @@ fn a_checkpoint_holds_the_weights_in_bf16_and_gathers_them_as_they_are() {
     train_and_save(&with_masters(3), 2, &dir.path().join("masters"), false);
     let open = |name: &str| Checkpoint::open(&dir.path().join(name).join("step-00000003")).unwrap();
     let (checkpoint, other) = (open("narrow"), open("masters"));
-    let weights = checkpoint.tensors().filter(|t| t.role == Role::Weight);
+    let weights = checkpoint.tensors().filter(|t| t.role == TensorRole::Weight);
     let elements: u64 = weights.map(|t| t.elements()).sum();
-    assert!(checkpoint.tensors().all(|t| (t.role == Role::Weight) == (t.dtype == ckpt::Dtype::BF16)));
+    assert!(checkpoint.tensors().all(|t| (t.role == TensorRole::Weight) == (t.dtype == ckpt::Dtype::BF16)));
     let saved = other.bytes() - checkpoint.bytes();
     assert!((2 * elements).abs_diff(saved) < 4096, "two bytes less for each of {elements}: {saved}");
     assert!(ckpt::verify(&dir.path().join("narrow")).unwrap().is_sound());
     let out = dir.path().join("out");
     let report = gather(&checkpoint, &out, &GatherOptions::default(), |_, _| ()).unwrap();
     assert_eq!((report.dtype, report.bytes), (ckpt::Dtype::BF16, 2 * elements));
-    let ckpt::Found::Foreign(folder) = ckpt::find(&out).unwrap() else { panic!("a folder of weights") };
-    for t in checkpoint.tensors().filter(|t| t.role == Role::Weight) {
+    let ckpt::OpenedCheckpoint::External(folder) = ckpt::find(&out).unwrap() else {
+        panic!("a folder of weights")
+    };
+    for t in checkpoint.tensors().filter(|t| t.role == TensorRole::Weight) {
         let (mut a, mut b) = (vec![0.0; t.elements() as usize], vec![1.0; t.elements() as usize]);
         checkpoint.read_f32(&t.name, t.role, 0..t.elements(), &mut a).unwrap();
-        let request = ckpt::Request { name: &t.name, role: t.role, start_element: 0, out: &mut b };
+        let request = ckpt::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut b };
         folder.read_many(&mut [request]).unwrap();
         assert_eq!(a, b, "{}", t.name);
     }
@@ -262,8 +268,8 @@ fn the_plan_counts_no_master_weights() {
         );
         let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
         let job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
-        let verdict = worker::Judge.judge(&job, world, 1);
-        assert!(verdict.problems.is_empty(), "{:?}", verdict.problems);
+        let verdict = worker::TrainPreflight.check_job(&job, world, 1);
+        assert!(verdict.errors.is_empty(), "{:?}", verdict.errors);
         let parts: BTreeMap<String, u64> = verdict.memory[0].parts.iter().cloned().collect();
         (verdict.parameters, parts)
     };
@@ -276,20 +282,20 @@ fn the_plan_counts_no_master_weights() {
     assert_eq!((n, sum(&masters), sum(&alone)), (same, 18 * n, 14 * n));
     assert!(!alone.contains_key("master weights"), "{alone:?}");
     // the largest tensor: an intermediate matrix of the default model
-    assert_eq!(alone["weights being updated"], 4 * 256 * 688);
+    assert_eq!(alone["fp32 copy of updated weights"], 4 * 256 * 688);
     assert_eq!(masters["checkpoint copy (async)"] - alone["checkpoint copy (async)"], 2 * n);
     // of four workers each keeps a fourth of masters, and everything of the rest in stage 1
     let (_, sharded) = parts("  master_weights: false\n  zero: {stage: 1}\n", 4);
     assert_eq!(sharded["parameters"], 2 * n);
-    assert!(sharded["weights being updated"] <= alone["weights being updated"]);
+    assert!(sharded["fp32 copy of updated weights"] <= alone["fp32 copy of updated weights"]);
 }
 
 /// Losses of a run whose steps are so small that most of them are less than half a step of the weights in bf16. `nearest`: the
 /// masters are rounded after each step, so that nothing is kept of what bf16 lacks.
 fn learn(spec: &TrainSpec, nearest: bool, steps: u64) -> Vec<f64> {
-    let mut running = build(spec, on_ranks(1, |c| c).remove(0), 2).fresh();
+    let mut running = build(spec, on_ranks(1, |c| c).remove(0), 2).start_fresh();
     let source = Learnable { vocab: spec.model.vocab_size, ignored: None };
-    let round = |running: &mut Running| {
+    let round = |running: &mut RunningTrainer| {
         for u in 0..running.trainer.engine.shards.len() {
             running.trainer.engine.with_resident(u, |p| {
                 let rounded = to_nearest(p.host());
@@ -302,7 +308,7 @@ fn learn(spec: &TrainSpec, nearest: bool, steps: u64) -> Vec<f64> {
             if nearest {
                 round(&mut running);
             }
-            running.step(&source, Word::default()).unwrap().0.loss
+            running.step(&source, StepReport::default()).unwrap().0.loss
         })
         .collect()
 }

@@ -5,9 +5,9 @@ use common::*;
 use contract::job::*;
 use std::path::Path;
 use worker::{
-    resume::{Place, resume},
-    stages::Spec,
-    storage::Layout,
+    resume::{CheckpointDirs, resume},
+    stages::ResolvedSpec,
+    storage_layout::StorageLayout,
 };
 
 fn spec(stage: u8, name: OptimizerName, directory: Option<&Path>) -> TrainSpec {
@@ -59,22 +59,26 @@ fn checkpoints_hold_them_and_fill_them() {
     let expected = fresh_run(&of(0, false), 1, 1, 5).split_off(3);
     on_ranks(3, |c| {
         let spec = of(3, true);
-        let mut running = build(&spec, c, 1).fresh();
+        let mut running = build(&spec, c, 1).start_fresh();
         steps(&mut running, 3);
         // asked for in the background: it is not
         let mut saver = saver(&running, &job(&spec, dir.path(), true), dir.path());
         saver.begin(&mut running).unwrap();
-        assert!(!saver.writing());
+        assert!(!saver.is_writing());
         saver.finish(&running).unwrap();
     });
     for (stage, offload, world) in [(0, true, 2), (2, false, 2), (1, true, 4)] {
         let after = on_ranks(world, |c| {
             let spec = of(stage, offload);
             let mut bound = build(&spec, c, 1);
-            let place = Place { root: dir.path(), workdir: dir.path(), layout: &Layout::shared(world) };
+            let place = CheckpointDirs {
+                root: dir.path(),
+                workdir: dir.path(),
+                layout: &StorageLayout::shared(world),
+            };
             let job = job(&spec, dir.path(), false);
             let resumed = resume(&mut bound, &job, &place, "made up", &mut |_| Ok(())).unwrap().unwrap();
-            steps(&mut bound.resumed(resumed.cursor), 2)
+            steps(&mut bound.start_at(resumed.cursor), 2)
         });
         assert!(after.iter().all(|a| *a == expected), "stage {stage}, {world} workers, in files: {offload}");
     }
@@ -88,7 +92,8 @@ fn a_directory_that_cannot_be_made_is_refused_by_name() {
     let spec = spec(3, OptimizerName::Adamw, Some(&file));
     let comm: std::sync::Arc<dyn comm::Comm> = std::sync::Arc::new(comm::local::group(1).remove(0));
     let ops: std::sync::Arc<dyn device::Ops> = std::sync::Arc::new(device::Cpu::new(1));
-    let parameters = Spec::new(&spec, spec.model.vocab_size).unwrap().parameters().unwrap();
-    let refused = parameters.shard(comm, ops).unwrap().bind_optimizer().err().unwrap().message;
-    assert!(refused.contains("train.zero.offload: no file") && refused.contains("file: "), "{refused}");
+    let parameters = ResolvedSpec::new(&spec, spec.model.vocab_size).unwrap().build_model().unwrap();
+    let error = parameters.shard(comm, ops).unwrap().create_optimizer().err().unwrap();
+    assert_eq!(error.code().name(), "offload-storage-unusable");
+    assert_eq!(error.diagnostic().subject(), Some("train.zero.offload"));
 }

@@ -9,7 +9,7 @@ use common::{
 };
 use contract::job::{Precision, Recompute, TrainSpec};
 use std::{collections::BTreeMap, path::Path, sync::Arc};
-use worker::{stages::Running, train::step::Word};
+use worker::{stages::RunningTrainer, train::step::StepReport};
 
 /// Rounding errors are random, and a gradient that is the small rest of large terms has any error: a tensor alone may have this
 /// many times torch's.
@@ -23,7 +23,7 @@ const FEW: [&str; 3] = ["loss", "losses", "grad_norms"];
 const FEW_TOGETHER: f64 = 1.1;
 
 /// A golden case, and how its run begins.
-type Start = fn(&Case) -> Running;
+type Start = fn(&Case) -> RunningTrainer;
 
 fn cases() -> Vec<(&'static str, Case, Start)> {
     let of_llama = ["mha", "gqa_tied", "odd", "packed"].into_iter();
@@ -57,14 +57,14 @@ fn together(all: BTreeMap<String, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
 fn answers(case: &Case, start: Start) -> BTreeMap<String, Vec<f32>> {
     let mut out = BTreeMap::new();
     let mut running = start(case);
-    let outcome = running.trainer.accumulate(case, 0, Word::default()).unwrap();
+    let outcome = running.trainer.accumulate(case, 0, StepReport::default()).unwrap();
     out.insert("loss".to_string(), vec![outcome.loss as f32]);
     out.insert("loss_per_token".into(), running.trainer.work.loss.host().to_vec());
     out.insert("logits".into(), logits(&running, case));
     let positions = (case.spec.batch.global * case.spec.data.seq_len) as f32;
     let mean = positions / outcome.targets as f32 / running.trainer.loss_scale.factor();
     for u in 0..running.trainer.engine.shards.len() {
-        let g = running.trainer.engine.finish(u).unwrap();
+        let g = running.trainer.engine.finish_gradient(u).unwrap();
         let unit = &running.trainer.engine.shards[u].unit;
         for (i, spec) in unit.params.iter().enumerate() {
             let ours = g.host()[unit.range(i)].iter().map(|x| x * mean).collect();
@@ -73,7 +73,7 @@ fn answers(case: &Case, start: Start) -> BTreeMap<String, Vec<f32>> {
     }
     let mut running = start(case);
     let (losses, norms): (Vec<_>, Vec<_>) = (0..10)
-        .map(|_| running.step(case, Word::default()).unwrap().0)
+        .map(|_| running.step(case, StepReport::default()).unwrap().0)
         .map(|o| (o.loss as f32, o.grad_norm as f32))
         .unzip();
     out.insert("losses".into(), losses);

@@ -5,8 +5,8 @@ use common::*;
 use contract::job::*;
 use std::path::Path;
 use worker::{
-    resume::{Place, resume},
-    storage::Layout,
+    resume::{CheckpointDirs, resume},
+    storage_layout::StorageLayout,
 };
 
 const BEFORE: u64 = 3;
@@ -16,7 +16,7 @@ const AFTER: u64 = 2;
 fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
     let job = job(spec, root, asynchronous);
     on_ranks(world, |c| {
-        let mut running = build(spec, c, 1).fresh();
+        let mut running = build(spec, c, 1).start_fresh();
         steps(&mut running, BEFORE);
         let mut saver = saver(&running, &job, root);
         saver.begin(&mut running).unwrap();
@@ -34,13 +34,13 @@ fn resume_and_train(spec: &TrainSpec, world: usize, root: &Path) -> (Vec<(u64, u
     let all = on_ranks(world, |c| {
         let mut bound = build(spec, c, 1);
         let mut events = Vec::new();
-        let place = Place { root, workdir: root, layout: &Layout::shared(world) };
+        let place = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
         let resumed = resume(&mut bound, &job, &place, "made up", &mut |e| {
             events.push(format!("{e:?}"));
             Ok(())
         });
         let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
-        (steps(&mut bound.resumed(cursor), AFTER), events)
+        (steps(&mut bound.start_at(cursor), AFTER), events)
     });
     all.into_iter().next().unwrap()
 }
@@ -139,7 +139,10 @@ fn a_damaged_checkpoint_is_passed_over_and_said_so() {
     let expected = fresh_run(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
     let (got, events) = resume_and_train(&spec(3), 3, dir.path());
     assert_eq!(got, expected);
-    assert!(events.iter().any(|e| e.contains("passed over") && e.contains("step-00000009")), "{events:?}");
+    assert!(
+        events.iter().any(|e| e.contains("skipped damaged checkpoint") && e.contains("step-00000009")),
+        "{events:?}"
+    );
 }
 
 #[test]
@@ -150,21 +153,22 @@ fn another_model_or_optimizer_is_refused_by_name() {
         let job = job(other, dir.path(), false);
         let errors = on_ranks(2, |c| {
             let mut bound = build(other, c, 1);
-            let place = Place { root: dir.path(), workdir: dir.path(), layout: &Layout::shared(2) };
+            let place =
+                CheckpointDirs { root: dir.path(), workdir: dir.path(), layout: &StorageLayout::shared(2) };
             resume(&mut bound, &job, &place, "made up", &mut |_| Ok(())).err().unwrap()
         });
-        assert_eq!(errors[0].exit, contract::exit::WorkerExit::Checkpoint);
-        errors[0].message.clone()
+        assert_eq!(errors[0].exit(), contract::exit::WorkerExit::Checkpoint);
+        errors.into_iter().next().unwrap()
     };
     let mut wider = spec(2);
     wider.model.intermediate_size = 58;
-    let message = refused(&wider);
-    assert!(message.contains("model.layers.0.mlp.gate_proj.weight"), "{message}");
+    assert_eq!(refused(&wider).code().name(), "checkpoint-model-mismatch");
     let mut sgd = spec(2);
     sgd.optimizer.name = OptimizerName::Sgd;
     sgd.optimizer.momentum = 0.9;
-    let message = refused(&sgd);
-    assert!(message.contains("momentum"), "{message}");
+    let error = refused(&sgd);
+    assert_eq!(error.code().name(), "resume-optimizer-mismatch");
+    assert_eq!(*error.diagnostic().field("role").unwrap(), serde_json::json!("momentum"));
 }
 
 #[test]
@@ -177,6 +181,6 @@ fn changed_settings_are_told() {
     changed.steps = 30;
     let (_, events) = resume_and_train(&changed, 2, dir.path());
     assert!(events.iter().any(|e| e.contains("weight_decay 0.2 (checkpoint: 0.1)")), "{events:?}");
-    assert!(events.iter().any(|e| e.contains("seed is 8 here and 7")), "{events:?}");
-    assert!(events.iter().any(|e| e.contains("steps is 30 here and 20")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("train.seed is 8 (checkpoint: 7)")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("train.steps is 30 (checkpoint: 20)")), "{events:?}");
 }

@@ -5,7 +5,7 @@ use common::*;
 use contract::job::*;
 use worker::{
     model::Batch,
-    train::{sample::Sampling, step::Source},
+    train::{sample::SampleRequest, step::SampleSource},
 };
 
 fn spec(family: &str, stage: u8) -> TrainSpec {
@@ -16,9 +16,9 @@ fn spec(family: &str, stage: u8) -> TrainSpec {
     train_spec(model, stage, 8, 2, 11)
 }
 
-fn sampled(spec: &TrainSpec, world: usize, asked: &Sampling) -> Vec<u32> {
+fn sampled(spec: &TrainSpec, world: usize, asked: &SampleRequest) -> Vec<u32> {
     let all = on_ranks(world, |c| {
-        let mut running = build(spec, c, 1).fresh();
+        let mut running = build(spec, c, 1).start_fresh();
         steps(&mut running, 1);
         let first = running.trainer.sample(asked, 1).unwrap();
         // and training goes on as if nothing had been
@@ -26,7 +26,7 @@ fn sampled(spec: &TrainSpec, world: usize, asked: &Sampling) -> Vec<u32> {
     });
     assert!(all.iter().skip(1).all(|(tokens, _)| tokens.is_empty()), "rank 0 alone has them");
     assert!(all.iter().all(|(_, after)| *after == all[0].1));
-    let whole = on_ranks(world, |c| steps(&mut build(spec, c, 1).fresh(), 2)).remove(0);
+    let whole = on_ranks(world, |c| steps(&mut build(spec, c, 1).start_fresh(), 2)).remove(0);
     assert_eq!(all[0].1, whole[1..], "sampling changes nothing");
     all.into_iter().next().unwrap().0
 }
@@ -35,7 +35,7 @@ fn sampled(spec: &TrainSpec, world: usize, asked: &Sampling) -> Vec<u32> {
 fn any_world_and_stage() {
     for (family, temperature) in [("llama", 0.0), ("gpt2", 0.7), ("mixtral", 1.0), ("gemma2", 0.0)] {
         // more than a sample holds
-        let asked = Sampling::new(vec![5, 9, 2], 14, temperature, 7);
+        let asked = SampleRequest::new(vec![5, 9, 2], 14, temperature, 7);
         let expected = sampled(&spec(family, 0), 1, &asked);
         assert_eq!(expected.len(), 14);
         for (stage, world) in [(0, 2), (1, 3), (2, 4), (3, 3)] {
@@ -51,7 +51,7 @@ struct Asked {
     label: u32,
 }
 
-impl Source for Asked {
+impl SampleSource for Asked {
     fn fill(&self, _: u64, batch: &mut Batch) -> worker::error::Result<()> {
         batch.tokens.fill(0);
         batch.tokens[..self.prompt.len()].copy_from_slice(&self.prompt);
@@ -66,7 +66,7 @@ impl Source for Asked {
 fn the_likeliest_token_has_the_least_loss() {
     for family in ["llama", "gpt2", "gemma2", "qwen3"] {
         let comm = std::sync::Arc::new(comm::local::group(1).remove(0));
-        let mut running = build(&spec(family, 0), comm, 1).fresh();
+        let mut running = build(&spec(family, 0), comm, 1).start_fresh();
         for prompt in [vec![3], vec![17, 4, 99, 0, 0], vec![8; 11]] {
             let losses = (0..131).map(|label| {
                 let source = Asked { prompt: prompt.clone(), label };
@@ -74,7 +74,7 @@ fn the_likeliest_token_has_the_least_loss() {
             });
             let losses: Vec<f64> = losses.collect();
             let least = (0..131).min_by(|a, b| losses[*a].total_cmp(&losses[*b])).unwrap();
-            let asked = Sampling::new(prompt.clone(), 1, 0.0, 7);
+            let asked = SampleRequest::new(prompt.clone(), 1, 0.0, 7);
             assert_eq!(running.trainer.sample(&asked, 0).unwrap(), [least as u32], "{family}: {prompt:?}");
         }
     }

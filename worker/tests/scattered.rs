@@ -5,11 +5,11 @@ use common::*;
 use contract::job::*;
 use std::path::{Path, PathBuf};
 use worker::{
-    resume::{Place, resume},
-    save::{Identity, Saver},
-    state::model_card,
-    storage::{Layout, survey},
-    zero::queue::Queue,
+    resume::{CheckpointDirs, resume},
+    save::{CheckpointSaver, RunMetadata},
+    state::checkpoint_model_spec,
+    storage_layout::{StorageLayout, detect_layout},
+    zero::collective_queue::CollectiveQueue,
 };
 
 fn job(train: &TrainSpec, dir: &Path) -> JobSpec {
@@ -25,33 +25,39 @@ fn job(train: &TrainSpec, dir: &Path) -> JobSpec {
 }
 
 /// Rank r's directory when it is on host `hosts[r]`, and who shares it.
-fn look(queue: &Queue, hosts: &[usize], dir: &Path) -> (PathBuf, Layout) {
+fn look(queue: &CollectiveQueue, hosts: &[usize], dir: &Path) -> (PathBuf, StorageLayout) {
     let rank = queue.comm().rank();
     let root = dir.join(format!("host-{}", hosts[rank]));
     let leader = hosts.iter().position(|h| *h == hosts[rank]) == Some(rank);
     let name = format!("n{}", hosts[rank]);
-    let layout = survey(queue, leader, &name, "token", &root, false).unwrap();
+    let layout = detect_layout(queue, leader, &name, "token", &root, false).unwrap();
     (root, layout)
 }
 
-/// Goes on from the newest checkpoint if there is one, takes `count` steps and saves. What the steps gave, or the refusal.
-fn stretch(spec: &TrainSpec, hosts: &[usize], dir: &Path, count: u64) -> Result<Vec<(u64, u64)>, String> {
+/// Resumes from the newest checkpoint if there is one, takes `count` steps and saves. Returns the bits of
+/// the losses, or the error of resuming.
+fn stretch(
+    spec: &TrainSpec,
+    hosts: &[usize],
+    dir: &Path,
+    count: u64,
+) -> Result<Vec<(u64, u64)>, worker::error::Error> {
     let job = job(spec, dir);
     let mut all = on_ranks(hosts.len(), |c| {
         let mut bound = build(spec, c, 1);
         let (root, layout) = look(bound.trainer.engine.queue(), hosts, dir);
-        let place = Place { root: &root, workdir: &root, layout: &layout };
+        let place = CheckpointDirs { root: &root, workdir: &root, layout: &layout };
         let resumed = match resume(&mut bound, &job, &place, "made up", &mut |_| Ok(())) {
             Ok(resumed) => resumed,
-            Err(e) => return Err(e.message),
+            Err(e) => return Err(e),
         };
         let mut running = match resumed {
-            Some(r) => bound.resumed(r.cursor),
-            None => bound.fresh(),
+            Some(r) => bound.start_at(r.cursor),
+            None => bound.start_fresh(),
         };
         let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-        let identity = Identity {
-            model: model_card(running.trainer.model.as_ref(), &units, running.train(), 0),
+        let identity = RunMetadata {
+            model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train(), 0),
             tokenizer: Vec::new(),
             job: job.clone(),
             data_digest: "made up".into(),
@@ -59,7 +65,7 @@ fn stretch(spec: &TrainSpec, hosts: &[usize], dir: &Path, count: u64) -> Result<
             rng_decision: serde_json::Value::Null,
         };
         let took = steps(&mut running, count);
-        let mut saver = Saver::new(root, job.checkpoint.clone(), identity, None, layout);
+        let mut saver = CheckpointSaver::new(root, job.checkpoint.clone(), identity, None, layout);
         saver.begin(&mut running).unwrap();
         saver.finish(&running).unwrap().unwrap();
         Ok(took)
@@ -79,6 +85,8 @@ fn any_hosts_go_on_with_the_same_bits_and_a_missing_one_is_named() {
         let root = apart.path().join(format!("host-{host}"));
         assert_eq!(ckpt::list(&root).unwrap().len(), 1, "checkpoint.keep is 1");
     }
-    let refused = stretch(&spec, &[0, 2], apart.path(), 1).unwrap_err();
-    assert!(refused.contains("shard-00002-of-00003.safetensors lies on host n1 (id "), "{refused}");
+    let error = stretch(&spec, &[0, 2], apart.path(), 1).unwrap_err();
+    assert_eq!(error.code().name(), "resume-no-usable-checkpoint");
+    let causes = error.diagnostic().causes().join("\n");
+    assert!(causes.contains("shard-00002-of-00003.safetensors") && causes.contains("n1"), "{causes}");
 }

@@ -1,14 +1,188 @@
-//! Codes of errors about the command line and the terminal.
+//! Codes of errors about the command line, runs that are named on it, imports and batch scripts.
 
 codes! {
+    // --- the command line ----------------------------------------------------------------------
     USAGE: Usage = "usage" {
         summary: "The command line is not valid.",
         cause: "An option is unknown, a value is missing or of the wrong form, or two options contradict each other.",
         remedy: "Run the command with --help to see what it takes.",
     }
+    COMMAND_MISSING: Usage = "command-missing" {
+        summary: "The command line names neither a job nor a complete command.",
+        cause: "`launch` was called without arguments, or a command such as `launch ckpt` without its subcommand.",
+        remedy: "Name a job (`launch job.yaml`), or a command that `launch --help` lists.",
+    }
+    CODE_UNKNOWN: Usage = "code-unknown" {
+        summary: "`launch explain` was called with a code that does not exist.",
+        cause: "The code is misspelled, or it belongs to another version of launch.",
+        remedy: "Use one of the suggested codes, or run `launch explain` to list all of them.",
+    }
+    ARGUMENT_NOT_UTF8: Usage = "argument-not-utf8" {
+        summary: "A command-line argument is not UTF-8 text.",
+        cause: "The argument contains a file name or text in another encoding.",
+        remedy: "Pass the value in UTF-8, or write it into a job file or a script.",
+    }
     OUTPUT_FAILED: Failed = "output-failed" {
         summary: "Standard output is not writable.",
         cause: "The program that reads the output has ended, or the disk that the output goes to is full.",
         remedy: "Free disk space, or keep the reading program running.",
+    }
+    JSON_SCHEMA_DEPRECATED: Usage = "json-schema-deprecated" {
+        summary: "`--json-schema 1` was given, which prints events in the form of earlier releases. This is a warning.",
+        cause: "Schema 2 renamed some events and fields.",
+        remedy: "Read schema 2; docs/events.md lists the renamed events and fields.",
+    }
+    ASYNC_RUNTIME_FAILED: Cluster = "async-runtime-failed" {
+        summary: "The command could not start its event loop.",
+        cause: "The operating system reached a limit of open files or threads.",
+        remedy: "Raise the limit of open files (`ulimit -n`) and of processes (`ulimit -u`).",
+    }
+    CURRENT_DIRECTORY_UNAVAILABLE: Failed = "current-directory-unavailable" {
+        summary: "A relative path could not be resolved.",
+        cause: "The current directory was removed, or its parents are not readable.",
+        remedy: "Change to an existing directory, or use an absolute path.",
+    }
+    EXECUTABLE_UNKNOWN: Failed = "executable-unknown" {
+        summary: "The path of launch's own executable could not be determined.",
+        cause: "/proc is not mounted, or the executable was removed while it ran.",
+        remedy: "Mount /proc, or call launch by its installed path.",
+    }
+
+    // --- runs ----------------------------------------------------------------------------------
+    RUN_NOT_FOUND: Usage = "run-not-found" {
+        summary: "No run matches the name on the command line, or there is no run at all.",
+        cause: "The name is misspelled, the run was removed, or it was started by another user or on another machine.",
+        remedy: "List the runs with `launch ps --all`, or name the run by its directory.",
+    }
+    RUN_AMBIGUOUS: Usage = "run-ambiguous" {
+        summary: "Several runs match, and the command needs exactly one.",
+        cause: "Several runs are active, or several runs have names with this beginning.",
+        remedy: "Give the full name of one of the runs that are listed.",
+    }
+    RUN_DIRECTORY_INVALID: Usage = "run-directory-invalid" {
+        summary: "The path is not the directory of a run.",
+        cause: "The directory has no readable `run.json`: it is another directory, or the run never started.",
+        remedy: "Name the directory that `launch ps` shows in the column `files`.",
+    }
+    RUN_NOT_ACTIVE: Usage = "run-not-active" {
+        summary: "No run is active that could be stopped.",
+        cause: "All runs have ended.",
+        remedy: "List the runs with `launch ps`.",
+    }
+    RUN_ON_OTHER_HOST: Cluster = "run-on-other-host" {
+        summary: "The controller of the run is on another machine, from which the run must be stopped.",
+        cause: "The run was started on another machine that shares the run directory.",
+        remedy: "Run the suggested command, which stops the run over SSH.",
+    }
+    RUN_SIGNAL_FAILED: Failed = "run-signal-failed" {
+        summary: "The controller of a run could not be signalled.",
+        cause: "The process belongs to another user, or the kernel does not support pidfd_open (Linux 5.3).",
+        remedy: "Stop the run as the user who started it.",
+    }
+    RUN_STOP_TIMEOUT: Failed = "run-stop-timeout" {
+        summary: "A run that was asked to stop has not ended within `--wait`.",
+        cause: "Saving a checkpoint takes long, or the program ignores SIGTERM.",
+        remedy: "Wait longer, or kill the run with `launch stop --now`.",
+    }
+    RUN_LOGS_MISSING: Failed = "run-logs-missing" {
+        summary: "The run directory has no logs.",
+        cause: "The run ended before a worker started, the logs were removed, or they are on other hosts.",
+        remedy: "Look for the logs on the hosts of the run; `run.logs.show` selects the ranks whose output is copied here.",
+    }
+    RUN_FILE_UNREADABLE: Failed = "run-file-unreadable" {
+        summary: "A file of the run directory could not be read.",
+        cause: "The file was removed, or its permissions do not allow reading.",
+        remedy: "Check the path and its permissions.",
+    }
+    RANK_OUT_OF_RANGE: Usage = "rank-out-of-range" {
+        summary: "`--rank` names a rank that the run does not have.",
+        cause: "Ranks count from 0 to the number of workers less 1.",
+        remedy: "Use a rank that `launch ps` or `launch plan` shows.",
+    }
+    PATTERN_INVALID: Usage = "pattern-invalid" {
+        summary: "The argument of `--grep` is not a valid regular expression.",
+        cause: "Brackets or braces are unbalanced, or the expression uses a feature such as look-around that is not supported.",
+        remedy: "Correct the expression; put a backslash before special characters that are meant literally.",
+    }
+    CONTROLLER_START_FAILED: Cluster = "controller-start-failed" {
+        summary: "The controller of a detached run could not be started.",
+        cause: "The operating system reached a limit of processes, or the executable is not readable.",
+        remedy: "Check the limits with `ulimit -a`, or run the job without `--detach`.",
+    }
+    DETACHED_ARGUMENT_INVALID: Usage = "detached-argument-invalid" {
+        summary: "The internal option `--detached` was used on the command line.",
+        cause: "launch passes this option to its own controller.",
+        remedy: "Use `--detach`.",
+    }
+
+    // --- launch sbatch -------------------------------------------------------------------------
+    SBATCH_HOSTS_UNSUPPORTED: Job = "sbatch-hosts-unsupported" {
+        summary: "The hosts of the job are not the nodes that Slurm would allocate.",
+        cause: "`cluster.hosts` names hosts, a hostfile or `local`, so that the allocated nodes would stay idle.",
+        remedy: "Remove `cluster.hosts`, or add `--set cluster.hosts=slurm`.",
+    }
+    SBATCH_TEXT_UNSUPPORTED: Usage = "sbatch-text-unsupported" {
+        summary: "A path or argument contains a character that a batch script cannot express.",
+        cause: "Option lines of Slurm have no escape for quotes, backslashes, percent signs and line breaks.",
+        remedy: "Use a path without these characters, or write the value into the job file.",
+    }
+    SBATCH_DIRECTORY_FAILED: Cluster = "sbatch-directory-failed" {
+        summary: "The directory for the output of the batch job could not be created.",
+        cause: "Its parent is not writable, or the disk is full.",
+        remedy: "Make the directory writable, or change `run.logs.dir`.",
+    }
+
+    // --- launch import -------------------------------------------------------------------------
+    IMPORT_INVALID: Job = "import-invalid" {
+        summary: "The configuration contains mistakes, and no job was written.",
+        cause: "The file is not a configuration of this launcher, or values have the wrong form.",
+        remedy: "Correct the mistakes that are listed above the summary.",
+    }
+    IMPORT_VALUE_INVALID: Job = "import-value-invalid" {
+        summary: "A key of the imported configuration has a value of the wrong form.",
+        cause: "The value has another type than the launcher that owns the file expects.",
+        remedy: "Write the value in the form that the message states.",
+    }
+    IMPORT_NOT_A_CONFIG: Job = "import-not-a-config" {
+        summary: "The file is not a configuration of the launcher that was named.",
+        cause: "A key that every such file has is missing, or the file is not a mapping.",
+        remedy: "Check the path and the name of the launcher.",
+    }
+    IMPORT_UNSUPPORTED: Job = "import-unsupported" {
+        summary: "The configuration describes a kind of job that launch does not run.",
+        cause: "The file is for TPUs, SageMaker or another accelerator or environment.",
+        remedy: "launch runs on this machine, over SSH and inside Slurm, on CPUs and GPUs.",
+    }
+    IMPORT_ARGUMENTS_INVALID: Job = "import-arguments-invalid" {
+        summary: "The arguments are not a valid command line of torchrun.",
+        cause: "An option is unknown or ambiguous, a value is missing or of the wrong form, or no script follows.",
+        remedy: "Write the arguments as after `torchrun`, behind `--`.",
+    }
+
+    // --- launch ckpt ---------------------------------------------------------------------------
+    CONVERT_OPTION_UNSUPPORTED: Usage = "convert-option-unsupported" {
+        summary: "An option has no meaning for the format that `launch ckpt convert --to` names.",
+        cause: "Weights alone have no ranks, ZeRO stages or parameter groups, and only DeepSpeed has a sub-group size.",
+        remedy: "Leave the option out, or choose another format.",
+    }
+    CONVERT_GROUP_INVALID: Usage = "convert-group-invalid" {
+        summary: "A `--group` rule cannot be applied to the checkpoint.",
+        cause: "The rule names a group that does not exist, matches no parameter, or overlaps with another rule.",
+        remedy: "Compare the rule with the groups and names that `launch ckpt inspect` shows.",
+    }
+    CONVERT_MEMORY_TOO_SMALL: Usage = "convert-memory-too-small" {
+        summary: "`--memory` is smaller than the conversion needs.",
+        cause: "`--to safetensors` may need 256 MB.",
+        remedy: "Raise `--memory`.",
+    }
+    WATCH_DIRECTORY_INVALID: Usage = "watch-directory-invalid" {
+        summary: "`launch ckpt watch` cannot watch the path, or cannot write the weights to the directory of `--gather`.",
+        cause: "The path is a file, or both directories are the same.",
+        remedy: "Name the directory of the checkpoints, and another directory for the weights.",
+    }
+    RESUME_PATH_NOT_UTF8: Checkpoint = "resume-path-not-utf8" {
+        summary: "The directory to resume from has a name that is not UTF-8 text.",
+        cause: "The program receives the path in an environment variable and in its arguments, which must be text.",
+        remedy: "Rename the directory.",
     }
 }

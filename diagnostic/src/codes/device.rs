@@ -1,9 +1,64 @@
 //! Codes of errors about GPUs, CPUs and their libraries.
 
 codes! {
+    GPU_NOT_FOUND: Cluster = "gpu-not-found" {
+        summary: "The NVIDIA driver does not show this process the GPU that it was given.",
+        cause: "The machine has fewer GPUs than the job uses, CUDA_VISIBLE_DEVICES hides them, or a container was started without GPUs.",
+        remedy: "Compare the output of `nvidia-smi` with the job's cluster section, then run `launch check`.",
+    }
+    GPU_UNSUPPORTED: Cluster = "gpu-unsupported" {
+        summary: "The GPU lacks a feature that the job needs.",
+        cause: "Training needs compute capability 8.0 (Ampere) and memory pools, and fp8 needs 8.9 (Ada); virtual GPUs may have no memory pools.",
+        remedy: "Run the job on a newer GPU, or choose another train.precision.",
+    }
+    GPU_OUT_OF_MEMORY: Failed = "gpu-out-of-memory" {
+        summary: "An allocation did not fit into the GPU's memory.",
+        cause: "Parameters, optimizer states and activations of this rank take more than the GPU has, or another process uses the GPU.",
+        remedy: "Lower train.batch.micro or train.data.seq_len, set train.recompute: block, or raise train.zero.stage or the number of GPUs. `launch plan` estimates the memory.",
+    }
     DEVICE_LIBRARY_MISSING: Cluster = "device-library-missing" {
         summary: "A CUDA library was not found on this machine.",
         cause: "The NVIDIA driver or the CUDA libraries are not installed, or are in a directory that was not searched.",
         remedy: "Install them, or name their directory in cluster.cuda_library_paths.",
+    }
+    DEVICE_LIBRARY_UNUSABLE: Cluster = "device-library-unusable" {
+        summary: "A CUDA library was found but cannot be used.",
+        cause: "The dynamic loader rejected the file, or the library needs a newer driver than this machine has.",
+        remedy: "Install a version of the library that fits the driver, or name its directory in cluster.cuda_library_paths.",
+    }
+    DEVICE_LIBRARY_TOO_OLD: Cluster = "device-library-too-old" {
+        summary: "A CUDA library or the NVIDIA driver is too old.",
+        cause: "launch needs CUDA 12.0, cuDNN 9.10 for attention, and an NVRTC that knows the GPU's architecture.",
+        remedy: "Upgrade the library, or name the directory of a newer one in cluster.cuda_library_paths.",
+    }
+    CUDA_CALL_FAILED: Failed = "cuda-call-failed" {
+        summary: "A function of the CUDA driver or of a CUDA library failed.",
+        cause: "The GPU or its driver reported an error, or earlier work on the GPU failed and the error surfaced in this call.",
+        remedy: "Look for Xid messages in the kernel log (`dmesg`), and run `launch gpu-check` on this host.",
+    }
+    KERNEL_COMPILE_FAILED: Failed = "kernel-compile-failed" {
+        summary: "NVRTC rejected one of launch's own kernels.",
+        cause: "This NVRTC version does not accept the source; the field compiler_log holds its messages.",
+        remedy: "Install another version of NVRTC, and report the compiler's messages.",
+    }
+    KERNEL_CACHE_NOT_WRITABLE: Failed = "kernel-cache-not-writable" {
+        summary: "A compiled kernel could not be written to the kernel cache.",
+        cause: "The cache directory is full, read-only or owned by another user.",
+        remedy: "Make $XDG_CACHE_HOME/launch/kernels (default ~/.cache/launch/kernels) writable. Until then every process compiles the kernels again.",
+    }
+    CUDA_GRAPHS_DISABLED: Failed = "cuda-graphs-disabled" {
+        summary: "CUDA graphs were turned off because the driver failed to build or launch one.",
+        cause: "The driver or a library does not support capturing one of the calls.",
+        remedy: "Nothing is required: training continues without CUDA graphs. Set train.cuda_graphs: false to avoid the attempt.",
+    }
+    CUDNN_ATTENTION_UNSUPPORTED: Failed = "cudnn-attention-unsupported" {
+        summary: "train.attention is cudnn, and cuDNN cannot compute this attention.",
+        cause: "cuDNN supports bf16, heads of up to 128 elements in multiples of 8, one document per sequence, no attention dropout and no softcap.",
+        remedy: "Set train.attention: auto, which uses launch's own kernels there.",
+    }
+    CUDNN_PLAN_REJECTED: Failed = "cudnn-plan-rejected" {
+        summary: "cuDNN is not used for an attention shape because no plan of it passed the checks.",
+        cause: "cuDNN offers no plan for the shape, a plan failed, or its results differ from those of launch's own kernels.",
+        remedy: "Nothing is required: launch's own kernels are used for this shape.",
     }
 }

@@ -1,6 +1,149 @@
 //! Codes of errors about runs, agents and workers.
 
 codes! {
+    // --- why an attempt failed ---------------------------------------------
+    WORKER_EXITED: Failed = "worker-exited" {
+        summary: "A worker ended with an exit code other than 0.",
+        cause: "The program failed. Its last output lines and its log name the error.",
+        remedy: "Read the log of the rank that is named; the other ranks ended because of it.",
+    }
+    WORKER_KILLED_BY_SIGNAL: Failed = "worker-killed-by-signal" {
+        summary: "A signal killed a worker.",
+        cause: "SIGKILL comes from a person, a batch system or the kernel. SIGSEGV, SIGBUS, SIGILL and SIGABRT come from the program itself.",
+        remedy: "Read the log of the rank. For SIGKILL search `dmesg` for `oom` and `killed`; for SIGSEGV enable core dumps with `ulimit -c unlimited`.",
+    }
+    OUT_OF_MEMORY: Failed = "out-of-memory" {
+        summary: "The kernel killed a worker because memory ran out.",
+        cause: "The job needs more memory than the host, or the control group of the job, has.",
+        remedy: "Use a smaller batch, more hosts or offloading, or raise the memory limit of the control group.",
+    }
+    GPU_ERROR: Failed = "gpu-error" {
+        summary: "A worker failed, and the NVIDIA driver reported an error (Xid) of its GPU.",
+        cause: "The number of the Xid says whether the hardware, the driver or the program is at fault.",
+        remedy: "Look the number up in NVIDIA's list of Xid errors. Exclude the host with `cluster.exclude` if its GPU must be reset or replaced.",
+    }
+    HANG_DETECTED: Failed = "hang-detected" {
+        summary: "No worker made progress for `run.hang_timeout`.",
+        cause: "Most often a rank waits in a collective that another rank never enters.",
+        remedy: "Compare the stacks at the end of each rank's log: the rank that is outside the collective is the one to look at.",
+    }
+    WORKER_SUSPENDED: Failed = "worker-suspended" {
+        summary: "A worker's process was suspended by a signal for `run.hang_timeout`.",
+        cause: "The process received SIGSTOP, or a debugger holds it.",
+        remedy: "Find out who stopped the process, or raise `run.hang_timeout` while you debug.",
+    }
+    WORKER_SILENT: Failed = "worker-silent" {
+        summary: "A worker of the built-in runtime sent no heartbeat for 30 seconds.",
+        cause: "The process is stopped, blocked in the kernel, or gets no CPU time because the machine is swapping.",
+        remedy: "Check the state of the process with `ps -o stat`, the memory of the host, and its file systems.",
+    }
+    WORKER_LOST: Failed = "worker-lost" {
+        summary: "An agent reported that its workers had ended, but not how one of them ended.",
+        cause: "A bug of launch.",
+        remedy: "Report the message, the version and the logs.",
+    }
+    WORKER_PANICKED: Failed = "worker-panicked" {
+        summary: "A worker of the built-in runtime panicked.",
+        cause: "A bug of launch.",
+        remedy: "Report the message in the rank's log, the version and the job file.",
+    }
+    WORKER_STOPPED_UNEXPECTEDLY: Failed = "worker-stopped-unexpectedly" {
+        summary: "A worker of the built-in runtime saved and stopped although no stop was requested.",
+        cause: "A bug of launch.",
+        remedy: "Report the message, the version and the logs.",
+    }
+    WORKER_HANDSHAKE_FAILED: Failed = "worker-handshake-failed" {
+        summary: "A worker of the built-in runtime and its agent did not accept each other.",
+        cause: "Two different builds of launch are mixed, or another process used the worker's connection.",
+        remedy: "Install the same build on every host.",
+    }
+    WORKER_START_FAILED: Failed = "worker-start-failed" {
+        summary: "A worker's process could not be started.",
+        cause: "The command or its working directory does not exist on the host, or a limit of the operating system was reached.",
+        remedy: "Check the command, `run.workdir` and the limits (`ulimit -a`) on the host that is named.",
+    }
+    PROCESS_UNKILLABLE: Failed = "process-unkillable" {
+        summary: "Processes of the job did not end after SIGKILL.",
+        cause: "They are blocked in the kernel, most often in a device driver or a network file system.",
+        remedy: "Check the devices and network file systems of the host; reboot it if the processes stay.",
+    }
+    ROOT_CAUSE_UNKNOWN: Failed = "root-cause-unknown" {
+        summary: "A worker ended because a peer failed, but no failure of a peer was observed.",
+        cause: "The connection between two ranks broke while both were alive.",
+        remedy: "Read the logs of all ranks and check the network between the hosts.",
+    }
+    AGENT_LOST: Failed = "agent-lost" {
+        summary: "The agent on the controller's machine ended.",
+        cause: "A person or the kernel killed the process, or it could not be started.",
+        remedy: "Search `dmesg` for `oom` and `killed`, then start the job again.",
+    }
+    AGENT_SILENT: Failed = "agent-silent" {
+        summary: "The agent on the controller's machine did not answer in time.",
+        cause: "The process is stopped or blocked in the kernel, or the machine is swapping.",
+        remedy: "Check the state of the process with `ps -o stat`, the memory of the machine, and its file systems.",
+    }
+    AGENT_VERSION_MISMATCH: Cluster = "agent-version-mismatch" {
+        summary: "An agent runs another build of launch than the controller.",
+        cause: "The hosts have different versions installed.",
+        remedy: "Install the same build on every host.",
+    }
+    HOST_LOST: Failed = "host-lost" {
+        summary: "The connection to a host was lost.",
+        cause: "The host crashed, froze, was shut down, or its network failed.",
+        remedy: "Check that the host is up and reachable. With `run.restarts` and a spare host the job continues without it.",
+    }
+    TOO_FEW_HOSTS: Cluster = "too-few-hosts" {
+        summary: "Fewer hosts are available than `run.min_hosts` requires.",
+        cause: "Hosts were lost, failed repeatedly, or could not be reached.",
+        remedy: "Repair or add hosts, or lower `run.min_hosts`.",
+    }
+    FAILURE_UNKNOWN: Failed = "failure-unknown" {
+        summary: "The journal does not record the reason of the failure in a form that this version knows.",
+        cause: "Another version of launch wrote the journal.",
+        remedy: "Read the message of the event, or use the version that wrote the journal.",
+    }
+    // --- starting an attempt -----------------------------------------------
+    RENDEZVOUS_PORT_UNAVAILABLE: Cluster = "rendezvous-port-unavailable" {
+        summary: "The port of the rendezvous (`MASTER_PORT`) could not be bound.",
+        cause: "Another process listens on it, or the address does not belong to the host.",
+        remedy: "List the listeners with `ss -ltnp`, or use `cluster.master_port: auto`.",
+    }
+    RENDEZVOUS_TIMEOUT: Cluster = "rendezvous-timeout" {
+        summary: "The host of rank 0 did not bind the rendezvous in time.",
+        cause: "Its agent is blocked, or the host is overloaded.",
+        remedy: "Check the host, then start the job again.",
+    }
+    RENDEZVOUS_TOO_MANY_RANKS: Cluster = "rendezvous-too-many-ranks" {
+        summary: "The rendezvous store cannot serve as many connections as the job has ranks.",
+        cause: "The limit of open files on the host of rank 0 is too low, or the job has more ranks than the store supports.",
+        remedy: "Raise the hard limit of open files (`ulimit -Hn`), or let rank 0 serve the store with `cluster.store: rank0`.",
+    }
+    PLAN_INVALID: Cluster = "plan-invalid" {
+        summary: "The job does not fit the hosts that were found; each problem is reported with its own code.",
+        cause: "The job asks for more CPUs, GPUs or slots than the hosts have.",
+        remedy: "Correct the problems that are listed above the summary.",
+    }
+    PLAN_TOO_LARGE: Cluster = "plan-too-large" {
+        summary: "The plan of a host is larger than a control message may be.",
+        cause: "The environment or the command of the workers is very long.",
+        remedy: "Shorten `run.env`, the command, or the number of workers of one host.",
+    }
+    RANDOM_UNAVAILABLE: Cluster = "random-unavailable" {
+        summary: "The operating system gave no random numbers for the key of the job.",
+        cause: "`/dev/urandom` is missing, for example in a container without devices.",
+        remedy: "Make `/dev/urandom` available to the controller.",
+    }
+    // --- the controller and its files --------------------------------------
+    RUN_DIRECTORY_UNWRITABLE: Cluster = "run-directory-unwritable" {
+        summary: "The run directory or one of its files could not be written.",
+        cause: "The disk is full, or the permissions of the directory do not allow writing.",
+        remedy: "Free disk space, or change `run.logs.dir`.",
+    }
+    CONTROLLER_SETUP_FAILED: Cluster = "controller-setup-failed" {
+        summary: "The controller could not prepare its process.",
+        cause: "The operating system reached a limit of threads, processes or open files.",
+        remedy: "Check the limits with `ulimit -a`.",
+    }
     INTERNAL: Failed = "internal" {
         summary: "launch reached a state that its authors considered impossible.",
         cause: "A bug of launch.",

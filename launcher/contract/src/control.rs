@@ -1,14 +1,17 @@
-//! Control messages: controller ↔ agent (over the agent's stdin/stdout) and agent ↔ built-in worker (over a socket).
+//! Control messages between controller and agents (over the stdin and stdout of the agent), and
+//! between an agent and its built-in workers (over a socket).
 //!
-//! A frame is a little-endian u32 length and a MessagePack body (named fields, so that a dump can be read); the length is checked against [`MAX_FRAME`] before
-//! anything is allocated. The first message of each side carries [`VERSION`]; another version is refused.
+//! Module `frame` defines how a message is encoded. The first message of each side carries
+//! [`VERSION`]; a side that finds another version ends the connection.
 use crate::{
     event::{Event, Phase},
+    failure::GpuFault,
     ids::Rank,
-    job::{JobSpec, Reload},
+    job::{JobSpec, ReloadValues},
     machine::{Gpu, Topology},
-    probe::{Probe, Probed},
+    probe::{Probe, ProbeAnswer},
 };
+use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use std::{
     fmt,
@@ -16,263 +19,356 @@ use std::{
     path::PathBuf,
 };
 
-/// Version of these messages. One executable plays every role, so a difference means a mixed-up installation.
-pub const VERSION: u32 = 4;
-/// Largest frame either side accepts, bytes.
+/// Version of these messages. All processes run the same executable, so a different version means
+/// that two builds are mixed.
+pub const VERSION: u32 = 5;
+/// Largest body of a frame that either side accepts, bytes.
 pub const MAX_FRAME: u32 = 16 << 20;
 
-/// Controller → agent.
+/// A message from the controller to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// First message; the agent answers [`FromAgent::Hello`].
-    Hello { version: u32 },
-    /// Bind the rendezvous of an epoch, which begins on this node; answered by [`FromAgent::Bound`].
-    Bind(Bind),
-    /// Start these workers. Sent once per epoch.
+    /// The first message; the agent answers with [`FromAgent::Hello`].
+    Hello {
+        /// [`VERSION`] of the controller.
+        version: u32,
+    },
+    /// Bind the rendezvous of an attempt whose rank 0 is on this host; answered by
+    /// [`FromAgent::Bound`].
+    Bind(BindRendezvous),
+    /// Start the workers of the plan. Sent once per attempt.
     Start(Box<HostPlan>),
-    /// Ask workers to save at the next step boundary and stop (built-in) or send them SIGTERM (commands).
-    /// With `deadline_ms`, kill what is left after it.
-    Stop { epoch: u32, deadline_ms: Option<u64> },
-    /// Ask workers to save and go on: built-in ones at the next step boundary; programs that have a handler for this
-    /// signal get it, others get nothing.
-    Save { epoch: u32, signal: i32 },
-    /// The job file changed: go on with these values from the next step boundary.
-    Reload { epoch: u32, values: Reload },
-    /// End everything now: abort collectives, SIGTERM, then SIGKILL after `grace_ms`. With `stacks`, write down first
-    /// where every worker is.
-    Kill { epoch: u32, reason: String, grace_ms: u64, stacks: bool },
-    /// Find this out about the node; the agent answers [`FromAgent::Probed`]. Only before a `Start`.
+    /// Stop the workers: built-in ones save at the next step boundary and exit, programs get
+    /// SIGTERM.
+    Stop {
+        /// The attempt that the message is for.
+        attempt: u32,
+        /// Workers that still run after this time are killed, milliseconds; `None` for no limit.
+        deadline_ms: Option<u64>,
+    },
+    /// Save a checkpoint and continue: built-in workers save at the next step boundary, and
+    /// programs that handle the signal get it. Other programs are not signalled.
+    Save {
+        /// The attempt that the message is for.
+        attempt: u32,
+        /// The signal for programs.
+        signal: i32,
+    },
+    /// The job file has changed: use these values from the next step boundary.
+    Reload {
+        /// The attempt that the message is for.
+        attempt: u32,
+        /// The values of all reloadable keys.
+        values: ReloadValues,
+    },
+    /// End all workers now: abort collectives and send SIGTERM, then SIGKILL after the grace
+    /// period.
+    Kill {
+        /// The attempt that the message is for.
+        attempt: u32,
+        /// Why, for the logs of the workers.
+        reason: String,
+        /// Time from SIGTERM to SIGKILL, milliseconds.
+        grace_ms: u64,
+        /// Whether to write the stacks of all workers to their logs first.
+        stacks: bool,
+    },
+    /// Inspect the host; the agent answers with [`FromAgent::Probed`]. Only sent before a `Start`.
     Probe(Probe),
-    /// Where every built-in worker of the job listens; for all workers of the node.
+    /// The addresses of all built-in workers of the job, for every worker on the host.
     Peers(Peers),
-    /// The controller's heartbeat; silence longer than the lease ends the agent.
+    /// A sign of life of the controller. Silence for longer than the lease ends the agent.
     Heartbeat,
 }
 
-/// The rendezvous (`MASTER_PORT`) that an agent shall bind on its node.
+/// The rendezvous (`MASTER_PORT`) that an agent is to bind on its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Bind {
-    pub epoch: u32,
+pub struct BindRendezvous {
+    /// The attempt that the rendezvous is for.
+    pub attempt: u32,
+    /// The address to bind.
     pub address: IpAddr,
-    /// 0: any free one.
+    /// The port to bind; 0 for any free one.
     pub port: u16,
-    /// Serve torch's TCPStore there; else hold the port until the workers start.
+    /// Whether to serve torch's TCPStore on the port. Otherwise the port is held until the workers
+    /// start.
     pub store: bool,
-    /// Ranks that will connect to it.
+    /// The number of ranks that will connect.
     pub clients: u32,
-    /// Who may connect to the store, beside the node itself.
+    /// Addresses that may connect to the store, in addition to those of the host itself.
     pub allowed: Vec<IpAddr>,
 }
 
-/// What one node's agent shall run.
+/// The workers that the agent of one host is to run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostPlan {
     /// The job, for the built-in workers.
     pub job: JobSpec,
+    /// The name of the run.
     pub run: String,
-    /// The node's host as the job names it.
+    /// The name of the host, as the job states it.
     pub host: String,
-    /// Absolute.
+    /// The run directory, absolute.
     pub run_dir: PathBuf,
-    /// 0 at the first start, one more at each restart.
-    pub epoch: u32,
+    /// 0 for the first start; each restart adds 1.
+    pub attempt: u32,
+    /// The number of workers of the job.
     pub world: u32,
+    /// The workers of this host by local rank.
     pub workers: Vec<WorkerPlan>,
-    /// Between SIGTERM and SIGKILL.
+    /// Time from SIGTERM to SIGKILL, milliseconds.
     pub grace_ms: u64,
 }
 
-/// One worker: everything its process gets.
+/// What the process of one worker is started with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerPlan {
+    /// The global rank.
     pub rank: Rank,
+    /// The rank on its host.
     pub local_rank: u32,
+    /// The number of workers on its host.
     pub local_world: u32,
-    /// `None`: the built-in runtime (`launch worker`). `Some`: this program.
+    /// The program and its arguments; `None` for the built-in runtime (`launch worker`).
     pub command: Option<Vec<String>>,
-    /// The whole environment added to the agent's own, in order.
+    /// Variables that are added to the environment of the agent, in order.
     pub env: Vec<(String, String)>,
+    /// The working directory.
     pub workdir: PathBuf,
-    /// CPUs it is bound to; empty: not bound.
+    /// The CPUs that the process is bound to; empty when it is not bound.
     pub cpus: Vec<u32>,
-    /// Threads the built-in runtime uses (≥ 1).
+    /// The number of threads of the built-in runtime, at least 1.
     pub threads: u32,
-    /// Its log file, absolute.
+    /// The log file, absolute.
     pub log: PathBuf,
 }
 
-/// Agent → controller.
+/// A message from an agent to the controller.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromAgent {
-    /// First message: what was found on the node.
+    /// The first message.
     Hello {
+        /// [`VERSION`] of the agent.
         version: u32,
+        /// Process id of the agent.
         pid: u32,
-        found: HostInventory,
+        /// What the agent discovered about its host.
+        inventory: HostInventory,
     },
-    /// The answer to [`ToAgent::Bind`]: the port, or why it can't be had.
+    /// The answer to [`ToAgent::Bind`].
     Bound {
-        epoch: u32,
-        port: Result<u16, String>,
+        /// The attempt of the rendezvous.
+        attempt: u32,
+        /// The port, or why it was not bound.
+        port: diagnostic::Result<u16>,
     },
+    /// The process of a worker was started.
     Started {
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The rank of the worker.
         rank: Rank,
+        /// The process id.
         pid: u32,
     },
-    /// One exit result per process.
+    /// The process of a worker ended. Sent once per process.
     Exited {
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The rank of the worker.
         rank: Rank,
+        /// The process id.
         pid: u32,
+        /// How it ended.
         status: ExitStatus,
-        /// The kernel killed it because memory ran out.
+        /// Whether the kernel killed the process because memory was exhausted.
         oom: bool,
+        /// The last lines of its log.
         tail: Vec<String>,
-        /// A failed program's own account of why, on one line (`TORCHELASTIC_ERROR_FILE`).
+        /// What a failed program recorded about its failure, on one line
+        /// (`TORCHELASTIC_ERROR_FILE`).
         error: Option<String>,
+        /// The error that the GPU driver reported for this process.
+        gpu: Option<GpuFault>,
     },
     /// A line of a worker's output that the console may show.
     Line {
+        /// The rank of the worker.
         rank: Rank,
+        /// Whether the line is from standard error.
         stderr: bool,
+        /// The line without its line break.
         text: String,
     },
     /// An event of a built-in worker.
     Event {
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The rank of the worker.
         rank: Rank,
+        /// The event.
         event: Event,
     },
-    /// What a built-in worker is doing.
+    /// The progress of a built-in worker.
     Progress {
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The rank of the worker.
         rank: Rank,
+        /// What the worker is doing.
         phase: Phase,
+        /// The number of steps that are done.
         step: u64,
     },
     /// A worker has made no progress for `run.hang_timeout`.
     Stalled {
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The rank of the worker.
         rank: Rank,
-        /// Without progress, milliseconds.
-        for_ms: u64,
-        /// Its process is stopped (state T).
-        stopped: bool,
+        /// Time without progress, milliseconds.
+        stalled_ms: u64,
+        /// Whether the process is suspended (state T).
+        suspended: bool,
     },
-    /// A worker that was [`FromAgent::Still`] makes progress again.
+    /// A worker that was [`FromAgent::Stalled`] makes progress again.
     Recovered {
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The rank of the worker.
         rank: Rank,
     },
-    /// Where a built-in worker of a job on several nodes listens.
+    /// The addresses at which a built-in worker listens for workers on other hosts.
     Listening {
+        /// The rank of the worker.
         rank: Rank,
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// Its addresses, best first.
         addresses: Vec<SocketAddr>,
     },
-    /// A built-in worker's last words: why it is about to exit by itself.
+    /// The final report of a built-in worker: why it is about to exit.
     Fatal {
-        epoch: u32,
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The rank of the worker.
         rank: Rank,
+        /// The kind of exit.
         exit: crate::exit::WorkerExit,
-        message: String,
+        /// The reason.
+        diagnostic: Diagnostic,
+        /// The error that the GPU driver reported for this process.
+        gpu: Option<GpuFault>,
     },
-    /// The agent itself can't go on (spawn failed, log not writable, …).
+    /// The agent failed, or could not start or supervise the worker of this rank.
     Failed {
-        epoch: u32,
+        /// The attempt that failed.
+        attempt: u32,
+        /// The worker that is affected; `None` for the agent itself.
         rank: Option<Rank>,
-        message: String,
+        /// The reason.
+        diagnostic: Diagnostic,
     },
-    /// What a [`ToAgent::Probe`] asked for.
-    Probed(Probed),
-    /// No process of this epoch is left on the node.
+    /// The answer to [`ToAgent::Probe`].
+    Probed(ProbeAnswer),
+    /// All processes of this attempt on the host have ended.
     WorkersEnded {
-        epoch: u32,
+        /// The attempt.
+        attempt: u32,
     },
+    /// A sign of life of the agent.
     Heartbeat,
 }
 
-/// What an agent finds on its host.
+/// What an agent discovered about its host when it started.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostInventory {
-    /// The host's own name; for people, never for finding it.
+    /// The hostname, which is displayed but never resolved.
     pub host: String,
-    /// The CPUs the agent may run on, ascending.
+    /// The CPUs on which the agent may run, ascending.
     pub cpus: Vec<u32>,
-    /// CPUs' worth of time that the control group grants, when it limits it.
+    /// The CPU time that the control group allows, in CPUs; `None` without a limit.
     pub quota: Option<f64>,
-    /// Memory that may be used, bytes; 0: unknown.
+    /// The memory that may be used, bytes; 0 when unknown.
     pub memory: u64,
-    /// Addresses of the interfaces that are up, loopback too.
-    pub addresses: Vec<Address>,
-    /// Size of /dev/shm, bytes; 0: there is none.
+    /// The addresses of the interfaces that are up, the loopback included.
+    pub addresses: Vec<InterfaceAddress>,
+    /// The size of /dev/shm, bytes; 0 when there is none.
     pub shm: u64,
-    /// The cores that the CPUs make.
+    /// The physical cores that the CPUs belong to.
     pub topology: Topology,
-    /// By number.
+    /// The GPUs by number.
     pub gpus: Vec<Gpu>,
-    /// What the agent's own environment has of [`crate::env::VISIBLE_DEVICES`]: its workers get it too.
-    pub visible: Vec<(String, String)>,
+    /// The variables of [`crate::env::VISIBLE_DEVICES`] in the environment of the agent, which its
+    /// workers inherit.
+    pub visible_devices: Vec<(String, String)>,
 }
 
 /// A numeric address of an interface.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Address {
+pub struct InterfaceAddress {
+    /// The name of the interface, e.g. `eth0`.
     pub interface: String,
+    /// Its address.
     pub address: IpAddr,
 }
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExitStatus {
+    /// The exit code.
     Code(u8),
-    /// Signal number, core dumped.
+    /// The number of the signal that ended it, and whether it dumped core.
     Signal(i32, bool),
 }
 
-/// Agent → built-in worker.
+/// A message from an agent to a built-in worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// First message: who you are.
-    Welcome(Box<WorkerInit>),
-    /// Save at the next step boundary and leave with `WorkerExit::Stopped`.
+    /// The first message: the identity and the job of the worker.
+    Init(Box<WorkerInit>),
+    /// Save at the next step boundary and exit with `WorkerExit::Stopped`.
     Stop,
-    /// Save at the next step boundary and go on.
+    /// Save at the next step boundary and continue.
     Save,
-    /// Go on with these values from the next step boundary. Rank 0's count.
-    Reload(Reload),
-    /// A peer is gone: every waiting collective returns an error now.
-    Abort { reason: String },
-    /// Where the others listen; sent once, after all have said it, and only in jobs on several nodes.
+    /// Use these values from the next step boundary. Rank 0 decides when.
+    Reload(ReloadValues),
+    /// A peer has failed: every pending collective returns an error now.
+    Abort {
+        /// Which peer failed and why.
+        reason: String,
+    },
+    /// The addresses of all workers. Sent once, when all of them listen, and only in jobs on
+    /// several hosts.
     Peers(Peers),
 }
 
-/// How the built-in workers of one epoch find and trust each other.
+/// How the built-in workers of one attempt find and authenticate each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Peers {
-    /// The epoch it is about; for another one it means nothing.
-    pub epoch: u32,
+    /// The attempt that the addresses belong to.
+    pub attempt: u32,
+    /// The key that the workers authenticate with.
     pub key: JobKey,
-    /// By rank.
+    /// The workers by rank.
     pub members: Vec<PeerAddress>,
-    /// For a NCCL communicator, from rank 0; the CPU backend needs none.
+    /// The id of an NCCL communicator, created by rank 0; `None` for the CPU backend.
     pub nccl_id: Option<Vec<u8>>,
 }
 
-/// Where one worker is.
+/// The host and the addresses of one worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerAddress {
-    /// Its node: workers of one node share memory.
-    pub node: u32,
-    /// To be tried in this order.
+    /// The index of its host. Workers of one host share memory.
+    pub host_index: u32,
+    /// Its addresses, to be tried in this order.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// The most addresses of one worker.
+/// Most addresses of one worker.
 pub const MAX_ADDRESSES: usize = 16;
 
-/// What the workers of an epoch know and nobody else: they prove it to each other. Never printed.
+/// The secret that the workers of an attempt prove to each other to hold. It is never printed.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobKey(pub [u8; 32]);
 
@@ -282,44 +378,63 @@ impl fmt::Debug for JobKey {
     }
 }
 
-/// Who a built-in worker is.
+/// The identity and the job of a built-in worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerInit {
+    /// [`VERSION`] of the agent.
     pub version: u32,
+    /// The global rank.
     pub rank: Rank,
+    /// The rank on its host.
     pub local_rank: u32,
+    /// The number of workers of the job.
     pub world: u32,
+    /// The number of workers on its host.
     pub local_world: u32,
+    /// The number of threads to compute with, at least 1.
     pub threads: u32,
-    pub epoch: u32,
+    /// 0 for the first start; each restart adds 1.
+    pub attempt: u32,
+    /// The name of the run.
     pub run: String,
+    /// The run directory, absolute.
     pub run_dir: PathBuf,
-    /// Relative paths of the job are relative to this directory (absolute).
+    /// The directory that relative paths of the job start at, absolute.
     pub workdir: PathBuf,
+    /// The job.
     pub job: JobSpec,
 }
 
-/// Built-in worker → agent.
+/// A message from a built-in worker to its agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// First message.
+    /// The first message.
     Hello {
+        /// [`VERSION`] of the worker.
         version: u32,
+        /// The process id.
         pid: u32,
     },
-    /// Heartbeat with what it is doing; sent at least once a second by a thread of its own.
+    /// A sign of life with the present activity. A dedicated thread sends it at least once a
+    /// second.
     Progress {
+        /// What the worker is doing.
         phase: Phase,
+        /// The number of steps that are done.
         step: u64,
     },
+    /// An event for the controller.
     Event(Event),
-    /// Where this worker listens for its peers on other nodes.
+    /// The worker listens for its peers on other hosts.
     Listening {
+        /// Its addresses, best first.
         addresses: Vec<SocketAddr>,
     },
-    /// Last words before exiting by itself.
+    /// The final report before the worker exits.
     Fatal {
+        /// The kind of exit.
         exit: crate::exit::WorkerExit,
-        message: String,
+        /// The reason.
+        diagnostic: Diagnostic,
     },
 }

@@ -1,107 +1,213 @@
-//! What happened, as data: the way back from worker to terminal, `--json`, and the run's journal.
+//! [`Event`]: what happened in a run, as data for the terminal, `--json` and the journal.
 //!
-//! `--json` prints each event as one object a line, tagged by `"event"`. Floats round-trip.
-use crate::{ids::Rank, job::Reload};
+//! Events travel from a worker through its agent to the controller, which prints and stores them.
+//! docs/events.md documents every event and field; a test compares it with this module.
+use crate::{failure::FailureReason, ids::Rank, job::ReloadValues};
+use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// One thing that happened. The JSON names are a public interface (docs/cli.md): add, never rename.
+pub use json::{EventSchema, TimedEvent};
+
+mod json;
+
+/// One thing that happened. Programs read the JSON names: add fields, and rename none without a new
+/// [`EventSchema`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// The run began: where its files lie, how many workers.
-    Start { run: String, run_dir: PathBuf, world: u32 },
-    /// All workers joined and built; training begins at `step` (0, or the step resumed from).
-    Ready { step: u64, total_steps: u64, parameters: u64, tokens_per_step: u64 },
-    /// Training goes on from a checkpoint that `world` workers wrote; other programs' may not say how many, or have no stage.
-    Resume { step: u64, path: PathBuf, world: Option<u32>, stage: Option<u8> },
-    /// One optimizer step.
-    Step {
-        /// 1-based: the number of optimizer steps done.
+    /// The run began.
+    Start {
+        /// The name of the run.
+        run: String,
+        /// The directory with the run's files.
+        run_dir: PathBuf,
+        /// The number of workers.
+        world: u32,
+    },
+    /// All workers have joined and built the model; training begins.
+    Ready {
+        /// Optimizer steps that are already done: 0, or the step of the checkpoint.
         step: u64,
-        /// Mean cross-entropy per target token, nats.
+        /// Optimizer steps after which training is done.
+        total_steps: u64,
+        /// Parameters of the model.
+        parameters: u64,
+        /// Tokens of one step over all ranks.
+        tokens_per_step: u64,
+    },
+    /// Training resumes from a checkpoint.
+    Resume {
+        /// Optimizer steps done when the checkpoint was saved.
+        step: u64,
+        /// The checkpoint.
+        path: PathBuf,
+        /// The world size that wrote the checkpoint, where it is recorded.
+        world: Option<u32>,
+        /// The ZeRO stage that wrote the checkpoint, where it is recorded.
+        stage: Option<u8>,
+    },
+    /// One optimizer step is done.
+    Step {
+        /// Optimizer steps done, from 1.
+        step: u64,
+        /// Mean cross-entropy per target token, in nats.
         loss: f64,
-        /// Global L2 norm before clipping.
+        /// Global L2 norm of the gradients before clipping.
         grad_norm: f64,
+        /// Learning rate of the step.
         lr: f64,
         /// Tokens trained on since step 0.
         tokens: u64,
+        /// Tokens per second over all ranks.
         tokens_per_s: f64,
-        /// Largest resident set of any rank so far, bytes.
+        /// Largest resident set of any rank so far, in bytes.
         peak_rss: u64,
-        /// Seconds since the last event in which computation waited for collectives, the longest of any rank.
+        /// Seconds since the last event in which computation waited for collectives; the longest of any rank.
         #[serde(default)]
         exposed_comm_s: f64,
     },
-    /// fp16: a gradient overflowed, and the step was skipped on all ranks.
+    /// A gradient overflowed fp16, and all ranks skipped the step.
     Overflow {
-        /// The step that was not taken; the next samples try it again.
+        /// The step that was skipped; the next samples try it again.
         step: u64,
+        /// Mean cross-entropy per target token of the skipped step, in nats.
         loss: f64,
-        /// Of the next step.
+        /// The loss scale of the next step.
         loss_scale: f64,
         /// Steps skipped since step 0.
         skipped: u64,
     },
-    /// Held-out loss.
-    Eval { step: u64, loss: f64, perplexity: f64, tokens: u64 },
-    /// What the model makes of a prompt (`train.eval.sample`).
-    Sample { step: u64, prompt: String, text: String },
+    /// The model was evaluated on held-out data.
+    Eval {
+        /// Optimizer steps done.
+        step: u64,
+        /// Mean cross-entropy per target token, in nats.
+        loss: f64,
+        /// The exponential of the loss.
+        perplexity: f64,
+        /// Target tokens evaluated.
+        tokens: u64,
+    },
+    /// The model continued a prompt (`train.eval.sample`).
+    Sample {
+        /// Optimizer steps done.
+        step: u64,
+        /// The prompt of the job file.
+        prompt: String,
+        /// The generated text.
+        text: String,
+    },
     /// A checkpoint is complete on disk.
-    Checkpoint { step: u64, path: PathBuf, bytes: u64, seconds: f64 },
-    /// Weights were gathered into a Hugging Face folder.
-    Gathered { step: u64, path: PathBuf, bytes: u64 },
-    /// The job file changed, and these values hold for everything after this step.
-    Reload { step: u64, values: Reload },
-    /// Something a person should know; the job goes on.
-    Notice { rank: Option<Rank>, message: String },
-    /// The root cause of a failed job; at most one per run.
-    Failure {
-        rank: Option<Rank>,
-        host: String,
-        pid: u32,
-        cause: String,
-        log: Option<PathBuf>,
-        tail: Vec<String>,
+    Checkpoint {
+        /// Optimizer steps done.
+        step: u64,
+        /// The directory of the checkpoint.
+        path: PathBuf,
+        /// The size of the checkpoint, in bytes.
+        bytes: u64,
+        /// Seconds that saving took.
+        seconds: f64,
     },
-    /// The job failed and is started again.
+    /// Full weights were gathered into a Hugging Face directory.
+    Gather {
+        /// Optimizer steps done.
+        step: u64,
+        /// The directory with the weights.
+        path: PathBuf,
+        /// The size of the weights, in bytes.
+        bytes: u64,
+    },
+    /// Values of the changed job file take effect after this step.
+    Reload {
+        /// Optimizer steps done with the old values.
+        step: u64,
+        /// The new values.
+        values: ReloadValues,
+    },
+    /// A message for people; the job continues.
+    Notice {
+        /// The rank that reports it; `None`: the controller.
+        rank: Option<Rank>,
+        /// The message, on one line.
+        message: String,
+    },
+    /// The root cause of a failed run; at most one per run.
+    Failure(Box<FailureReport>),
+    /// An attempt failed, and the job is started again.
     Restart {
-        /// 1 at the first restart.
-        epoch: u32,
-        /// How often it may still be started again after this.
-        left: u32,
-        /// Until the next start, seconds.
+        /// The attempt that follows, from 1.
+        attempt: u32,
+        /// Restarts that `run.restarts` still allows after this one.
+        restarts_left: u32,
+        /// Seconds until the next attempt.
         pause_s: f64,
-        /// The root cause, as in `failure`.
-        rank: Option<Rank>,
-        host: String,
-        pid: u32,
-        cause: String,
-        log: Option<PathBuf>,
-        tail: Vec<String>,
+        /// The root cause of the failed attempt, with the fields of the failure event.
+        #[serde(flatten)]
+        failure: Box<FailureReport>,
     },
-    /// Workers start on these hosts, in the order of their ranks; told when there are several hosts or it is a restart.
-    Placed { epoch: u32, world: u32, hosts: Vec<String> },
+    /// The workers of an attempt start. Printed for several hosts, and after a restart.
+    Placement {
+        /// The attempt, from 0.
+        attempt: u32,
+        /// The number of workers.
+        world: u32,
+        /// The hosts in the order of their ranks.
+        hosts: Vec<String>,
+    },
     /// The run ended.
-    Done { exit_code: u8, step: Option<u64>, seconds: f64 },
+    Done {
+        /// The exit code of `launch`.
+        exit_code: u8,
+        /// The last optimizer step, where it is known.
+        step: Option<u64>,
+        /// Seconds since the start of the run.
+        seconds: f64,
+    },
+}
+
+/// The root cause of a failed attempt or run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct FailureReport {
+    /// The rank that failed; `None`: not a failure of a worker.
+    pub rank: Option<Rank>,
+    /// The host on which it failed.
+    pub host: String,
+    /// The process that failed; 0: unknown.
+    pub pid: u32,
+    /// Why, for programs.
+    #[serde(default)]
+    pub reason: FailureReason,
+    /// Why, for people, on one line.
+    pub message: String,
+    /// What to do about it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub help: Vec<String>,
+    /// The errors behind the reason, where there are any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "json::diagnostics")]
+    pub diagnostics: Vec<Diagnostic>,
+    /// The log of the worker that failed, on its host.
+    pub log: Option<PathBuf>,
+    /// The last lines of the worker's output.
+    pub tail: Vec<String>,
 }
 
 /// What a rank is doing, for the live view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Joining, reading data, building.
+    /// Joining its peers, reading data, building the model.
     Starting,
     /// Reading a checkpoint.
     Resuming,
-    /// Forward, backward, update.
+    /// Running forward passes, backward passes and updates.
     Training,
-    /// Held-out loss.
+    /// Evaluating on held-out data.
     Evaluating,
-    /// Writing its part of a checkpoint (or copying it aside).
+    /// Writing its shard of a checkpoint, or copying it to a staging buffer.
     Saving,
-    /// Writing the gathered weights.
+    /// Writing full weights.
     Gathering,
-    /// Leaving.
+    /// Ending.
     Ending,
 }

@@ -1,42 +1,42 @@
-//! Exit codes of `launch` (documented in docs/cli.md) and how a process of ours ended.
+//! Exit codes of `launch` (docs/cli.md lists them), and [`WorkerExit`].
 use serde::{Deserialize, Serialize};
 
-/// Done.
+/// The run succeeded.
 pub const DONE: u8 = 0;
-/// The job failed; the root cause is named.
+/// The run failed; the root cause was reported.
 pub const FAILED: u8 = 1;
-/// The command line or job.yaml is wrong.
+/// The command line or the job file is not valid.
 pub const USAGE: u8 = 2;
-/// The cluster can't be had: host, device, storage, port.
+/// A host, device, storage or port is not available.
 pub const CLUSTER: u8 = 3;
-/// The checkpoint can't be used.
+/// The checkpoint is not usable.
 pub const CHECKPOINT: u8 = 4;
-/// Stopped by SIGINT after a clean save.
+/// Stopped by SIGINT after a save.
 pub const INTERRUPTED: u8 = 130;
-/// Stopped by SIGTERM after a clean save.
+/// Stopped by SIGTERM after a save.
 pub const TERMINATED: u8 = 143;
 
-/// Why a built-in worker ended by itself; its process exit code is [`WorkerExit::code`].
+/// Why a built-in worker exits; its process has the exit code [`WorkerExit::code`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WorkerExit {
-    /// All steps done.
+    /// All steps are done.
     Done,
-    /// Asked to stop; a checkpoint was saved at the step boundary.
+    /// A stop was requested, and a checkpoint was saved at the step boundary.
     Stopped,
-    /// The training failed (NaN loss, out of disk, …).
+    /// Training failed, for example because the loss is NaN or the disk is full.
     Failed,
-    /// job.yaml asks for what can't be had with this data or model.
+    /// The job file does not fit the data or the model.
     BadJob,
-    /// The cluster, device or storage can't be had.
+    /// The cluster, a device or storage is not available.
     Cluster,
-    /// The checkpoint can't be used.
+    /// The checkpoint is not usable.
     Checkpoint,
-    /// Another rank failed or the agent aborted the job; never a root cause.
+    /// Another rank failed, or the agent aborted the job; never a root cause.
     Aborted,
 }
 
 impl WorkerExit {
-    /// The process exit code that carries this meaning from worker to agent.
+    /// The exit code of the process.
     pub fn code(self) -> u8 {
         match self {
             WorkerExit::Done => DONE,
@@ -49,7 +49,7 @@ impl WorkerExit {
         }
     }
 
-    /// The meaning of a built-in worker's exit code, if it is one of ours.
+    /// The meaning of a built-in worker's exit code; `None` for other codes, such as that of a panic.
     pub fn from_code(code: u8) -> Option<Self> {
         use WorkerExit::*;
         [Done, Stopped, Failed, BadJob, Cluster, Checkpoint, Aborted].into_iter().find(|e| e.code() == code)

@@ -1,68 +1,99 @@
-//! Frames of every control connection: a little-endian length, then a MessagePack body.
+//! Frames of control connections: a little-endian u32 length, then a MessagePack body.
 //!
-//! Both sides write with [`encode`]; a reader takes [`HEADER`] bytes, asks [`body_length`], reads the body, and gives it to
-//! [`decode`]. Nothing is allocated for a length that the peer merely claims.
+//! Both sides write frames with [`encode`]. A reader takes [`HEADER`] bytes, passes them to
+//! [`body_length`], reads the body and passes it to [`decode`]. A reader allocates no memory for
+//! bytes that have not arrived.
 use crate::control::MAX_FRAME;
+use diagnostic::{Code, Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
-use std::{fmt, io};
+use std::io;
 
-/// Bytes of the length before each body.
+/// Bytes of the length in front of each body.
 pub const HEADER: usize = 4;
 
-/// Why a control connection can't go on.
-#[derive(Debug)]
-pub enum LinkError {
-    /// The stream failed.
-    Io(io::Error),
-    /// The announced or needed length is over [`MAX_FRAME`].
-    TooLong(u64),
+/// Why a control connection cannot be used any more.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    /// Reading from or writing to the stream failed.
+    #[error("the control connection failed")]
+    Io(#[source] io::Error),
+    /// The body is longer than [`MAX_FRAME`].
+    #[error("a control message has {bytes} bytes; the limit is {MAX_FRAME}")]
+    TooLong {
+        /// The length that was announced or that is needed, in bytes.
+        bytes: u64,
+    },
     /// The stream ended inside a frame.
+    #[error("the control connection ended in the middle of a message")]
     Truncated,
+    /// The message cannot be written as MessagePack.
+    #[error("a control message could not be encoded")]
+    Encode(#[source] rmp_serde::encode::Error),
     /// The body is not a message of this connection.
-    Malformed(String),
+    #[error("a control message could not be decoded")]
+    Decode(#[source] rmp_serde::decode::Error),
+    /// The body holds more than one message.
+    #[error("{bytes} bytes follow a control message in its frame")]
+    TrailingBytes {
+        /// The bytes after the message.
+        bytes: usize,
+    },
 }
 
-impl fmt::Display for LinkError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl FrameError {
+    /// The diagnostic code of this error.
+    pub fn code(&self) -> Code {
         match self {
-            LinkError::Io(error) => write!(f, "the control connection failed: {error}"),
-            LinkError::TooLong(n) => write!(
-                f,
-                "a control message of {n} bytes is over the limit of {MAX_FRAME} bytes (is the other side `launch`?)"
-            ),
-            LinkError::Truncated => write!(f, "the control connection ended in the middle of a message"),
-            LinkError::Malformed(why) => write!(f, "a control message could not be read: {why}"),
+            FrameError::Io(_) | FrameError::Truncated => codes::host::CONTROL_CONNECTION_LOST,
+            FrameError::TooLong { .. } => codes::host::CONTROL_MESSAGE_TOO_LONG,
+            FrameError::Encode(_) | FrameError::Decode(_) | FrameError::TrailingBytes { .. } => {
+                codes::host::CONTROL_MESSAGE_INVALID
+            }
         }
     }
 }
 
-impl std::error::Error for LinkError {}
+impl From<FrameError> for Diagnostic {
+    fn from(error: FrameError) -> Self {
+        let diagnostic = Diagnostic::error(error.code(), error.to_string());
+        match &error {
+            FrameError::Io(source) => diagnostic.with_cause(source),
+            FrameError::Encode(source) => diagnostic.with_cause(source),
+            FrameError::Decode(source) => diagnostic.with_cause(source),
+            FrameError::TooLong { bytes } => {
+                diagnostic.with_field("bytes", *bytes).with_field("limit_bytes", MAX_FRAME)
+            }
+            FrameError::TrailingBytes { bytes } => diagnostic.with_field("bytes", *bytes),
+            FrameError::Truncated => diagnostic,
+        }
+    }
+}
 
-/// The whole frame of `message`.
-pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, LinkError> {
-    let body = rmp_serde::to_vec_named(message).map_err(|e| LinkError::Malformed(e.to_string()))?;
+/// Encodes `message` as a whole frame: header and body.
+pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
+    let body = rmp_serde::to_vec_named(message).map_err(FrameError::Encode)?;
     let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME);
-    let Some(length) = length else { return Err(LinkError::TooLong(body.len() as u64)) };
+    let Some(length) = length else { return Err(FrameError::TooLong { bytes: body.len() as u64 }) };
     let mut frame = Vec::with_capacity(HEADER + body.len());
     frame.extend_from_slice(&length.to_le_bytes());
     frame.extend_from_slice(&body);
     Ok(frame)
 }
 
-/// The length of the body that a header announces.
-pub fn body_length(header: [u8; HEADER]) -> Result<u32, LinkError> {
+/// Returns the length of the body that a header announces, at most [`MAX_FRAME`].
+pub fn body_length(header: [u8; HEADER]) -> Result<u32, FrameError> {
     match u32::from_le_bytes(header) {
-        n if n > MAX_FRAME => Err(LinkError::TooLong(u64::from(n))),
+        n if n > MAX_FRAME => Err(FrameError::TooLong { bytes: u64::from(n) }),
         n => Ok(n),
     }
 }
 
-/// The message in a frame's body; the body must hold it and nothing else.
-pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, LinkError> {
+/// Decodes the body of a frame, which must hold exactly one message.
+pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, FrameError> {
     let mut rest = body;
-    let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(|e| LinkError::Malformed(e.to_string()))?;
+    let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(FrameError::Decode)?;
     match rest.len() {
         0 => Ok(message),
-        n => Err(LinkError::Malformed(format!("{n} bytes follow the message"))),
+        bytes => Err(FrameError::TrailingBytes { bytes }),
     }
 }

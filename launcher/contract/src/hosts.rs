@@ -1,33 +1,42 @@
-//! Hosts as people write them: `user@node-[01-16]:22`, hostfiles of DeepSpeed and Open MPI, DeepSpeed's filters.
+//! Reads hosts as users write them: `user@node-[01-16]:22`, hostfiles of DeepSpeed and Open MPI,
+//! and DeepSpeed's filters.
 //!
-//! Pure: text in, hosts or the place of the mistake out. Every expansion has a cap.
-mod file;
+//! The functions are pure: they turn text into hosts, or into an error with the position of the
+//! mistake. Every expansion is bounded.
+mod error;
 mod filter;
+mod hostfile;
 mod range;
 
-pub use file::{FileHost, LineFault, MAX_HOSTFILE, parse_hostfile};
-pub use filter::{FilterFault, Filtered, Slots, filter};
-pub use range::expand;
+pub use error::{
+    FilterError, FilterProblem, HostSyntaxError, HostSyntaxProblem, HostfileError, HostfileProblem,
+};
+pub use filter::{HostSlots, SelectedHost, filter_hosts};
+pub use hostfile::{HostfileEntry, MAX_HOSTFILE, parse_hostfile};
+pub use range::expand_ranges;
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Most hosts of a job, however they are written.
+/// Most hosts of a job.
 pub const MAX_HOSTS: usize = 16_384;
-/// Longest name of a host, bytes (DNS has 253).
+/// Longest name of a host, bytes. DNS allows 253.
 pub const MAX_NAME: usize = 255;
 
-/// A host and how it is reached, as far as that was written.
+/// A host and how to reach it, as far as the user has stated it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Host {
+pub struct HostAddress {
+    /// The login name, if one is written.
     pub user: Option<String>,
     /// A name, an alias of the SSH configuration, or an address; IPv6 without brackets.
     pub host: String,
+    /// The port of sshd, if one is written.
     pub port: Option<u16>,
 }
 
-impl Host {
-    /// What the host is called in plans, logs and filters: without its user, with its port where one was written.
+impl HostAddress {
+    /// The name of the host in plans, logs and filters: without the user, with the port if one is
+    /// written.
     pub fn name(&self) -> String {
         match self.port {
             None => self.host.clone(),
@@ -37,7 +46,7 @@ impl Host {
     }
 }
 
-impl fmt::Display for Host {
+impl fmt::Display for HostAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.user {
             Some(user) => write!(f, "{user}@{}", self.name()),
@@ -46,129 +55,107 @@ impl fmt::Display for Host {
     }
 }
 
-/// What is wrong with a text that should name hosts.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostFault {
-    /// Where in the text, bytes from its start.
-    pub at: usize,
-    /// One line without a full stop, without the text itself.
-    pub message: String,
-}
-
-impl HostFault {
-    fn at(at: usize, message: impl Into<String>) -> Self {
-        HostFault { at, message: message.into() }
-    }
-}
-
-/// Hosts of one text: `[user@]name[:port]`, where the name may have Slurm's ranges (`n[01-03,07]`), several separated by commas.
-pub fn parse_hosts(text: &str) -> Result<Vec<Host>, HostFault> {
+/// Parses the hosts of one text: `[user@]name[:port]`, several separated by commas. A name may have
+/// Slurm's ranges (`n[01-03,07]`).
+pub fn parse_hosts(text: &str) -> Result<Vec<HostAddress>, HostSyntaxError> {
     let mut hosts = Vec::new();
     let mut at = 0;
-    for part in range::split(text)? {
+    for part in range::split_outside_brackets(text)? {
         let (user, name_at) = match part.rfind('@') {
             Some(i) => (Some(&part[..i]), i + 1),
             None => (None, 0),
         };
         if let Some(user) = user {
-            check_user(user).map_err(|m| HostFault::at(at, m))?;
+            check_user(user).map_err(|problem| HostSyntaxError { at, problem })?;
         }
-        let (name, port) = split_port(&part[name_at..]).map_err(|f| shift(f, at + name_at))?;
+        let name_at = at + name_at;
+        let (name, port) = split_port(&part[name_at - at..]).map_err(|error| error.shifted(name_at))?;
         let names = match name.contains(':') {
             true => vec![name.to_owned()],
-            false => expand(name).map_err(|f| shift(f, at + name_at))?,
+            false => expand_ranges(name).map_err(|error| error.shifted(name_at))?,
         };
         for name in names {
-            check_name(&name).map_err(|m| HostFault::at(at + name_at, m))?;
-            hosts.push(Host { user: user.map(str::to_owned), host: name, port });
+            check_name(&name).map_err(|problem| HostSyntaxError { at: name_at, problem })?;
+            hosts.push(HostAddress { user: user.map(str::to_owned), host: name, port });
         }
         if hosts.len() > MAX_HOSTS {
-            return Err(HostFault::at(at, format!("names more than {MAX_HOSTS} hosts")));
+            return Err(HostSyntaxError { at, problem: HostSyntaxProblem::TooManyHosts });
         }
         at += part.len() + 1;
     }
     Ok(hosts)
 }
 
-fn shift(fault: HostFault, by: usize) -> HostFault {
-    HostFault { at: fault.at + by, ..fault }
-}
-
-/// `name`, `name:22`, `[::1]`, `[::1]:22`, `::1`.
-fn split_port(text: &str) -> Result<(&str, Option<u16>), HostFault> {
-    let inside = text.strip_prefix('[').and_then(|rest| rest.split_once(']'));
-    if let Some((address, rest)) = inside.filter(|(address, _)| address.contains(':')) {
+/// Splits `name`, `name:22`, `[::1]`, `[::1]:22` or `::1` into the name and the port.
+fn split_port(text: &str) -> Result<(&str, Option<u16>), HostSyntaxError> {
+    let bracketed = text.strip_prefix('[').and_then(|rest| rest.split_once(']'));
+    if let Some((address, rest)) = bracketed.filter(|(address, _)| address.contains(':')) {
         let port_at = address.len() + 3;
         return match rest.strip_prefix(':') {
             Some(port) => Ok((address, Some(port_number(port, port_at)?))),
             None if rest.is_empty() => Ok((address, None)),
-            None => Err(HostFault::at(port_at - 1, "has something other than `:PORT` after the address")),
+            None => Err(HostSyntaxError { at: port_at - 1, problem: HostSyntaxProblem::TextAfterAddress }),
         };
     }
     match (text.find(':'), text.rfind(':')) {
         (Some(first), Some(last)) if first == last => {
             Ok((&text[..first], Some(port_number(&text[first + 1..], first + 1)?)))
         }
-        // two colons or more: an IPv6 address without a port
+        // Two or more colons: an IPv6 address without a port.
         _ => Ok((text, None)),
     }
 }
 
-fn port_number(text: &str, at: usize) -> Result<u16, HostFault> {
+fn port_number(text: &str, at: usize) -> Result<u16, HostSyntaxError> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let port = text.parse::<u16>().ok().filter(|port| digits && *port > 0);
-    port.ok_or_else(|| HostFault::at(at, "needs a port from 1 to 65535 after the colon"))
+    port.ok_or(HostSyntaxError { at, problem: HostSyntaxProblem::PortInvalid })
 }
 
-/// What ssh and shells can't mistake for anything else.
-fn check_user(user: &str) -> Result<(), String> {
-    let fits = |c: char| c.is_alphanumeric() || "._-\\$+".contains(c);
+/// Accepts only names that ssh and shells cannot mistake for anything else.
+fn check_user(user: &str) -> Result<(), HostSyntaxProblem> {
+    let is_allowed = |c: char| c.is_alphanumeric() || "._-\\$+".contains(c);
     match () {
-        () if user.is_empty() => Err("has no user before the `@`".to_owned()),
-        () if user.len() > MAX_NAME => Err(format!("has a user of more than {MAX_NAME} bytes")),
-        () if user.starts_with('-') || !user.chars().all(fits) => {
-            Err("has a user with characters other than letters, digits, `.`, `_`, `-`".to_owned())
-        }
+        () if user.is_empty() => Err(HostSyntaxProblem::UserEmpty),
+        () if user.len() > MAX_NAME => Err(HostSyntaxProblem::UserTooLong),
+        () if user.starts_with('-') || !user.chars().all(is_allowed) => Err(HostSyntaxProblem::UserInvalid),
         () => Ok(()),
     }
 }
 
-fn check_name(name: &str) -> Result<(), String> {
+fn check_name(name: &str) -> Result<(), HostSyntaxProblem> {
     if name.is_empty() {
-        return Err("names no host".to_owned());
+        return Err(HostSyntaxProblem::NameEmpty);
     }
     if name.len() > MAX_NAME {
-        return Err(format!("has a name of more than {MAX_NAME} bytes"));
+        return Err(HostSyntaxProblem::NameTooLong);
     }
     if name.contains(':') {
-        // an address may say which interface: fe80::1%eth0
+        // An address may have a zone: fe80::1%eth0.
         let address = name.split('%').next().unwrap_or(name);
         return match address.parse::<std::net::Ipv6Addr>() {
             Ok(_) => Ok(()),
-            Err(_) => Err("is neither `name:port` nor an IPv6 address".to_owned()),
+            Err(_) => Err(HostSyntaxProblem::AddressInvalid),
         };
     }
-    let wrong = name.chars().find(|c| !(c.is_alphanumeric() || "._-%".contains(*c)));
-    match wrong {
-        Some(c) => Err(format!("has `{}` in a host's name", c.escape_default())),
-        None if name.starts_with(['-', '.', '%']) => {
-            Err("begins with something other than a letter or digit".to_owned())
-        }
+    match name.chars().find(|c| !(c.is_alphanumeric() || "._-%".contains(*c))) {
+        Some(c) => Err(HostSyntaxProblem::NameCharacter(c)),
+        None if name.starts_with(['-', '.', '%']) => Err(HostSyntaxProblem::NameStart),
         None => Ok(()),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{HostSyntaxProblem::*, *};
     use proptest::prelude::*;
 
-    fn host(user: Option<&str>, host: &str, port: Option<u16>) -> Host {
-        Host { user: user.map(str::to_owned), host: host.to_owned(), port }
+    fn host(user: Option<&str>, host: &str, port: Option<u16>) -> HostAddress {
+        HostAddress { user: user.map(str::to_owned), host: host.to_owned(), port }
     }
 
     #[test]
-    fn hosts_as_people_write_them() {
+    fn hosts_are_parsed_with_user_port_and_ranges() {
         let cases = [
             ("a", vec![host(None, "a", None)]),
             ("user@b:22", vec![host(Some("user"), "b", Some(22))]),
@@ -185,46 +172,44 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_have_places() {
-        for (text, at, part) in [
-            ("", 0, "names no host"),
-            ("a,,b", 2, "names no host"),
-            ("@a", 0, "no user"),
-            ("a:b", 2, "port from 1 to 65535"),
-            ("a:0", 2, "port"),
-            ("a:70000", 2, "port"),
-            ("a:+5", 2, "port"),
-            ("x,u@b:", 6, "port"),
-            ("-oProxyCommand=x", 0, "`=`"),
-            ("-a", 0, "begins"),
-            ("a b", 0, "` `"),
-            ("$(x)", 0, "`$`"),
-            ("-l@a", 0, "user"),
-            ("[::1]x", 5, "after the address"),
-            ("1:2:3", 0, "IPv6"),
-            ("n[1-", 1, "never closed"),
+    fn mistakes_are_reported_with_their_position() {
+        for (text, at, problem) in [
+            ("", 0, NameEmpty),
+            ("a,,b", 2, NameEmpty),
+            ("@a", 0, UserEmpty),
+            ("a:b", 2, PortInvalid),
+            ("a:0", 2, PortInvalid),
+            ("a:70000", 2, PortInvalid),
+            ("a:+5", 2, PortInvalid),
+            ("x,u@b:", 6, PortInvalid),
+            ("-oProxyCommand=x", 0, NameCharacter('=')),
+            ("-a", 0, NameStart),
+            ("a b", 0, NameCharacter(' ')),
+            ("$(x)", 0, NameCharacter('$')),
+            ("-l@a", 0, UserInvalid),
+            ("[::1]x", 5, TextAfterAddress),
+            ("1:2:3", 0, AddressInvalid),
+            ("n[1-", 1, BracketUnclosed),
         ] {
-            let fault = parse_hosts(text).expect_err(text);
-            assert!(fault.message.contains(part) && fault.at == at, "{text}: {fault:?}");
+            assert_eq!(parse_hosts(text), Err(HostSyntaxError { at, problem }), "{text}");
         }
     }
 
     proptest! {
         #[test]
-        fn whatever_is_written_is_read_or_refused(text in "[a-c0-3@:,\\[\\]\\-. %]{0,40}") {
+        fn parsed_hosts_print_to_the_text_of_the_same_host(text in "[a-c0-3@:,\\[\\]\\-. %]{0,40}") {
             if let Ok(hosts) = parse_hosts(&text) {
                 prop_assert!(!hosts.is_empty() && hosts.len() <= MAX_HOSTS);
                 for host in hosts {
-                    // what is printed is read again as the same host
                     prop_assert_eq!(parse_hosts(&host.to_string()), Ok(vec![host]));
                 }
             }
         }
 
         #[test]
-        fn any_bytes_do_no_harm(text in "\\PC{0,80}") {
-            if let Err(fault) = parse_hosts(&text) {
-                prop_assert!(fault.at <= text.len());
+        fn any_text_is_parsed_or_rejected_within_its_bounds(text in "\\PC{0,80}") {
+            if let Err(error) = parse_hosts(&text) {
+                prop_assert!(error.at <= text.len());
             }
         }
     }

@@ -1,10 +1,11 @@
-//! Identities used on both sides. A rank is a number, a run is a name; neither is ever a hostname or an address.
+//! Identities of workers and runs. Neither depends on a hostname or an address.
 use serde::{Deserialize, Serialize};
 
-/// Global rank of a worker, `0..world`.
+/// The global rank of a worker, from 0 to one less than the world size.
 pub type Rank = u32;
 
-/// Name of one run of a job, e.g. `20261120-223145-7f3a`: sorts by time, unique on one file system.
+/// The name of a run, e.g. `20261120-223145-7f3a`. Names sort by time and are unique on a file
+/// system.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RunId(pub String);
 

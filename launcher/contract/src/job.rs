@@ -1,13 +1,18 @@
-//! [`JobSpec`]: job.yaml after parsing, defaults and validation. Every field is present; nothing here can be half-given.
+//! [`JobSpec`]: a job after parsing, defaults and validation. Every field has a value.
 //!
-//! docs/job.md documents each key; the names there and here are the same.
+//! docs/job.md documents the keys. Fields have the names of their keys, with a unit where the type
+//! has none. Checkpoint manifests contain the job as JSON: a field that was renamed since keeps its
+//! first name there by `serde(rename)`, and [`JobSpec::to_key_json`] shows it under its present
+//! name.
 mod check;
 pub mod checkpoint;
 pub mod cluster;
 mod decode;
+mod deprecated;
 mod document;
 pub mod experts;
 mod hosts;
+mod key_names;
 mod keys;
 mod load;
 pub mod lora;
@@ -23,45 +28,53 @@ pub mod slurm;
 mod source;
 mod sources;
 pub mod train;
-mod tree;
 pub mod tune;
+mod value_error;
+mod yaml;
 
 use serde::{Deserialize, Serialize};
 
-pub use checkpoint::{CheckpointSpec, Every, ResumeFrom, ResumeSpec, RngPolicy};
+pub use checkpoint::{CheckpointSpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval};
 pub use cluster::{
-    ClusterSpec, Collectives, Count, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec,
-    StoreHost,
+    ClusterSpec, CommBackend, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec,
+    StoreHost, WorkersPerHost,
 };
+pub use deprecated::{DEPRECATED, DeprecatedName};
 pub use document::{Document, Item, ItemValue, Syntax};
 pub use experts::{ExpertPlacement, ExpertsSpec};
-pub use keys::{Default, KEYS, Key, Support};
+pub use keys::{KEYS, Key, KeyDefault};
 pub use load::{MAX_JOB, Source, load};
 pub use lora::{LoraSpec, LoraTargets};
 pub use optimizer::{OptimizerName, OptimizerSpec, ScheduleName, ScheduleSpec};
-pub use print::quoted;
-pub use reload::{Reload, ReloadTrain, Reloaded, compare};
-pub use run::{Bind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
-pub use scalar::duration;
+pub use print::quote_yaml;
+pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs};
+pub use run::{CpuBind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
+pub use scalar::parse_duration;
 pub use sections::is_reserved;
 pub use slurm::SlurmSpec;
 pub use source::SourceMap;
 pub use sources::{DataSource, Format, LossOn};
 pub use train::{
-    Attention, BatchSpec, CudaGraphs, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, Numerics, Offload,
-    Precision, Recompute, SampleSpec, Tokenizer, TrainSpec, ZeroSpec,
+    Attention, BatchSpec, CudaGraphs, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, Offload, Precision,
+    Recompute, SampleSpec, Tokenizer, TrainSpec, ZeroSpec,
 };
 pub use tune::GroupSpec;
 
 /// A whole job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
+    /// `name`: the name of the job, which is part of its directories.
     pub name: String,
+    /// `cluster`: the hosts and devices.
     pub cluster: ClusterSpec,
+    /// `run`: the program, its environment and supervision.
     pub run: RunSpec,
-    /// Present exactly when `run.command` is absent.
+    /// `train`: the built-in training; present exactly when `run.command` is absent.
     pub train: Option<TrainSpec>,
+    /// `checkpoint`: when and where the built-in training saves.
     pub checkpoint: CheckpointSpec,
+    /// `resume`: the checkpoint that the run begins with.
     pub resume: ResumeSpec,
+    /// `slurm`: the options of `launch sbatch`.
     pub slurm: SlurmSpec,
 }

@@ -1,18 +1,19 @@
-//! What the roles say to one another: the job, the control messages, the events, the names of the environment.
+//! Crate `contract`: the data that controller, agents and workers exchange.
 //!
-//! A leaf: depends on none of our crates. Everything here is plain data that prints, compares and round-trips.
+//! It contains the job, the control messages, the events and the names of environment variables. Of
+//! our crates it depends on `diagnostic` only. All types are plain data that can be printed,
+//! compared and serialized.
 pub mod control;
 pub mod env;
 pub mod event;
 pub mod exit;
+pub mod failure;
 pub mod frame;
 pub mod hosts;
 pub mod ids;
 pub mod job;
-pub mod preflight;
 pub mod machine;
+pub mod preflight;
 pub mod probe;
-pub mod problem;
 
 pub use job::{JobSpec, Source, SourceMap, load};
-pub use problem::Problem;

@@ -1,51 +1,57 @@
-//! What a machine is made of: cores, and GPUs. Found by an agent, planned with by its controller.
+//! The cores and GPUs of a machine, which an agent discovers and the controller plans with.
 use serde::{Deserialize, Serialize};
 
-/// The cores that may be used, by NUMA node and then by their first CPU.
+/// The cores that may be used.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Topology {
+    /// Sorted by NUMA node, then by first CPU.
     pub cores: Vec<Core>,
 }
 
 /// A physical core.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Core {
-    /// Its hardware threads that may be used, ascending; never empty.
+    /// The hardware threads that may be used, ascending; never empty.
     pub cpus: Vec<u32>,
-    /// Its NUMA node's number.
-    pub node: u32,
+    /// The number of its NUMA node.
+    pub numa_node: u32,
 }
 
 impl Topology {
-    /// Each CPU a core of its own, all on one node: what is assumed where nothing can be read.
+    /// A topology in which each CPU is a core and all are on NUMA node 0. Assumed where the real
+    /// one is unknown.
     pub fn flat(cpus: &[u32]) -> Topology {
-        Topology { cores: cpus.iter().map(|cpu| Core { cpus: vec![*cpu], node: 0 }).collect() }
+        Topology { cores: cpus.iter().map(|cpu| Core { cpus: vec![*cpu], numa_node: 0 }).collect() }
     }
 
-    /// Whether these are the CPUs of the cores, each once: what was sent may say anything.
-    pub fn is_of(&self, cpus: &[u32]) -> bool {
-        let mut own: Vec<u32> = self.cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
-        own.sort_unstable();
-        own == cpus && self.cores.iter().all(|core| !core.cpus.is_empty() && core.cpus.is_sorted())
+    /// Whether the cores consist of exactly these CPUs, each once. Checked because a peer may send
+    /// anything.
+    pub fn covers(&self, cpus: &[u32]) -> bool {
+        let mut core_cpus: Vec<u32> = self.cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
+        core_cpus.sort_unstable();
+        core_cpus == cpus && self.cores.iter().all(|core| !core.cpus.is_empty() && core.cpus.is_sorted())
     }
 }
 
-/// A GPU.
+/// A GPU of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
-    pub maker: Maker,
-    /// Its address on the PCI bus, `0000:17:00.0`, where that is known.
+    /// The vendor whose driver lists it.
+    pub vendor: GpuVendor,
+    /// The address on the PCI bus, e.g. `0000:17:00.0`, if known.
     pub bus: Option<String>,
-    /// `GPU-…`, where that is known.
+    /// The identifier `GPU-…`, if known.
     pub uuid: Option<String>,
-    /// The NUMA node it is attached to, where that is known.
-    pub node: Option<u32>,
+    /// The NUMA node that it is attached to, if known.
+    pub numa_node: Option<u32>,
 }
 
-/// Whose driver lists it.
+/// The vendor of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Maker {
+pub enum GpuVendor {
+    /// NVIDIA, whose GPUs run CUDA.
     Nvidia,
+    /// AMD, whose GPUs run ROCm.
     Amd,
 }
 
@@ -54,15 +60,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cores_that_are_not_of_the_machine() {
-        let core = |cpus: &[u32]| Core { cpus: cpus.to_vec(), node: 0 };
-        let of = |cores: Vec<Core>| Topology { cores }.is_of(&[0, 1, 4]);
-        assert!(of(vec![core(&[0, 4]), core(&[1])]) && Topology::flat(&[0, 1, 4]).is_of(&[0, 1, 4]));
+    fn a_topology_covers_exactly_the_cpus_of_its_cores() {
+        let core = |cpus: &[u32]| Core { cpus: cpus.to_vec(), numa_node: 0 };
+        let covers = |cores: Vec<Core>| Topology { cores }.covers(&[0, 1, 4]);
+        assert!(covers(vec![core(&[0, 4]), core(&[1])]) && Topology::flat(&[0, 1, 4]).covers(&[0, 1, 4]));
         for wrong in
             [vec![], vec![core(&[0, 1])], vec![core(&[0, 1, 4]), core(&[])], vec![core(&[4, 0]), core(&[1])]]
         {
-            assert!(!of(wrong));
+            assert!(!covers(wrong));
         }
-        assert!(!of(vec![core(&[0, 1, 4]), core(&[0])]), "a CPU twice");
+        assert!(!covers(vec![core(&[0, 1, 4]), core(&[0])]), "a CPU twice");
     }
 }

@@ -1,141 +1,169 @@
-//! What `launch check` asks an agent, and what the agent finds.
+//! The requests of `launch check` to an agent, and its reports.
+use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
-/// Most peers of one [`Probe::Reach`].
+/// Most peers of one [`Probe::Connect`].
 pub const MAX_PEERS: usize = 64;
 
-/// A question about a node.
+/// A request to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Probe {
-    /// What is there? The agent also opens a port for its peers and puts a nonce file into each directory, until it ends.
-    Look {
-        /// Letters and digits: names the nonce files.
+    /// Report what is on the host. Until it ends the agent also listens for its peers, and keeps a
+    /// nonce file in each directory.
+    Inspect {
+        /// Letters and digits that name the nonce file.
         nonce: String,
-        /// Where the job will write, absolute; their nearest existing parents are looked at.
+        /// Absolute directories that the job writes to. Of an absent one the nearest existing
+        /// parent is inspected.
         dirs: Vec<PathBuf>,
-        /// The built-in runtime will train on GPUs: are its libraries there? These absolute folders of the job come first.
+        /// For built-in training on GPUs: the absolute directories in which CUDA libraries are
+        /// searched first.
         cuda: Option<Vec<PathBuf>>,
     },
-    /// Can these be connected to, and which of these nonces lie in the directories of `Look`?
-    Reach { peers: Vec<Peer>, nonces: Vec<String>, timeout_ms: u64 },
+    /// Connect to other agents, and report which nonce files are visible in the directories of
+    /// `Inspect`.
+    Connect {
+        /// The agents of the other hosts.
+        peers: Vec<PeerListener>,
+        /// The nonces of all hosts.
+        nonces: Vec<String>,
+        /// Time limit per connection, milliseconds.
+        timeout_ms: u64,
+    },
 }
 
-/// Where another node's agent listens.
+/// Where the agent of another host listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Peer {
+pub struct PeerListener {
+    /// The name of the host.
     pub name: String,
+    /// Its addresses, to be tried in this order.
     pub addresses: Vec<SocketAddr>,
-    /// What it says to whoever connects.
+    /// The text that it sends to a process that connects.
     pub greeting: String,
 }
 
-/// An answer.
+/// The answer to a [`Probe`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Probed {
-    Look(Box<NodeLook>),
-    Reach {
-        /// By name: the milliseconds it took, or why not.
-        peers: Vec<(String, Result<f64, String>)>,
-        /// For each directory of `Look`, those of the asked nonces that were seen.
+pub enum ProbeAnswer {
+    /// What is on the host.
+    Inspect(Box<HostInspection>),
+    /// Which hosts and nonces are visible.
+    Connect {
+        /// For each peer its name and the time to connect, milliseconds, or why it failed.
+        peers: Vec<(String, diagnostic::Result<f64>)>,
+        /// For each directory of `Inspect` the requested nonces that are visible there.
         nonces: Vec<Vec<String>>,
     },
 }
 
-/// What is on a node. What could not be found out is `None` or empty.
+/// What is on a host. Unknown values are `None` or empty.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct NodeLook {
+pub struct HostInspection {
+    /// The hostname.
     pub hostname: String,
-    /// As Rust names it: `x86_64`, `aarch64`.
+    /// The architecture in Rust's notation: `x86_64`, `aarch64`.
     pub arch: String,
+    /// The release of the kernel.
     pub kernel: String,
-    /// Of the executable: version and content hash.
+    /// The version of the launch executable.
     pub version: String,
+    /// The content hash of the launch executable.
     pub executable: String,
-    /// CPUs that the agent may use.
+    /// The number of CPUs that the agent may use.
     pub cpus: u32,
-    /// Bytes.
+    /// The memory that may be used, bytes.
     pub memory: u64,
+    /// The part of it that is available, bytes.
     pub memory_available: u64,
-    /// Nanoseconds since 1970 by the node's clock, when it answered.
-    pub unix_ns: i64,
-    /// Where it can be written: the home and the cache directory.
-    pub writable: Vec<(PathBuf, Result<(), String>)>,
-    pub dirs: Vec<DirLook>,
-    pub gpus: GpuLook,
-    /// Soft limits: `nofile`, `nproc`, `memlock` (bytes); `None`: unlimited.
+    /// The clock of the host at the time of the answer, nanoseconds since 1970.
+    pub unix_time_ns: i64,
+    /// The home and the cache directory, and why one of them is not writable.
+    pub writable: Vec<(PathBuf, diagnostic::Result<()>)>,
+    /// The directories of [`Probe::Inspect`], in its order.
+    pub dirs: Vec<DirectoryReport>,
+    /// The GPUs.
+    pub gpus: GpuReport,
+    /// Soft resource limits: `nofile`, `nproc`, `memlock` (bytes); `None` for unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
-    /// Of /dev/shm: size and free, bytes.
-    pub shm: Option<(u64, u64)>,
-    /// Addresses of its interfaces that are up, without the loopback.
+    /// Size and free space of /dev/shm, bytes.
+    pub shm_size_and_free: Option<(u64, u64)>,
+    /// Names and addresses of the interfaces that are up, without the loopback.
     pub interfaces: Vec<(String, std::net::IpAddr)>,
-    /// The port its peers may connect to.
+    /// The port that its peers can connect to.
     pub port: Option<u16>,
-    /// What it says there.
+    /// The text that it sends there.
     pub greeting: String,
 }
 
-/// A directory where the job will write.
+/// A directory that the job writes to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DirLook {
-    /// The one that exists: asked for, or its nearest parent.
-    pub at: PathBuf,
+pub struct DirectoryReport {
+    /// The inspected directory: the requested one or its nearest existing parent.
+    pub path: PathBuf,
+    /// The type of the file system, e.g. `ext4`.
     pub filesystem: String,
-    /// Bytes.
+    /// Free space, bytes.
     pub free: u64,
-    pub writable: Result<(), String>,
+    /// Whether it is writable, or why not.
+    pub writable: diagnostic::Result<()>,
 }
 
 /// A library that training on GPUs opens.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LibraryLook {
-    /// Short, lower case: `cublaslt`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LibraryReport {
+    /// Its short name in lower case, e.g. `cublaslt`.
     pub name: String,
-    /// Training on one GPU can't do without it.
-    pub needed: bool,
-    /// Its version and path, or why it can't be used.
-    pub found: Result<(String, PathBuf), String>,
+    /// Whether training on one GPU requires it.
+    pub required: bool,
+    /// Its version and path, or why it is not usable.
+    pub result: diagnostic::Result<(String, PathBuf)>,
 }
 
-/// GPUs and what they need.
+/// The GPUs of a host, their driver and libraries.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct GpuLook {
-    /// `/dev/nvidiaN` nodes.
+pub struct GpuReport {
+    /// The number of device nodes `/dev/nvidiaN`.
     pub devices: u32,
-    /// Why the management library can't be asked, where there are devices.
-    pub trouble: Option<String>,
-    /// Of the NVIDIA driver.
+    /// Why the management library (NVML) is not usable although there are devices.
+    pub error: Option<Diagnostic>,
+    /// The version of the NVIDIA driver.
     pub driver: Option<String>,
-    pub gpus: Vec<Gpu>,
-    /// Where libnccl.so.2 is, and its version.
+    /// The GPUs by index.
+    pub gpus: Vec<GpuStatus>,
+    /// Path and version of libnccl.so.2.
     pub nccl: Option<(String, String)>,
-    /// What training on GPUs opens, when that was asked for.
-    pub libraries: Vec<LibraryLook>,
+    /// The libraries that training on GPUs opens, if requested.
+    pub libraries: Vec<LibraryReport>,
 }
 
-/// One GPU.
+/// The state of one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Gpu {
+pub struct GpuStatus {
+    /// The model, e.g. `NVIDIA H100 80GB HBM3`.
     pub name: String,
-    /// Its address on the PCI bus.
-    pub bus: String,
-    /// Bytes.
+    /// The address on the PCI bus.
+    pub pci_address: String,
+    /// Its memory, bytes.
     pub memory: u64,
+    /// Its free memory, bytes.
     pub memory_free: u64,
-    /// Processes that compute on it: pid and bytes.
+    /// Process id and memory, in bytes, of each process that computes on it.
     pub processes: Vec<(u32, u64)>,
-    /// Errors of its memory that ECC couldn't correct, since the driver was loaded; `None`: it doesn't count them.
-    pub ecc_errors: Option<u64>,
-    /// Rows of its memory that were found bad: to be replaced at the next reset, couldn't be replaced.
-    pub rows: (bool, bool),
-    /// Why its clocks are held down now, other than by what it has to do.
-    pub slowed: Vec<String>,
-    /// It takes one process at a time, or none.
-    pub exclusive: bool,
-    /// It is cut into instances (MIG).
-    pub instances: bool,
-    /// Links to other GPUs that are up.
+    /// Memory errors that ECC could not correct since the driver was loaded; `None` when not
+    /// counted.
+    pub uncorrected_ecc_errors: Option<u64>,
+    /// Whether row remapping is pending until the next reset, and whether it has failed.
+    pub remapped_rows: (bool, bool),
+    /// Why its clocks are throttled, apart from being idle.
+    pub throttle_reasons: Vec<String>,
+    /// Whether its compute mode admits at most one process.
+    pub exclusive_compute: bool,
+    /// Whether it is partitioned into instances (MIG).
+    pub mig_enabled: bool,
+    /// The number of active NVLinks.
     pub nvlinks: u32,
-    /// Why it can't reach another one's memory directly: that one's index, and why.
-    pub unreachable: Vec<(u32, String)>,
+    /// The indices of GPUs whose memory it cannot access directly, each with the reason.
+    pub no_peer_access: Vec<(u32, String)>,
 }

@@ -1,15 +1,29 @@
-//! docs/job.md says what the table of keys says: each key, what it takes and its default; and nothing else.
-use contract::job::{Default, KEYS, Support};
+//! docs/job.md documents the keys of the table of keys with their accepted values and defaults, and
+//! no others.
+use contract::job::{DEPRECATED, KEYS, KeyDefault};
 use std::{collections::BTreeMap, fs, path::Path};
 
-fn text() -> String {
+/// Widest table row, and widest line of prose, in characters.
+const MAX_ROW: usize = 200;
+const MAX_LINE: usize = 100;
+
+fn document() -> String {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/job.md");
     fs::read_to_string(file).expect("docs/job.md")
 }
 
-/// `key → [takes, default, meaning]` of every table row.
-fn rows(text: &str) -> BTreeMap<String, Vec<String>> {
-    let rows = text.lines().filter(|l| l.starts_with("| `"));
+/// Each section of the document by its heading of the second level.
+fn sections(text: &str) -> BTreeMap<&str, &str> {
+    text.split("\n## ")
+        .skip(1)
+        .map(|section| section.split_once('\n').expect("a heading and a body"))
+        .map(|(heading, body)| (heading.trim_matches('`'), body))
+        .collect()
+}
+
+/// `key → [accepted values, default, meaning]` of the table rows of a section.
+fn rows(section: &str) -> BTreeMap<String, Vec<String>> {
+    let rows = section.lines().filter(|l| l.starts_with("| `"));
     rows.map(|row| {
         let mut cells = row.trim_matches('|').split(" | ").map(|c| c.trim().to_owned());
         let key = cells.next().expect("a first cell").trim_matches('`').to_owned();
@@ -19,43 +33,69 @@ fn rows(text: &str) -> BTreeMap<String, Vec<String>> {
 }
 
 #[test]
-fn the_reference_and_the_decoder_know_the_same_keys() {
-    let text = text();
-    let mut rows = rows(&text);
+fn the_reference_documents_the_table_of_keys() {
+    let text = document();
+    let sections = sections(&text);
+    let mut rows_by_section: BTreeMap<&str, BTreeMap<String, Vec<String>>> =
+        sections.iter().map(|(heading, body)| (*heading, rows(body))).collect();
     for key in KEYS {
         let default = match key.default {
-            Default::Section => {
-                assert!(text.contains(&format!("\n## {}\n", key.path)), "no section {}", key.path);
+            KeyDefault::Section => {
+                assert!(sections.contains_key(key.path), "docs/job.md has no section {}", key.path);
                 continue;
             }
-            Default::Yaml(yaml) => format!("`{yaml}`"),
-            Default::Computed(words) => words.to_owned(),
-            Default::Required => "required".to_owned(),
+            KeyDefault::Yaml(yaml) => format!("`{yaml}`"),
+            KeyDefault::Computed(words) => words.to_owned(),
         };
+        let section = key.path.rsplit_once('.').map_or("name", |(section, _)| section);
+        let rows = rows_by_section.get_mut(section).unwrap_or_else(|| panic!("no section {section}"));
         let row = rows.remove(key.path).unwrap_or_else(|| panic!("docs/job.md has no row for {}", key.path));
         assert_eq!(row.len(), 3, "{}: {row:?}", key.path);
-        assert_eq!((row[0].as_str(), row[1].as_str()), (key.takes, default.as_str()), "{}", key.path);
-        let later = key.support == Support::Later;
-        assert!(!later || row[2].contains("*Not yet"), "{} isn't marked as not yet supported", key.path);
+        assert_eq!((row[0].as_str(), row[1].as_str()), (key.accepts, default.as_str()), "{}", key.path);
         for alias in key.aliases {
-            assert!(
-                row[2].contains(&format!("`{alias}`")),
-                "{}: its other name {alias} is missing",
-                key.path
-            );
+            assert!(sections[section].contains(&format!("`{alias}`")), "{}: no alias {alias}", key.path);
         }
     }
-    assert!(rows.is_empty(), "docs/job.md has keys that aren't known: {:?}", rows.keys());
+    let deprecated = rows_by_section.remove("Deprecated names").unwrap_or_default();
+    assert_eq!(deprecated.len(), DEPRECATED.len(), "docs/job.md, deprecated names");
+    for name in DEPRECATED {
+        let row = &deprecated[&name.old_path()];
+        assert!(row.join(" ").contains(&format!("`{}`", name.new_path())), "{}: {row:?}", name.old_path());
+    }
+    rows_by_section.retain(|_, rows| !rows.is_empty());
+    assert!(rows_by_section.is_empty(), "docs/job.md documents unknown keys: {rows_by_section:?}");
+}
+
+/// A heading of the third level that names a key stands in the section of that key.
+#[test]
+fn key_paragraphs_name_keys_of_their_section() {
+    let text = document();
+    for (heading, body) in sections(&text) {
+        for name in body.lines().filter_map(|l| l.strip_prefix("### `")).filter_map(|l| l.strip_suffix('`')) {
+            let path = format!("{heading}.{name}");
+            assert!(KEYS.iter().any(|key| key.path == path), "{path} is not a key");
+        }
+    }
 }
 
 #[test]
-fn the_examples_of_the_reference_load() {
-    let text = text();
+fn lines_and_rows_of_the_reference_fit() {
+    for (i, line) in document().lines().enumerate() {
+        let max = if line.starts_with('|') { MAX_ROW } else { MAX_LINE };
+        let width = line.chars().count();
+        assert!(width <= max, "docs/job.md:{}: {width} characters", i + 1);
+    }
+}
+
+#[test]
+fn the_examples_of_the_reference_load_without_warnings() {
+    let text = document();
     let mut examples = 0;
     for block in text.split("```yaml\n").skip(1) {
         let job = block.split("```").next().expect("a block").to_owned();
-        let source = contract::Source::Text { name: "example.yaml".to_owned(), text: job };
-        contract::load(source, &[]).expect("an example loads");
+        let source = contract::Source::Text { name: "example.yaml".to_owned(), text: job.clone() };
+        let (.., warnings) = contract::load(source, &[]).expect("an example loads");
+        assert!(warnings.is_empty(), "{job}: {warnings:?}");
         examples += 1;
     }
     assert!(examples >= 2);

@@ -1,20 +1,22 @@
-//! Loading jobs that are right: defaults, `--set`, places, files, round trips; and that no input panics.
+//! Loads valid jobs (defaults, `--set`, locations, files, round trips) and checks that no input
+//! panics.
 use contract::{
-    JobSpec, Problem, Source, SourceMap,
-    job::{Count, Default, Every, KEYS, OptimizerName, ResumeFrom, ScheduleName, Tokenizer},
-    preflight::Finding,
+    JobSpec, Source, SourceMap,
+    job::{
+        KEYS, KeyDefault, OptimizerName, ResumeFrom, SaveInterval, ScheduleName, Tokenizer, WorkersPerHost,
+    },
     load,
-    problem::{Place, Severity, render},
 };
+use diagnostic::{Code, Diagnostic, Location, Severity, codes::job as codes, render_all};
 use proptest::prelude::*;
 
 const TRAIN: &str = "train: {data: {files: [a.txt]}}";
 
-fn job(text: &str, set: &[&str]) -> (JobSpec, SourceMap, Vec<Problem>) {
-    try_job(text, set).unwrap_or_else(|p| panic!("{}", render(&p, Severity::Error, false)))
+fn job(text: &str, set: &[&str]) -> (JobSpec, SourceMap, Vec<Diagnostic>) {
+    try_job(text, set).unwrap_or_else(|p| panic!("{}", render_all(&p, false)))
 }
 
-fn try_job(text: &str, set: &[&str]) -> Result<(JobSpec, SourceMap, Vec<Problem>), Vec<Problem>> {
+fn try_job(text: &str, set: &[&str]) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     let set: Vec<String> = set.iter().map(|s| (*s).to_owned()).collect();
     load(Source::Text { name: "dir/tiny.yaml".to_owned(), text: text.to_owned() }, &set)
 }
@@ -47,7 +49,7 @@ fn every_shown_default_is_the_default() {
     let plain = job("train: {data: {files: [a.txt]}, eval: {files: [b.txt]}}", &[]).0;
     let command = job("run: {command: [a]}", &[]).0;
     for key in KEYS {
-        let Default::Yaml(default) = key.default else { continue };
+        let KeyDefault::Yaml(default) = key.default else { continue };
         let set = format!("{}={default}", key.path);
         match key.path {
             "train.eval.files" => {
@@ -67,7 +69,7 @@ fn every_shown_default_is_the_default() {
                     "train: {data: {files: [a.txt]}, lora: {}, eval: {files: [b.txt], sample: {prompt: a}}}";
                 assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
             }
-            "cluster.workers_per_gpu" | "cluster.collectives" | "cluster.cuda_libs" => {
+            "cluster.workers_per_gpu" | "cluster.comm_backend" | "cluster.cuda_library_paths" => {
                 let text = "cluster: {devices: cuda}\ntrain: {data: {files: [a.txt]}}";
                 assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
             }
@@ -87,7 +89,7 @@ fn values_of_every_kind() {
     let text = "
 name: my-run_1.0
 cluster: {workers_per_host: 3, devices: cpu, master_port: 29500}
-run: {grace: 1.5m, env: {A: 1, B: 'x y', C: true}, logs: {show: [0, 2], max_size: 2MB}}
+run: {grace_period: 1.5m, env: {A: 1, B: 'x y', C: true}, logs: {show: [0, 2], max_size: 2MB}}
 train:
   data: {files: [a.txt, 'b/**/*.md'], tokenizer: t/tokenizer.json, held_out: 0.1}
   optimizer: {name: sgd, lr: 1}
@@ -100,8 +102,8 @@ resume: {from: runs/x/checkpoints/step-10, rng: strict}
 ";
     let (spec, _, warnings) = job(text, &[]);
     assert!(warnings.is_empty());
-    assert_eq!(spec.cluster.workers_per_host, Count::Exactly(3));
-    assert_eq!(spec.run.grace_ms, 90_000);
+    assert_eq!(spec.cluster.workers_per_host, WorkersPerHost::Exactly(3));
+    assert_eq!(spec.run.grace_period_ms, 90_000);
     assert_eq!(spec.run.env, [("A", "1"), ("B", "x y"), ("C", "true")].map(|(a, b)| (a.into(), b.into())));
     assert_eq!(spec.run.logs.max_size, 2_000_000);
     let train = spec.train.as_ref().expect("train");
@@ -110,7 +112,7 @@ resume: {from: runs/x/checkpoints/step-10, rng: strict}
     assert_eq!(train.optimizer.momentum, 0.9);
     assert_eq!((train.schedule.name, train.schedule.decay_steps), (ScheduleName::Wsd, 7));
     assert_eq!((train.clip_norm, train.steps), (None, 16));
-    assert_eq!(spec.checkpoint.every, Every::Duration(600_000));
+    assert_eq!(spec.checkpoint.every, SaveInterval::Duration(600_000));
     assert!(!spec.checkpoint.gather_16bit_weights_on_model_save);
     assert_eq!(spec.resume.from, ResumeFrom::Path("runs/x/checkpoints/step-10".into()));
 }
@@ -133,20 +135,22 @@ fn overrides_win_in_order() {
     assert_eq!(train.steps, 9);
     assert_eq!((train.optimizer.lr, train.optimizer.weight_decay), (1e-2, 0.0));
     assert_eq!(train.data.sources[0].files, ["a.txt", "b.txt"]);
-    assert_eq!(spec.cluster.workers_per_host, Count::Exactly(2));
+    assert_eq!(spec.cluster.workers_per_host, WorkersPerHost::Exactly(2));
     assert_eq!(train.batch.global, 8);
     assert_eq!(spec.run.env, [("A_B".to_owned(), "x=y".to_owned())]);
     assert_eq!(spec.name, "over");
-    let Place::Override { column, text, .. } = map.locate("train.steps") else { panic!("not from --set") };
+    let Location::Override { column, text, .. } = map.key_location("train.steps") else {
+        panic!("not from --set")
+    };
     assert_eq!((column, text.as_str()), (13, "train.steps=9"));
 }
 
 #[test]
-fn findings_are_located() {
+fn diagnostics_point_at_their_key() {
     let text = "train:\n  data:\n    files: [a.txt, b.txt]\n  batch: {global: 8}\n";
     let (_, map, _) = job(text, &[]);
     let at = |path: &str| {
-        let place = map.locate(path);
+        let place = map.key_location(path);
         (place.line(), place.column())
     };
     assert_eq!(at("train.batch.global"), (4, 19));
@@ -155,15 +159,16 @@ fn findings_are_located() {
     assert_eq!(at("train.data.files[7]"), (3, 5));
     assert_eq!(at("train.data"), (2, 3));
     assert_eq!(at("cluster.hosts"), (0, 0), "the file");
-    let finding = Finding { path: "train.model.family".into(), message: "no such family".into(), hint: None };
-    assert_eq!(map.problem(&finding).to_string(), "dir/tiny.yaml:1:1: no such family");
+    let error = Diagnostic::error(codes::JOB_INVALID, "no such family").with_subject("train.model.family");
+    assert_eq!(map.locate(error).to_string(), "dir/tiny.yaml:1:1: no such family");
 }
 
 #[test]
 fn unused_held_out_share_is_a_warning() {
     let (_, _, warnings) = job("train: {data: {files: [a], held_out: 0.1}}", &[]);
     assert_eq!(warnings.len(), 1);
-    assert_eq!(warnings[0].path, "train.data.held_out");
+    assert_eq!(warnings[0].subject(), Some("train.data.held_out"));
+    assert_eq!(warnings[0].severity(), Severity::Warning);
 }
 
 #[test]
@@ -174,36 +179,164 @@ fn aliases_of_yaml_stand_for_their_value() {
 }
 
 #[test]
-fn files_that_are_no_jobs() {
+fn files_that_are_not_jobs_are_rejected() {
     let directory = tempfile::tempdir().expect("directory");
-    let message = |name: &str, bytes: Option<&[u8]>| {
+    let error = |name: &str, bytes: Option<&[u8]>| {
         let path = directory.path().join(name);
         if let Some(bytes) = bytes {
             std::fs::write(&path, bytes).expect("written");
         }
-        let problems = load(Source::File(path), &[]).expect_err("refused");
-        assert_eq!(problems.len(), 1);
-        problems[0].message.clone()
+        let mut errors = load(Source::File(path), &[]).expect_err("rejected");
+        assert_eq!(errors.len(), 1);
+        errors.remove(0)
     };
-    assert_eq!(message("absent.yaml", None), "there is no such job file");
-    assert_eq!(message("", None), "this is a directory, not a job file");
-    assert_eq!(message("empty.yaml", Some(b"")), "the job is empty");
-    assert!(message("bytes.yaml", Some(b"a: 1\nb: \xff\n")).ends_with("byte 0xff at offset 8, line 2"));
-    assert!(message("nul.yaml", Some(b"run: {command: [a]}\n\0garbage")).contains("U+0000"));
+    assert_eq!(error("absent.yaml", None).code(), codes::JOB_FILE_NOT_FOUND);
+    assert_eq!(error("", None).code(), codes::JOB_FILE_UNREADABLE, "a directory");
+    assert_eq!(error("empty.yaml", Some(b"")).code(), codes::JOB_EMPTY);
+    let binary = error("bytes.yaml", Some(b"a: 1\nb: \xff\n"));
+    assert_eq!(binary.code(), codes::JOB_NOT_UTF8);
+    assert_eq!((binary.field("offset"), binary.field("line")), (Some(&8.into()), Some(&2.into())));
+    let nul = error("nul.yaml", Some(b"run: {command: [a]}\n\0garbage"));
+    assert_eq!(nul.code(), codes::JOB_CONTROL_CHARACTER);
     let large = directory.path().join("large.yaml");
-    // Sparse: its size alone refuses it.
+    // The file is sparse: its length alone is the reason.
     std::fs::File::create(&large).and_then(|f| f.set_len(100 << 20)).expect("sparse file");
+    let large = error("large.yaml", None);
+    assert_eq!(large.code(), codes::JOB_TOO_LARGE);
+    assert_eq!(large.field("bytes"), Some(&(100u64 << 20).into()));
+}
+
+#[test]
+fn deprecated_names_are_accepted_with_a_warning() {
+    const PROGRAM: &str = "run: {command: [a]}";
+    const GPUS: &str = "cluster: {devices: cuda}\ntrain: {data: {files: [a]}}";
+    const EXPERTS: &str = "train: {data: {files: [a]}}";
+    for (text, old, new) in [
+        (GPUS, "cluster.collectives=host", "cluster.comm_backend=host"),
+        (GPUS, "cluster.cuda_libs=[x]", "cluster.cuda_library_paths=[x]"),
+        (PROGRAM, "cluster.ssh.config=usual", "cluster.ssh.config=default"),
+        (PROGRAM, "cluster.ssh.parallel=3", "cluster.ssh.fanout=3"),
+        (PROGRAM, "run.bind=cores", "run.cpu_bind=cores"),
+        (PROGRAM, "run.grace=5s", "run.grace_period=5s"),
+        (PROGRAM, "run.progress=step", "run.progress_pattern=step"),
+        (EXPERTS, "train.numerics=fast", "train.deterministic=false"),
+        (EXPERTS, "train.numerics=reproducible", "train.deterministic=true"),
+        (EXPERTS, "train.experts.parallel=2", "train.experts.expert_parallel_size=2"),
+        (PROGRAM, "slurm.notice=9s", "slurm.signal_time=9s"),
+    ] {
+        let (expected, _, warnings) = job(text, &[new]);
+        assert_eq!(warnings, [], "{new}");
+        let (found, map, warnings) = job(text, &[old]);
+        assert_eq!(found, expected, "{old}");
+        let key = new.split('=').next().expect("a key");
+        assert!(map.is_given(key), "{old}");
+        assert_eq!(warnings.len(), 1, "{old}");
+        assert_eq!((warnings[0].code(), warnings[0].subject()), (codes::JOB_KEY_DEPRECATED, Some(key)));
+    }
+    // The message names the present key, and the help the name that the user wrote.
+    let errors = try_job(EXPERTS, &["train.numerics=slow"]).expect_err("not a value");
+    assert_eq!((errors[0].code(), errors[0].subject()), (codes::JOB_VALUE_TYPE, Some("train.deterministic")));
+    assert_eq!(errors[0].help(), ["`train.numerics` is the deprecated name of `train.deterministic`"]);
+}
+
+fn codes_of_errors(text: &str, set: &[&str]) -> Vec<Code> {
+    try_job(text, set).expect_err("rejected").iter().map(Diagnostic::code).collect()
+}
+
+#[test]
+fn a_key_by_its_present_and_its_deprecated_name_is_a_conflict() {
+    let text = "run: {command: [a], grace: 5s, grace_period: 6s}";
+    let errors = try_job(text, &[]).expect_err("a conflict");
+    assert_eq!(errors.len(), 1);
+    assert_eq!((errors[0].code(), errors[0].subject()), (codes::JOB_KEYS_CONFLICT, Some("run.grace_period")));
+    // A `--set` replaces the value in the file, by whichever name either is given.
+    let (spec, _, warnings) = job("run: {command: [a], grace: 5s}", &["run.grace_period=6s"]);
+    assert_eq!((spec.run.grace_period_ms, warnings.len()), (6000, 0));
+    let (spec, _, warnings) = job("run: {command: [a], grace_period: 5s}", &["run.grace=6s"]);
+    assert_eq!((spec.run.grace_period_ms, warnings.len()), (6000, 1));
+}
+
+#[test]
+fn settings_without_effect_on_the_result_are_warnings() {
+    let train = "train: {data: {files: [a]}}";
+    for (text, set, code) in [
+        (train, "train.schedule.warmup_steps=1000", codes::JOB_SCHEDULE_TRUNCATED),
+        (train, "train.loss_scale.min_loss_scale=2", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "train.master_weights=false", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "train.zero.offload={optimizer: cpu}", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "cluster.cuda_library_paths=[/x]", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "cluster.comm_backend=host", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "run.visible_devices=one", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "run.local_rank_argument=true", codes::JOB_KEY_HAS_NO_EFFECT),
+        ("run: {command: [a]}", "resume.rng=strict", codes::JOB_KEY_HAS_NO_EFFECT),
+    ] {
+        let (_, _, warnings) = job(text, &[set]);
+        assert_eq!(warnings.iter().map(Diagnostic::code).collect::<Vec<_>>(), [code], "{set}");
+    }
+    let wsd =
+        "train: {data: {files: [a]}, steps: 100, schedule: {name: wsd, warmup_steps: 60, decay_steps: 50}}";
+    assert_eq!(job(wsd, &[]).2[0].code(), codes::JOB_SCHEDULE_TRUNCATED);
+    // A setting that cannot be honoured stays an error.
+    assert_eq!(codes_of_errors(train, &["cluster.comm_backend=nccl"]), [codes::JOB_KEY_HAS_NO_EFFECT]);
     assert_eq!(
-        message("large.yaml", None),
-        "the job file is too large: 100.0 MiB or more, at most 1 MiB is read"
+        codes_of_errors(train, &["train.precision=fp16", "train.master_weights=false"]),
+        [codes::JOB_KEYS_CONFLICT]
     );
+}
+
+/// Checkpoint manifests contain the job as JSON, whose names do not change.
+#[test]
+fn the_stored_names_of_renamed_keys_stay() {
+    let set = [
+        "cluster.comm_backend=host",
+        "cluster.cuda_library_paths=[x]",
+        "cluster.ssh.fanout=3",
+        "run.cpu_bind=cores",
+        "run.grace_period=5s",
+        "run.progress_pattern=step",
+        "train.deterministic=false",
+        "train.experts.expert_parallel_size=2",
+        "slurm.signal_time=9s",
+    ];
+    let (spec, _, _) = job("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}", &set);
+    let json = serde_json::to_value(&spec).expect("JSON");
+    for (pointer, value) in [
+        ("/cluster/collectives", serde_json::json!("Host")),
+        ("/cluster/cuda_libs", serde_json::json!(["x"])),
+        ("/cluster/ssh/parallel", serde_json::json!(3)),
+        ("/cluster/ssh/config", serde_json::json!("Usual")),
+        ("/run/bind", serde_json::json!("Cores")),
+        ("/run/grace_ms", serde_json::json!(5000)),
+        ("/run/progress", serde_json::json!("step")),
+        ("/train/numerics", serde_json::json!("Fast")),
+        ("/train/experts/parallel", serde_json::json!(2)),
+        ("/slurm/notice_ms", serde_json::json!(9000)),
+    ] {
+        assert_eq!(json.pointer(pointer), Some(&value), "{pointer}");
+    }
+    assert_eq!(serde_json::from_value::<JobSpec>(json).expect("a job"), spec);
+    let shown = spec.to_key_json();
+    for (pointer, value) in [
+        ("/cluster/comm_backend", serde_json::json!("Host")),
+        ("/cluster/cuda_library_paths", serde_json::json!(["x"])),
+        ("/cluster/ssh/fanout", serde_json::json!(3)),
+        ("/cluster/ssh/config", serde_json::json!("Default")),
+        ("/run/cpu_bind", serde_json::json!("Cores")),
+        ("/run/grace_period_ms", serde_json::json!(5000)),
+        ("/run/progress_pattern", serde_json::json!("step")),
+        ("/train/deterministic", serde_json::json!(false)),
+        ("/train/experts/expert_parallel_size", serde_json::json!(2)),
+        ("/slurm/signal_time_ms", serde_json::json!(9000)),
+    ] {
+        assert_eq!(shown.pointer(pointer), Some(&value), "{pointer}");
+    }
 }
 
 #[test]
 fn a_byte_order_mark_and_crlf_are_fine() {
     let (spec, map, _) = job("\u{feff}name: x\r\nrun:\r\n  command: [a]\r\n", &[]);
     assert_eq!(spec.name, "x");
-    assert_eq!((map.locate("run.command").line(), map.locate("run.command").column()), (3, 12));
+    assert_eq!((map.key_location("run.command").line(), map.key_location("run.command").column()), (3, 12));
 }
 
 #[test]
@@ -218,7 +351,7 @@ fn a_job_round_trips() {
 }
 
 #[test]
-fn hostile_texts_end_quickly() {
+fn adversarial_texts_are_rejected_quickly() {
     let deep_path = format!("{}=1", "a.".repeat(50_000) + "a");
     assert!(try_job(TRAIN, &[&deep_path]).is_err());
     for text in [
@@ -230,8 +363,8 @@ fn hostile_texts_end_quickly() {
         format!("train: {{{}}}", (0..60_000).map(|i| format!("k{i}: 1, ")).collect::<String>()),
         (0..45_000).map(|i| format!("key_number_{i}: 1\n")).collect(),
     ] {
-        let problems = try_job(&text, &[]).expect_err("refused");
-        assert!(render(&problems, Severity::Error, false).len() < 200_000);
+        let problems = try_job(&text, &[]).expect_err("rejected");
+        assert!(render_all(&problems, false).len() < 200_000);
     }
 }
 
@@ -240,7 +373,7 @@ proptest! {
     fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let text = String::from_utf8_lossy(&bytes).into_owned();
         if let Err(problems) = try_job(&text, &[&text]) {
-            render(&problems, Severity::Error, true);
+            render_all(&problems, true);
         }
     }
 
@@ -251,7 +384,7 @@ proptest! {
     ) {
         if let Err(problems) = try_job(&text, &[&set]) {
             prop_assert!(!problems.is_empty());
-            render(&problems, Severity::Error, false);
+            render_all(&problems, false);
         }
     }
 
@@ -260,7 +393,7 @@ proptest! {
         let text = "name: a\ntrain:\n  data: {files: [\"é.txt\"]}\n  optimizer: {betas: [0.9, 0.95]}\nrun: {env: {A: |\n  x}}\n";
         let cut = (0..=cut.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
         if let Err(problems) = try_job(&text[..cut], &[]) {
-            render(&problems, Severity::Error, false);
+            render_all(&problems, false);
         }
     }
 }

@@ -1,32 +1,32 @@
-//! A job printed as YAML is the same job, with every key that this version has.
+//! A job that is printed as YAML loads to the same job, and every key is printed.
 use contract::{
     JobSpec, Source, SourceMap,
-    job::{Default, KEYS, Support},
+    job::{KEYS, KeyDefault},
     load,
-    problem::{Severity, render},
 };
+use diagnostic::render_all;
 use proptest::prelude::*;
 
 fn job(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
     match load(Source::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, set) {
         Ok((job, map, _)) => (job, map),
-        Err(problems) => panic!("{text}\n{}", render(&problems, Severity::Error, false)),
+        Err(problems) => panic!("{text}\n{}", render_all(&problems, false)),
     }
 }
 
 const JOBS: &[&str] = &[
-    "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, parallel: 3}}\nrun: {command: [a]}",
+    "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, fanout: 3}}\nrun: {command: [a]}",
     "cluster: {hosts: {file: 'my hosts'}, exclude: 'b:1', ssh: {config: ./cfg}}\nrun: {command: [a]}",
-    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace: 1500ms, restarts: 3, min_hosts: 2, hang_timeout: 90s, progress: 'step ', signals: {SIGUSR2: save, SIGTERM: ignore}}\ncluster: {use_hosts: 4}",
+    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace_period: 1500ms, restarts: 3, min_hosts: 2, hang_timeout: 90s, progress_pattern: 'step ', signals: {SIGUSR2: save, SIGTERM: ignore}}\ncluster: {use_hosts: 4}",
     "train: {data: {files: [a.txt]}}\n\
      slurm: {partition: 'a,b', account: c, qos: d, nodes: 4, time: 2h, gpus_per_node: 8, cpus_per_task: 96, mem: 64GiB, \
-     extra: [\"--constraint=x y\"], notice: 90s, requeues: 0, bcast: true}",
+     extra: [\"--constraint=x y\"], signal_time: 90s, requeues: 0, bcast: true}",
     "name: b\ncluster: {workers_per_host: 3, devices: cpu, master_port: 1}\n\
      train: {data: {files: [a], tokenizer: t.json}, optimizer: {name: sgd}, schedule: {name: wsd}, eval: {files: [b], sample: {prompt: 'a \"b: c', tokens: 3, temperature: 0.5}}, clip_norm: off}\n\
      checkpoint: {every: 90s}\nresume: {from: ./x, rng: strict}",
     "train: {model: {family: mixtral, num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 8}, data: {files: [a]}, \
-     experts: {parallel: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}, aux_loss: 0.5, z_loss: 1e-3}}",
-    "train: {model: {from: m}, data: {files: [a]}, experts: {parallel: 4, placement: {1: {0: 3}, 7: {0: 1, 1: 2}}}}",
+     experts: {expert_parallel_size: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}, aux_loss: 0.5, z_loss: 1e-3}}",
+    "train: {model: {from: m}, data: {files: [a]}, experts: {expert_parallel_size: 4, placement: {1: {0: 3}, 7: {0: 1, 1: 2}}}}",
     "train: {model: {from: './a b', dropout: 0}, data: {files: [a]}, steps: 0}",
     "train: {model: {family: gpt2, dropout: 0}, data: {files: [a]}}",
     "train: {model: {family: gpt2, dropout: 0.125}, data: {files: [a]}}",
@@ -50,20 +50,20 @@ const JOBS: &[&str] = &[
     "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
     "train: {data: {files: [a]}, precision: bf16}",
     "train: {data: {files: [a]}, precision: fp8}",
-    "train: {data: {files: [a]}, numerics: fast}",
+    "train: {data: {files: [a]}, deterministic: false}",
     "train: {data: {files: [a]}, attention: flash}",
-    "cluster: {devices: cuda}\ntrain: {data: {files: [a]}, precision: bf16, numerics: fast, attention: cudnn}",
+    "cluster: {devices: cuda}\ntrain: {data: {files: [a]}, precision: bf16, deterministic: false, attention: cudnn}",
     "train: {data: {files: [a]}, cuda_graphs: true}",
     "train: {data: {files: [a]}, cuda_graphs: false}",
     "train: {data: {files: [a]}, precision: bf16, master_weights: false}",
-    "cluster: {devices: cuda, workers_per_gpu: 2, collectives: host, cuda_libs: ['a b', /c]}\ntrain: {data: {files: [a]}}",
-    "cluster: {devices: [2, 0], collectives: nccl}\ntrain: {data: {files: [a]}}",
+    "cluster: {devices: cuda, workers_per_gpu: 2, comm_backend: host, cuda_library_paths: ['a b', /c]}\ntrain: {data: {files: [a]}}",
+    "cluster: {devices: [2, 0], comm_backend: nccl}\ntrain: {data: {files: [a]}}",
     "train: {data: {files: [a]}, precision: fp16, loss_scale: {initial_scale_power: 12, loss_scale_window: 7, min_loss_scale: 0.5}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
 ];
 
 #[test]
-fn printed_jobs_load_to_the_same() {
+fn a_printed_job_loads_to_the_same_job() {
     for text in JOBS {
         let (spec, _) = job(text, &[]);
         assert_eq!(job(&spec.to_yaml(), &[]).0, spec, "{}", spec.to_yaml());
@@ -73,12 +73,12 @@ fn printed_jobs_load_to_the_same() {
 #[test]
 fn every_key_is_printed() {
     let maps: Vec<SourceMap> = JOBS.iter().map(|text| job(&job(text, &[]).0.to_yaml(), &[]).1).collect();
-    for key in KEYS.iter().filter(|k| k.support == Support::Yes && k.default != Default::Section) {
+    for key in KEYS.iter().filter(|k| k.default != KeyDefault::Section) {
         assert!(maps.iter().any(|m| m.is_given(key.path)), "{} is never printed", key.path);
     }
 }
 
-/// GPT-2 is made as it is known: a tied head, an MLP of four times the width.
+/// GPT-2 has a tied head, and an MLP of four times the width.
 #[test]
 fn defaults_follow_the_family() {
     let model = |family: &str| {
@@ -93,7 +93,7 @@ fn defaults_follow_the_family() {
 
 proptest! {
     #[test]
-    fn any_text_and_number_survives(
+    fn any_text_and_number_is_printed_exactly(
         word in "\\PC{0,20}|[\\x00-\\x7f&&[^\\x00]]{0,8}",
         lr in 1e-300f64..1e300,
         decay in 0f64..1e30,

@@ -1,18 +1,27 @@
-//! Wrong jobs and what is said about them: `wrong/*.yaml` and the expected text beside each.
+//! Snapshots of the errors for wrong jobs: `wrong/NAME.yaml` and the expected text in
+//! `wrong/NAME.txt`.
 //!
-//! `UPDATE_EXPECTED=1 cargo test -p contract --test wrong_jobs` rewrites the texts. A line `#! path=value` is a `--set`.
-use contract::{Source, load, problem};
+//! `UPDATE_EXPECTED=1 cargo test -p contract --test wrong_jobs` rewrites the texts. A line
+//! `#! path=value` of a job is a `--set` argument.
+use contract::{Source, load};
+use diagnostic::{Diagnostic, render_all};
 use std::{fs, path::Path};
 
-/// What a person sees.
-fn said(file: &Path) -> String {
+/// The errors of a job as the terminal shows them, each preceded by its code.
+fn explain(file: &Path) -> String {
     let text = fs::read_to_string(file).expect("case is readable");
     let overrides: Vec<String> =
         text.lines().filter_map(|l| l.strip_prefix("#! ")).map(str::to_owned).collect();
     let source = Source::Text { name: "job.yaml".to_owned(), text };
     match load(source, &overrides) {
         Ok(_) => "accepted\n".to_owned(),
-        Err(problems) => problem::render(&problems, problem::Severity::Error, false),
+        Err(errors) => {
+            let one = |error: &Diagnostic| {
+                let subject = error.subject().map_or_else(String::new, |subject| format!(" {subject}"));
+                format!("[{}]{subject}\n{}", error.code(), render_all(std::slice::from_ref(error), false))
+            };
+            errors.iter().map(one).collect::<Vec<_>>().join("\n")
+        }
     }
 }
 
@@ -28,13 +37,13 @@ fn each_wrong_job_is_explained() {
             continue;
         }
         cases += 1;
-        let said = said(&file);
-        assert_ne!(said, "accepted\n", "{} is not refused", file.display());
+        let explanation = explain(&file);
+        assert_ne!(explanation, "accepted\n", "{} is not rejected", file.display());
         let expected = file.with_extension("txt");
         if update {
-            fs::write(&expected, &said).expect("expected text is writable");
-        } else if fs::read_to_string(&expected).unwrap_or_default() != said {
-            differences.push(format!("{}:\n{said}", file.display()));
+            fs::write(&expected, &explanation).expect("expected text is writable");
+        } else if fs::read_to_string(&expected).unwrap_or_default() != explanation {
+            differences.push(format!("{}:\n{explanation}", file.display()));
         }
     }
     assert!(cases >= 25, "only {cases} cases");

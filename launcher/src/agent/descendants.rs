@@ -1,62 +1,64 @@
-//! What a job leaves behind: processes that reparented to us (we are their subreaper), whatever session or group they moved to.
+//! Finds and kills the processes that a job left behind. They are children of this process, which is
+//! their subreaper, whatever session or group they moved to.
 use nix::{errno::Errno, sys::signal::Signal, unistd::Pid};
 use std::{collections::HashMap, fs, os::fd::FromRawFd, os::fd::OwnedFd};
 
-/// A process as `/proc` shows it.
+/// The state of a process from `/proc/PID/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Process {
+pub(super) struct ProcessStat {
     pub(super) pid: i32,
     pub(super) parent: i32,
-    /// Clock ticks since boot: with the pid it names one process for ever.
-    pub(super) started: u64,
-    /// CPU time of it and of the children it waited for, clock ticks.
+    /// The start time in clock ticks since boot. With the pid it identifies a process uniquely.
+    pub(super) start_time: u64,
+    /// CPU time of the process and of the children that it waited for, in clock ticks.
     pub(super) ticks: u64,
-    /// By a signal, not by a debugger.
+    /// Stopped by a signal, not by a debugger.
     pub(super) stopped: bool,
 }
 
-/// Sends SIGKILL to every descendant of this process except `spare` and what descends from them; returns whom it hit.
-/// Processes may be born meanwhile: call again until none is left.
-pub(crate) fn kill_descendants(spare: &[u32]) -> Vec<i32> {
-    let own = Pid::this().as_raw();
-    let mut children: HashMap<i32, Vec<Process>> = HashMap::new();
+/// Sends SIGKILL to every descendant of this process, except `spared` processes and their
+/// descendants. Returns the pids of the killed processes.
+///
+/// Processes may be started meanwhile, so call it again until no process is left.
+pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
+    let mut children: HashMap<i32, Vec<ProcessStat>> = HashMap::new();
     for process in processes() {
         children.entry(process.parent).or_default().push(process);
     }
-    let mut hit = Vec::new();
-    let mut parents = vec![own];
+    let mut killed = Vec::new();
+    let mut parents = vec![Pid::this().as_raw()];
     while let Some(parent) = parents.pop() {
         for process in children.remove(&parent).unwrap_or_default() {
-            if spare.contains(&process.pid.unsigned_abs()) {
+            if spared.contains(&process.pid.unsigned_abs()) {
                 continue;
             }
             parents.push(process.pid);
-            if kill_exactly(process) {
-                hit.push(process.pid);
+            if kill_if_unchanged(process) {
+                killed.push(process.pid);
             }
         }
     }
-    hit
+    killed
 }
 
-/// The children of this process.
+/// The pids of the children of this process.
 pub(crate) fn children() -> Vec<u32> {
-    let own = Pid::this().as_raw();
-    processes().iter().filter(|p| p.parent == own).map(|p| p.pid.unsigned_abs()).collect()
+    let parent = Pid::this().as_raw();
+    processes().iter().filter(|p| p.parent == parent).map(|p| p.pid.unsigned_abs()).collect()
 }
 
-/// Every process that is alive (not a zombie) and visible to us.
-pub(super) fn processes() -> Vec<Process> {
+/// All processes that are visible to this one, without zombies.
+pub(super) fn processes() -> Vec<ProcessStat> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).filter_map(process).collect()
+    entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).filter_map(read_process).collect()
 }
 
-fn process(pid: i32) -> Option<Process> {
+fn read_process(pid: i32) -> Option<ProcessStat> {
     parse_stat(pid, &fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// `/proc/PID/stat`: the name, in parentheses, may hold anything, parentheses too.
-fn parse_stat(pid: i32, stat: &str) -> Option<Process> {
+/// Parses `/proc/PID/stat`. The name, in parentheses, may contain any characters, also parentheses.
+fn parse_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
@@ -64,29 +66,30 @@ fn parse_stat(pid: i32, stat: &str) -> Option<Process> {
     let mut times = fields.by_ref().skip(9).take(4);
     let mut ticks = 0u64;
     for _ in 0..4 {
-        // The last two may be negative where the kernel errs.
+        // The last two may be negative because of kernel bugs.
         ticks = ticks.saturating_add_signed(times.next()?.parse::<i64>().ok()?.max(0));
     }
-    let started = fields.nth(4)?.parse().ok()?;
+    let start_time = fields.nth(4)?.parse().ok()?;
     let stopped = state == "T";
-    (state != "Z" && state != "X").then_some(Process { pid, parent, started, ticks, stopped })
+    (state != "Z" && state != "X").then_some(ProcessStat { pid, parent, start_time, ticks, stopped })
 }
 
-/// Kills this very process: its pid may have been given to another since it was seen. `true`: a signal was sent.
-fn kill_exactly(seen: Process) -> bool {
+/// Kills a process, unless its pid belongs to another process by now. Returns whether a signal was sent.
+fn kill_if_unchanged(process: ProcessStat) -> bool {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, seen.pid, 0) };
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, process.pid, 0) };
     if fd < 0 {
-        // Without pidfds (Linux before 5.3) the last look is the one below.
+        // Linux before 5.3 has no pidfds: a small window remains between this check and the signal.
         return Errno::last() == Errno::ENOSYS
-            && process(seen.pid).is_some_and(|now| now.started == seen.started)
-            && nix::sys::signal::kill(Pid::from_raw(seen.pid), Signal::SIGKILL).is_ok();
+            && read_process(process.pid).is_some_and(|current| current.start_time == process.start_time)
+            && nix::sys::signal::kill(Pid::from_raw(process.pid), Signal::SIGKILL).is_ok();
     }
-    // SAFETY: the kernel just returned this descriptor and nothing else owns it; descriptors fit an i32.
+    // SAFETY: the kernel returned this descriptor, nothing else owns it, and descriptors fit into i32.
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-    // The descriptor pins one process; if that is still the one seen, the signal can't hit another.
-    let same = process(seen.pid).is_some_and(|now| now.started == seen.started);
-    same && {
+    // The descriptor refers to one process. If that is still the same one, the signal cannot reach
+    // another.
+    let is_same = read_process(process.pid).is_some_and(|current| current.start_time == process.start_time);
+    is_same && {
         use std::os::fd::AsRawFd;
         // SAFETY: a valid pidfd, a signal number, no siginfo, no flags.
         let rc = unsafe {
@@ -107,11 +110,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stat_lines_with_any_name_are_read() {
+    fn stat_lines_with_any_name_are_parsed() {
         let rest = " S 17 4242 4242 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 987654 1 2";
-        let want = Process { pid: 5, parent: 17, started: 987_654, ticks: 10, stopped: false };
+        let expected = ProcessStat { pid: 5, parent: 17, start_time: 987_654, ticks: 10, stopped: false };
         for name in ["(sh)", "(a b) c)", "())", "( 1 S 3 )"] {
-            assert_eq!(parse_stat(5, &format!("5 {name}{rest}")), Some(want));
+            assert_eq!(parse_stat(5, &format!("5 {name}{rest}")), Some(expected));
         }
         assert_eq!(parse_stat(5, &format!("5 (sh){}", rest.replacen('S', "Z", 1))), None);
         for broken in ["", "5 (sh", "5 (sh) S", "5 (sh) S x 1 2"] {
@@ -120,17 +123,19 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_seen_with_its_parent() {
-        let own = process(Pid::this().as_raw()).unwrap();
-        assert_eq!(own.parent, Pid::parent().as_raw());
-        // the time it has used goes on
-        let same = |p: &Process| (p.pid, p.parent, p.started) == (own.pid, own.parent, own.started);
-        assert!(processes().iter().any(same));
+    fn the_test_process_is_listed_with_its_parent() {
+        let process = read_process(Pid::this().as_raw()).unwrap();
+        assert_eq!(process.parent, Pid::parent().as_raw());
+        // Its CPU time increases meanwhile.
+        let is_same = |p: &ProcessStat| {
+            (p.pid, p.parent, p.start_time) == (process.pid, process.parent, process.start_time)
+        };
+        assert!(processes().iter().any(is_same));
     }
 
     #[test]
-    fn a_process_that_is_not_the_one_seen_is_left_alone() {
-        let own = process(Pid::this().as_raw()).unwrap();
-        assert!(!kill_exactly(Process { started: own.started + 1, ..own }));
+    fn a_process_with_another_start_time_is_not_killed() {
+        let process = read_process(Pid::this().as_raw()).unwrap();
+        assert!(!kill_if_unchanged(ProcessStat { start_time: process.start_time + 1, ..process }));
     }
 }

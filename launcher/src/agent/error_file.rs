@@ -1,40 +1,40 @@
-//! What a failed program wrote down of why (`TORCHELASTIC_ERROR_FILE`): torch's `@record` writes
-//! `{"message": {"message": "ValueError: …", "extraInfo": {…}}}`, others `{"message": "…"}`.
+//! Reads the error that a failed program recorded (`TORCHELASTIC_ERROR_FILE`).
 //!
-//! The program could write anything there, or put anything else in its place.
+//! torch's `@record` writes `{"message": {"message": "ValueError: …", "extraInfo": {…}}}`, and other
+//! programs `{"message": "…"}`. The file is untrusted input and may also be a link or a pipe.
 use serde_json::Value;
 use std::{fs::OpenOptions, io::Read, os::unix::fs::OpenOptionsExt, path::Path};
 
-/// Largest file that is read, bytes: the message lies beside a whole traceback.
-const MAX_FILE: u64 = 1 << 20;
-/// Longest message, characters.
-const MAX_MESSAGE: usize = 500;
+/// The largest file that is read, in bytes. It may contain a whole traceback.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// The longest message, in characters.
+const MAX_MESSAGE_CHARS: usize = 500;
 
-/// The message on one line; `None` when there is none that can be read.
-pub(super) fn read(file: &Path) -> Option<String> {
-    // A named pipe would be waited for, a link could lead anywhere.
+/// The message, joined to one line; `None` if there is no valid file.
+pub(super) fn read_error_message(file: &Path) -> Option<String> {
+    // Opening a named pipe would block, and a link could lead to any file.
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(file).ok()?;
     let metadata = file.metadata().ok()?;
-    if !metadata.is_file() || metadata.len() > MAX_FILE {
+    if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
         return None;
     }
     let mut text = Vec::new();
-    file.take(MAX_FILE).read_to_end(&mut text).ok()?;
-    message(&text)
+    file.take(MAX_FILE_BYTES).read_to_end(&mut text).ok()?;
+    parse_message(&text)
 }
 
-/// The message that the text of such a file has.
-fn message(text: &[u8]) -> Option<String> {
+/// The message in the text of an error file.
+fn parse_message(text: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(text).ok()?;
     let message = value.get("message")?;
     let message = message.get("message").unwrap_or(message).as_str()?;
     let words: Vec<&str> = message.split(|c: char| c.is_whitespace() || c.is_control()).collect();
     let line = words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ");
-    let cut = line.char_indices().nth(MAX_MESSAGE).map(|(at, _)| at);
-    match cut {
+    let end = line.char_indices().nth(MAX_MESSAGE_CHARS).map(|(end, _)| end);
+    match end {
         _ if line.is_empty() => None,
-        Some(at) => Some(format!("{} […]", &line[..at])),
+        Some(end) => Some(format!("{} […]", &line[..end])),
         None => Some(line),
     }
 }
@@ -46,7 +46,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn both_forms_are_understood() {
+    fn both_formats_are_parsed() {
         for (text, expected) in [
             (
                 r#"{"message": {"message": "ValueError: bad", "extraInfo": {"timestamp": "1"}}}"#,
@@ -61,38 +61,38 @@ mod tests {
             ("", None),
             ("{\"message\": \"cut", None),
         ] {
-            assert_eq!(message(text.as_bytes()).as_deref(), expected, "{text}");
+            assert_eq!(parse_message(text.as_bytes()).as_deref(), expected, "{text}");
         }
-        let long =
-            message(format!("{{\"message\": \"{}\"}}", "é".repeat(1000)).as_bytes()).expect("a message");
-        assert_eq!(long, format!("{} […]", "é".repeat(MAX_MESSAGE)));
+        let long = parse_message(format!("{{\"message\": \"{}\"}}", "é".repeat(1000)).as_bytes())
+            .expect("a message");
+        assert_eq!(long, format!("{} […]", "é".repeat(MAX_MESSAGE_CHARS)));
         let deep = "[".repeat(100_000);
-        assert_eq!(message(format!("{{\"message\": {deep}").as_bytes()), None);
+        assert_eq!(parse_message(format!("{{\"message\": {deep}").as_bytes()), None);
     }
 
     #[test]
-    fn only_a_plain_file_of_a_sane_size_is_read() {
-        let place = tempfile::tempdir().expect("a directory");
-        let file = place.path().join("error.json");
-        assert_eq!(read(&file), None);
-        fs::write(&file, r#"{"message": "told"}"#).expect("written");
-        assert_eq!(read(&file).as_deref(), Some("told"));
-        let link = place.path().join("link");
+    fn only_regular_files_up_to_the_size_limit_are_read() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("error.json");
+        assert_eq!(read_error_message(&file), None);
+        fs::write(&file, r#"{"message": "recorded"}"#).expect("written");
+        assert_eq!(read_error_message(&file).as_deref(), Some("recorded"));
+        let link = dir.path().join("link");
         std::os::unix::fs::symlink(&file, &link).expect("a link");
-        assert_eq!(read(&link), None);
-        assert_eq!(read(place.path()), None);
-        let pipe = place.path().join("pipe");
+        assert_eq!(read_error_message(&link), None);
+        assert_eq!(read_error_message(dir.path()), None);
+        let pipe = dir.path().join("pipe");
         nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
-        assert_eq!(read(&pipe), None, "and nobody waits for it");
-        let padded = format!("{{\"message\": \"told\"}}{}", " ".repeat(MAX_FILE as usize));
+        assert_eq!(read_error_message(&pipe), None, "opening a pipe must not block");
+        let padded = format!("{{\"message\": \"recorded\"}}{}", " ".repeat(MAX_FILE_BYTES as usize));
         fs::write(&file, padded).expect("written");
-        assert_eq!(read(&file), None);
+        assert_eq!(read_error_message(&file), None);
     }
 
     proptest! {
         #[test]
-        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
-            if let Some(line) = message(&bytes) {
+        fn untrusted_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
+            if let Some(line) = parse_message(&bytes) {
                 prop_assert!(!line.contains(char::is_control));
             }
         }

@@ -1,39 +1,39 @@
-//! The executable that runs: its content hash, by which hosts know it.
+//! The content hash of the running executable, by which hosts identify their cached copy.
 use std::{
     fs::File,
     io::{self, Read, Write},
 };
 
-/// Piece that is hashed at once, bytes.
-const PIECE: usize = 1 << 20;
+/// Bytes that are hashed at once.
+const CHUNK_BYTES: usize = 1 << 20;
 
-/// BLAKE3 of this very executable, hexadecimal.
-pub(crate) fn own_hash() -> io::Result<String> {
-    hash(&mut File::open("/proc/self/exe")?)
+/// The BLAKE3 hash of the running executable, in hexadecimal.
+pub(crate) fn executable_hash() -> io::Result<String> {
+    hash_file(&mut File::open("/proc/self/exe")?)
 }
 
-/// Makes sure that the executable is on disk, and prints its hash; the exit code.
-pub(crate) fn print_own_hash() -> u8 {
-    let hashed = File::open("/proc/self/exe").and_then(|mut file| {
+/// Writes the executable to disk (fsync) and prints its hash. Returns the exit code.
+pub(crate) fn print_executable_hash() -> u8 {
+    let hash = File::open("/proc/self/exe").and_then(|mut file| {
         file.sync_all()?;
-        hash(&mut file)
+        hash_file(&mut file)
     });
-    match hashed.and_then(|hash| writeln!(io::stdout(), "{hash}")) {
+    match hash.and_then(|hash| writeln!(io::stdout(), "{hash}")) {
         Ok(()) => contract::exit::DONE,
         Err(error) => {
-            _ = writeln!(io::stderr(), "launch agent: the executable can't be read back: {error}");
+            _ = writeln!(io::stderr(), "launch agent: cannot read the executable back: {error}");
             contract::exit::FAILED
         }
     }
 }
 
-fn hash(file: &mut File) -> io::Result<String> {
+fn hash_file(file: &mut File) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
-    let mut piece = vec![0; PIECE];
+    let mut chunk = vec![0; CHUNK_BYTES];
     loop {
-        match file.read(&mut piece)? {
+        match file.read(&mut chunk)? {
             0 => return Ok(hasher.finalize().to_hex().to_string()),
-            n => _ = hasher.update(&piece[..n]),
+            n => _ = hasher.update(&chunk[..n]),
         }
     }
 }

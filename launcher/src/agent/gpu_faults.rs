@@ -1,79 +1,81 @@
-//! Did a GPU fail under a process? NVIDIA's driver writes such errors (Xid) into the kernel's log, with the pid where it knows it.
+//! Finds GPU errors (Xid) in the kernel log, where NVIDIA's driver reports them, with the pid of the
+//! affected process if it knows it.
 use super::kernel_log::KernelLog;
+use contract::failure::GpuFault;
 
-/// Most faults that are kept.
-const MOST_FAULTS: usize = 1000;
+/// The most faults that are kept.
+const MAX_FAULTS: usize = 1000;
 
-/// Tells of other faults: what the driver tidied up after a process that had ended.
-const CLEANED_UP: u32 = 45;
+/// The Xid of a cleanup after a process that has ended, which follows other faults.
+const XID_CLEANUP: u32 = 45;
 
-/// What some common numbers mean. Of others the number is told: NVIDIA's list of Xid errors has them all.
-const MEANINGS: [(u32, &str); 5] = [
-    (31, "a fault of the GPU's memory management"),
+/// Descriptions of common Xids. NVIDIA's list of Xid errors describes all.
+const DESCRIPTIONS: [(u32, &str); 5] = [
+    (31, "GPU memory page fault"),
     (43, "the GPU stopped processing"),
-    (48, "an error of memory that ECC couldn't correct"),
-    (63, "a row of memory is to be replaced"),
+    (48, "uncorrectable memory error (double-bit ECC)"),
+    (63, "a row of memory is to be remapped"),
     (79, "the GPU fell off the bus"),
 ];
 
-/// An error as the driver wrote it.
+/// A fault in the kernel log.
 #[derive(Debug, PartialEq)]
-struct Fault {
-    /// The GPU, on the PCI bus.
-    bus: String,
+struct LoggedFault {
+    /// The address of the GPU on the PCI bus.
+    pci_address: String,
     xid: u32,
-    /// `None`: the driver doesn't know.
+    /// The affected process; `None` if the driver does not know it.
     pid: Option<u32>,
 }
 
-/// The faults since it was made.
+/// Collects the faults since it was started.
 #[derive(Debug)]
-pub(super) struct GpuFaults {
+pub(super) struct GpuFaultWatch {
     log: Option<KernelLog>,
-    faults: Vec<Fault>,
+    faults: Vec<LoggedFault>,
 }
 
-impl GpuFaults {
+impl GpuFaultWatch {
     pub(super) fn start() -> Self {
-        GpuFaults { log: KernelLog::open(), faults: Vec::new() }
+        GpuFaultWatch { log: KernelLog::open(), faults: Vec::new() }
     }
 
-    /// The first one of this process, or else one that the driver has no pid for.
-    pub(super) fn of(&mut self, pid: u32) -> Option<String> {
+    /// The first fault of this process, or else the first fault without a pid.
+    pub(super) fn find_fault(&mut self, pid: u32) -> Option<GpuFault> {
         if let Some(log) = &mut self.log {
             log.read(|record| {
-                self.faults.extend(fault(record).filter(|fault| fault.xid != CLEANED_UP));
+                self.faults.extend(parse_fault(record).filter(|fault| fault.xid != XID_CLEANUP));
             });
-            self.faults.truncate(MOST_FAULTS);
+            self.faults.truncate(MAX_FAULTS);
         }
-        let own = self.faults.iter().find(|fault| fault.pid == Some(pid));
-        let fault = own.or_else(|| self.faults.iter().find(|fault| fault.pid.is_none()))?;
-        let meaning = MEANINGS.iter().find(|(xid, _)| *xid == fault.xid);
-        let meaning = meaning.map_or_else(String::new, |(_, meaning)| format!(" ({meaning})"));
-        Some(format!("NVIDIA's driver reports Xid {}{meaning} of the GPU at {}", fault.xid, fault.bus))
+        let exact = self.faults.iter().find(|fault| fault.pid == Some(pid));
+        let fault = exact.or_else(|| self.faults.iter().find(|fault| fault.pid.is_none()))?;
+        let description = DESCRIPTIONS.iter().find(|(xid, _)| *xid == fault.xid);
+        let description = description.map(|(_, description)| (*description).to_owned());
+        Some(GpuFault { xid: fault.xid, pci_address: fault.pci_address.clone(), description })
     }
 }
 
-/// The fault in `…NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`.
-fn fault(record: &str) -> Option<Fault> {
-    let (_, said) = record.split_once("NVRM: Xid (PCI:")?;
-    let (bus, said) = said.split_once("):")?;
+/// Parses `…NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`.
+fn parse_fault(record: &str) -> Option<LoggedFault> {
+    let (_, rest) = record.split_once("NVRM: Xid (PCI:")?;
+    let (pci_address, rest) = rest.split_once("):")?;
     let digits = |text: &str| text.chars().take_while(char::is_ascii_digit).collect::<String>().parse().ok();
-    let pid = said.split_once("pid=").and_then(|(_, pid)| digits(pid.trim_start_matches('\'')));
-    Some(Fault { bus: bus.to_owned(), xid: digits(said.trim_start())?, pid })
+    let pid = rest.split_once("pid=").and_then(|(_, pid)| digits(pid.trim_start_matches('\'')));
+    Some(LoggedFault { pci_address: pci_address.to_owned(), xid: digits(rest.trim_start())?, pid })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn read(records: &[&str]) -> GpuFaults {
-        GpuFaults { log: None, faults: records.iter().filter_map(|record| fault(record)).collect() }
+    fn watch_of(records: &[&str]) -> GpuFaultWatch {
+        GpuFaultWatch { log: None, faults: records.iter().filter_map(|record| parse_fault(record)).collect() }
     }
 
     #[test]
-    fn the_drivers_words_are_understood() {
-        let fault_of = |record: &str| fault(record).map(|f| (f.bus, f.xid, f.pid));
+    fn xid_records_are_parsed() {
+        let fault_of = |record: &str| parse_fault(record).map(|f| (f.pci_address, f.xid, f.pid));
         let memory =
             "4,12,34,-;NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, Ch 00000008, MMU Fault";
         assert_eq!(fault_of(memory), Some(("0000:17:00".into(), 31, Some(4242))));
@@ -84,20 +86,26 @@ mod tests {
         for other in
             ["", "NVRM: loading", "NVRM: Xid (PCI:0000:01:00", "NVRM: Xid (PCI:0): x", "Xid (PCI:0): 3"]
         {
-            assert_eq!(fault(other), None, "{other}");
+            assert_eq!(parse_fault(other), None, "{other}");
         }
     }
 
     #[test]
-    fn a_process_has_its_own_fault_or_one_that_is_nobodys() {
+    fn a_fault_of_the_process_takes_precedence_over_one_without_a_pid() {
         let others = "NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=a";
-        let nobodys = "NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>";
+        let without_pid = "NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>";
         let own = "NVRM: Xid (PCI:0000:03:00): 7777, pid=9, name=b";
-        assert_eq!(read(&[others]).of(9), None);
-        let said = |records: &[&str]| read(records).of(9).unwrap_or_default();
-        assert!(
-            said(&[others, nobodys]).ends_with("Xid 79 (the GPU fell off the bus) of the GPU at 0000:02:00")
+        assert_eq!(watch_of(&[others]).find_fault(9), None);
+        let fault = |xid, pci_address: &str, description: Option<&str>| GpuFault {
+            xid,
+            pci_address: pci_address.into(),
+            description: description.map(str::to_owned),
+        };
+        let off_the_bus = fault(79, "0000:02:00", Some("the GPU fell off the bus"));
+        assert_eq!(watch_of(&[others, without_pid]).find_fault(9), Some(off_the_bus));
+        assert_eq!(
+            watch_of(&[others, without_pid, own]).find_fault(9),
+            Some(fault(7777, "0000:03:00", None))
         );
-        assert!(said(&[others, nobodys, own]).ends_with("Xid 7777 of the GPU at 0000:03:00"));
     }
 }

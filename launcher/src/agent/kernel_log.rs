@@ -1,33 +1,34 @@
-//! The kernel's log, from when it was opened on.
+//! Reads the kernel log (`/dev/kmsg`) from the time at which it was opened.
 use std::{
     fs::{File, OpenOptions},
     io::{Read, Seek, SeekFrom},
     os::unix::fs::OpenOptionsExt,
 };
 
-/// Largest record, bytes.
-const RECORD: usize = 8 << 10;
-/// Most records read at once.
-const MOST_RECORDS: usize = 10_000;
+/// The largest record, in bytes.
+const MAX_RECORD_BYTES: usize = 8 << 10;
+/// The most records that are read at once.
+const MAX_RECORDS: usize = 10_000;
 
+/// The kernel log, open for reading.
 #[derive(Debug)]
 pub(super) struct KernelLog(File);
 
 impl KernelLog {
-    /// From here on; `None` where it may not be read.
+    /// Opens the log at its end; `None` if this process may not read it.
     pub(super) fn open() -> Option<KernelLog> {
         let mut log = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg").ok()?;
         log.seek(SeekFrom::End(0)).ok()?;
         Some(KernelLog(log))
     }
 
-    /// What it has got since.
-    pub(super) fn read(&mut self, mut record: impl FnMut(&str)) {
-        let mut bytes = [0; RECORD];
-        for _ in 0..MOST_RECORDS {
+    /// Passes the new records to `on_record`.
+    pub(super) fn read(&mut self, mut on_record: impl FnMut(&str)) {
+        let mut bytes = [0; MAX_RECORD_BYTES];
+        for _ in 0..MAX_RECORDS {
             match self.0.read(&mut bytes) {
-                Ok(n @ 1..) => record(&String::from_utf8_lossy(&bytes[..n])),
-                // Records were overwritten before they were read; the next one is there.
+                Ok(n @ 1..) => on_record(&String::from_utf8_lossy(&bytes[..n])),
+                // Records were overwritten before they were read; the next read returns the oldest one.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
                 _ => return,
             }

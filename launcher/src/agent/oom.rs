@@ -1,51 +1,53 @@
-//! Was a process killed because memory ran out? The control group counts such kills; where it can't be read, the
-//! kernel's log names the pids.
+//! Detects processes that the kernel killed because memory ran out.
+//!
+//! The control group counts such kills. Where its counter is not readable, the kernel log has the pids.
 use super::kernel_log::KernelLog;
 use crate::discover::oom_kills;
 use std::path::Path;
 
-/// Watches for kills since it was made, or since the last that it told of.
+/// Detects OOM kills since it was started.
 #[derive(Debug)]
 pub(super) struct OomWatch {
-    /// Kills of this control group that are known.
-    counted: Option<u64>,
+    /// Kills of this control group that are attributed to a process or happened before the start.
+    known_kills: Option<u64>,
     log: Option<KernelLog>,
-    /// Pids that the kernel's log has told of.
-    named: Vec<u32>,
+    /// Pids of killed processes in the kernel log.
+    killed_pids: Vec<u32>,
 }
 
 impl OomWatch {
     pub(super) fn start() -> Self {
-        let counted = oom_kills(Path::new("/"));
-        let log = if counted.is_none() { KernelLog::open() } else { None };
-        OomWatch { counted, log, named: Vec::new() }
+        let known_kills = oom_kills(Path::new("/"));
+        let log = if known_kills.is_none() { KernelLog::open() } else { None };
+        OomWatch { known_kills, log, killed_pids: Vec::new() }
     }
 
-    /// A process of this control group was killed by SIGKILL: by the kernel, for want of memory?
-    pub(super) fn killed(&mut self, pid: u32) -> bool {
-        match &mut self.counted {
-            Some(before) => {
-                let more = oom_kills(Path::new("/")).is_some_and(|now| now > *before);
-                // Each kill explains one process.
-                *before += u64::from(more);
-                more
+    /// Whether a process of this control group that died of SIGKILL was killed because memory ran out.
+    /// To be called once for each such process.
+    pub(super) fn was_oom_killed(&mut self, pid: u32) -> bool {
+        match &mut self.known_kills {
+            Some(known) => {
+                let is_new = oom_kills(Path::new("/")).is_some_and(|count| count > *known);
+                // Each kill accounts for one process.
+                *known += u64::from(is_new);
+                is_new
             }
             None => {
                 if let Some(log) = &mut self.log {
-                    log.read(|record| self.named.extend(killed_process(record)));
+                    log.read(|record| self.killed_pids.extend(parse_killed_pid(record)));
                 }
-                self.named.contains(&pid)
+                self.killed_pids.contains(&pid)
             }
         }
     }
 }
 
-/// The pid in `… Out of memory: Killed process 123 (name) …`.
-fn killed_process(record: &str) -> Option<u32> {
+/// Parses the pid in `… Out of memory: Killed process 123 (name) …`.
+fn parse_killed_pid(record: &str) -> Option<u32> {
     let (before, after) = record.split_once("Killed process ")?;
-    let oom = before.to_ascii_lowercase().contains("out of memory");
+    let is_oom = before.to_ascii_lowercase().contains("out of memory");
     let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
-    digits.parse().ok().filter(|_| oom)
+    digits.parse().ok().filter(|_| is_oom)
 }
 
 #[cfg(test)]
@@ -53,18 +55,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_words_are_understood() {
+    fn kernel_records_are_parsed() {
         let record = "4,123,456,-;Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB";
-        assert_eq!(killed_process(record), Some(4242));
-        assert_eq!(killed_process("3,1,2,-;Out of memory: Killed process 7 (a b) x"), Some(7));
+        assert_eq!(parse_killed_pid(record), Some(4242));
+        assert_eq!(parse_killed_pid("3,1,2,-;Out of memory: Killed process 7 (a b) x"), Some(7));
         for other in ["", "6,1,2,-;Killed process 9 (x)", "Out of memory: Killed process x", "out of memory"]
         {
-            assert_eq!(killed_process(other), None, "{other}");
+            assert_eq!(parse_killed_pid(other), None, "{other}");
         }
     }
 
     #[test]
-    fn nothing_was_killed_here() {
-        assert!(!OomWatch::start().killed(std::process::id()));
+    fn the_test_process_was_not_killed() {
+        assert!(!OomWatch::start().was_oom_killed(std::process::id()));
     }
 }

@@ -1,8 +1,11 @@
-//! A worker's output: pumped by one thread per rank from its pipes into its log, the last lines kept, and shown ranks'
-//! lines offered to the controller. A slow console costs lines on the console, never the worker's time.
-use super::times::Times;
-use crate::link::{Outbox, Priority};
+//! Copies a worker's output from its pipes to its log, on one thread per rank.
+//!
+//! The pump also keeps the last lines and forwards the lines of shown ranks to the controller. If the
+//! console is slow, lines are dropped there; the worker is never blocked.
+use super::log_times::LogTimes;
+use crate::connection::{Outbox, Priority};
 use contract::{control::FromAgent, ids::Rank};
+use diagnostic::{Diagnostic, codes::host::WORKER_LOG_UNWRITABLE};
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -23,110 +26,123 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Last lines kept of each rank.
+/// The last lines of each rank that are kept.
 pub(crate) const TAIL_LINES: usize = 20;
-/// A longer line is cut for the console and the tail (the log has all of it), bytes.
-pub(crate) const LINE_MAX: usize = 4 << 10;
-/// An unfinished line goes into the log after this long without more of it, milliseconds.
-const UNFINISHED_MS: u16 = 200;
-/// Bytes read at once; also the longest unfinished line held back.
-const CHUNK: usize = 64 << 10;
-/// Between two tellings of progress.
-const PROGRESS_EVERY: Duration = Duration::from_secs(1);
+/// Longer lines are truncated on the console and in the tail, but not in the log. In bytes.
+pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
+/// An unfinished line is written to the log after this time without more output, in milliseconds.
+const UNFINISHED_LINE_MS: u16 = 200;
+/// Bytes that are read at once, and the longest unfinished line that is held back.
+const CHUNK_BYTES: usize = 64 << 10;
+/// The shortest time between two reports of progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What a pump tells the agent.
+/// An event that a pump reports to the agent.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
-    /// The answer to [`Pump::drain`].
+    /// The last lines; the answer to [`OutputPump::drain`].
     Drained(Vec<String>),
-    /// A line with the marker of progress, told about once a second at most.
+    /// A line contains the progress pattern. Reported about once a second at most.
     Progress,
-    /// The log can't be written any more; the worker goes on.
-    Trouble(String),
+    /// The log cannot be written any more, for this reason; the worker continues.
+    LogFailed(Diagnostic),
 }
 
-/// How a rank's output is treated.
+/// How a pump treats the output of a rank.
 #[derive(Clone, Debug)]
-pub(crate) struct PumpPlan {
+pub(crate) struct PumpOptions {
     pub(crate) rank: Rank,
-    /// Offer lines to the controller.
+    /// Forward the lines to the controller.
     pub(crate) show: bool,
-    /// Lines with this text are progress.
-    pub(crate) marker: Option<String>,
+    /// Lines that contain this text are progress (`run.progress_pattern`).
+    pub(crate) progress_pattern: Option<String>,
 }
 
 /// The handle of a pump thread; dropping it ends the thread.
 #[derive(Debug)]
-pub(crate) struct Pump {
-    order: Arc<(AtomicU8, EventFd)>,
+pub(crate) struct OutputPump {
+    command: Arc<(AtomicU8, EventFd)>,
     show: Arc<AtomicBool>,
 }
 
-const GO_ON: u8 = 0;
+// Commands to a pump's thread.
+const CONTINUE: u8 = 0;
 const DRAIN: u8 = 1;
 const QUIT: u8 = 2;
 
-impl Pump {
-    /// Starts pumping. `events` carries the rank, the worker's pid and what there is to tell.
+impl OutputPump {
+    /// Starts the thread. `events` receives the rank, the worker's pid and the event.
     pub(crate) fn start(
-        plan: PumpPlan,
+        options: PumpOptions,
         pid: u32,
-        log: Log,
+        log: RankLog,
         stdout: OwnedFd,
         stderr: OwnedFd,
         console: Outbox<FromAgent>,
         events: mpsc::Sender<(Rank, u32, PumpEvent)>,
-    ) -> io::Result<Pump> {
+    ) -> io::Result<OutputPump> {
         for fd in [&stdout, &stderr] {
             fcntl(fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let order = Arc::new((AtomicU8::new(GO_ON), wake));
-        let streams = [Stream::new(stdout, false), Stream::new(stderr, true)];
-        let show = Arc::new(AtomicBool::new(plan.show));
-        let (shown, tail, lost, progress_told) = (show.clone(), VecDeque::new(), 0, None);
-        let sink = Sink { plan, shown, pid, log, console, events, tail, lost, progress_told };
-        let work = Work { order: order.clone(), streams, sink };
-        thread::Builder::new().name("output".into()).stack_size(256 << 10).spawn(move || work.run())?;
-        Ok(Pump { order, show })
+        let command = Arc::new((AtomicU8::new(CONTINUE), wake));
+        let streams = [OutputStream::new(stdout, false), OutputStream::new(stderr, true)];
+        let show = Arc::new(AtomicBool::new(options.show));
+        let sink = OutputSink {
+            options,
+            shown: show.clone(),
+            pid,
+            log,
+            console,
+            events,
+            tail: VecDeque::new(),
+            dropped_lines: 0,
+            progress_reported_at: None,
+        };
+        let thread = PumpThread { command: command.clone(), streams, sink };
+        thread::Builder::new().name("output".into()).stack_size(256 << 10).spawn(move || thread.run())?;
+        Ok(OutputPump { command, show })
     }
 
-    /// Offer lines to the controller from now on, or don't.
+    /// Sets whether lines are forwarded to the controller from now on.
     pub(crate) fn show(&self, show: bool) {
         self.show.store(show, Ordering::Relaxed);
     }
 
-    /// The worker has ended: put what is in its pipes into the log and answer with the last lines.
+    /// After the worker has ended: writes what is left in the pipes to the log, and reports the last
+    /// lines.
     pub(crate) fn drain(&self) {
-        self.give(DRAIN);
+        self.send_command(DRAIN);
     }
 
-    fn give(&self, order: u8) {
-        self.order.0.store(order, Ordering::Release);
-        _ = self.order.1.write(1);
+    fn send_command(&self, command: u8) {
+        self.command.0.store(command, Ordering::Release);
+        _ = self.command.1.write(1);
     }
 }
 
-impl Drop for Pump {
+impl Drop for OutputPump {
     fn drop(&mut self) {
-        self.give(QUIT);
+        self.send_command(QUIT);
     }
 }
 
-struct Stream {
-    /// `None` after its end.
+/// One of the worker's output pipes.
+struct OutputStream {
+    /// `None` after the end of the stream.
     pipe: Option<File>,
     stderr: bool,
-    /// What came after the last line end.
+    /// Bytes after the last line end.
     unfinished: Vec<u8>,
 }
 
-impl Stream {
+impl OutputStream {
     fn new(fd: OwnedFd, stderr: bool) -> Self {
-        Stream { pipe: Some(fd.into()), stderr, unfinished: Vec::new() }
+        OutputStream { pipe: Some(fd.into()), stderr, unfinished: Vec::new() }
     }
 
-    /// Reads once; bytes read, 0 at the end (the pipe is closed then), `None` when there is nothing now.
+    /// Reads once. Returns the number of bytes, 0 at the end of the stream, which closes the pipe, and
+    /// `None` when no output is available.
     fn read(&mut self, buffer: &mut [u8]) -> Option<usize> {
         let pipe = self.pipe.as_mut()?;
         match pipe.read(buffer) {
@@ -141,20 +157,21 @@ impl Stream {
     }
 }
 
-struct Work {
-    order: Arc<(AtomicU8, EventFd)>,
-    streams: [Stream; 2],
-    sink: Sink,
+/// The thread of a pump.
+struct PumpThread {
+    command: Arc<(AtomicU8, EventFd)>,
+    streams: [OutputStream; 2],
+    sink: OutputSink,
 }
 
-impl Work {
+impl PumpThread {
     fn run(mut self) {
-        let mut buffer = vec![0; CHUNK];
+        let mut buffer = vec![0; CHUNK_BYTES];
         loop {
             let ready = self.wait();
-            match self.order.0.swap(GO_ON, Ordering::AcqRel) {
+            match self.command.0.swap(CONTINUE, Ordering::AcqRel) {
                 QUIT => {
-                    self.order.0.store(QUIT, Ordering::Release);
+                    self.command.0.store(QUIT, Ordering::Release);
                     return self.finish_lines();
                 }
                 DRAIN => self.drain(&mut buffer),
@@ -162,7 +179,7 @@ impl Work {
             }
             for stream in &mut self.streams {
                 if let Some(n) = stream.read(&mut buffer) {
-                    self.sink.take(stream, &buffer[..n]);
+                    self.sink.push_bytes(stream, &buffer[..n]);
                 }
             }
             if !ready {
@@ -171,93 +188,93 @@ impl Work {
         }
     }
 
-    /// Waits for output or an order; `false`: nothing came for a while and a line is unfinished.
+    /// Waits for output or a command. Returns `false` if a line is unfinished and no more output came.
     fn wait(&self) -> bool {
-        let mut fds = vec![PollFd::new(self.order.1.as_fd(), PollFlags::POLLIN)];
+        let mut fds = vec![PollFd::new(self.command.1.as_fd(), PollFlags::POLLIN)];
         let open = self.streams.iter().filter_map(|s| s.pipe.as_ref());
         fds.extend(open.map(|p| PollFd::new(p.as_fd(), PollFlags::POLLIN)));
         let unfinished = self.streams.iter().any(|s| !s.unfinished.is_empty());
-        let limit = if unfinished { PollTimeout::from(UNFINISHED_MS) } else { PollTimeout::NONE };
-        let ready = !matches!(poll(&mut fds, limit), Ok(0));
-        _ = self.order.1.read();
+        let timeout = if unfinished { PollTimeout::from(UNFINISHED_LINE_MS) } else { PollTimeout::NONE };
+        let ready = !matches!(poll(&mut fds, timeout), Ok(0));
+        _ = self.command.1.read();
         ready
     }
 
-    /// Everything the worker wrote is in the pipes by now; what a descendant writes on is not waited for.
+    /// Reads what the worker left in the pipes. Does not wait for descendants that keep a pipe open.
     fn drain(&mut self, buffer: &mut [u8]) {
         for stream in &mut self.streams {
             let size = stream.pipe.as_ref().and_then(|p| fcntl(p, FcntlArg::F_GETPIPE_SZ).ok());
-            let mut left = size.map_or(0, |n| n.unsigned_abs() as usize);
-            while left > 0 {
+            let mut remaining = size.map_or(0, |n| n.unsigned_abs() as usize);
+            while remaining > 0 {
                 let Some(n) = stream.read(buffer) else { break };
-                self.sink.take(stream, &buffer[..n]);
-                left = if stream.pipe.is_none() { 0 } else { left.saturating_sub(n) };
+                self.sink.push_bytes(stream, &buffer[..n]);
+                remaining = if stream.pipe.is_none() { 0 } else { remaining.saturating_sub(n) };
             }
         }
         self.finish_lines();
-        self.sink.drained();
+        self.sink.report_drained();
     }
 
     fn finish_lines(&mut self) {
         for stream in &mut self.streams {
-            self.sink.finish(stream);
+            self.sink.finish_line(stream);
         }
     }
 }
 
-/// Where output goes.
-struct Sink {
-    plan: PumpPlan,
+/// Distributes output to the log, the tail and the console.
+struct OutputSink {
+    options: PumpOptions,
     shown: Arc<AtomicBool>,
     pid: u32,
-    log: Log,
+    log: RankLog,
     console: Outbox<FromAgent>,
     events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     tail: VecDeque<String>,
-    /// Lines the console did not get.
-    lost: u64,
-    progress_told: Option<Instant>,
+    /// Lines that the console did not get.
+    dropped_lines: u64,
+    progress_reported_at: Option<Instant>,
 }
 
-impl Sink {
-    /// Takes new bytes of a stream; whole lines go on, the rest waits for more.
-    fn take(&mut self, stream: &mut Stream, bytes: &[u8]) {
+impl OutputSink {
+    /// Handles new bytes of a stream. Whole lines are passed on, and the rest is held back.
+    fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
-            if stream.pipe.is_none() || stream.unfinished.len() > CHUNK {
-                self.finish(stream);
+            if stream.pipe.is_none() || stream.unfinished.len() > CHUNK_BYTES {
+                self.finish_line(stream);
             }
             return;
         };
         let (whole, rest) = bytes.split_at(end + 1);
         if stream.unfinished.is_empty() {
-            self.lines(whole, stream.stderr);
+            self.push_lines(whole, stream.stderr);
         } else {
             let mut joined = std::mem::take(&mut stream.unfinished);
             joined.extend_from_slice(whole);
-            self.lines(&joined, stream.stderr);
+            self.push_lines(&joined, stream.stderr);
         }
         stream.unfinished.extend_from_slice(rest);
     }
 
-    /// Lets an unfinished line go as it is.
-    fn finish(&mut self, stream: &mut Stream) {
+    /// Passes on an unfinished line.
+    fn finish_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);
-            self.lines(&rest, stream.stderr);
+            self.push_lines(&rest, stream.stderr);
         }
     }
 
-    /// Whole lines of one stream.
-    fn lines(&mut self, bytes: &[u8], stderr: bool) {
-        if let Some(trouble) = self.log.write(bytes) {
-            self.tell(PumpEvent::Trouble(trouble));
+    /// Handles whole lines of one stream.
+    fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
+        if let Some(error) = self.log.write(bytes) {
+            self.send_event(PumpEvent::LogFailed(error));
         }
-        self.look_for_progress(bytes);
+        self.detect_progress(bytes);
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         if self.shown.load(Ordering::Relaxed) {
             for line in bytes.split(|b| *b == b'\n') {
-                self.show(readable(line), stderr);
+                self.forward(display_line(line), stderr);
             }
         }
         let last: Vec<&[u8]> = bytes.rsplit(|b| *b == b'\n').take(TAIL_LINES).collect();
@@ -265,97 +282,98 @@ impl Sink {
             if self.tail.len() == TAIL_LINES {
                 self.tail.pop_front();
             }
-            self.tail.push_back(readable(line));
+            self.tail.push_back(display_line(line));
         }
     }
 
-    fn look_for_progress(&mut self, bytes: &[u8]) {
-        let Some(marker) = self.plan.marker.as_ref().map(String::as_bytes) else { return };
-        let due = self.progress_told.is_none_or(|at| at.elapsed() >= PROGRESS_EVERY);
-        if due && bytes.windows(marker.len()).any(|piece| piece == marker) {
-            self.progress_told = Some(Instant::now());
-            // When the agent is busy the next line will tell.
-            _ = self.events.try_send((self.plan.rank, self.pid, PumpEvent::Progress));
+    fn detect_progress(&mut self, bytes: &[u8]) {
+        let Some(pattern) = self.options.progress_pattern.as_ref().map(String::as_bytes) else { return };
+        let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL);
+        if is_due && bytes.windows(pattern.len()).any(|part| part == pattern) {
+            self.progress_reported_at = Some(Instant::now());
+            // If the agent is busy, the next line reports the progress.
+            _ = self.events.try_send((self.options.rank, self.pid, PumpEvent::Progress));
         }
     }
 
-    fn show(&mut self, text: String, stderr: bool) {
-        let rank = self.plan.rank;
-        if self.lost > 0 && self.console.send(Priority::Chatter, self.loss()) {
-            self.lost = 0;
+    fn forward(&mut self, text: String, stderr: bool) {
+        let rank = self.options.rank;
+        if self.dropped_lines > 0 && self.console.send(Priority::Low, self.dropped_lines_notice()) {
+            self.dropped_lines = 0;
         }
-        if self.lost > 0 || !self.console.send(Priority::Chatter, FromAgent::Line { rank, stderr, text }) {
-            self.lost += 1;
+        if self.dropped_lines > 0 || !self.console.send(Priority::Low, FromAgent::Line { rank, stderr, text })
+        {
+            self.dropped_lines += 1;
         }
     }
 
-    fn loss(&self) -> FromAgent {
-        let text = format!("[{} lines are only in {}]", self.lost, self.log.path);
-        FromAgent::Line { rank: self.plan.rank, stderr: true, text }
+    fn dropped_lines_notice(&self) -> FromAgent {
+        let text = format!("[{} lines are only in {}]", self.dropped_lines, self.log.path);
+        FromAgent::Line { rank: self.options.rank, stderr: true, text }
     }
 
-    fn drained(&mut self) {
-        if self.lost > 0 && self.console.send(Priority::News, self.loss()) {
-            self.lost = 0;
+    fn report_drained(&mut self) {
+        if self.dropped_lines > 0 && self.console.send(Priority::Normal, self.dropped_lines_notice()) {
+            self.dropped_lines = 0;
         }
         let tail = self.tail.iter().cloned().collect();
-        self.tell(PumpEvent::Drained(tail));
+        self.send_event(PumpEvent::Drained(tail));
     }
 
-    fn tell(&self, event: PumpEvent) {
-        // The agent reads these at once; when it is gone nobody needs them.
-        _ = self.events.blocking_send((self.plan.rank, self.pid, event));
+    fn send_event(&self, event: PumpEvent) {
+        // The agent reads events at once; an error means that it has ended.
+        _ = self.events.blocking_send((self.options.rank, self.pid, event));
     }
 }
 
-/// A line as a person reads it: as a terminal would leave it after carriage returns, cut, and valid UTF-8.
-fn readable(line: &[u8]) -> String {
+/// A line as a terminal would show it after carriage returns, truncated, as valid UTF-8.
+fn display_line(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     let line = line.rsplit(|b| *b == b'\r').next().unwrap_or(line);
-    let mut text = String::from_utf8_lossy(&line[..line.len().min(LINE_MAX)]).into_owned();
-    if line.len() > LINE_MAX {
+    let mut text = String::from_utf8_lossy(&line[..line.len().min(MAX_LINE_BYTES)]).into_owned();
+    if line.len() > MAX_LINE_BYTES {
         text.push_str(" […]");
     }
     text
 }
 
-/// A rank's log file: appended to, up to a size.
+/// The log file of a rank, up to a maximum size.
 #[derive(Debug)]
-pub(crate) struct Log {
+pub(crate) struct RankLog {
     file: File,
     path: String,
     size: u64,
     max_size: u64,
-    times: Times,
-    /// Full, or broken and said so.
+    times: LogTimes,
+    /// The log is full, or could not be written.
     closed: bool,
 }
 
-impl Log {
-    /// Opens (and creates) the log and its directory.
-    pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<Log> {
+impl RankLog {
+    /// Opens the log for appending. Creates it and its directory if they do not exist.
+    pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<RankLog> {
         if let Some(directory) = path.parent() {
             std::fs::create_dir_all(directory)?;
         }
         let file = OpenOptions::new().append(true).create(true).open(path)?;
         let size = file.metadata()?.len();
-        let times = Times::open(path);
-        Ok(Log { file, path: path.display().to_string(), size, max_size, times, closed: false })
+        let times = LogTimes::open(path);
+        Ok(RankLog { file, path: path.display().to_string(), size, max_size, times, closed: false })
     }
 
-    /// Appends; what to tell a person when this is the first that can't be.
-    fn write(&mut self, bytes: &[u8]) -> Option<String> {
+    /// Appends. Returns a warning when writing fails for the first time.
+    fn write(&mut self, bytes: &[u8]) -> Option<Diagnostic> {
         if self.closed {
             return None;
         }
-        let room = self.max_size.saturating_sub(self.size);
-        let fits = if bytes.len() as u64 <= room {
+        let free = self.max_size.saturating_sub(self.size);
+        let fits = if bytes.len() as u64 <= free {
             bytes.len()
         } else {
             self.closed = true;
-            bytes[..room as usize].iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1)
+            bytes[..free as usize].iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1)
         };
-        self.times.mark(self.size);
+        self.times.record(self.size);
         let mut result = self.file.write_all(&bytes[..fits]);
         self.size += fits as u64;
         if self.closed && result.is_ok() {
@@ -367,7 +385,8 @@ impl Log {
         }
         let error = result.err()?;
         self.closed = true;
-        Some(format!("{} can't be written any more ({error}); the worker goes on without its log", self.path))
+        let message = format!("cannot write the log {} any more; the worker continues without it", self.path);
+        Some(Diagnostic::warning(WORKER_LOG_UNWRITABLE, message).with_subject(&self.path).with_cause(&error))
     }
 }
 

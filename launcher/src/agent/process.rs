@@ -1,12 +1,16 @@
-//! Starting, signalling and reaping worker processes: the only place of the agent that does.
+//! Starts, signals and reaps worker processes; no other module of the agent does.
 //!
-//! Each worker leads a process group of its own, and dies with the thread that started it (`PR_SET_PDEATHSIG` is bound
-//! to that thread), so workers are started from the agent's main thread only.
-use super::core::Ending;
-use crate::discover::topology::only_node;
+//! Each worker leads a separate process group. `PR_SET_PDEATHSIG` kills it when the thread that
+//! started it ends, so workers are started from the agent's main thread only.
+use super::core::GroupSignal;
+use crate::discover::topology::common_numa_node;
 use contract::{
     control::{ExitStatus, WorkerPlan},
     env,
+};
+use diagnostic::{
+    Diagnostic,
+    codes::{host, run},
 };
 use nix::{
     errno::Errno,
@@ -30,23 +34,25 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// A worker's process and our ends of what connects us to it.
+/// A worker's process, and the agent's ends of its streams.
 #[derive(Debug)]
-pub(crate) struct Spawned {
+pub(crate) struct SpawnedWorker {
     pub(crate) pid: u32,
     pub(crate) stdout: OwnedFd,
     pub(crate) stderr: OwnedFd,
-    /// The control stream of a built-in worker.
+    /// The control connection of a built-in worker.
     pub(crate) control: Option<UnixStream>,
 }
 
-/// Orphaned descendants of this process become its children instead of init's.
+/// Makes orphaned descendants of this process its children, instead of init's.
 pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
 
-/// Two processes go on from here: this one is told the other's number, the other one `None`. Only before a second thread is started.
-pub(super) fn split() -> io::Result<Option<Pid>> {
+/// Forks. Returns the child's pid in the parent, and `None` in the child.
+///
+/// Must be called before a second thread is started.
+pub(super) fn fork() -> io::Result<Option<Pid>> {
     // SAFETY: with one thread no lock can be held by a thread that the new process lacks.
     match unsafe { nix::unistd::fork()? } {
         nix::unistd::ForkResult::Parent { child } => Ok(Some(child)),
@@ -54,13 +60,13 @@ pub(super) fn split() -> io::Result<Option<Pid>> {
     }
 }
 
-/// An empty memory file for the node's built-in workers; they size it.
-pub(super) fn shared_memory() -> io::Result<OwnedFd> {
+/// Creates an empty memory file that the built-in workers of the host share. They set its size.
+pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC)?)
 }
 
-/// The CPUs this process may run on.
-pub(super) fn own_cpus() -> Vec<u32> {
+/// The CPUs on which this process may run.
+pub(super) fn allowed_cpus() -> Vec<u32> {
     nix::sched::sched_getaffinity(Pid::from_raw(0)).map_or_else(
         |_| Vec::new(),
         |set| {
@@ -70,37 +76,39 @@ pub(super) fn own_cpus() -> Vec<u32> {
     )
 }
 
-/// Nothing that was open when the agent started is inherited by workers; what is opened later is close-on-exec anyway.
-pub(super) fn close_on_exec_everything() {
+/// Sets the close-on-exec flag of every open descriptor above 2, so that workers do not inherit them.
+/// Descriptors that are opened later have it already.
+pub(super) fn set_cloexec_on_all() {
     let open: Vec<RawFd> = std::fs::read_dir("/proc/self/fd")
         .map(|d| d.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
         .unwrap_or_default();
     for fd in open.into_iter().filter(|fd| *fd > 2) {
-        // SAFETY: F_SETFD on any number is harmless; a closed one gives EBADF.
+        // SAFETY: F_SETFD does no harm on any number; a closed descriptor gives EBADF.
         unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
 }
 
-/// The agent's own limit of open files, as it was.
-pub(super) type FileLimit = (u64, u64);
+/// The soft and the hard limit of open files with which the agent was started.
+pub(super) type OpenFileLimit = (u64, u64);
 
-/// Lets the agent open as many files as it may (four for each worker); returns the limits that workers shall have.
-pub(super) fn raise_file_limit() -> io::Result<FileLimit> {
+/// Raises the agent's soft limit of open files to the hard limit: it needs four for each worker.
+/// Returns the previous limits, which workers get.
+pub(super) fn raise_file_limit() -> io::Result<OpenFileLimit> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     Ok((soft, hard))
 }
 
-/// Starts a worker; `shm` is what a built-in one inherits as shared memory. The error says what to do.
+/// Starts a worker. A built-in worker inherits `shm` as its shared memory.
 pub(super) fn spawn(
     plan: &WorkerPlan,
     shm: Option<BorrowedFd<'_>>,
-    (soft, hard): FileLimit,
-) -> Result<Spawned, String> {
-    let affinity = affinity(plan)?;
+    (soft, hard): OpenFileLimit,
+) -> diagnostic::Result<SpawnedWorker> {
+    let affinity = cpu_set(plan)?;
     let (control, theirs) = match plan.command {
         Some(_) => (None, None),
-        None => UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| cannot_start(plan, &e))?,
+        None => UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| start_error(plan, &e))?,
     };
     let mut command = command(plan);
     let mut inherited: Vec<RawFd> = Vec::new();
@@ -109,7 +117,7 @@ pub(super) fn spawn(
         command.env(env::LAUNCH_SHM_FD, shm.as_raw_fd().to_string());
         inherited.extend([theirs.as_raw_fd(), shm.as_raw_fd()]);
     }
-    let memory = only_node(&plan.cpus).and_then(NodeMask::of);
+    let memory = common_numa_node(&plan.cpus).and_then(NodeMask::single);
     let agent = Pid::this();
     // SAFETY: the closure only makes system calls that are allowed between fork and exec; everything it uses was
     // allocated before.
@@ -117,7 +125,7 @@ pub(super) fn spawn(
         command.pre_exec(move || {
             prctl::set_pdeathsig(Signal::SIGKILL)?;
             if Pid::parent() != agent {
-                return Err(Errno::ESRCH.into()); // the agent died before the line above took effect
+                return Err(Errno::ESRCH.into()); // the agent died before `set_pdeathsig` took effect
             }
             if let Some(set) = &affinity {
                 nix::sched::sched_setaffinity(Pid::from_raw(0), set)?;
@@ -135,12 +143,12 @@ pub(super) fn spawn(
             Ok(())
         });
     }
-    let mut child = command.spawn().map_err(|e| cannot_start(plan, &e))?;
+    let mut child = command.spawn().map_err(|e| start_error(plan, &e))?;
     let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
-        return Err("it has no output pipes".into());
+        return Err(Diagnostic::error(run::INTERNAL, "the worker has no output pipes"));
     };
-    // Dropping `child` neither waits for the process nor kills it: `reap` is the only one that waits.
-    Ok(Spawned { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
+    // Dropping `child` neither waits for the process nor kills it; `reap_children` waits.
+    Ok(SpawnedWorker { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
 }
 
 fn command(plan: &WorkerPlan) -> Command {
@@ -150,7 +158,7 @@ fn command(plan: &WorkerPlan) -> Command {
             command.args(arguments);
             command
         }
-        // The very file this process runs, even if another was put in its place meanwhile.
+        // The file that this process runs, even if it was replaced meanwhile.
         None | Some([]) => {
             let mut command = Command::new("/proc/self/exe");
             command.arg0("launch").arg("worker");
@@ -163,66 +171,85 @@ fn command(plan: &WorkerPlan) -> Command {
     command
 }
 
-/// The CPU set of the plan, refused when this machine does not allow all of it.
-fn affinity(plan: &WorkerPlan) -> Result<Option<nix::sched::CpuSet>, String> {
+/// The CPU set of the plan; an error if the agent may not use all of it.
+fn cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
     if plan.cpus.is_empty() {
         return Ok(None);
     }
-    let allowed = own_cpus();
+    let allowed = allowed_cpus();
     let mut set = nix::sched::CpuSet::new();
     for cpu in &plan.cpus {
         if !allowed.contains(cpu) || set.set(*cpu as usize).is_err() {
-            return Err(format!(
-                "it shall be bound to CPU {cpu}, but this node allows only CPUs {allowed:?} (taskset, container or cgroup limit)"
-            ));
+            let message = format!(
+                "cannot bind rank {} to CPU {cpu}; the agent may use only CPUs {allowed:?}",
+                plan.rank
+            );
+            return Err(Diagnostic::error(host::WORKER_CPU_UNAVAILABLE, message)
+                .with_field("cpu", *cpu)
+                .with_field("allowed_cpus", allowed)
+                .with_help("check the limits of the container, the control group or `taskset`"));
         }
     }
     Ok(Some(set))
 }
 
-/// NUMA nodes as the kernel takes them.
+/// A set of NUMA nodes in the kernel's format.
 struct NodeMask([libc::c_ulong; 16]);
 
 impl NodeMask {
-    /// This node alone; `None`: the kernel has no such one.
-    fn of(node: u32) -> Option<NodeMask> {
+    /// The set of one node; `None` if the number is out of range.
+    fn single(node: u32) -> Option<NodeMask> {
         let mut mask = NodeMask([0; 16]);
         *mask.0.get_mut(node as usize / 64)? |= 1 << (node % 64);
         Some(mask)
     }
 }
 
-/// Memory of the calling process comes from this node while it has some. Async-signal-safe. A container may forbid it:
-/// then memory comes from where the first touch is, which is this node too for threads that are bound to it.
+/// Lets the calling process allocate memory from this node while it has some. Async-signal-safe.
+///
+/// Where a container forbids it, memory comes from the node of the thread that touches it first,
+/// which is the same node for threads that are bound to it.
 fn prefer_memory(nodes: &NodeMask) {
     let bits = 8 * size_of_val(&nodes.0);
     // SAFETY: the kernel reads `bits` bits at the address; the mask has that many.
     unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_PREFERRED, nodes.0.as_ptr(), bits) };
 }
 
-fn cannot_start(plan: &WorkerPlan, error: &io::Error) -> String {
+/// The error of a worker that could not be started.
+fn start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     let program = plan.command.as_ref().and_then(|c| c.first()).map_or("launch worker", String::as_str);
-    let why = match error.raw_os_error().map(Errno::from_raw) {
-        _ if !plan.workdir.is_dir() => format!("its workdir {} is not a directory", plan.workdir.display()),
-        Some(Errno::ENOENT) if program.contains('/') => {
-            format!("no such file, seen from {} (or its #! interpreter is missing)", plan.workdir.display())
+    let workdir = plan.workdir.display();
+    let (code, reason) = match error.raw_os_error().map(Errno::from_raw) {
+        _ if !plan.workdir.is_dir() => {
+            (host::WORKER_DIRECTORY_MISSING, format!("the working directory {workdir} is not a directory"))
         }
-        Some(Errno::ENOENT) => "no such program in PATH".into(),
-        Some(Errno::EACCES) => "it is not an executable file (chmod +x?)".into(),
-        Some(Errno::EAGAIN) => format!("{error}: the limit of processes is reached (ulimit -u, pids cgroup)"),
-        Some(Errno::EMFILE | Errno::ENFILE) => format!("{error}: too many open files (ulimit -n)"),
-        _ => error.to_string(),
+        Some(Errno::ENOENT) if program.contains('/') => (
+            host::WORKER_PROGRAM_MISSING,
+            format!("no such file in {workdir}, or its `#!` interpreter is missing"),
+        ),
+        Some(Errno::ENOENT) => (host::WORKER_PROGRAM_MISSING, "no such program in PATH".to_owned()),
+        Some(Errno::EACCES) => (host::WORKER_PROGRAM_NOT_EXECUTABLE, "the file is not executable".to_owned()),
+        Some(Errno::EAGAIN) => {
+            (host::PROCESS_LIMIT_REACHED, format!("{error}; the limit of processes is reached"))
+        }
+        Some(Errno::EMFILE | Errno::ENFILE) => {
+            (host::FILE_LIMIT_REACHED, format!("{error}; the limit of open files is reached"))
+        }
+        _ => (run::WORKER_START_FAILED, error.to_string()),
     };
-    format!("cannot start `{program}`: {why}")
+    Diagnostic::error(code, format!("cannot start `{program}`: {reason}"))
+        .with_subject(program)
+        .with_field("workdir", workdir.to_string())
+        .with_help(code.info().remedy)
 }
 
-/// Default handlers and an empty mask, whatever the agent and those before it ignored. Async-signal-safe.
+/// Resets all signals to their default actions and unblocks them. Async-signal-safe.
 fn reset_signals() {
-    // The kernel's own structure, all zero: the default action. glibc's signal(2) leaves out the two signals that it
-    // keeps for itself, and those arrive ignored too.
+    // The kernel's structure, all zero: the default action. glibc's `signal` does not reset the two
+    // signals that it reserves for itself, and those are inherited as ignored, too.
     let default = [0u64; 4];
     for signal in 1..=64 {
-        // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay as they are.
+        // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay unchanged.
         unsafe {
             libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null_mut::<u64>(), 8)
         };
@@ -235,38 +262,40 @@ fn reset_signals() {
     }
 }
 
-/// Signals the whole group of a worker that has not been reaped (its pid can't have been given away).
-pub(super) fn signal_group(pid: u32, ending: Ending) {
+/// Signals the process group of a worker that has not been reaped, so that its pid is not reused.
+pub(super) fn signal_group(pid: u32, ending: GroupSignal) {
     let group = Pid::from_raw(pid as i32);
-    // No such process: it ended meanwhile.
+    // An error means that the group has ended meanwhile.
     match ending {
-        Ending::Kill => _ = killpg(group, Signal::SIGKILL),
-        Ending::Term => {
+        GroupSignal::Kill => _ = killpg(group, Signal::SIGKILL),
+        GroupSignal::Terminate => {
             _ = killpg(group, Signal::SIGTERM);
-            // A stopped process would not see it.
+            // A stopped process handles SIGTERM only after SIGCONT.
             _ = killpg(group, Signal::SIGCONT);
         }
     }
 }
 
-/// Asks a worker's first process to save by this signal; `false`: it has no handler for it, and would die or not
-/// notice.
-pub(super) fn notify(pid: u32, signal: i32) -> bool {
+/// Sends a signal to a worker's first process if that has a handler for it. Returns `false` if it has
+/// none: the default action would kill it or have no effect.
+pub(super) fn signal_if_handled(pid: u32, signal: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let Ok(signal) = Signal::try_from(signal) else { return false };
-    handles(&status, signal as i32) && nix::sys::signal::kill(Pid::from_raw(pid as i32), signal).is_ok()
+    has_handler(&status, signal as i32) && nix::sys::signal::kill(Pid::from_raw(pid as i32), signal).is_ok()
 }
 
-/// Does a process with this `/proc/PID/status` catch the signal?
-fn handles(status: &str, signal: i32) -> bool {
+/// Whether a process with this `/proc/PID/status` has a handler for the signal.
+fn has_handler(status: &str, signal: i32) -> bool {
     let mask = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
     let mask = mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).unwrap_or(0);
     (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
-/// The Python stack of a process by py-spy, at most `most` bytes of it; `None`: py-spy isn't installed. Empty when it has
-/// nothing to say in time, of a process that isn't Python say.
-pub(super) fn py_spy(pid: i32, limit: std::time::Duration, most: usize) -> Option<String> {
+/// Runs `py-spy dump` and returns up to `max_bytes` of the Python stack of a process.
+///
+/// Blocks for up to `limit`. Returns `None` if py-spy is not installed. The text is empty if py-spy
+/// does not answer in time or the process is not Python.
+pub(super) fn py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: usize) -> Option<String> {
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use std::{io::Read, os::fd::AsFd, time::Instant};
     let mut command = Command::new("py-spy");
@@ -276,7 +305,7 @@ pub(super) fn py_spy(pid: i32, limit: std::time::Duration, most: usize) -> Optio
     let until = Instant::now() + limit;
     let (mut text, mut buffer) = (Vec::new(), [0; 4096]);
     let mut stdout = child.stdout.take()?;
-    while text.len() < most {
+    while text.len() < max_bytes {
         let left = PollTimeout::try_from(until.saturating_duration_since(Instant::now())).ok();
         let ready =
             poll(&mut [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)], left.unwrap_or(PollTimeout::ZERO));
@@ -285,15 +314,20 @@ pub(super) fn py_spy(pid: i32, limit: std::time::Duration, most: usize) -> Optio
             _ => break,
         }
     }
-    // The agent's loop reaps it. One that hangs ends with the sweep that follows the workers' end.
+    // The agent's event loop reaps it. If it hangs, the sweep after the workers' end kills it.
     Some(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Reaps every child that has ended and calls `ended` once for each. The group of those that `leads` a group of ours is
-/// killed first, while the zombie still keeps the group's number from being given away. `false`: no child is left.
-pub(crate) fn reap(leads: impl Fn(u32) -> bool, mut ended: impl FnMut(u32, ExitStatus)) -> bool {
+/// Reaps every child that has ended and calls `on_exit` for each. Returns whether children are left.
+///
+/// If the child is a group leader according to `is_leader`, its group is killed first, while the
+/// zombie keeps the group's number from being reused.
+pub(crate) fn reap_children(
+    is_leader: impl Fn(u32) -> bool,
+    mut on_exit: impl FnMut(u32, ExitStatus),
+) -> bool {
     loop {
-        // SAFETY: waitid fills the zeroed siginfo; with WNOHANG it stays zero when nobody has ended.
+        // SAFETY: waitid fills the zeroed siginfo; with WNOHANG it stays zero when no child has ended.
         let (rc, pid) = unsafe {
             let mut info = std::mem::zeroed::<libc::siginfo_t>();
             let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
@@ -306,18 +340,18 @@ pub(crate) fn reap(leads: impl Fn(u32) -> bool, mut ended: impl FnMut(u32, ExitS
             _ if Errno::last() == Errno::EINTR => continue,
             _ => return false, // ECHILD
         }
-        if leads(pid as u32) {
-            signal_group(pid as u32, Ending::Kill);
+        if is_leader(pid as u32) {
+            signal_group(pid as u32, GroupSignal::Kill);
         }
         let mut status = 0;
-        // SAFETY: waits for a child that is known to have ended; `status` is a valid place.
+        // SAFETY: waits for a child that has ended; `status` is valid for writes.
         if unsafe { libc::waitpid(pid, &mut status, 0) } == pid {
-            ended(pid as u32, exit_status(status));
+            on_exit(pid as u32, exit_status(status));
         }
     }
 }
 
-/// waitpid's number as what it means.
+/// Decodes the status of waitpid.
 pub(crate) fn exit_status(status: i32) -> ExitStatus {
     let status = std::process::ExitStatus::from_raw(status);
     match status.signal() {

@@ -1,56 +1,67 @@
-//! Does a worker get on? Pure: what it says and what it uses of the CPU go in.
+//! Decides whether a worker makes progress, from its reports, its output and its CPU time. Does no I/O.
 use contract::event::Phase;
 use std::time::Duration;
 
-/// CPU time between two looks that counts as work, clock ticks (of 10 ms on Linux): a process that waits in a poll
-/// loop uses a little.
+/// The CPU time between two measurements that counts as progress, in clock ticks (10 ms on Linux). A
+/// process that waits in a poll loop uses a little, too.
 const WORK_TICKS: u64 = 2;
 
-/// One worker's progress.
+/// The progress of one worker.
 #[derive(Debug)]
-pub(super) struct Progress {
-    /// The last sign of it.
-    at: Duration,
-    said: Option<(Phase, u64)>,
+pub(super) struct WorkerProgress {
+    /// When the worker last made progress.
+    last_at: Duration,
+    /// The last phase and step that the built-in runtime reported.
+    reported: Option<(Phase, u64)>,
+    /// The CPU time at the last measurement.
     ticks: u64,
-    /// Told to be still, and whether stopped.
-    told: Option<bool>,
+    /// A stall was reported, and whether the process was stopped then.
+    stall_reported: Option<bool>,
 }
 
-impl Progress {
+impl WorkerProgress {
+    /// A worker that was started now.
     pub(super) fn new(now: Duration) -> Self {
-        Progress { at: now, said: None, ticks: 0, told: None }
+        WorkerProgress { last_at: now, reported: None, ticks: 0, stall_reported: None }
     }
 
-    /// What the built-in runtime does; `true`: that is progress.
-    pub(super) fn of_runtime(&mut self, phase: Phase, step: u64) -> bool {
-        self.said.replace((phase, step)) != Some((phase, step))
+    /// Records a report of the built-in runtime. Returns whether it is progress.
+    pub(super) fn runtime_has_progressed(&mut self, phase: Phase, step: u64) -> bool {
+        self.reported.replace((phase, step)) != Some((phase, step))
     }
 
-    /// CPU time of all its processes so far; `true`: using it is progress. It isn't where something better is known: a
-    /// program's marker, the runtime's steps while it trains.
-    pub(super) fn of_cpu(&mut self, ticks: u64, builtin: bool, by_marker: bool) -> bool {
-        // Processes that end take their ticks with them: any change is work.
+    /// Records the CPU time of all processes of the worker so far. Returns whether it is progress.
+    ///
+    /// CPU time does not count where a better sign exists: `run.progress_pattern` for a program, steps
+    /// for the built-in runtime while it trains.
+    pub(super) fn cpu_has_progressed(&mut self, ticks: u64, builtin: bool, has_pattern: bool) -> bool {
+        // The ticks of processes that end are subtracted, so a decrease is progress, too.
         let used = ticks.abs_diff(self.ticks) >= WORK_TICKS;
         self.ticks = ticks;
-        let training = matches!(self.said, Some((Phase::Training, _)));
-        used && if builtin { !training } else { !by_marker }
+        let training = matches!(self.reported, Some((Phase::Training, _)));
+        used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Progress; `true`: it had been told to be still.
-    pub(super) fn moved(&mut self, now: Duration) -> bool {
-        self.at = now;
-        self.told.take().is_some()
+    /// Records progress. Returns whether a stall had been reported.
+    pub(super) fn record_progress(&mut self, now: Duration) -> bool {
+        self.last_at = now;
+        self.stall_reported.take().is_some()
     }
 
-    /// No progress at this look: how long, milliseconds, when that is to be told now.
-    pub(super) fn still(&mut self, now: Duration, timeout: Duration, stopped: bool) -> Option<(u64, bool)> {
-        let lasted = now.saturating_sub(self.at);
-        if lasted < timeout || self.told == Some(stopped) {
+    /// Checks for a stall, after a measurement without progress. Returns its duration in milliseconds
+    /// and `stopped` if it is to be reported now.
+    pub(super) fn check_stall(
+        &mut self,
+        now: Duration,
+        timeout: Duration,
+        stopped: bool,
+    ) -> Option<(u64, bool)> {
+        let stalled = now.saturating_sub(self.last_at);
+        if stalled < timeout || self.stall_reported == Some(stopped) {
             return None;
         }
-        self.told = Some(stopped);
-        Some((lasted.as_millis() as u64, stopped))
+        self.stall_reported = Some(stopped);
+        Some((stalled.as_millis() as u64, stopped))
     }
 }
 
@@ -63,33 +74,33 @@ mod tests {
     }
 
     #[test]
-    fn programs_move_by_cpu_time_or_by_their_marker() {
-        let mut p = Progress::new(s(0));
-        assert!(p.of_cpu(50, false, false));
-        assert!(!p.of_cpu(51, false, false), "a poll loop isn't work");
-        assert!(p.of_cpu(20, false, false), "a child ended: something happened");
-        assert!(!p.of_cpu(90, false, true), "a marker says more than the CPU");
+    fn programs_progress_by_cpu_time_unless_they_have_a_pattern() {
+        let mut p = WorkerProgress::new(s(0));
+        assert!(p.cpu_has_progressed(50, false, false));
+        assert!(!p.cpu_has_progressed(51, false, false), "a poll loop is not progress");
+        assert!(p.cpu_has_progressed(20, false, false), "a child process ended");
+        assert!(!p.cpu_has_progressed(90, false, true), "the pattern is the better sign");
     }
 
     #[test]
-    fn the_runtime_moves_by_steps_while_it_trains_and_by_cpu_time_else() {
-        let mut p = Progress::new(s(0));
-        assert!(p.of_cpu(50, true, false), "it reads data, say");
-        assert!(p.of_runtime(Phase::Training, 1));
-        assert!(!p.of_runtime(Phase::Training, 1));
-        assert!(!p.of_cpu(500, true, false), "spinning in a collective is no step");
-        assert!(p.of_runtime(Phase::Training, 2) && p.of_runtime(Phase::Saving, 2));
+    fn the_runtime_progresses_by_steps_while_it_trains_and_by_cpu_time_otherwise() {
+        let mut p = WorkerProgress::new(s(0));
+        assert!(p.cpu_has_progressed(50, true, false), "for example while it reads data");
+        assert!(p.runtime_has_progressed(Phase::Training, 1));
+        assert!(!p.runtime_has_progressed(Phase::Training, 1));
+        assert!(!p.cpu_has_progressed(500, true, false), "spinning in a collective is not progress");
+        assert!(p.runtime_has_progressed(Phase::Training, 2) && p.runtime_has_progressed(Phase::Saving, 2));
     }
 
     #[test]
-    fn stillness_is_told_once_and_so_is_its_end() {
-        let mut p = Progress::new(s(10));
-        assert_eq!(p.still(s(14), s(5), false), None);
-        assert_eq!(p.still(s(15), s(5), false), Some((5000, false)));
-        assert_eq!(p.still(s(16), s(5), false), None);
-        assert_eq!(p.still(s(17), s(5), true), Some((7000, true)), "that it is stopped is news");
-        assert!(p.moved(s(18)) && !p.moved(s(19)));
-        assert_eq!(p.still(s(23), s(5), false), None);
-        assert_eq!(p.still(s(24), s(5), false), Some((5000, false)));
+    fn a_stall_and_its_end_are_each_reported_once() {
+        let mut p = WorkerProgress::new(s(10));
+        assert_eq!(p.check_stall(s(14), s(5), false), None);
+        assert_eq!(p.check_stall(s(15), s(5), false), Some((5000, false)));
+        assert_eq!(p.check_stall(s(16), s(5), false), None);
+        assert_eq!(p.check_stall(s(17), s(5), true), Some((7000, true)), "a stop is reported separately");
+        assert!(p.record_progress(s(18)) && !p.record_progress(s(19)));
+        assert_eq!(p.check_stall(s(23), s(5), false), None);
+        assert_eq!(p.check_stall(s(24), s(5), false), Some((5000, false)));
     }
 }

@@ -1,60 +1,105 @@
-//! `launch events`: what happened in a run.
-use super::ps::meant;
+//! `launch events`: the events of a run, from its journal.
+use super::{OutputFormat, output_failed, ps::resolve_run};
 use crate::{
     cli::EventsArgs,
-    error::{Failure, Kind},
-    report::{clean, clock, plain, sentence},
-    runs::{Run, Wanted},
-    tail::{Lines, PAUSE},
+    report::{event_text, format_clock, plain, strip_control},
+    runs::{Run, RunFilter},
+    tail::{LineFollower, POLL_INTERVAL},
 };
-use contract::event::Event;
-use serde_json::Value;
+use contract::event::TimedEvent;
+use diagnostic::{Diagnostic, codes::command};
+use serde::Deserialize;
 
-/// Shows the events; the exit code.
-pub(crate) fn run(args: &EventsArgs, json: bool) -> u8 {
-    let shown = meant(args.run.as_deref(), Wanted::Any).and_then(|run| show(&run, args.follow, json));
-    match shown {
-        Ok(()) => contract::exit::DONE,
-        Err(failure) => super::fail(&failure),
-    }
+/// Shows the events.
+pub(crate) fn run(args: &EventsArgs, format: OutputFormat) -> diagnostic::Result<u8> {
+    let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
+    show_journal(&run, args.follow, format)?;
+    Ok(contract::exit::DONE)
 }
 
-fn show(run: &Run, follow: bool, json: bool) -> Result<(), Failure> {
-    let file = run.entry.run_dir.join("events.jsonl");
-    let failed =
-        |e: std::io::Error| Failure::new(Kind::Failed, format!("{} can't be read", file.display())).cause(&e);
-    let mut lines = Lines::open(file.clone(), 0).map_err(failed)?;
+fn show_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Result<()> {
+    let file = run.record.run_dir.join("events.jsonl");
+    let unreadable = |e: std::io::Error| {
+        let path = file.display().to_string();
+        Diagnostic::error(command::RUN_FILE_UNREADABLE, format!("cannot read {path}"))
+            .with_subject(path)
+            .with_cause(&e)
+    };
+    let mut lines = LineFollower::open(file.clone(), 0).map_err(unreadable)?;
     loop {
-        // Looked at before reading: what was written before the end is read.
-        let goes_on = follow && run.entry.by.is_alive();
+        // Checked before reading, so that everything written before the end is read.
+        let may_grow = follow && run.record.controller.is_alive();
         let mut text = String::new();
         let more = lines.read(&mut |line| {
             let line = String::from_utf8_lossy(line);
-            text.push_str(&if json { format!("{line}\n") } else { told(&line, run.entry.began_ms) });
+            text.push_str(&match format.json {
+                true => json_line(&line, format),
+                false => event_line(&line, run.record.began_ms),
+            });
         });
-        let more = more.map_err(failed)?;
-        match plain::stream(&text) {
+        let more = more.map_err(unreadable)?;
+        match plain::write_data_or_broken_pipe(&text) {
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
-            other => {
-                other.map_err(|e| Failure::new(Kind::Failed, "the output can't be written").cause(&e))?
-            }
+            other => other.map_err(|error| output_failed(&error))?,
         }
-        match (more, goes_on) {
+        match (more, may_grow) {
             (true, _) => {}
-            (false, true) => std::thread::sleep(PAUSE),
+            (false, true) => std::thread::sleep(POLL_INTERVAL),
             (false, false) => return Ok(()),
         }
     }
 }
 
-/// A line of the journal for a person: when since the start, and what.
-fn told(line: &str, began_ms: u64) -> String {
-    let at = serde_json::from_str::<Value>(line).ok().and_then(|v| v.get("time")?.as_f64());
-    let since = at.map_or_else(String::new, |at| clock((at - began_ms as f64 / 1000.0).max(0.0)));
-    let what = match serde_json::from_str::<Event>(line) {
-        Ok(event) => sentence(&event),
-        // Half a line after a crash, or an event of a later version.
-        Err(_) => line.to_owned(),
+/// A line of the journal in the schema that is requested. A line that this version cannot read, such
+/// as half a line after a crash, is printed unchanged.
+fn json_line(line: &str, format: OutputFormat) -> String {
+    #[derive(Deserialize)]
+    struct Stored {
+        #[serde(default = "first_schema")]
+        schema: u8,
+    }
+    let stored = serde_json::from_str::<Stored>(line);
+    let converted = match stored {
+        Ok(Stored { schema }) if schema != format.schema.number() => {
+            TimedEvent::from_json(line).and_then(|event| event.to_json(format.schema)).ok()
+        }
+        _ => None,
     };
-    format!("{since:>8}  {}\n", clean(&what))
+    format!("{}\n", converted.as_deref().unwrap_or(line))
+}
+
+/// Journals of earlier releases do not record their schema.
+fn first_schema() -> u8 {
+    1
+}
+
+/// A line of the journal for people: the time since the start of the run, and the event.
+fn event_line(line: &str, began_ms: u64) -> String {
+    let (since, text) = match TimedEvent::from_json(line) {
+        Ok(TimedEvent { event, time }) => {
+            (format_clock((time - began_ms as f64 / 1000.0).max(0.0)), event_text(&event))
+        }
+        // Half a line after a crash, or an event of a later version.
+        Err(_) => (String::new(), line.to_owned()),
+    };
+    format!("{since:>8}  {}\n", strip_control(&text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::event::EventSchema;
+
+    #[test]
+    fn lines_are_converted_between_schemas() {
+        let old = r#"{"event":"placed","epoch":0,"world":2,"hosts":["a"],"time":1.5}"#;
+        let format = |schema| OutputFormat { json: true, schema };
+        assert_eq!(json_line(old, format(EventSchema::V1)), format!("{old}\n"));
+        let new = json_line(old, format(EventSchema::V2));
+        let value: serde_json::Value = serde_json::from_str(&new).expect("JSON");
+        assert_eq!((&value["event"], &value["schema"]), (&"placement".into(), &2.into()));
+        let again = json_line(new.trim_end(), format(EventSchema::V1));
+        assert_eq!(again, format!("{old}\n"));
+        assert_eq!(json_line("{\"ev", format(EventSchema::V2)), "{\"ev\n", "half a line stays");
+    }
 }

@@ -1,84 +1,80 @@
-//! `launch import`: other launchers' settings as a job.yaml on stdout, and notes on stderr.
+//! `launch import`: prints a job.yaml made from another launcher's configuration, and notes about it.
 use crate::{
     cli::{ImportArgs, ImportFrom},
-    error::{Failure, Kind},
-    import::{self, Beside, Imported, Refused},
+    discover::hosts::{parse_entries, read_hostfile},
+    import::{self, ImportContext, ImportNote, ImportedJob},
     report::plain,
 };
-use contract::{
-    hosts::MAX_HOSTFILE,
-    job::{Document, Syntax},
-};
+use contract::job::{Document, Syntax};
+use diagnostic::{Category, Diagnostic, codes::command};
 use serde_json::json;
-use std::{fs::File, io::Read, path::Path};
+use std::path::Path;
 
-/// Prints the job, then what it doesn't say; the exit code.
-pub(crate) fn run(args: &ImportArgs, as_json: bool) -> u8 {
-    match imported(&args.from) {
-        Ok(Imported { job, notes }) if as_json => {
-            let object = json!({ "job": job, "notes": notes });
-            super::show(&format!("{object}\n"))
-        }
-        Ok(Imported { job, notes }) => {
-            let code = super::show(&job);
-            plain::say(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
-            code
-        }
-        Err(failure) => super::fail(&failure),
+/// Prints the job on stdout and the notes on stderr.
+pub(crate) fn run(args: &ImportArgs, as_json: bool) -> diagnostic::Result<u8> {
+    let ImportedJob { job, notes } = import_job(&args.from)?;
+    if as_json {
+        let notes: Vec<String> = notes.iter().map(ImportNote::to_string).collect();
+        let object = json!({ "job": job, "notes": notes });
+        return super::print(&format!("{object}\n"));
     }
+    let code = super::print(&job)?;
+    plain::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
+    Ok(code)
 }
 
-fn imported(from: &ImportFrom) -> Result<Imported, Failure> {
-    let refused = |file: &str| {
-        let file = file.to_owned();
-        move |problems: Refused| {
-            let message = format!("{file} has {} problems; no job was made of it", problems.len());
-            Failure { problems, ..Failure::new(Kind::Job, message) }
-        }
-    };
-    let document = |file: &Path, syntax| {
-        Document::read(file, syntax).map_err(|problem| refused(&file.display().to_string())(vec![*problem]))
-    };
+fn import_job(from: &ImportFrom) -> diagnostic::Result<ImportedJob> {
     match from {
         ImportFrom::Accelerate(args) => {
             let name = args.file.display().to_string();
             let is_json = args.file.extension().is_some_and(|e| e == "json");
-            let document = document(&args.file, if is_json { Syntax::Json } else { Syntax::Yaml })?;
-            hosts(args.hostfile.as_deref())?;
-            let beside = Beside { hostfile: args.hostfile.as_deref(), program: &args.program };
-            import::accelerate(&document, &beside).map_err(refused(&name))
+            let document = read_document(&args.file, if is_json { Syntax::Json } else { Syntax::Yaml })?;
+            hostfile_text(args.hostfile.as_deref())?;
+            let context = ImportContext { hostfile: args.hostfile.as_deref(), program: &args.program };
+            import::accelerate(&document, &context).map_err(|mistakes| invalid_config(&name, mistakes))
         }
         ImportFrom::Deepspeed(args) => {
             let name = args.file.display().to_string();
-            let document = document(&args.file, Syntax::Json)?;
-            let text = hosts(args.hostfile.as_deref())?;
-            let beside = Beside { hostfile: args.hostfile.as_deref(), program: &args.program };
-            import::deepspeed(&document, text.as_deref(), &beside).map_err(refused(&name))
+            let document = read_document(&args.file, Syntax::Json)?;
+            let hosts = hostfile_text(args.hostfile.as_deref())?;
+            let context = ImportContext { hostfile: args.hostfile.as_deref(), program: &args.program };
+            import::deepspeed(&document, hosts.as_deref(), &context)
+                .map_err(|mistakes| invalid_config(&name, mistakes))
         }
         ImportFrom::Torchrun(args) => {
-            hosts(args.hostfile.as_deref())?;
-            let beside = Beside { hostfile: args.hostfile.as_deref(), program: &[] };
-            import::torchrun(&args.arguments, &beside).map_err(refused("torchrun's command line"))
+            hostfile_text(args.hostfile.as_deref())?;
+            let context = ImportContext { hostfile: args.hostfile.as_deref(), program: &[] };
+            import::torchrun(&args.arguments, &context)
+                .map_err(|mistakes| invalid_config("torchrun's command line", mistakes))
         }
     }
 }
 
-/// The hostfile, which must be one.
-fn hosts(file: Option<&Path>) -> Result<Option<String>, Failure> {
+fn read_document(file: &Path, syntax: Syntax) -> diagnostic::Result<Document> {
+    let name = file.display().to_string();
+    Document::read(file, syntax).map_err(|error| invalid_config(&name, vec![error]))
+}
+
+/// Error: the configuration has these mistakes.
+fn invalid_config(name: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
+    let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
+    let message = format!("{name} has {} {noun}; no job was written", mistakes.len());
+    let summary = Diagnostic::error(command::IMPORT_INVALID, message)
+        .with_subject(name)
+        .with_field("mistakes", mistakes.len());
+    mistakes.into_iter().fold(summary, Diagnostic::with_detail)
+}
+
+/// The text of a valid hostfile, if one is given.
+fn hostfile_text(file: Option<&Path>) -> diagnostic::Result<Option<String>> {
     let Some(file) = file else { return Ok(None) };
-    let wrong = |why: String| {
-        Failure::new(Kind::Usage, format!("the hostfile {} can't be used: {why}", file.display()))
-            .hint("a line is `host slots=N`, as DeepSpeed and Open MPI have it")
-    };
-    let mut text = String::new();
-    let read = File::open(file).and_then(|f| f.take(MAX_HOSTFILE as u64 + 1).read_to_string(&mut text));
-    read.map_err(|error| wrong(error.to_string()))?;
-    if text.len() > MAX_HOSTFILE {
-        return Err(wrong("it is larger than 4 MiB".to_owned()));
+    let as_option = |error: Diagnostic| error.with_subject("--hostfile").with_category(Category::Usage);
+    let text = read_hostfile(file).map_err(as_option)?;
+    match parse_entries(file, &text) {
+        Ok(_) => Ok(Some(text)),
+        Err(mistakes) => Err(mistakes
+            .into_iter()
+            .next()
+            .map_or_else(|| invalid_config(&file.display().to_string(), Vec::new()), as_option)),
     }
-    contract::hosts::parse_hostfile(&text).map_err(|faults| {
-        let first = faults.first().map(|f| format!("line {}: {}", f.line, f.message));
-        wrong(first.unwrap_or_default())
-    })?;
-    Ok(Some(text))
 }

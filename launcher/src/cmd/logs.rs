@@ -1,14 +1,14 @@
-//! `launch logs`: what the ranks wrote.
-use super::ps::meant;
+//! `launch logs`: the output of the ranks, from their log files.
+use super::{output_failed, ps::resolve_run};
 use crate::{
-    agent::times::{now_ms, offset_at},
+    agent::log_times::{offset_at, unix_time_ms},
     cli::LogsArgs,
-    error::{Failure, Kind},
-    report::{clean, plain},
-    runs::{Run, Wanted},
-    tail::{Lines, PAUSE},
+    report::{plain, strip_control},
+    runs::{Run, RunFilter},
+    tail::{LineFollower, POLL_INTERVAL},
 };
 use contract::ids::Rank;
+use diagnostic::{Diagnostic, codes::command};
 use regex::bytes::Regex;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,141 +16,154 @@ use std::{
     path::{Path, PathBuf},
 };
 
-const ELSEWHERE: &str = "where hosts share no run directory, logs stay on their hosts, and `run.logs.show` says whose output comes here";
-/// Before the name of a log: a copy of what the rank said to the console.
-const COPY: &str = "streamed-";
-/// Text gathered before it is written, bytes.
-const BATCH: usize = 64 << 10;
+/// Why the log of a rank may be missing.
+const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keeps its logs; \
+                                   `run.logs.show` selects the ranks whose output is copied here";
+/// Prefix of the copy of a rank's console output, kept where the rank's log is on another host.
+const STREAMED_PREFIX: &str = "streamed-";
+/// Text collected before a write, bytes.
+const WRITE_BATCH_BYTES: usize = 64 << 10;
 
-/// Shows the logs; the exit code.
-pub(crate) fn run(args: &LogsArgs) -> u8 {
-    let shown = meant(args.run.as_deref(), Wanted::Any).and_then(|run| Logs::new(&run, args)?.show());
-    match shown {
-        Ok(()) => contract::exit::DONE,
-        Err(failure) => super::fail(&failure),
-    }
+/// Shows the logs.
+pub(crate) fn run(args: &LogsArgs) -> diagnostic::Result<u8> {
+    let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
+    LogViewer::new(&run, args)?.show()?;
+    Ok(contract::exit::DONE)
 }
 
-struct Logs<'a> {
+/// Prints log files of a run, filtered and optionally followed.
+struct LogViewer<'a> {
     run: &'a Run,
     directory: PathBuf,
-    wanted: Option<BTreeSet<Rank>>,
+    /// The selected ranks; `None`: all.
+    ranks: Option<BTreeSet<Rank>>,
     pattern: Option<Regex>,
     since_ms: u64,
     follow: bool,
-    /// Say which rank a line is of.
+    /// Whether lines begin with their rank.
     prefix: bool,
-    open: BTreeMap<Rank, Lines>,
+    followers: BTreeMap<Rank, LineFollower>,
     out: String,
-    /// Nobody reads any more.
-    unread: bool,
+    /// Whether the reader of stdout has ended.
+    reader_gone: bool,
 }
 
-impl<'a> Logs<'a> {
-    fn new(run: &'a Run, args: &LogsArgs) -> Result<Self, Failure> {
+impl<'a> LogViewer<'a> {
+    fn new(run: &'a Run, args: &LogsArgs) -> diagnostic::Result<Self> {
         let pattern = args.grep.as_deref().map(Regex::new).transpose();
-        let pattern = pattern.map_err(|e| Failure::new(Kind::Usage, format!("--grep: {e}")))?;
-        let wanted: Option<BTreeSet<Rank>> =
+        let pattern = pattern.map_err(|e| {
+            Diagnostic::error(command::PATTERN_INVALID, "`--grep` is not a valid regular expression")
+                .with_subject("--grep")
+                .with_cause(&e)
+        })?;
+        let world = run.record.world;
+        let ranks: Option<BTreeSet<Rank>> =
             (!args.rank.is_empty()).then(|| args.rank.concat().into_iter().collect());
-        let absent = wanted.iter().flatten().find(|rank| **rank >= run.entry.world);
-        if let Some(rank) = absent {
-            let world = run.entry.world;
-            return Err(Failure::new(
-                Kind::Usage,
-                format!("there is no rank {rank}: the run has {world} workers"),
-            ));
+        if let Some(rank) = ranks.iter().flatten().find(|rank| **rank >= world) {
+            let message = format!("there is no rank {rank}: the run has {world} workers");
+            return Err(Diagnostic::error(command::RANK_OUT_OF_RANGE, message)
+                .with_subject("--rank")
+                .with_field("rank", *rank)
+                .with_field("world_size", world));
         }
-        Ok(Logs {
+        Ok(LogViewer {
             run,
-            directory: run.entry.run_dir.join("logs"),
-            prefix: wanted.as_ref().map_or(run.entry.world as usize, BTreeSet::len) > 1,
-            wanted,
+            directory: run.record.run_dir.join("logs"),
+            prefix: ranks.as_ref().map_or(world as usize, BTreeSet::len) > 1,
+            ranks,
             pattern,
-            since_ms: args.since.map_or(0, |ms| now_ms().saturating_sub(ms)),
+            since_ms: args.since.map_or(0, |ms| unix_time_ms().saturating_sub(ms)),
             follow: args.follow,
-            open: BTreeMap::new(),
+            followers: BTreeMap::new(),
             out: String::new(),
-            unread: false,
+            reader_gone: false,
         })
     }
 
-    fn show(mut self) -> Result<(), Failure> {
-        let mut ranks: Vec<Rank> = Vec::new();
+    fn show(mut self) -> diagnostic::Result<()> {
+        let mut opened: Vec<Rank> = Vec::new();
         loop {
-            // Looked at before reading: what was written before the end is read.
-            let goes_on = self.follow && self.run.entry.by.is_alive();
-            for (rank, files) in self.files() {
-                if !ranks.contains(&rank) {
-                    ranks.push(rank);
-                    self.begin(rank, &files)?;
+            // Checked before reading, so that everything written before the end is read.
+            let may_grow = self.follow && self.run.record.controller.is_alive();
+            for (rank, files) in self.log_files() {
+                if !opened.contains(&rank) {
+                    opened.push(rank);
+                    self.open_files(rank, &files)?;
                 }
             }
             let mut more = false;
-            for rank in ranks.clone() {
+            for rank in opened.clone() {
                 more |= self.read(rank)?;
             }
             self.write(true)?;
-            match (more, goes_on) {
-                _ if self.unread => return Ok(()),
+            match (more, may_grow) {
+                _ if self.reader_gone => return Ok(()),
                 (true, _) => {}
-                (false, true) => std::thread::sleep(PAUSE),
-                (false, false) if ranks.is_empty() => {
-                    let why =
-                        format!("run {} has no logs in {}", self.run.entry.run, self.directory.display());
-                    return Err(Failure::new(Kind::Failed, why)
-                        .hint("it ended before a worker started, or they were removed")
-                        .hint(ELSEWHERE));
-                }
+                (false, true) => std::thread::sleep(POLL_INTERVAL),
+                (false, false) if opened.is_empty() => return Err(self.no_logs()),
                 (false, false) => {
-                    self.tell_absent(&ranks);
+                    self.report_missing_logs(&opened);
                     return Ok(());
                 }
             }
         }
     }
 
-    /// Says which ranks' logs aren't here.
-    fn tell_absent(&self, found: &[Rank]) {
-        let wanted = (0..self.run.entry.world).filter(|r| self.wanted.as_ref().is_none_or(|w| w.contains(r)));
-        let absent = wanted.filter(|rank| !found.contains(rank)).count();
-        if absent > 0 {
-            plain::say(&format!("the logs of {absent} ranks aren't here: {ELSEWHERE}\n"));
+    fn no_logs(&self) -> Diagnostic {
+        let (run, directory) = (&self.run.record.run, self.directory.display().to_string());
+        Diagnostic::error(command::RUN_LOGS_MISSING, format!("run {run} has no logs in {directory}"))
+            .with_subject(run)
+            .with_field("directory", directory)
+            .with_help("the run ended before a worker started, or the logs were removed")
+            .with_help(LOGS_ON_OTHER_HOSTS)
+    }
+
+    /// Reports how many of the selected ranks have no log on this host.
+    fn report_missing_logs(&self, opened: &[Rank]) {
+        let selected = (0..self.run.record.world).filter(|rank| self.is_selected(*rank));
+        let missing = selected.filter(|rank| !opened.contains(rank)).count();
+        if missing > 0 {
+            let noun = if missing == 1 { "rank" } else { "ranks" };
+            plain::write_message(&format!("note: the logs of {missing} {noun} are not on this host\n"));
+            plain::write_message(&format!("  help: {LOGS_ON_OTHER_HOSTS}\n"));
         }
     }
 
-    /// Each wanted rank's log files, the oldest first: `rank-0.log.2`, `rank-0.log.1`, `rank-0.log`. Of a rank whose log
-    /// lies on another host there is a copy of what it said to the console, perhaps.
-    fn files(&self) -> BTreeMap<Rank, Vec<PathBuf>> {
-        let mut found: BTreeMap<Rank, Vec<(u32, PathBuf)>> = BTreeMap::new();
+    fn is_selected(&self, rank: Rank) -> bool {
+        self.ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank))
+    }
+
+    /// The log files of each selected rank, the oldest first: `rank-0.log.2`, `rank-0.log.1`,
+    /// `rank-0.log`. For a rank whose log is on another host, the copy of its console output.
+    fn log_files(&self) -> BTreeMap<Rank, Vec<PathBuf>> {
+        let mut logs: BTreeMap<Rank, Vec<(u32, PathBuf)>> = BTreeMap::new();
         let mut copies: BTreeMap<Rank, PathBuf> = BTreeMap::new();
-        let wanted = |rank: &Rank| self.wanted.as_ref().is_none_or(|wanted| wanted.contains(rank));
         for path in fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|e| e.path()) {
             let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
-            if let Some((rank, _)) =
-                name.strip_prefix(COPY).and_then(log_name).filter(|(rank, _)| wanted(rank))
-            {
+            let parse = |name: &str| parse_log_name(name).filter(|(rank, _)| self.is_selected(*rank));
+            if let Some((rank, _)) = name.strip_prefix(STREAMED_PREFIX).and_then(parse) {
                 copies.insert(rank, path);
-            } else if let Some((rank, age)) = log_name(name).filter(|(rank, _)| wanted(rank)) {
-                found.entry(rank).or_default().push((age, path));
+            } else if let Some((rank, rotations)) = parse(name) {
+                logs.entry(rank).or_default().push((rotations, path));
             }
         }
         for (rank, path) in copies {
-            found.entry(rank).or_insert_with(|| vec![(0, path)]);
+            logs.entry(rank).or_insert_with(|| vec![(0, path)]);
         }
         let sorted = |mut files: Vec<(u32, PathBuf)>| {
-            files.sort_by_key(|(age, _)| std::cmp::Reverse(*age));
+            files.sort_by_key(|(rotations, _)| std::cmp::Reverse(*rotations));
             files.into_iter().map(|(_, path)| path).collect()
         };
-        found.into_iter().map(|(rank, files)| (rank, sorted(files))).collect()
+        logs.into_iter().map(|(rank, files)| (rank, sorted(files))).collect()
     }
 
-    /// Shows what was rotated away, and opens what is being written.
-    fn begin(&mut self, rank: Rank, files: &[PathBuf]) -> Result<(), Failure> {
+    /// Prints the rotated files of a rank, and opens the one that is being written.
+    fn open_files(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
             let from = if self.since_ms == 0 { 0 } else { offset_at(file, self.since_ms, end) };
-            let lines = Lines::open(file.clone(), from).map_err(|e| failed(file, &e))?;
-            self.open.insert(rank, lines);
+            let follower = LineFollower::open(file.clone(), from).map_err(|e| unreadable(file, &e))?;
+            self.followers.insert(rank, follower);
             if Some(file) != files.last() {
                 while self.read(rank)? {}
             }
@@ -158,10 +171,11 @@ impl<'a> Logs<'a> {
         Ok(())
     }
 
-    fn read(&mut self, rank: Rank) -> Result<bool, Failure> {
-        let Some(lines) = self.open.get_mut(&rank) else { return Ok(false) };
+    /// Reads and filters the next lines of a rank; returns whether there may be more.
+    fn read(&mut self, rank: Rank) -> diagnostic::Result<bool> {
+        let Some(follower) = self.followers.get_mut(&rank) else { return Ok(false) };
         let (out, pattern, prefix) = (&mut self.out, &self.pattern, self.prefix);
-        let more = lines.read(&mut |line| {
+        let more = follower.read(&mut |line| {
             if pattern.as_ref().is_some_and(|p| !p.is_match(line)) {
                 return;
             }
@@ -169,39 +183,43 @@ impl<'a> Logs<'a> {
                 out.push_str(&format!("[rank {rank}] "));
             }
             let text = String::from_utf8_lossy(line);
-            out.push_str(&if plain::to_person() { clean(&text) } else { text.into_owned() });
+            out.push_str(&if plain::stdout_is_terminal() { strip_control(&text) } else { text.into_owned() });
             out.push('\n');
         });
-        let more = more.map_err(|e| failed(lines.path(), &e))?;
+        let more = more.map_err(|e| unreadable(follower.path(), &e))?;
         self.write(false)?;
-        Ok(more && !self.unread)
+        Ok(more && !self.reader_gone)
     }
 
-    fn write(&mut self, all: bool) -> Result<(), Failure> {
-        if !all && self.out.len() < BATCH {
+    /// Writes the collected text when there is enough of it, or all of it with `flush`.
+    fn write(&mut self, flush: bool) -> diagnostic::Result<()> {
+        if !flush && self.out.len() < WRITE_BATCH_BYTES {
             return Ok(());
         }
-        match plain::stream(&std::mem::take(&mut self.out)) {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.unread = true,
-            Err(error) => return Err(Failure::new(Kind::Failed, "the output can't be written").cause(&error)),
+        match plain::write_data_or_broken_pipe(&std::mem::take(&mut self.out)) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.reader_gone = true,
+            Err(error) => return Err(output_failed(&error)),
             Ok(()) => {}
         }
         Ok(())
     }
 }
 
-fn failed(file: &Path, error: &io::Error) -> Failure {
-    Failure::new(Kind::Failed, format!("{} can't be read", file.display())).cause(error)
+fn unreadable(file: &Path, error: &io::Error) -> Diagnostic {
+    let path = file.display().to_string();
+    Diagnostic::error(command::RUN_FILE_UNREADABLE, format!("cannot read {path}"))
+        .with_subject(path)
+        .with_cause(error)
 }
 
 /// `rank-3.log.2` → rank 3, two rotations ago.
-fn log_name(name: &str) -> Option<(Rank, u32)> {
+fn parse_log_name(name: &str) -> Option<(Rank, u32)> {
     let (rank, rest) = name.strip_prefix("rank-")?.split_once(".log")?;
-    let age = match rest {
+    let rotations = match rest {
         "" => 0,
         _ => rest.strip_prefix('.')?.parse().ok()?,
     };
-    Some((rank.parse().ok()?, age))
+    Some((rank.parse().ok()?, rotations))
 }
 
 #[cfg(test)]
@@ -209,11 +227,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn logs_are_known_by_their_names() {
-        assert_eq!(log_name("rank-12.log"), Some((12, 0)));
-        assert_eq!(log_name("rank-0.log.3"), Some((0, 3)));
+    fn logs_are_recognized_by_their_names() {
+        assert_eq!(parse_log_name("rank-12.log"), Some((12, 0)));
+        assert_eq!(parse_log_name("rank-0.log.3"), Some((0, 3)));
         for other in ["rank-0.log.times", "rank-0.error.json", "rank-x.log", "rank-0.logs", "console.log"] {
-            assert_eq!(log_name(other), None, "{other}");
+            assert_eq!(parse_log_name(other), None, "{other}");
         }
     }
 }

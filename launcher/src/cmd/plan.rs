@@ -1,53 +1,53 @@
-//! `launch plan`: what would run where; touches nothing. Also the text of `--dry-run`.
-use super::prepare::{Asked, Prepared, prepare};
-use crate::secrets::{HIDDEN, hide};
-use crate::{cli::JobArgs, error::Failure, report::plain};
+//! `launch plan`, and the text of `--dry-run`: shows what would run where, and changes nothing.
+use super::prepare::{JobRequest, PreparedJob, prepare};
+use crate::{
+    cli::JobArgs,
+    controller::HostTarget,
+    secrets::{REDACTED, redact},
+};
 use contract::{
     Source,
     control::{HostPlan, WorkerPlan},
     ids::RunId,
     job::EnvSource,
-    preflight::{MemoryEstimate, TrainJudge},
-    problem::{Severity, render},
+    preflight::{MemoryEstimate, Preflight},
 };
+use diagnostic::{Diagnostic, Location};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Shows the plan; the exit code.
-pub(crate) fn run(args: &JobArgs, json: bool, judge: &dyn TrainJudge) -> u8 {
-    let asked = Asked { source: Source::File(args.job.clone()), set: args.set.clone() };
-    match prepare(&asked, &unnamed_run(), judge) {
-        Ok(prepared) => show(&prepared, json, false),
-        Err(failure) => super::fail(&failure),
-    }
+/// Shows the plan.
+pub(crate) fn run(args: &JobArgs, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
+    let request = JobRequest { source: Source::File(args.job.clone()), set: args.set.clone() };
+    print_plan(&prepare(&request, &unnamed_run(), preflight)?, json, false)
 }
 
-/// Shows the plan and the whole job; the exit code.
-pub(crate) fn dry_run(asked: &Asked, json: bool, judge: &dyn TrainJudge) -> Result<u8, Failure> {
-    prepare(asked, &unnamed_run(), judge).map(|prepared| show(&prepared, json, true))
+/// Shows the plan and the job with all defaults.
+pub(crate) fn dry_run(request: &JobRequest, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
+    print_plan(&prepare(request, &unnamed_run(), preflight)?, json, true)
 }
 
-/// The run that isn't started has no name yet.
+/// Placeholder of the run's name in paths of a run that is not started.
 fn unnamed_run() -> RunId {
     RunId("{run}".to_owned())
 }
 
-fn show(prepared: &Prepared, json: bool, with_job: bool) -> u8 {
-    plain::say(&render(&prepared.warnings, Severity::Warning, plain::color()));
+fn print_plan(prepared: &PreparedJob, json: bool, with_job: bool) -> diagnostic::Result<u8> {
+    super::print_warnings(&prepared.warnings);
     if json {
-        return super::show(&format!("{}\n", as_json(prepared)));
+        return super::print(&format!("{}\n", as_json(prepared)));
     }
     let mut text = as_text(prepared);
     if with_job {
-        _ = write!(text, "\n# the whole job\n{}", hide(&prepared.job).to_yaml());
+        _ = write!(text, "\n# the job with all defaults\n{}", redact(&prepared.job).to_yaml());
     }
-    super::show(&text)
+    super::print(&text)
 }
 
-/// The plan as one object.
-pub(crate) fn as_json(p: &Prepared) -> Value {
-    let memory = |rank: u32| p.verdict.iter().flat_map(|v| &v.memory).find(|m| m.rank == rank);
-    let devices = devices(p);
+/// The plan as a JSON object.
+pub(crate) fn as_json(p: &PreparedJob) -> Value {
+    let memory = |rank: u32| p.preflight.iter().flat_map(|v| &v.memory).find(|m| m.rank == rank);
+    let devices = device_names(p);
     let ranks: Vec<Value> = workers_with_hosts(p)
         .map(|(host, w)| {
             json!({
@@ -57,7 +57,7 @@ pub(crate) fn as_json(p: &Prepared) -> Value {
                 "device": devices.get(w.rank as usize),
                 "cpus": w.cpus,
                 "threads": w.threads,
-                "env": w.env.iter().map(|(n, v)| (n.clone(), Value::from(readable(n, v)))).collect::<Map<_, _>>(),
+                "env": env_json(&w.env),
                 "workdir": w.workdir,
                 "command": w.command,
                 "log": w.log,
@@ -68,38 +68,52 @@ pub(crate) fn as_json(p: &Prepared) -> Value {
             })
         })
         .collect();
-    let warnings: Vec<Value> = p
-        .warnings
-        .iter()
-        .map(|w| json!({"path": w.path, "file": w.place.file(), "line": w.place.line(), "column": w.place.column(), "message": w.message, "hint": w.hint}))
-        .collect();
+    let warnings: Vec<Value> = p.warnings.iter().map(warning_json).collect();
+    let host = &p.inventory;
     json!({
         "name": p.job.name,
         "world": p.plan.world,
         "run_dir": p.plan.run_dir,
         "checkpoint_dir": checkpoint_dir(p),
-        "host": {"name": p.facts.host, "cpus": p.facts.cpus, "quota": p.facts.quota, "memory": p.facts.memory},
-        "parameters": p.verdict.as_ref().map(|v| v.parameters),
+        "host": {
+            "name": host.host, "cpus": host.cpus, "quota": host.quota, "memory": host.memory,
+        },
+        "parameters": p.preflight.as_ref().map(|v| v.parameters),
         "ranks": ranks,
         "warnings": warnings,
-        "job": hide(&p.job),
+        "job": redact(&p.job).to_key_json(),
     })
 }
 
-/// The plan for a person.
-pub(crate) fn as_text(p: &Prepared) -> String {
+fn env_json(env: &[(String, String)]) -> Map<String, Value> {
+    env.iter().map(|(name, value)| (name.clone(), Value::from(displayed_value(name, value)))).collect()
+}
+
+/// A warning as JSON. The fields `path`, `file`, `line`, `column` and `hint` are those of schema 1.
+fn warning_json(warning: &Diagnostic) -> Value {
+    let mut object = warning.to_json();
+    object["path"] = json!(warning.subject());
+    object["file"] = json!(warning.location().map(Location::file));
+    object["line"] = json!(warning.location().map(Location::line));
+    object["column"] = json!(warning.location().map(Location::column));
+    object["hint"] = json!(warning.help().first());
+    object
+}
+
+/// The plan as text.
+pub(crate) fn as_text(p: &PreparedJob) -> String {
     let mut text = String::new();
-    // Writing to a String can't fail.
+    // Writing to a String does not fail.
     let world = p.plan.world;
     let workers_word = if world == 1 { "worker" } else { "workers" };
-    let place = match &p.plan.hosts[..] {
+    let hosts = match &p.plan.host_names[..] {
         [one] => one.clone(),
         several => format!("{} hosts", several.len()),
     };
-    _ = writeln!(text, "job {}: {world} {workers_word} on {place}", p.job.name);
+    _ = writeln!(text, "job {}: {world} {workers_word} on {hosts}", p.job.name);
     match &p.job.run.command {
         Some(command) => _ = writeln!(text, "command: {}", shell_words(command)),
-        None => _ = writeln!(text, "command: the built-in training"),
+        None => _ = writeln!(text, "command: built-in training"),
     }
     _ = writeln!(text, "workdir: {}", p.job.run.workdir.display());
     _ = writeln!(text, "run directory: {}", p.plan.run_dir.display());
@@ -107,49 +121,49 @@ pub(crate) fn as_text(p: &Prepared) -> String {
         _ = writeln!(text, "checkpoints: {}", dir.display());
     }
     _ = write!(text, "\n{}", table(&rank_rows(p)));
-    _ = write!(text, "\n{}", environment(p));
-    if let (Some(verdict), Some(train)) = (&p.verdict, &p.job.train) {
-        let n = verdict.parameters;
-        _ = writeln!(text, "\nmodel: {}, {} parameters", train.model.family, grouped(n));
+    _ = write!(text, "\n{}", environment_text(p));
+    if let (Some(report), Some(train)) = (&p.preflight, &p.job.train) {
+        let n = report.parameters;
+        _ = writeln!(text, "\nmodel: {}, {} parameters", train.model.family, group_digits(n));
         _ = writeln!(text, "ZeRO stage {}, {} samples a step", train.zero.stage, train.batch.global);
-        let (whose, installed) =
-            if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.facts.memory) };
-        _ = write!(text, "{}", memory(&verdict.memory, whose, installed));
+        let (kind, installed) =
+            if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.inventory.memory) };
+        _ = write!(text, "{}", memory_summary(&report.memory, kind, installed));
     }
     text
 }
 
-fn workers(p: &Prepared) -> impl Iterator<Item = &WorkerPlan> {
-    p.plan.nodes.iter().flat_map(|n| &n.workers)
+fn workers(p: &PreparedJob) -> impl Iterator<Item = &WorkerPlan> {
+    p.plan.host_plans.iter().flat_map(|n| &n.workers)
 }
 
-/// Each with the name of its host.
-fn workers_with_hosts(p: &Prepared) -> impl Iterator<Item = (&str, &WorkerPlan)> {
-    let nodes = p.plan.hosts.iter().zip(&p.plan.nodes);
-    nodes.flat_map(|(host, node)| node.workers.iter().map(move |w| (host.as_str(), w)))
+/// Every worker with the name of its host.
+fn workers_with_hosts(p: &PreparedJob) -> impl Iterator<Item = (&str, &WorkerPlan)> {
+    let hosts = p.plan.host_names.iter().zip(&p.plan.host_plans);
+    hosts.flat_map(|(name, plan)| plan.workers.iter().map(move |w| (name.as_str(), w)))
 }
 
-/// What a person calls the device of each rank.
-fn devices(p: &Prepared) -> Vec<String> {
-    let of_node = |(target, node): (&crate::controller::HostTarget, &HostPlan)| {
-        let facts = super::targets::promised(target, &p.facts).facts;
-        crate::plan::device_labels(&p.job, &facts, node.workers.len() as u32)
+/// The name of each rank's device.
+fn device_names(p: &PreparedJob) -> Vec<String> {
+    let host_devices = |(target, plan): (&HostTarget, &HostPlan)| {
+        let inventory = super::targets::planning_host(target, &p.inventory).inventory;
+        crate::plan::device_labels(&p.job, &inventory, plan.workers.len() as u32)
     };
-    p.hosts.iter().zip(&p.plan.nodes).flat_map(of_node).collect()
+    p.hosts.iter().zip(&p.plan.host_plans).flat_map(host_devices).collect()
 }
 
-/// Where checkpoints go; `None` when the job doesn't save by itself.
-fn checkpoint_dir(p: &Prepared) -> Option<std::path::PathBuf> {
+/// The checkpoint directory; `None` for a job that runs a program.
+fn checkpoint_dir(p: &PreparedJob) -> Option<std::path::PathBuf> {
     p.job.train.as_ref().map(|_| p.job.run.workdir.join(&p.job.checkpoint.dir))
 }
 
-fn rank_rows(p: &Prepared) -> Vec<Vec<String>> {
+fn rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
     let head = ["rank", "host", "local rank", "device", "cpus", "threads", "memory"];
-    let columns = if p.verdict.is_some() { head.len() } else { head.len() - 1 };
+    let columns = if p.preflight.is_some() { head.len() } else { head.len() - 1 };
     let mut rows = vec![head[..columns].iter().map(|h| (*h).to_owned()).collect::<Vec<_>>()];
-    let devices = devices(p);
+    let devices = device_names(p);
     for (host, w) in workers_with_hosts(p) {
-        let memory = p.verdict.iter().flat_map(|v| &v.memory).find(|m| m.rank == w.rank);
+        let memory = p.preflight.iter().flat_map(|v| &v.memory).find(|m| m.rank == w.rank);
         let mut row = vec![
             w.rank.to_string(),
             host.to_owned(),
@@ -165,7 +179,7 @@ fn rank_rows(p: &Prepared) -> Vec<Vec<String>> {
     rows
 }
 
-/// Columns padded to their widest cell.
+/// Rows as text, with each column padded to its widest cell.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
@@ -178,17 +192,17 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// The environment: what is the same for all, then what differs by rank.
-fn environment(p: &Prepared) -> String {
+/// The environment of the workers; values that differ between ranks are shown as `(by rank)`.
+fn environment_text(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
-    let all: Vec<&WorkerPlan> = workers(p).collect();
-    let Some(first) = all.first() else { return text };
+    let workers: Vec<&WorkerPlan> = workers(p).collect();
+    let Some(first) = workers.first() else { return text };
     for (name, value) in &first.env {
-        let differs = all.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
+        let differs = workers.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
         let shown = if differs {
             "(by rank)".to_owned()
         } else {
-            readable(name, value).replace(char::is_control, "\u{fffd}")
+            displayed_value(name, value).replace(char::is_control, "\u{fffd}")
         };
         _ = writeln!(text, "  {name}={shown}");
     }
@@ -200,32 +214,33 @@ fn environment(p: &Prepared) -> String {
             }
         };
     }
-    for name in p.secrets.passed() {
-        _ = writeln!(text, "  {name}=(launch's own, by run.pass_env, not shown)");
+    for name in p.secrets.passed_names() {
+        _ = writeln!(text, "  {name}=(from launch's environment by run.pass_env, not shown)");
     }
     text
 }
 
-/// A value, unless its name says that nobody may read it.
-fn readable<'a>(name: &str, value: &'a str) -> &'a str {
-    if contract::env::looks_secret(name) && !value.is_empty() { HIDDEN } else { value }
+/// The value of a variable, redacted if its name looks secret.
+fn displayed_value<'a>(name: &str, value: &'a str) -> &'a str {
+    if contract::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
 }
 
-/// The largest rank's memory with its parts, and all ranks' beside the machine's.
-fn memory(estimates: &[MemoryEstimate], whose: &str, installed: u64) -> String {
+/// The memory of the rank that needs most, with its parts, and the sum over all ranks. `installed` is
+/// the memory of the machine in bytes; 0: not shown.
+fn memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> String {
     let mut text = String::new();
     let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
-    _ = writeln!(text, "{whose} of rank {} (the largest): {}", largest.rank, bytes(largest.total));
+    _ = writeln!(text, "{kind} of rank {} (the largest): {}", largest.rank, bytes(largest.total));
     let rows: Vec<Vec<String>> =
         largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), bytes(*n)]).collect();
     text.push_str(&table(&rows));
     let total = estimates.iter().map(|m| m.total).sum();
-    let of = if installed == 0 { String::new() } else { format!(" of {}", bytes(installed)) };
-    _ = writeln!(text, "{whose} of all ranks: {}{of}", bytes(total));
+    let of_installed = if installed == 0 { String::new() } else { format!(" of {}", bytes(installed)) };
+    _ = writeln!(text, "{kind} of all ranks: {}{of_installed}", bytes(total));
     text
 }
 
-/// A command as a shell would be told it.
+/// A command quoted for a POSIX shell.
 pub(crate) fn shell_words(words: &[String]) -> String {
     let simple =
         |w: &str| !w.is_empty() && w.chars().all(|c| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c));
@@ -236,7 +251,7 @@ pub(crate) fn shell_words(words: &[String]) -> String {
     words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// `0-3,8`.
+/// CPU numbers as ranges: `0-3,8`.
 fn ranges(cpus: &[u32]) -> String {
     let mut parts: Vec<(u32, u32)> = Vec::new();
     for &cpu in cpus {
@@ -249,7 +264,7 @@ fn ranges(cpus: &[u32]) -> String {
     parts.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
-/// `512 B`, `1.5 MiB`.
+/// A size with a binary unit: `512 B`, `1.5 MiB`.
 pub(crate) fn bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let step = (n.max(1).ilog2() / 10) as usize;
@@ -259,8 +274,8 @@ pub(crate) fn bytes(n: u64) -> String {
     }
 }
 
-/// `1,234,567`.
-fn grouped(n: u64) -> String {
+/// A number with separators: `1,234,567`.
+fn group_digits(n: u64) -> String {
     let digits = n.to_string();
     let mut text = String::new();
     for (i, digit) in digits.chars().enumerate() {
@@ -276,31 +291,32 @@ fn grouped(n: u64) -> String {
 mod tests {
     use super::*;
 
-    fn prepared(text: &str, verdict: Option<contract::preflight::Verdict>) -> Prepared {
+    fn prepared(text: &str, report: Option<contract::preflight::PreflightReport>) -> PreparedJob {
         let source = contract::Source::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
         let (job, _, warnings) = contract::load(source, &[]).expect("a job");
-        let facts = crate::discover::Facts {
+        let inventory = crate::discover::Inventory {
             host: "node".to_owned(),
             cpus: (0..8).collect(),
             memory: 8 << 30,
             topology: contract::machine::Topology::flat(&(0..8).collect::<Vec<_>>()),
             ..Default::default()
         };
-        let hosts = super::super::targets::of(&job, &facts).expect("hosts");
-        let promised: Vec<_> = hosts.iter().map(|h| super::super::targets::promised(h, &facts)).collect();
-        let epoch = crate::plan::Epoch::default();
-        let plan = crate::plan::plan(&job, &promised, &unnamed_run(), &epoch).expect("a plan");
+        let hosts = super::super::targets::job_hosts(&job, &inventory).expect("hosts");
+        let planning: Vec<_> =
+            hosts.iter().map(|h| super::super::targets::planning_host(h, &inventory)).collect();
+        let attempt = crate::plan::Attempt::default();
+        let plan = crate::plan::plan(&job, &planning, &unnamed_run(), &attempt).expect("a plan");
         let secrets = crate::secrets::Secrets::default();
-        Prepared { job, facts, hosts, plan, secrets, verdict, warnings }
+        PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings }
     }
 
-    fn verdict() -> contract::preflight::Verdict {
+    fn report() -> contract::preflight::PreflightReport {
         let estimate = |rank, total| MemoryEstimate {
             rank,
             parts: vec![("activations".to_owned(), total - 1024), ("process".to_owned(), 1024)],
             total,
         };
-        contract::preflight::Verdict {
+        contract::preflight::PreflightReport {
             parameters: 1_234_567,
             memory: vec![estimate(0, 3 << 20), estimate(1, 2 << 20)],
             ..Default::default()
@@ -311,10 +327,10 @@ mod tests {
         "cluster: {workers_per_host: 2}\nrun: {workdir: /w, env: {A: b}}\ntrain: {data: {files: [a]}}";
 
     #[test]
-    fn a_plan_as_text() {
+    fn a_plan_is_printed_as_text() {
         let expected = "\
 job demo: 2 workers on node
-command: the built-in training
+command: built-in training
 workdir: /w
 run directory: /w/runs/demo/{run}
 checkpoints: /w/runs/demo/checkpoints
@@ -340,11 +356,11 @@ memory of rank 0 (the largest): 3.0 MiB
   process      1.0 KiB
 memory of all ranks: 5.0 MiB of 8.0 GiB
 ";
-        assert_eq!(as_text(&prepared(TRAIN, Some(verdict()))), expected);
+        assert_eq!(as_text(&prepared(TRAIN, Some(report()))), expected);
     }
 
     #[test]
-    fn where_a_secret_comes_from_is_shown() {
+    fn the_source_of_a_secret_is_shown() {
         let job = "run: {command: [a], env: {K: {from_env: KEY}, F: {from_file: f.txt}}}";
         let text = as_text(&prepared(job, None));
         assert!(
@@ -354,8 +370,8 @@ memory of all ranks: 5.0 MiB of 8.0 GiB
     }
 
     #[test]
-    fn a_plan_as_json_has_the_same() {
-        let plan = as_json(&prepared(TRAIN, Some(verdict())));
+    fn a_plan_as_json_has_every_field() {
+        let plan = as_json(&prepared(TRAIN, Some(report())));
         assert_eq!(plan["parameters"], 1_234_567);
         assert_eq!(plan["checkpoint_dir"], "/w/runs/demo/checkpoints");
         assert_eq!(plan["ranks"][1]["env"]["RANK"], "1");
@@ -367,18 +383,18 @@ memory of all ranks: 5.0 MiB of 8.0 GiB
     }
 
     #[test]
-    fn commands_are_quoted() {
+    fn commands_are_quoted_for_a_shell() {
         let words = ["sh", "-c", "echo it's", "", "--lr=3e-4"].map(str::to_owned);
         assert_eq!(shell_words(&words), r"sh -c 'echo it'\''s' '' --lr=3e-4");
     }
 
     #[test]
-    fn numbers_for_people() {
+    fn numbers_are_readable() {
         assert_eq!(ranges(&[0, 1, 2, 4, 8, 9]), "0-2,4,8-9");
         assert_eq!((bytes(0), bytes(1023), bytes(1536)), ("0 B".into(), "1023 B".into(), "1.5 KiB".into()));
         assert_eq!(bytes(u64::MAX), "16.0 EiB");
         assert_eq!(
-            (grouped(7), grouped(1234), grouped(1_234_567)),
+            (group_digits(7), group_digits(1234), group_digits(1_234_567)),
             ("7".into(), "1,234".into(), "1,234,567".into())
         );
     }

@@ -1,136 +1,151 @@
-//! What `plan` and `run` begin with: load the job, find out about the machine, plan, judge.
-use super::targets::{self, Unfit};
+//! [`prepare`]: the common part of `launch run`, `plan` and `--dry-run`, which loads the job, inspects
+//! the machine, makes the plan and runs the preflight checks.
+use super::{
+    invalid_job,
+    targets::{self, HostsError},
+};
 use crate::{
     controller::HostTarget,
-    discover::{self, Facts},
-    error::{Failure, Kind},
-    plan::{self, Epoch, Host, Plan},
+    discover::{self, Inventory},
+    plan::{self, Attempt, JobHost, Plan},
     secrets::{self, Secrets},
 };
 use contract::{
-    JobSpec, Problem, Source, SourceMap,
+    JobSpec, Source, SourceMap,
     ids::RunId,
     job::MinHosts,
-    preflight::{Finding, TrainJudge, Verdict},
+    preflight::{Preflight, PreflightReport},
+};
+use diagnostic::{
+    Category, Diagnostic,
+    codes::{host, job as job_codes},
 };
 
-/// A job to prepare, and changes to it.
+/// A job to prepare.
 #[derive(Debug)]
-pub(crate) struct Asked {
+pub(crate) struct JobRequest {
+    /// Where the job is read from.
     pub(crate) source: Source,
+    /// The `--set` arguments.
     pub(crate) set: Vec<String>,
 }
 
 /// A job that may start.
 #[derive(Debug)]
-pub(crate) struct Prepared {
+pub(crate) struct PreparedJob {
     pub(crate) job: JobSpec,
-    /// Of this machine.
-    pub(crate) facts: Facts,
+    /// This machine.
+    pub(crate) inventory: Inventory,
+    /// The hosts in the order of their ranks.
     pub(crate) hosts: Vec<HostTarget>,
-    /// With what is promised of other hosts; the controller plans again with what their agents find.
+    /// The plan from what the job declares about other hosts. The controller plans again with what
+    /// the agents find there.
     pub(crate) plan: Plan,
     pub(crate) secrets: Secrets,
-    /// What the built-in runtime says of `train`; `None` without one.
-    pub(crate) verdict: Option<Verdict>,
-    pub(crate) warnings: Vec<Problem>,
+    /// The checks of the built-in training; `None` for a job that runs a program.
+    pub(crate) preflight: Option<PreflightReport>,
+    pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// Reads everything, changes nothing.
-pub(crate) fn prepare(asked: &Asked, run: &RunId, judge: &dyn TrainJudge) -> Result<Prepared, Failure> {
-    let file = match &asked.source {
+/// Loads, checks and plans a job. Reads files, and changes nothing.
+pub(crate) fn prepare(
+    request: &JobRequest,
+    run: &RunId,
+    preflight: &dyn Preflight,
+) -> diagnostic::Result<PreparedJob> {
+    let file = match &request.source {
         Source::File(path) => path.display().to_string(),
         Source::Text { name, .. } => name.clone(),
     };
-    let loaded = contract::load(asked.source.clone(), &asked.set);
-    let (job, map, mut warnings) = loaded.map_err(|problems| Failure::job(&file, problems))?;
+    let loaded = contract::load(request.source.clone(), &request.set);
+    let (job, map, mut warnings) = loaded.map_err(|mistakes| invalid_job(&file, mistakes))?;
+    let invalid = |mistakes: Vec<Diagnostic>| invalid_job(&file, locate(&map, &mistakes));
     if !job.run.workdir.is_dir() {
-        let message = format!("the directory `{}` doesn't exist", job.run.workdir.display());
-        let place = map.locate("run.workdir");
-        let problem = Problem { path: "run.workdir".to_owned(), place, message, hint: None };
-        return Err(Failure::job(&file, vec![problem]));
+        let message = format!("the directory `{}` does not exist", job.run.workdir.display());
+        let error = Diagnostic::error(job_codes::JOB_WORKDIR_INVALID, message);
+        return Err(invalid(vec![error.with_subject("run.workdir")]));
     }
-    let secrets = secrets::resolve(&job.run).map_err(|f| Failure::job(&file, located(&map, &f)))?;
-    let facts = discover::local::facts().map_err(|e| {
-        Failure::new(Kind::Cluster, "this machine's CPUs and memory can't be found out")
-            .cause(&e)
-            .hint("launch reads them from /proc: is it mounted?")
+    let secrets = secrets::resolve(&job.run).map_err(invalid)?;
+    let inventory = discover::local::inventory().map_err(|e| {
+        Diagnostic::error(host::INVENTORY_UNREADABLE, "cannot determine the CPUs and memory of this machine")
+            .with_cause(&e)
+            .with_help("launch reads them from /proc; check that it is mounted")
     })?;
-    let hosts = targets::of(&job, &facts).map_err(|e| match e {
-        Unfit::Job(findings) => Failure::job(&file, located(&map, &findings)),
-        Unfit::Cluster(failure) => failure,
+    let hosts = targets::job_hosts(&job, &inventory).map_err(|error| match error {
+        HostsError::Job(mistakes) => invalid(mistakes),
+        HostsError::Cluster(error) => error,
     })?;
-    let missing = too_few_hosts(&job, hosts.len());
-    if !missing.is_empty() {
-        return Err(Failure::job(&file, located(&map, &missing)));
+    let too_few = check_host_counts(&job, hosts.len());
+    if !too_few.is_empty() {
+        return Err(invalid(too_few));
     }
     if job.train.is_some() && job.cluster.trains_on_gpus() && hosts.iter().any(|host| host.local) {
-        judge.gpus(&job).map_err(|why| {
-            let message = format!("no GPU can be used here for `cluster.devices`: {why}");
-            Failure::new(Kind::Cluster, message).hint("`cluster.devices: cpu` trains on CPUs")
+        preflight.check_gpus(&job).map_err(|error| {
+            error.with_category(Category::Cluster).with_help("`cluster.devices: cpu` trains on CPUs")
         })?;
     }
-    let promised: Vec<Host> = hosts.iter().map(|host| targets::promised(host, &facts)).collect();
-    let plan = plan::plan(&job, &promised, run, &Epoch::default())
-        .map_err(|f| Failure::job(&file, located(&map, &f)))?;
-    warnings.extend(located(&map, &plan.warnings));
-    let verdict = match &job.train {
+    let planning: Vec<JobHost> = hosts.iter().map(|host| targets::planning_host(host, &inventory)).collect();
+    let plan = plan::plan(&job, &planning, run, &Attempt::default()).map_err(invalid)?;
+    warnings.extend(locate(&map, &plan.warnings));
+    let report = match &job.train {
         Some(_) => {
-            let threads = plan.nodes.iter().flat_map(|n| &n.workers).map(|w| w.threads).max().unwrap_or(1);
-            let verdict = judge.judge(&job, plan.world, threads);
-            if !verdict.problems.is_empty() {
-                return Err(Failure::job(&file, located(&map, &verdict.problems)));
+            let threads = plan.host_plans.iter().flat_map(|h| &h.workers).map(|w| w.threads).max();
+            let report = preflight.check_job(&job, plan.world, threads.unwrap_or(1));
+            if !report.errors.is_empty() {
+                return Err(invalid(report.errors));
             }
-            warnings.extend(located(&map, &verdict.warnings));
-            // that of GPUs is told where it is short
-            let on_host = !job.cluster.trains_on_gpus();
-            warnings.extend(too_little_memory(&map, &facts, &verdict).filter(|_| on_host));
-            Some(verdict)
+            warnings.extend(locate(&map, &report.warnings));
+            // GPU memory is checked where it is allocated.
+            let on_cpus = !job.cluster.trains_on_gpus();
+            warnings.extend(check_memory(&map, &inventory, &report).filter(|_| on_cpus));
+            Some(report)
         }
         None => None,
     };
-    Ok(Prepared { job, facts, hosts, plan, secrets, verdict, warnings })
+    Ok(PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings })
 }
 
-fn located(map: &SourceMap, findings: &[contract::preflight::Finding]) -> Vec<Problem> {
-    findings.iter().map(|f| map.problem(f)).collect()
+/// Adds the places of their keys to diagnostics.
+fn locate(map: &SourceMap, diagnostics: &[Diagnostic]) -> Vec<Diagnostic> {
+    diagnostics.iter().map(|d| map.locate(d.clone())).collect()
 }
 
-/// Keys that ask for more hosts than the job has.
-fn too_few_hosts(job: &JobSpec, hosts: usize) -> Vec<Finding> {
+/// Errors of keys that ask for more hosts than the job has.
+fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
     let used = job.cluster.use_hosts.map_or(hosts, |n| n as usize);
-    let fewest = if let MinHosts::AtLeast(n) = job.run.min_hosts { n as usize } else { 0 };
-    let asked =
-        [("cluster.use_hosts", used, hosts, "has"), ("run.min_hosts", fewest, used.min(hosts), "uses")];
-    let wrong = asked.into_iter().filter(|(_, asked, there, _)| asked > there);
-    wrong
-        .map(|(path, asked, there, verb)| Finding {
-            path: path.to_owned(),
-            message: format!("`{path}` is {asked}, and the job {verb} {there}"),
-            hint: Some("name more hosts, or ask for fewer".to_owned()),
-        })
-        .collect()
+    let min_hosts = if let MinHosts::AtLeast(n) = job.run.min_hosts { n as usize } else { 0 };
+    let limits =
+        [("cluster.use_hosts", used, hosts, "has"), ("run.min_hosts", min_hosts, used.min(hosts), "uses")];
+    let exceeded = limits.into_iter().filter(|(_, requested, available, _)| requested > available);
+    let error = |(key, requested, available, verb): (&str, usize, usize, &str)| {
+        let noun = if available == 1 { "host" } else { "hosts" };
+        let message = format!("`{key}` is {requested}, but the job {verb} {available} {noun}");
+        Diagnostic::error(host::HOSTS_TOO_FEW, message)
+            .with_subject(key)
+            .with_field("requested", requested)
+            .with_field("available", available)
+            .with_help("name more hosts, or lower the number")
+    };
+    exceeded.map(error).collect()
 }
 
-/// A warning when the workers together need more memory than the machine has.
-fn too_little_memory(map: &SourceMap, facts: &Facts, verdict: &Verdict) -> Option<Problem> {
-    let needed: u64 = verdict.memory.iter().map(|m| m.total).sum();
-    if facts.memory == 0 || needed <= facts.memory {
+/// A warning when the workers of this machine together need more memory than it has.
+fn check_memory(map: &SourceMap, inventory: &Inventory, report: &PreflightReport) -> Option<Diagnostic> {
+    let required: u64 = report.memory.iter().map(|m| m.total).sum();
+    if inventory.memory == 0 || required <= inventory.memory {
         return None;
     }
     let message = format!(
-        "the workers need about {} of memory, this machine has {}",
-        super::plan::bytes(needed),
-        super::plan::bytes(facts.memory)
+        "the workers need about {} of memory; this machine has {}",
+        super::plan::bytes(required),
+        super::plan::bytes(inventory.memory)
     );
-    Some(Problem {
-        path: "train".to_owned(),
-        place: map.locate("train"),
-        message,
-        hint: Some(
-            "a smaller `batch.micro`, `recompute: block` or a higher `zero.stage` needs less".to_owned(),
-        ),
-    })
+    let warning = Diagnostic::warning(host::MEMORY_INSUFFICIENT, message)
+        .with_subject("train")
+        .with_field("required_bytes", required)
+        .with_field("available_bytes", inventory.memory)
+        .with_help("use a smaller `batch.micro`, `recompute: block` or a higher `zero.stage`");
+    Some(map.locate(warning))
 }
 
 #[cfg(test)]
@@ -138,15 +153,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_hosts_than_there_are_can_not_be_asked_for() {
+    fn a_job_cannot_require_more_hosts_than_it_has() {
         let mut job = crate::testing::job();
-        let mut paths = |use_hosts, min_hosts, hosts| {
+        let mut keys = |use_hosts, min_hosts, hosts| {
             (job.cluster.use_hosts, job.run.min_hosts) = (use_hosts, min_hosts);
-            too_few_hosts(&job, hosts).into_iter().map(|f| f.path).collect::<Vec<_>>()
+            let errors = check_host_counts(&job, hosts);
+            errors.iter().map(|e| e.subject().unwrap_or_default().to_owned()).collect::<Vec<_>>()
         };
-        assert!(paths(None, MinHosts::All, 1).is_empty());
-        assert!(paths(Some(2), MinHosts::AtLeast(2), 3).is_empty());
-        assert_eq!(paths(Some(2), MinHosts::All, 1), ["cluster.use_hosts"]);
-        assert_eq!(paths(Some(2), MinHosts::AtLeast(3), 3), ["run.min_hosts"]);
+        assert!(keys(None, MinHosts::All, 1).is_empty());
+        assert!(keys(Some(2), MinHosts::AtLeast(2), 3).is_empty());
+        assert_eq!(keys(Some(2), MinHosts::All, 1), ["cluster.use_hosts"]);
+        assert_eq!(keys(Some(2), MinHosts::AtLeast(3), 3), ["run.min_hosts"]);
     }
 }

@@ -1,91 +1,91 @@
-//! `launch ps`: running and past runs.
+//! `launch ps`: active and past runs; and [`resolve_run`], which finds the run that a command names.
 use super::plan::table;
 use crate::{
-    agent::times::now_ms,
+    agent::log_times::unix_time_ms,
     cli::PsArgs,
-    error::{Failure, Kind},
-    report::{clean, took},
-    runs::{self, Run, State, Wanted},
+    report::{format_duration, strip_control},
+    runs::{self, Run, RunFilter, RunState},
 };
+use diagnostic::{Diagnostic, codes::command};
 use serde_json::{Value, json};
-use std::path::Path;
 
-/// Past runs that are shown unless all are asked for.
-const PAST: usize = 20;
+/// Past runs that are shown without `--all`.
+const MAX_PAST_RUNS: usize = 20;
 
-/// Shows the runs; the exit code.
-pub(crate) fn run(args: &PsArgs, json: bool) -> u8 {
-    let mut runs = runs::list(Path::new(&std::path::absolute(".").unwrap_or_default()));
+/// Shows the runs.
+pub(crate) fn run(args: &PsArgs, as_json: bool) -> diagnostic::Result<u8> {
+    let mut runs = runs::list(&std::path::absolute(".").unwrap_or_default());
     if !args.all {
         let mut past = 0;
         runs.retain(|run| {
-            past += usize::from(run.state != State::Running);
-            run.state == State::Running || past <= PAST
+            past += usize::from(run.state != RunState::Running);
+            run.state == RunState::Running || past <= MAX_PAST_RUNS
         });
     }
-    if json {
-        let all: Vec<Value> = runs.iter().map(as_json).collect();
-        return super::show(&format!("{}\n", Value::from(all)));
+    if as_json {
+        let runs: Vec<Value> = runs.iter().map(run_json).collect();
+        return super::print(&format!("{}\n", Value::from(runs)));
     }
     if runs.is_empty() {
-        crate::report::plain::say("there are no runs\n");
-        return contract::exit::DONE;
+        crate::report::plain::write_message("there are no runs\n");
+        return Ok(contract::exit::DONE);
     }
-    super::show(&rows(&runs, now_ms()))
+    super::print(&run_table(&runs, unix_time_ms()))
 }
 
-fn as_json(run: &Run) -> Value {
-    let e = &run.entry;
+fn run_json(run: &Run) -> Value {
+    let r = &run.record;
     let (code, seconds) = match run.state {
-        State::Ended(code, seconds) => (Some(code), Some(seconds)),
+        RunState::Ended(code, seconds) => (Some(code), Some(seconds)),
         _ => (None, None),
     };
     json!({
-        "run": e.run, "name": e.name, "state": word(run.state), "exit_code": code, "seconds": seconds, "step": run.step,
-        "world": e.world, "began_ms": e.began_ms, "host": e.by.host, "pid": e.by.pid, "run_dir": e.run_dir, "command": e.command,
+        "run": r.run, "name": r.name, "state": state_name(run.state), "exit_code": code, "seconds": seconds,
+        "step": run.step, "world": r.world, "began_ms": r.began_ms, "host": r.controller.host,
+        "pid": r.controller.pid, "run_dir": r.run_dir, "command": r.command,
     })
 }
 
-fn word(state: State) -> &'static str {
+fn state_name(state: RunState) -> &'static str {
     match state {
-        State::Running => "running",
-        State::Ended(0, _) => "done",
-        State::Ended(130 | 143, _) => "stopped",
-        State::Ended(..) => "failed",
-        State::Elsewhere => "elsewhere",
-        State::Lost => "lost",
+        RunState::Running => "running",
+        RunState::Ended(0, _) => "done",
+        RunState::Ended(130 | 143, _) => "stopped",
+        RunState::Ended(..) => "failed",
+        RunState::Elsewhere => "elsewhere",
+        RunState::Lost => "lost",
     }
 }
 
-/// A table of runs.
-pub(super) fn rows(runs: &[Run], now: u64) -> String {
+/// The runs as a table. `now_ms` is the current time, milliseconds since 1970.
+pub(super) fn run_table(runs: &[Run], now_ms: u64) -> String {
     let head = ["run", "job", "state", "workers", "step", "began", "took", "host", "files"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for run in runs {
-        let e = &run.entry;
-        let since = now.saturating_sub(e.began_ms) as f64 / 1000.0;
-        let lasted = match run.state {
-            State::Running => took(since),
-            State::Ended(_, seconds) => took(seconds),
-            State::Elsewhere | State::Lost => "-".to_owned(),
+        let record = &run.record;
+        let age = now_ms.saturating_sub(record.began_ms) as f64 / 1000.0;
+        let duration = match run.state {
+            RunState::Running => format_duration(age),
+            RunState::Ended(_, seconds) => format_duration(seconds),
+            RunState::Elsewhere | RunState::Lost => "-".to_owned(),
         };
         let row = [
-            e.run.clone(),
-            e.name.clone(),
-            word(run.state).to_owned(),
-            e.world.to_string(),
+            record.run.clone(),
+            record.name.clone(),
+            state_name(run.state).to_owned(),
+            record.world.to_string(),
             run.step.map_or_else(|| "-".to_owned(), |step| step.to_string()),
-            ago(since),
-            lasted,
-            e.by.host.clone(),
-            e.run_dir.display().to_string(),
+            format_age(age),
+            duration,
+            record.controller.host.clone(),
+            record.run_dir.display().to_string(),
         ];
-        rows.push(row.iter().map(|cell| clean(cell)).collect());
+        rows.push(row.iter().map(|cell| strip_control(cell)).collect());
     }
     table(&rows)
 }
 
-fn ago(seconds: f64) -> String {
+fn format_age(seconds: f64) -> String {
     match seconds as u64 {
         s @ 0..120 => format!("{s} s ago"),
         s @ 120..7200 => format!("{} min ago", s / 60),
@@ -94,24 +94,28 @@ fn ago(seconds: f64) -> String {
     }
 }
 
-/// The run that a command means: a run directory, or what [`runs::choose`] makes of the word.
-pub(super) fn meant(asked: Option<&str>, wanted: Wanted) -> Result<Run, Failure> {
-    let by_path = |text: &&str| text.contains('/') || *text == "." || *text == "..";
-    if let Some(directory) = asked.filter(by_path) {
-        let found = std::path::absolute(directory).ok().and_then(|d| runs::in_directory(&d));
-        let failure = || Failure::new(Kind::Usage, format!("`{directory}` is not the directory of a run"));
-        return found.ok_or_else(failure);
+/// The run that the command line names: by its directory, or as [`runs::select_run`] resolves names.
+pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::Result<Run> {
+    let is_path = |text: &&str| text.contains('/') || *text == "." || *text == "..";
+    if let Some(directory) = name.filter(is_path) {
+        let run = std::path::absolute(directory).ok().and_then(|d| runs::in_directory(&d));
+        return run.ok_or_else(|| {
+            let message = format!("`{directory}` is not a run directory");
+            Diagnostic::error(command::RUN_DIRECTORY_INVALID, message)
+                .with_subject(directory)
+                .with_help("`launch ps` shows the directories of runs in the column `files`")
+        });
     }
-    let all = runs::list(&std::path::absolute(".").unwrap_or_default());
-    match runs::choose(&all, asked, wanted) {
+    let runs = runs::list(&std::path::absolute(".").unwrap_or_default());
+    match runs::select_run(&runs, name, filter) {
         Ok(run) => Ok(run.clone()),
-        Err((why, could_be)) => {
-            let could_be: Vec<Run> = could_be.into_iter().cloned().collect();
-            let failure = Failure::new(Kind::Usage, why);
-            Err(match could_be.len() {
-                0 => failure.hint("`launch ps` shows the runs"),
-                _ => failure.hint(format!("it could be\n{}", rows(&could_be, now_ms()).trim_end())),
-            })
+        Err(error) => {
+            let candidates: Vec<Run> = error.candidates().iter().map(|run| (*run).clone()).collect();
+            let help = match candidates.is_empty() {
+                true => "`launch ps` lists the runs".to_owned(),
+                false => format!("candidates:\n{}", run_table(&candidates, unix_time_ms()).trim_end()),
+            };
+            Err(Diagnostic::from(error).with_help(help))
         }
     }
 }
@@ -121,12 +125,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_for_people() {
-        let said = [0.0, 119.9, 120.0, 7199.0, 7200.0, 172_800.0].map(ago);
-        assert_eq!(said, ["0 s ago", "119 s ago", "2 min ago", "119 min ago", "2 h ago", "2 days ago"]);
-        let words =
-            [State::Running, State::Ended(0, 1.0), State::Ended(143, 1.0), State::Ended(1, 1.0), State::Lost]
-                .map(word);
-        assert_eq!(words, ["running", "done", "stopped", "failed", "lost"]);
+    fn ages_and_states_are_readable() {
+        let ages = [0.0, 119.9, 120.0, 7199.0, 7200.0, 172_800.0].map(format_age);
+        assert_eq!(ages, ["0 s ago", "119 s ago", "2 min ago", "119 min ago", "2 h ago", "2 days ago"]);
+        let states = [
+            RunState::Running,
+            RunState::Ended(0, 1.0),
+            RunState::Ended(143, 1.0),
+            RunState::Ended(1, 1.0),
+            RunState::Lost,
+        ];
+        assert_eq!(states.map(state_name), ["running", "done", "stopped", "failed", "lost"]);
     }
 }

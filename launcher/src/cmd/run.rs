@@ -1,69 +1,84 @@
-//! `launch run`: prepares a job and hands it to the controller.
-use super::prepare::{Asked, Prepared, prepare};
+//! `launch run`: prepares a job and passes it to the controller.
+use super::{
+    OutputFormat,
+    prepare::{JobRequest, PreparedJob, prepare},
+};
 use crate::{
     cli::RunArgs,
-    controller::{self, Starter},
-    error::{Failure, Kind},
+    controller::{self, StartNotifier},
     report::plain,
-    transport::detached::{self, Start},
+    transport::detached::{self, DetachedStart},
 };
 use contract::{
-    Problem, Source,
+    Source,
     control::ExitStatus,
-    event::Event,
+    event::{Event, FailureReport},
+    failure::FailureReason,
     ids::RunId,
-    preflight::{Finding, TrainJudge},
-    problem::{Place, Severity, render},
+    preflight::Preflight,
+};
+use diagnostic::{
+    Diagnostic,
+    codes::{command, run as run_codes},
 };
 use std::{
     ffi::OsString,
     fs::{self, OpenOptions},
     hash::{BuildHasher, RandomState},
-    io,
     path::Path,
     time::{Duration, Instant, SystemTime},
 };
 
-/// Runs the job; the exit code. `typed` is the whole command line.
-pub(crate) fn run(args: &RunArgs, json: bool, typed: Vec<String>, judge: &dyn TrainJudge) -> u8 {
+/// Runs the job and returns the exit code. `command_line` is the whole command line.
+pub(crate) fn run(
+    args: &RunArgs,
+    format: OutputFormat,
+    command_line: Vec<String>,
+    preflight: &dyn Preflight,
+) -> u8 {
     let began = Instant::now();
-    let outcome = asked(args).and_then(|asked| match args.dry_run {
-        true => super::plan::dry_run(&asked, json, judge),
-        false if args.detach => detach(args, &asked, json, judge),
-        false => start(args, &asked, json, typed, judge),
+    let result = job_request(args).and_then(|request| match args.dry_run {
+        true => super::plan::dry_run(&request, format.json, preflight),
+        false if args.detach => detach(args, &request, format.json, preflight),
+        false => start(args, &request, format, command_line, preflight),
     });
-    outcome.unwrap_or_else(|failure| {
-        if json && !args.dry_run {
-            end_events(&failure, began.elapsed());
+    match result {
+        Err(error) if format.json && !args.dry_run => {
+            // The events replace the object that other commands print for an error.
+            print_failure_events(&error, began.elapsed(), format);
+            super::report_error(&error, OutputFormat::default())
         }
-        super::fail(&failure)
-    })
+        result => super::exit_code(result, format),
+    }
 }
 
-/// The job file, or a job of the program that was typed.
-fn asked(args: &RunArgs) -> Result<Asked, Failure> {
+/// The job file, or a job that runs the program of the command line.
+fn job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
     let set = args.set.clone();
     if let Some(job) = &args.job {
-        return Ok(Asked { source: Source::File(job.clone()), set });
+        return Ok(JobRequest { source: Source::File(job.clone()), set });
     }
     let words = args.command.iter().map(|word| word.to_str()).collect::<Option<Vec<_>>>();
-    let words =
-        words.ok_or_else(|| Failure::new(Kind::Usage, "the program's arguments aren't UTF-8 text"))?;
+    let words = words.ok_or_else(|| {
+        let message = "an argument of the program is not UTF-8 text";
+        Diagnostic::error(command::ARGUMENT_NOT_UTF8, message)
+    })?;
     let text = job_of_program(&words, args.workers.unwrap_or(1));
-    Ok(Asked { source: Source::Text { name: "the command line".to_owned(), text }, set })
+    Ok(JobRequest { source: Source::Text { name: "the command line".to_owned(), text }, set })
 }
 
-/// A job.yaml that runs a program.
+/// The text of a job.yaml that runs a program.
 fn job_of_program(words: &[&str], workers: u32) -> String {
-    let quoted: Vec<String> = words.iter().map(|word| yaml(word)).collect();
+    let quoted: Vec<String> = words.iter().map(|word| yaml_string(word)).collect();
     let (name, command) = (program_name(words), quoted.join(", "));
     format!(
         "name: {}\ncluster: {{hosts: local, workers_per_host: {workers}}}\nrun: {{command: [{command}]}}\n",
-        yaml(&name)
+        yaml_string(&name)
     )
 }
 
-/// The job's name: the program's, or its script's: `python -u train.py` is `train`.
+/// The name of the job: that of the script for interpreters (`python -u train.py` → `train`), else
+/// that of the program.
 fn program_name(words: &[&str]) -> String {
     let stem = |word: &str| Path::new(word).file_stem().map(|s| s.to_string_lossy().into_owned());
     let program = words.first().and_then(|word| stem(word)).unwrap_or_default();
@@ -77,8 +92,8 @@ fn program_name(words: &[&str]) -> String {
     if name.is_empty() { "program".to_owned() } else { name.to_owned() }
 }
 
-/// Text as a double-quoted YAML scalar that is ASCII.
-fn yaml(text: &str) -> String {
+/// A text as a double-quoted ASCII scalar of YAML.
+fn yaml_string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
         match c {
@@ -90,35 +105,45 @@ fn yaml(text: &str) -> String {
     quoted + "\""
 }
 
-/// Starts a controller of its own session, and returns when its workers run.
-fn detach(args: &RunArgs, asked: &Asked, json: bool, judge: &dyn TrainJudge) -> Result<u8, Failure> {
-    let run = new_run_id(SystemTime::now(), random());
-    // What is wrong is told here; the controller would only find the same.
-    let Prepared { plan, warnings, .. } = prepare(asked, &run, judge)?;
-    plain::say(&render(&warnings, Severity::Warning, plain::color()));
+/// Starts a controller in its own session, and returns when its workers run.
+fn detach(
+    args: &RunArgs,
+    request: &JobRequest,
+    json: bool,
+    preflight: &dyn Preflight,
+) -> diagnostic::Result<u8> {
+    let run = new_run_id(SystemTime::now(), random_bits());
+    // Prepared here as well, so that mistakes are reported on this terminal.
+    let PreparedJob { plan, warnings, .. } = prepare(request, &run, preflight)?;
+    super::print_warnings(&warnings);
     let directory = &plan.run_dir;
-    let cannot = |what: &str, error: &io::Error| Failure::new(Kind::Cluster, what.to_owned()).cause(error);
     let console = directory.join("console.log");
     let file = fs::create_dir_all(directory)
         .and_then(|()| OpenOptions::new().append(true).create(true).open(&console))
-        .map_err(|e| cannot(&format!("{} can't be written", console.display()), &e))?;
-    let started = detached::start(|fd| controller_args(args, &run, fd), file)
-        .map_err(|e| cannot("the controller can't be started", &e))?;
+        .map_err(|e| {
+            let path = console.display().to_string();
+            Diagnostic::error(run_codes::RUN_DIRECTORY_UNWRITABLE, format!("cannot write {path}"))
+                .with_subject(path)
+                .with_cause(&e)
+        })?;
+    let started = detached::start_and_wait(|fd| controller_args(args, &run, fd), file).map_err(|e| {
+        Diagnostic::error(command::CONTROLLER_START_FAILED, "cannot start the controller").with_cause(&e)
+    })?;
     match started {
-        Start::Started(pid) => {
+        DetachedStart::Started(pid) => {
             if json {
-                let told = serde_json::json!({"run": run.0, "run_dir": directory, "pid": pid});
-                return Ok(super::show(&format!("{told}\n")));
+                let object = serde_json::json!({"run": run.0, "run_dir": directory, "pid": pid});
+                return super::print(&format!("{object}\n"));
             }
-            plain::say(&format!(
-                "launch: run {run} goes on without this terminal (pid {pid}, files in {})\n  \
+            plain::write_message(&format!(
+                "launch: run {run} continues in the background (pid {pid}, files in {})\n  \
                  launch logs {run} --follow    launch events {run} --follow    launch stop {run}\n",
                 directory.display()
             ));
-            Ok(super::show(&format!("{run}\n")))
+            super::print(&format!("{run}\n"))
         }
-        Start::Ended(status) => {
-            plain::say(&fs::read_to_string(&console).unwrap_or_default());
+        DetachedStart::Ended(status) => {
+            plain::write_message(&fs::read_to_string(&console).unwrap_or_default());
             Ok(match status {
                 ExitStatus::Code(code) => code,
                 ExitStatus::Signal(..) => contract::exit::FAILED,
@@ -129,81 +154,87 @@ fn detach(args: &RunArgs, asked: &Asked, json: bool, judge: &dyn TrainJudge) -> 
 
 /// The command line of a detached controller.
 fn controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
-    let mut all: Vec<OsString> = vec!["run".into()];
-    all.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
-    all.extend(["--detached".into(), format!("{run}:{fd}").into()]);
-    all.extend(args.requeue.then(|| "--requeue".into()));
+    let mut words: Vec<OsString> = vec!["run".into()];
+    words.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
+    words.extend(["--detached".into(), format!("{run}:{fd}").into()]);
+    words.extend(args.requeue.then(|| "--requeue".into()));
     if let Some(job) = &args.job {
-        // A file whose name begins with a dash is no option.
-        all.push(Path::new(".").join(job).into());
-        return all;
+        // With `./` in front, a file whose name begins with a dash is not an option.
+        words.push(Path::new(".").join(job).into());
+        return words;
     }
-    all.extend(args.workers.iter().flat_map(|n| ["--workers".into(), n.to_string().into()]));
-    all.push("--".into());
-    all.extend(args.command.iter().cloned());
-    all
+    words.extend(args.workers.iter().flat_map(|n| ["--workers".into(), n.to_string().into()]));
+    words.push("--".into());
+    words.extend(args.command.iter().cloned());
+    words
 }
 
-/// The run's name and whom to tell of its start, for a detached controller.
-fn detached_run(text: &str) -> Result<(RunId, Starter), Failure> {
-    let wrong = || Failure::new(Kind::Usage, "--detached is launch's own: use --detach");
-    let (run, fd) = text.rsplit_once(':').ok_or_else(wrong)?;
-    let safe = !run.is_empty() && run.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
-    let fd = fd.parse().ok().filter(|_| safe).ok_or_else(wrong)?;
-    Ok((RunId(run.to_owned()), Starter::inherited(fd).map_err(|e| wrong().cause(&e))?))
+/// Parses `--detached RUN:FD`: the name of the run, and the pipe that is notified of its start.
+fn parse_detached(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
+    let invalid = || {
+        let message = "`--detached` is an internal option of launch";
+        Diagnostic::error(command::DETACHED_ARGUMENT_INVALID, message).with_help("use `--detach`")
+    };
+    let (run, fd) = text.rsplit_once(':').ok_or_else(invalid)?;
+    let is_name = !run.is_empty() && run.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
+    let fd = fd.parse().ok().filter(|_| is_name).ok_or_else(invalid)?;
+    let notifier = StartNotifier::from_inherited_fd(fd).map_err(|e| invalid().with_cause(&e))?;
+    Ok((RunId(run.to_owned()), notifier))
 }
 
+/// Runs the job under a controller in this process.
 fn start(
     args: &RunArgs,
-    asked: &Asked,
-    json: bool,
-    mut typed: Vec<String>,
-    judge: &dyn TrainJudge,
-) -> Result<u8, Failure> {
-    let (run, starter) = match args.detached.as_deref().map(detached_run).transpose()? {
+    request: &JobRequest,
+    format: OutputFormat,
+    mut command_line: Vec<String>,
+    preflight: &dyn Preflight,
+) -> diagnostic::Result<u8> {
+    let (run, starter) = match args.detached.as_deref().map(parse_detached).transpose()? {
         Some((run, starter)) => (run, Some(starter)),
-        None => (new_run_id(SystemTime::now(), random()), None),
+        None => (new_run_id(SystemTime::now(), random_bits()), None),
     };
-    if let Some(at) = typed.iter().position(|word| word == "--detached") {
-        typed.drain(at..(at + 2).min(typed.len()));
+    if let Some(at) = command_line.iter().position(|word| word == "--detached") {
+        command_line.drain(at..(at + 2).min(command_line.len()));
     }
-    let Prepared { job, facts, hosts, mut plan, warnings, secrets, .. } = prepare(asked, &run, judge)?;
-    // The controller tells them, so that they are in the run's journal too.
-    plan.warnings = warnings.into_iter().map(located).collect();
-    let fit = super::ckpt::resume::of_program;
-    fit(&job, &mut plan)?;
-    let transport = super::targets::transport(&job)?;
+    let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, .. } =
+        prepare(request, &run, preflight)?;
+    // The controller reports them, so that they are in the journal too.
+    plan.warnings = warnings;
+    let prepare_resume = super::ckpt::resume::prepare_program_resume;
+    prepare_resume(&job, &mut plan)?;
+    let transport = super::targets::job_transport(&job)?;
     let requeue = if args.requeue { Some(super::targets::requeue(&job)?) } else { None };
-    let job_file = match &asked.source {
-        Source::File(path) => Some(controller::JobFile { path: path.clone(), set: asked.set.clone() }),
+    let job_file = match &request.source {
+        Source::File(path) => Some(controller::JobFile { path: path.clone(), set: request.set.clone() }),
         Source::Text { .. } => None,
     };
-    let hostfile = controller::HostFile::of(&job);
-    let request = controller::Request { job, plan, hosts, transport, here: facts, fit };
-    let options = controller::Options { json, command: typed, secrets, requeue, starter, job_file, hostfile };
+    let hostfile = controller::HostFile::from_job(&job);
+    let request =
+        controller::RunRequest { job, plan, hosts, transport, local_inventory: inventory, prepare_resume };
+    let options = controller::Options {
+        json: format.json,
+        schema: format.schema,
+        command: command_line,
+        secrets,
+        requeue,
+        starter,
+        job_file,
+        hostfile,
+    };
     Ok(controller::run(request, options))
 }
 
-/// A warning as a finding that still says where it was written.
-fn located(problem: Problem) -> Finding {
-    let path = match &problem.place {
-        Place::Line { file, line, column, .. } => format!("{file}:{line}:{column}"),
-        Place::File { file } => file.clone(),
-        Place::Override { text, .. } => format!("--set {text}"),
-    };
-    Finding { path, message: problem.message, hint: problem.hint }
-}
-
-/// `20261120-223145-7f3a`: UTC and 16 random bits.
+/// A name such as `20261120-223145-7f3a`: the time in UTC and 16 random bits.
 fn new_run_id(now: SystemTime, random: u16) -> RunId {
     let seconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (year, month, day) = date(seconds / 86_400);
+    let (year, month, day) = civil_date(seconds / 86_400);
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     RunId(format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}-{random:04x}"))
 }
 
-/// Year, month and day of a number of days since 1970-01-01.
-fn date(mut days: u64) -> (u64, u64, u64) {
+/// Year, month and day of the day that is `days` after 1970-01-01.
+fn civil_date(mut days: u64) -> (u64, u64, u64) {
     let leap = |y: u64| (y.is_multiple_of(4) && !y.is_multiple_of(100)) || y.is_multiple_of(400);
     let mut year = 1970;
     loop {
@@ -227,25 +258,25 @@ fn date(mut days: u64) -> (u64, u64, u64) {
 }
 
 /// Bits that differ from process to process.
-fn random() -> u16 {
+fn random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
-/// `--json`: a run that never began has its events too.
-fn end_events(failure: &Failure, took: Duration) {
-    let cause = Event::Failure {
-        rank: None,
-        host: String::new(),
-        pid: 0,
-        cause: failure.line(),
-        log: None,
-        tail: Vec::new(),
-    };
-    let done = Event::Done { exit_code: failure.kind.exit_code(), step: None, seconds: took.as_secs_f64() };
-    for event in [cause, done] {
-        if let Ok(line) = serde_json::to_string(&event) {
-            // The exit code says the same when nobody reads.
-            _ = plain::data(&format!("{line}\n"));
+/// Prints the events of a run that was rejected before it started.
+fn print_failure_events(error: &Diagnostic, elapsed: Duration, format: OutputFormat) {
+    let failure = Event::Failure(Box::new(FailureReport {
+        reason: FailureReason::Rejected { code: error.code() },
+        message: error.to_string(),
+        help: error.help().to_vec(),
+        diagnostics: vec![error.clone()],
+        ..FailureReport::default()
+    }));
+    let exit_code = error.category().exit_code();
+    let done = Event::Done { exit_code, step: None, seconds: elapsed.as_secs_f64() };
+    for event in [failure, done] {
+        if let Ok(line) = event.to_json(format.schema) {
+            // The exit code reports the failure to a program that has closed stdout.
+            _ = plain::write_data(&format!("{line}\n"));
         }
     }
 }
@@ -259,7 +290,7 @@ mod tests {
         let text = job_of_program(words, workers);
         match contract::load(Source::Text { name: "x".to_owned(), text: text.clone() }, &[]) {
             Ok((job, _, _)) => job,
-            Err(problems) => panic!("{text}: {problems:?}"),
+            Err(mistakes) => panic!("{text}: {mistakes:?}"),
         }
     }
 
@@ -284,7 +315,7 @@ mod tests {
             let words: Vec<&str> = std::iter::once("program").chain(words.iter().map(String::as_str)).collect();
             let job = loaded(&words, workers);
             prop_assert_eq!(job.run.command, Some(words.iter().map(|w| (*w).to_owned()).collect()));
-            prop_assert_eq!(job.cluster.workers_per_host, contract::job::Count::Exactly(workers));
+            prop_assert_eq!(job.cluster.workers_per_host, contract::job::WorkersPerHost::Exactly(workers));
         }
     }
 

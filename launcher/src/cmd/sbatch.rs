@@ -1,14 +1,13 @@
-//! `launch sbatch`: a job as a batch script for Slurm, submitted or only shown.
-use super::plan::shell_words;
-use crate::{
-    cli::SbatchArgs,
-    error::{Failure, Kind},
-    report::plain,
-    transport::submit,
-};
+//! `launch sbatch`: writes a job as a Slurm batch script, and submits or prints it.
+use super::{invalid_job, plan::shell_words};
+use crate::{cli::SbatchArgs, report::plain, transport::submit_job};
 use contract::{
-    JobSpec, Problem, Source,
+    JobSpec, Source,
     job::{Hosts, SlurmSpec},
+};
+use diagnostic::{
+    Diagnostic,
+    codes::{command, job as job_codes},
 };
 use serde_json::json;
 use std::{
@@ -16,80 +15,95 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Submits the job, or prints its script; the exit code.
-pub(crate) fn run(args: &SbatchArgs, as_json: bool) -> u8 {
-    let done = script(args).and_then(|script| match args.print {
-        true => Ok(script.text()),
-        false => send(&script, &args.options, as_json),
-    });
-    match done {
-        Ok(text) => super::show(&text),
-        Err(failure) => super::fail(&failure),
-    }
+/// Submits the job, or prints its script.
+pub(crate) fn run(args: &SbatchArgs, as_json: bool) -> diagnostic::Result<u8> {
+    let script = batch_script(args)?;
+    let text = match args.print {
+        true => script.text(),
+        false => submit_script(&script, &args.options, as_json)?,
+    };
+    super::print(&text)
 }
 
-/// A batch script and what it was made from.
+/// A batch script.
 #[derive(Debug)]
-struct Script {
+struct BatchScript {
+    /// The name of the job.
     name: String,
     slurm: SlurmSpec,
-    /// Where the batch job's own output goes; `%j` is the job's number.
+    /// The file for the output of the batch job; `%j` stands for the job id.
     output: PathBuf,
-    /// The directory it was submitted from.
+    /// The working directory: the one in which `launch sbatch` runs.
     chdir: PathBuf,
-    /// The command that the script becomes.
+    /// The command that replaces the shell of the script.
     command: Vec<String>,
 }
 
-fn script(args: &SbatchArgs) -> Result<Script, Failure> {
+fn batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
     let file = args.job.display().to_string();
     let loaded = contract::load(Source::File(args.job.clone()), &args.set);
-    let (job, map, _) = loaded.map_err(|problems| Failure::job(&file, problems))?;
-    let refuse = |path: &str, message: String, hint: &str| {
-        let place = map.locate(path);
-        Failure::job(
-            &file,
-            vec![Problem { path: path.to_owned(), place, message, hint: Some(hint.to_owned()) }],
-        )
-    };
-    if job.cluster.hosts == Hosts::Local && job.slurm.nodes > 1 {
-        let message = format!("all but one of {} nodes would have nothing to do", job.slurm.nodes);
-        return Err(refuse("cluster.hosts", message, "leave `cluster.hosts` out, or ask for one node"));
-    }
-    if matches!(job.cluster.hosts, Hosts::List(_) | Hosts::File(_)) {
-        let message = "these hosts would be reached by ssh from the batch job, whose own nodes would have nothing to do";
-        let hint = "leave `cluster.hosts` out, or add `--set cluster.hosts=slurm`";
-        return Err(refuse("cluster.hosts", message.to_owned(), hint));
-    }
-    if !job.run.workdir.is_dir() {
-        let message = format!("the directory `{}` doesn't exist", job.run.workdir.display());
-        return Err(refuse("run.workdir", message, "it must be the same on all nodes"));
-    }
-    let absolute = |path: &Path| {
-        let cannot =
-            |e| Failure::new(Kind::Failed, format!("{} can't be made absolute", path.display())).cause(&e);
-        std::path::absolute(path).map_err(cannot)
-    };
-    let executable = std::env::current_exe()
-        .map_err(|e| Failure::new(Kind::Failed, "launch's own executable can't be found").cause(&e))?;
-    let mut command =
-        vec![text(&executable)?, "run".to_owned(), text(&absolute(&args.job)?)?, "--requeue".to_owned()];
-    command.extend(args.set.iter().map(|set| format!("--set={set}")));
+    let (job, map, _) = loaded.map_err(|mistakes| invalid_job(&file, mistakes))?;
+    check_job(&job).map_err(|error| invalid_job(&file, vec![map.locate(error)]))?;
+    let executable = std::env::current_exe().map_err(|e| {
+        let message = "cannot determine the path of launch's executable";
+        Diagnostic::error(command::EXECUTABLE_UNKNOWN, message).with_cause(&e)
+    })?;
+    let mut words = vec![
+        path_text(&executable)?,
+        "run".to_owned(),
+        path_text(&absolute(&args.job)?)?,
+        "--requeue".to_owned(),
+    ];
+    words.extend(args.set.iter().map(|set| format!("--set={set}")));
     if let Some(set) = args.set.iter().find(|set| set.contains(char::is_control)) {
-        let message = format!("--set {} can't be written into a script", set.escape_default());
-        return Err(Failure::new(Kind::Usage, message).hint("write it into the job file"));
+        let message = format!("`--set {}` contains a control character", set.escape_default());
+        return Err(Diagnostic::error(command::SBATCH_TEXT_UNSUPPORTED, message)
+            .with_subject("--set")
+            .with_help("write the value into the job file"));
     }
-    let script = Script {
+    let script = BatchScript {
         output: output_dir(&job).join("slurm-%j.out"),
         chdir: absolute(Path::new("."))?,
         name: job.name,
         slurm: job.slurm,
-        command,
+        command: words,
     };
     for path in [&script.chdir, &script.output] {
-        one_word(path)?;
+        check_option_path(path)?;
     }
     Ok(script)
+}
+
+/// Rejects jobs that would leave allocated nodes idle, or have no working directory.
+fn check_job(job: &JobSpec) -> diagnostic::Result<()> {
+    if job.cluster.hosts == Hosts::Local && job.slurm.nodes > 1 {
+        let message =
+            format!("`cluster.hosts: local` would leave all but one of {} nodes idle", job.slurm.nodes);
+        return Err(Diagnostic::error(command::SBATCH_HOSTS_UNSUPPORTED, message)
+            .with_subject("cluster.hosts")
+            .with_field("nodes", job.slurm.nodes)
+            .with_help("remove `cluster.hosts`, or request one node"));
+    }
+    if matches!(job.cluster.hosts, Hosts::List(_) | Hosts::File(_)) {
+        let message = "the batch job would reach these hosts over SSH and leave its own nodes idle";
+        return Err(Diagnostic::error(command::SBATCH_HOSTS_UNSUPPORTED, message)
+            .with_subject("cluster.hosts")
+            .with_help("remove `cluster.hosts`, or add `--set cluster.hosts=slurm`"));
+    }
+    if !job.run.workdir.is_dir() {
+        let message = format!("the directory `{}` does not exist", job.run.workdir.display());
+        return Err(Diagnostic::error(job_codes::JOB_WORKDIR_INVALID, message)
+            .with_subject("run.workdir")
+            .with_help("use a directory that all nodes have"));
+    }
+    Ok(())
+}
+
+fn absolute(path: &Path) -> diagnostic::Result<PathBuf> {
+    std::path::absolute(path).map_err(|e| {
+        let message = format!("cannot determine the absolute path of {}", path.display());
+        Diagnostic::error(command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&e)
+    })
 }
 
 /// The directory that all runs of the job have in common.
@@ -102,33 +116,45 @@ fn output_dir(job: &JobSpec) -> PathBuf {
     job.run.workdir.join(common)
 }
 
-fn text(path: &Path) -> Result<String, Failure> {
+/// A path as text for the script.
+fn path_text(path: &Path) -> diagnostic::Result<String> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
     text.map(str::to_owned).ok_or_else(|| {
-        Failure::new(Kind::Usage, format!("{} can't be written into a script", path.display()))
-            .hint("use a path that is UTF-8 text without line breaks")
+        let path = path.display().to_string();
+        Diagnostic::error(
+            command::SBATCH_TEXT_UNSUPPORTED,
+            format!("the path {path} cannot be part of a script"),
+        )
+        .with_subject(path)
+        .with_help("use a path that is UTF-8 text without line breaks")
     })
 }
 
-/// Slurm's lines of options know quotes, but have no way to write these characters.
-fn one_word(path: &Path) -> Result<(), Failure> {
-    let path = text(path)?;
-    // `%j` is ours; another `%` would be Slurm's to replace.
-    let own = path.strip_suffix("slurm-%j.out").unwrap_or(&path);
-    match own.chars().find(|c| matches!(c, '"' | '\'' | '\\' | '%') || c.is_control()) {
+/// Rejects characters for which the option lines of Slurm have no escape.
+fn check_option_path(path: &Path) -> diagnostic::Result<()> {
+    let path = path_text(path)?;
+    // `%j` is intended; Slurm would replace any other `%`.
+    let without_id = path.strip_suffix("slurm-%j.out").unwrap_or(&path);
+    let is_unsupported = |c: &char| matches!(c, '"' | '\'' | '\\' | '%') || c.is_control();
+    match without_id.chars().find(is_unsupported) {
         None => Ok(()),
-        Some(c) => Err(Failure::new(Kind::Usage, format!("Slurm can't be told of {path}: it has a `{c}`"))
-            .hint("use a directory without quotes, backslashes and percent signs")),
+        Some(c) => {
+            let message =
+                format!("the path {path} contains `{}`, which Slurm cannot quote", c.escape_debug());
+            Err(Diagnostic::error(command::SBATCH_TEXT_UNSUPPORTED, message)
+                .with_subject(path.as_str())
+                .with_help("use a directory without quotes, backslashes and percent signs"))
+        }
     }
 }
 
-impl Script {
-    /// The whole script.
+impl BatchScript {
+    /// The text of the script.
     fn text(&self) -> String {
         let options: String = self.options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
         format!(
             "#!/bin/bash\n{options}\n\
-             # launch takes the place of this script's shell (exec): Slurm's signal before the time limit then reaches it.\n\
+             # exec replaces the shell, so that Slurm's signal before the time limit reaches launch.\n\
              exec {}\n",
             shell_words(&self.command)
         )
@@ -149,44 +175,47 @@ impl Script {
         options.extend(s.cpus_per_task.map(|cpus| format!("--cpus-per-task={cpus}")));
         options.extend(s.mem.map(|bytes| format!("--mem={}M", bytes.div_ceil(1 << 20))));
         options.extend([
-            // To the batch script alone (B): workers are told by launch, all at the same step.
-            format!("--signal=B:USR1@{}", s.notice_ms.div_ceil(1000)),
+            // Only to the batch script (B): launch has all workers save at the same step.
+            format!("--signal=B:USR1@{}", s.signal_time_ms.div_ceil(1000)),
             if s.requeues > 0 { "--requeue" } else { "--no-requeue" }.to_owned(),
             "--open-mode=append".to_owned(),
-            format!("--output={}", quoted(&self.output)),
-            format!("--chdir={}", quoted(&self.chdir)),
+            format!("--output={}", quote_option(&self.output)),
+            format!("--chdir={}", quote_option(&self.chdir)),
         ]);
         options.extend(s.extra.iter().cloned());
         options
     }
 }
 
-/// A path as a line of options has it.
-fn quoted(path: &Path) -> String {
+/// A path as an option line of Slurm needs it.
+fn quote_option(path: &Path) -> String {
     let path = path.display().to_string();
-    let plain = |c: char| !c.is_whitespace() && c != '#';
-    if path.chars().all(plain) { path } else { format!("\"{path}\"") }
+    let is_plain = |c: char| !c.is_whitespace() && c != '#';
+    if path.chars().all(is_plain) { path } else { format!("\"{path}\"") }
 }
 
-/// `days-hours:minutes:seconds`.
+/// `DAYS-HOURS:MINUTES:SECONDS`, rounded up to a second.
 fn time_limit(ms: u64) -> String {
     let s = ms.div_ceil(1000);
     format!("{}-{:02}:{:02}:{:02}", s / 86_400, s / 3600 % 24, s / 60 % 60, s % 60)
 }
 
-fn send(script: &Script, options: &[String], as_json: bool) -> Result<String, Failure> {
+/// Submits the script and returns the text for stdout: the job id.
+fn submit_script(script: &BatchScript, options: &[String], as_json: bool) -> diagnostic::Result<String> {
     let dir = script.output.parent().unwrap_or(Path::new("."));
-    // Slurm makes no directories: without this one the job would fail without a word.
+    // Slurm does not create directories: without this one the job would fail without any output.
     fs::create_dir_all(dir).map_err(|e| {
-        Failure::new(Kind::Cluster, format!("the directory {} can't be made", dir.display())).cause(&e)
+        let path = dir.display().to_string();
+        Diagnostic::error(command::SBATCH_DIRECTORY_FAILED, format!("cannot create the directory {path}"))
+            .with_subject(path)
+            .with_cause(&e)
     })?;
-    let job = submit(&script.text(), options)
-        .map_err(|said| Failure::new(Kind::Cluster, format!("the job wasn't submitted: {said}")))?;
+    let job = submit_job(&script.text(), options)?;
     let output = script.output.display().to_string().replace("%j", &job);
     if as_json {
         return Ok(format!("{}\n", json!({"job": job, "output": output})));
     }
-    plain::say(&format!("{} is job {job}; its output goes to {output}\n", script.name));
+    plain::write_message(&format!("submitted {} as job {job}; its output goes to {output}\n", script.name));
     Ok(format!("{job}\n"))
 }
 
@@ -194,8 +223,8 @@ fn send(script: &Script, options: &[String], as_json: bool) -> Result<String, Fa
 mod tests {
     use super::*;
 
-    fn sample(slurm: SlurmSpec) -> Script {
-        Script {
+    fn sample(slurm: SlurmSpec) -> BatchScript {
+        BatchScript {
             name: "demo".into(),
             slurm,
             output: "/w/my runs/demo/slurm-%j.out".into(),
@@ -207,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_script() {
+    fn a_script_has_the_options_of_the_job() {
         let slurm = SlurmSpec {
             partition: Some("gpu".into()),
             nodes: 4,
@@ -218,7 +247,7 @@ mod tests {
             extra: vec!["--constraint=a100".into()],
             ..SlurmSpec::default()
         };
-        let want = "#!/bin/bash\n\
+        let expected = "#!/bin/bash\n\
             #SBATCH --job-name=demo\n\
             #SBATCH --nodes=4\n\
             #SBATCH --ntasks-per-node=1\n\
@@ -234,49 +263,49 @@ mod tests {
             #SBATCH --chdir=/w\n\
             #SBATCH --constraint=a100\n\
             \n\
-            # launch takes the place of this script's shell (exec): Slurm's signal before the time limit then reaches it.\n\
+            # exec replaces the shell, so that Slurm's signal before the time limit reaches launch.\n\
             exec /x/launch run '/w/my job.yaml' --requeue '--set=a=it'\\''s'\n";
-        assert_eq!(sample(slurm).text(), want);
+        assert_eq!(sample(slurm).text(), expected);
     }
 
     #[test]
-    fn without_requeues_slurm_shall_not_either() {
+    fn without_requeues_slurm_does_not_requeue_either() {
         let text = sample(SlurmSpec { requeues: 0, ..SlurmSpec::default() }).text();
         assert!(text.contains("--no-requeue"), "{text}");
     }
 
     #[test]
-    fn a_job_with_hosts_of_its_own_is_no_batch_job() {
+    fn a_job_with_its_own_hosts_is_rejected() {
         let dir = tempfile::tempdir().expect("a directory");
         let job = dir.path().join("job.yaml");
-        let of = |hosts: &str| {
+        let script_with_hosts = |hosts: &str| {
             fs::write(&job, format!("run: {{command: [a]}}\ncluster: {{hosts: {hosts}}}\n"))
                 .expect("written");
-            script(&SbatchArgs { job: job.clone(), set: Vec::new(), print: true, options: Vec::new() })
+            batch_script(&SbatchArgs { job: job.clone(), set: Vec::new(), print: true, options: Vec::new() })
         };
         for hosts in ["[a, b]", "{file: hosts}"] {
-            let refused = of(hosts).expect_err(hosts);
-            assert!(format!("{refused:?}").contains("reached by ssh"), "{refused:?}");
+            let error = script_with_hosts(hosts).expect_err(hosts);
+            assert_eq!(error.details()[0].code(), command::SBATCH_HOSTS_UNSUPPORTED, "{error}");
         }
-        assert!(of("slurm").is_ok() && of("auto").is_ok());
+        assert!(script_with_hosts("slurm").is_ok() && script_with_hosts("auto").is_ok());
     }
 
     #[test]
-    fn time_limits() {
+    fn time_limits_have_slurms_form() {
         assert_eq!(time_limit(60_000), "0-00:01:00");
         assert_eq!(time_limit(86_400_000 + 3_600_001), "1-01:00:01");
     }
 
     #[test]
-    fn paths_that_slurm_would_read_otherwise_are_refused() {
-        assert!(one_word(Path::new("/a b/slurm-%j.out")).is_ok());
+    fn paths_that_slurm_cannot_quote_are_rejected() {
+        assert!(check_option_path(Path::new("/a b/slurm-%j.out")).is_ok());
         for path in ["/a%b/slurm-%j.out", "/a\"b", "/a\\b", "/a\nb"] {
-            assert!(one_word(Path::new(path)).is_err(), "{path}");
+            assert!(check_option_path(Path::new(path)).is_err(), "{path}");
         }
     }
 
     #[test]
-    fn output_goes_where_all_runs_lie() {
+    fn the_output_is_next_to_the_run_directories() {
         let mut job = crate::testing::job();
         job.run.workdir = "/w".into();
         for (template, dir) in

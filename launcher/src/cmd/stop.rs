@@ -1,64 +1,71 @@
-//! `launch stop`: ends a run from another terminal.
-use super::ps::meant;
+//! `launch stop`: stops a run from another terminal.
+use super::ps::resolve_run;
 use crate::{
     cli::StopArgs,
-    error::{Failure, Kind},
     report::plain,
-    runs::{self, Handle, State, Wanted},
+    runs::{self, ProcessHandle, RunFilter, RunState},
 };
+use diagnostic::{Diagnostic, codes::command};
 use nix::sys::signal::Signal;
 use std::time::{Duration, Instant};
 
-/// Between two looks at a run that is ending.
-const LOOK: Duration = Duration::from_millis(500);
+/// Time between two checks of a run that is ending.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Stops the run; the exit code.
-pub(crate) fn run(args: &StopArgs) -> u8 {
-    match stop(args) {
-        Ok(code) => code,
-        Err(failure) => super::fail(&failure),
+/// Stops the run and waits for its end.
+pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
+    let run = resolve_run(args.run.as_deref(), RunFilter::Active)?;
+    let (name, controller) = (&run.record.run, &run.record.controller);
+    if !controller.is_on_this_boot() && !matches!(run.state, RunState::Ended(..)) {
+        return Err(remote_run(name, &controller.host, args.now));
     }
-}
-
-fn stop(args: &StopArgs) -> Result<u8, Failure> {
-    let run = meant(args.run.as_deref(), Wanted::Running)?;
-    let (name, by) = (&run.entry.run, &run.entry.by);
-    if !by.is_of_this_machine() && !matches!(run.state, State::Ended(..)) {
-        let why = format!("the controller of run {name} is on {}: it can be stopped there", by.host);
-        let now = if args.now { " --now" } else { "" };
-        return Err(Failure::new(Kind::Cluster, why).hint(format!("ssh {} launch stop{now} {name}", by.host)));
-    }
-    let failed = |e: &std::io::Error| {
-        Failure::new(Kind::Failed, format!("run {name} (pid {}) can't be told", by.pid)).cause(e)
+    let cannot_signal = |e: &std::io::Error| {
+        let message = format!("cannot signal the controller of run {name} (pid {})", controller.pid);
+        Diagnostic::error(command::RUN_SIGNAL_FAILED, message)
+            .with_subject(name)
+            .with_field("pid", controller.pid)
+            .with_cause(e)
     };
-    let Some(handle) = by.hold().map_err(|e| failed(&e))? else {
-        plain::say(&format!("run {name} is not running\n"));
+    let Some(handle) = controller.open_handle().map_err(|e| cannot_signal(&e))? else {
+        plain::write_message(&format!("run {name} is not active\n"));
         return Ok(contract::exit::DONE);
     };
-    let (signal, what) = match args.now {
-        true => (Signal::SIGQUIT, "is killed"),
-        false => (Signal::SIGTERM, "is asked to save and stop"),
+    let (signal, action) = match args.now {
+        true => (Signal::SIGQUIT, "killing run"),
+        false => (Signal::SIGTERM, "saving and stopping run"),
     };
-    handle.signal(signal).map_err(|e| failed(&e))?;
-    plain::say(&format!("run {name} {what}\n"));
+    handle.signal(signal).map_err(|e| cannot_signal(&e))?;
+    plain::write_message(&format!("{action} {name}\n"));
     if args.no_wait {
         return Ok(contract::exit::DONE);
     }
-    wait(&handle, Duration::from_secs(args.wait))?;
-    let ended = match runs::look(run.entry.clone()).state {
-        State::Ended(code, _) => format!("ended with exit code {code}"),
+    wait(name, &handle, Duration::from_secs(args.wait))?;
+    let ended = match runs::load_run(run.record.clone()).state {
+        RunState::Ended(code, _) => format!("ended with exit code {code}"),
         _ => "ended".to_owned(),
     };
-    plain::say(&format!("run {name} {ended}\n"));
+    plain::write_message(&format!("run {name} {ended}\n"));
     Ok(contract::exit::DONE)
 }
 
-fn wait(handle: &Handle, limit: Duration) -> Result<(), Failure> {
+/// Error: the controller of the run is on another host.
+fn remote_run(name: &str, host: &str, now: bool) -> Diagnostic {
+    let option = if now { " --now" } else { "" };
+    Diagnostic::error(command::RUN_ON_OTHER_HOST, format!("the controller of run {name} is on host {host}"))
+        .with_subject(name)
+        .with_field("host", host)
+        .with_help(format!("run `ssh {host} launch stop{option} {name}`"))
+}
+
+fn wait(name: &str, handle: &ProcessHandle, limit: Duration) -> diagnostic::Result<()> {
     let began = Instant::now();
-    while !handle.ended_within(LOOK) {
+    while !handle.wait_for_exit(POLL_INTERVAL) {
         if began.elapsed() >= limit {
-            let why = format!("it goes on after {} s; it still stops when it can", limit.as_secs());
-            return Err(Failure::new(Kind::Failed, why).hint("`launch stop --now` kills it"));
+            let message = format!("run {name} is still active after {} s", limit.as_secs());
+            return Err(Diagnostic::error(command::RUN_STOP_TIMEOUT, message)
+                .with_subject(name)
+                .with_field("waited_s", limit.as_secs())
+                .with_help("it stops as soon as it can; `launch stop --now` kills it"));
         }
     }
     Ok(())

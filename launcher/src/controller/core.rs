@@ -1,70 +1,76 @@
-//! The controller's decisions: what agents say, signals and time go in; orders, events and the outcome come out. No
-//! I/O, no clock.
+//! The controller's decisions, as a state machine without I/O and clock.
 //!
-//! The first failure by the controller's clock is the root cause; everything after it is its consequence. A start of the
-//! job is an epoch: a message of another epoch changes nothing. The work per message doesn't depend on the number of
-//! hosts or workers (what is told to all, and the end, are the exceptions).
+//! [`Core::handle`] takes what happened (messages of agents, signals, time) and returns what to do.
+//! The first failure by the controller's clock is the root cause; everything after it is its
+//! consequence. One start of all workers is an attempt: a message of another attempt has no effect.
+//! The work per message does not depend on the number of hosts or workers, except for broadcasts
+//! and the end of an attempt.
 mod ending;
 mod hosts;
 mod roster;
 mod workers;
 
 use super::{
-    cause::Cause,
-    introduce::Introductions,
-    policy::{Ended, History},
+    peer_exchange::PeerExchange,
+    policy::{AttemptEnd, History, NoRestart},
+    root_cause::{AgentEnd, RootCause, WorkerEnd},
 };
 use contract::{
     control::{ExitStatus, FromAgent, HostInventory, PeerAddress, ToAgent},
     event::{Event, Phase},
     exit::{self, WorkerExit},
+    failure::FailureReason,
     ids::Rank,
-    job::{JobSpec, MinHosts, Reload},
+    job::{JobSpec, MinHosts, ReloadValues},
 };
-use hosts::{Leases, Link, Node};
+use diagnostic::Diagnostic;
+use hosts::{AgentState, HostState, LeaseQueue};
 use std::{path::PathBuf, time::Duration};
 
-/// Index of a host in the job's list.
+/// Index of a host in the job's list of hosts.
 pub(crate) type HostIndex = usize;
 
-/// For an agent to introduce itself: a connection, a login, perhaps a copy of the executable.
-pub(crate) const HELLO_LIMIT: Duration = Duration::from_secs(60);
-/// An agent of this machine that says nothing for this long is lost.
+/// From starting an agent to its hello: a connection, a login, perhaps a copy of the executable.
+pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
+/// An agent on the controller's machine that sends nothing for this long is lost.
 pub(crate) const AGENT_LEASE: Duration = Duration::from_secs(30);
-/// The same for an agent elsewhere, where a network may fail without a word.
+/// An agent on another host that sends nothing for this long is lost: networks fail silently.
 pub(crate) const REMOTE_LEASE: Duration = Duration::from_secs(5);
-/// Between two beats to an agent elsewhere.
-pub(crate) const BEAT: Duration = Duration::from_secs(1);
-/// A host elsewhere that was lost isn't used again before this: its agent, if it lives, has found out by then that the
-/// controller is silent and has ended its workers.
-pub(crate) const COOLING: Duration = Duration::from_secs(crate::agent::CONTROLLER_LEASE.as_secs() + 7);
-/// For the rendezvous of an epoch to be bound and its plan to be made.
-pub(crate) const PREPARE_LIMIT: Duration = Duration::from_secs(15);
-/// When the first exit seen only tells of another's failure: how long that failure is waited for.
-pub(crate) const BETTER_CAUSE: Duration = Duration::from_millis(100);
-/// From breaking built-in workers' collectives to SIGKILL.
+/// Between two heartbeats to an agent on another host.
+pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// A lost remote host is not used again before this. If its agent is alive, it has noticed by then
+/// that the controller is silent, and has ended its workers.
+pub(crate) const LOST_HOST_QUARANTINE: Duration =
+    Duration::from_secs(crate::agent::CONTROLLER_LEASE.as_secs() + 7);
+/// For planning an attempt and binding its rendezvous.
+pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
+/// When the first exit is only the consequence of another failure: how long to wait for that failure.
+pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
+/// From aborting the collectives of built-in workers to SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
-/// For the last lines of the failed rank.
-pub(crate) const TAIL_LIMIT: Duration = Duration::from_secs(1);
-/// After SIGKILL is due: for the agent to find that all is gone, before it is killed itself.
-pub(crate) const AGENT_LIMIT: Duration = Duration::from_secs(10);
-/// A host whose failures ended this many starts is left out, when the others are enough.
-pub(crate) const MOST_FAILURES: u32 = 2;
+/// How long a failure report waits for the last output lines of the failed rank.
+pub(crate) const TAIL_TIMEOUT: Duration = Duration::from_secs(1);
+/// After SIGKILL is due: how long an agent may take to report that its workers ended.
+pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
+/// A host that made this many attempts fail is excluded when the other hosts are enough.
+pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
-/// A signal to the controller that asks for the end.
+/// A request to end the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stop {
+pub(crate) enum StopRequest {
+    /// SIGINT.
     Interrupt,
+    /// SIGTERM or SIGHUP.
     Terminate,
-    /// The time limit is near.
-    Limit,
+    /// The batch system's signal before the time limit.
+    TimeLimit,
 }
 
-impl Stop {
+impl StopRequest {
     fn exit_code(self) -> u8 {
         match self {
-            Stop::Interrupt => exit::INTERRUPTED,
-            Stop::Terminate | Stop::Limit => exit::TERMINATED,
+            StopRequest::Interrupt => exit::INTERRUPTED,
+            StopRequest::Terminate | StopRequest::TimeLimit => exit::TERMINATED,
         }
     }
 }
@@ -72,53 +78,58 @@ impl Stop {
 /// A host of the job.
 #[derive(Clone, Debug)]
 pub(crate) struct HostSetup {
+    /// The name in the job.
     pub(crate) name: String,
-    /// Its agent isn't a child of the controller.
+    /// Whether it is another machine, so that its agent is not a child of the controller.
     pub(crate) remote: bool,
 }
 
-/// What the core has to know of the job.
+/// What the core needs to know about the job.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) hosts: Vec<HostSetup>,
+    /// Whether workers run the built-in runtime, and not programs.
     pub(crate) builtin: bool,
+    /// From SIGTERM to SIGKILL of programs.
     pub(crate) grace: Duration,
+    /// `run.restarts`.
     pub(crate) restarts: u32,
-    /// Hosts that a start uses when they can be had.
+    /// The number of hosts that an attempt uses when they are available.
     pub(crate) use_hosts: usize,
-    /// `use_hosts` follows the list of hosts when that changes.
-    pub(crate) use_all: bool,
+    /// Whether `use_hosts` follows the number of listed hosts.
+    pub(crate) use_all_listed: bool,
+    /// The number of hosts that an attempt needs.
     pub(crate) min_hosts: usize,
-    /// For the length of pauses.
+    /// Seed of the jitter of pauses.
     pub(crate) seed: u64,
 }
 
 impl Setup {
     pub(crate) fn new(job: &JobSpec, hosts: Vec<HostSetup>, seed: u64) -> Self {
-        let all = hosts.len();
-        let use_hosts = job.cluster.use_hosts.map_or(all, |n| (n as usize).min(all));
+        let count = hosts.len();
+        let use_hosts = job.cluster.use_hosts.map_or(count, |n| (n as usize).min(count));
         let min_hosts = match job.run.min_hosts {
             MinHosts::All => use_hosts,
             MinHosts::AtLeast(n) => (n as usize).min(use_hosts),
         };
-        // A job that can't do with fewer hosts has no use for more: a host that comes is a spare.
-        let use_all = job.cluster.use_hosts.is_none() && job.run.min_hosts != MinHosts::All;
+        // A job that cannot run on fewer hosts does not use more either: an added host is a spare.
+        let use_all_listed = job.cluster.use_hosts.is_none() && job.run.min_hosts != MinHosts::All;
         Setup {
             hosts,
             builtin: job.run.command.is_none(),
-            grace: Duration::from_millis(job.run.grace_ms),
+            grace: Duration::from_millis(job.run.grace_period_ms),
             restarts: job.run.restarts,
             use_hosts,
-            use_all,
+            use_all_listed,
             min_hosts,
             seed,
         }
     }
 }
 
-/// A worker that an epoch's plan has.
+/// A worker of an attempt's plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Planned {
+pub(crate) struct PlannedWorker {
     pub(crate) log: PathBuf,
 }
 
@@ -126,355 +137,373 @@ pub(crate) struct Planned {
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(crate) enum Input {
+    /// A message of the agent on a host.
     Agent(HostIndex, FromAgent),
-    /// An agent is gone, and every process of its node with it, as far as this side can know.
-    AgentGone {
-        node: HostIndex,
-        how: String,
-    },
-    /// The plan of an epoch: the workers of each of the hosts that [`Output::Prepare`] named, ranks ascending.
-    Ready {
-        epoch: u32,
-        workers: Vec<Vec<Planned>>,
-    },
-    /// There is no plan with what was found, or no rendezvous.
-    Refused {
-        epoch: u32,
-        message: String,
-    },
-    Stop(Stop),
-    /// End it at once, without a save.
+    /// An agent is gone, and with it every process of its host, as far as the controller can know.
+    AgentGone { host: HostIndex, end: AgentEnd },
+    /// An attempt is planned: the workers of each host that [`Action::Prepare`] named, ranks ascending.
+    Ready { attempt: u32, workers: Vec<Vec<PlannedWorker>> },
+    /// An attempt could not be planned, or its rendezvous could not be bound.
+    Rejected { attempt: u32, diagnostic: Diagnostic },
+    /// A request to save and stop.
+    Stop(StopRequest),
+    /// A request to end without saving.
     Kill,
-    /// Save and go on; the signal that asks for it.
+    /// A request to save and continue; the signal that programs get.
     Save(i32),
-    /// The job file changed: go on with these values.
-    Reload(Reload),
-    /// The list of hosts changed: these are new, and of those that were known these are in it (by [`NodeId`]).
-    Hosts {
-        added: Vec<HostSetup>,
-        listed: Vec<bool>,
-    },
+    /// The job file changed: the new values of reloadable keys.
+    Reload(ReloadValues),
+    /// The list of hosts changed: the new hosts, and which known hosts are listed (by [`HostIndex`]).
+    Hosts { added: Vec<HostSetup>, listed: Vec<bool> },
+    /// Time passed.
     Tick,
 }
 
 /// What to do.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Output {
-    Tell(HostIndex, ToAgent),
-    /// A host's agent has introduced itself.
-    Found(HostIndex, HostInventory),
-    /// Plan this epoch on these hosts, and bind its rendezvous; answered by `Ready` or `Refused`.
+pub(crate) enum Action {
+    /// Send a message to the agent on a host.
+    Send(HostIndex, ToAgent),
+    /// Keep the inventory that an agent sent with its hello.
+    RecordInventory(HostIndex, HostInventory),
+    /// Plan this attempt and bind its rendezvous; answered by [`Input::Ready`] or [`Input::Rejected`].
     Prepare {
-        epoch: u32,
+        attempt: u32,
         restarts: u32,
-        nodes: Vec<HostIndex>,
-        /// What this run has saved last.
+        hosts: Vec<HostIndex>,
+        /// The newest checkpoint of this run.
         resume: Option<PathBuf>,
     },
-    /// Start the workers of the plan that was made last.
-    Start,
-    /// Start the agent of this host, or start it again.
+    /// Start the workers of the newest plan.
+    StartWorkers,
+    /// Start the agent of this host, for the first time or again.
     StartAgent(HostIndex),
-    /// The agent of this host is needed no more: close its stream.
+    /// Close the control connection of an agent that is no longer needed.
     ReleaseAgent(HostIndex),
-    /// Every built-in worker listens: tell all of them where, with a key of this epoch.
-    Introduce {
-        epoch: u32,
-        members: Vec<PeerAddress>,
-    },
+    /// Send all built-in workers the addresses of their peers, with a new key for this attempt.
+    SendPeers { attempt: u32, members: Vec<PeerAddress> },
+    /// Report and store an event.
     Event(Event),
-    Line {
-        rank: Rank,
-        stderr: bool,
-        text: String,
-    },
-    Progress {
-        rank: Rank,
-        phase: Phase,
-    },
-    /// This agent does not answer.
+    /// Show a line of a worker's output.
+    Line { rank: Rank, stderr: bool, text: String },
+    /// Show what a worker is doing.
+    Progress { rank: Rank, phase: Phase },
+    /// Kill an agent that does not answer.
     KillAgent(HostIndex),
+    /// The run is over.
     End(Outcome),
 }
 
-/// How a rank that wasn't the root cause ended.
+/// How a rank that was not the root cause ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Other {
+pub(crate) struct PeerEnd {
     pub(crate) rank: Rank,
+    /// The host as the job names it.
     pub(crate) host: String,
-    pub(crate) how: String,
+    pub(crate) end: WorkerEnd,
 }
 
-/// How the job ended.
+/// How the run ended.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     pub(crate) exit_code: u8,
-    /// Stopped on request.
+    /// Ended by a stop request.
     pub(crate) stopped: bool,
-    /// Stopped on request, without a chance to save.
+    /// Ended by a stop request without a chance to save.
     pub(crate) killed: bool,
-    /// Stopped because the time limit is near.
-    pub(crate) limit: bool,
-    /// The cause is that a host was lost.
+    /// Ended because the time limit was near.
+    pub(crate) time_limit: bool,
+    /// The root cause is the loss of a host.
     pub(crate) host_lost: bool,
-    /// It got further than it was at its start, as far as this side can know.
+    /// Whether the run got further than it was at its start, as far as the controller can know.
     pub(crate) progress: bool,
-    /// The last step seen.
+    /// The last optimizer step, where steps are known.
     pub(crate) step: Option<u64>,
     /// After a failure: how the other ranks ended.
-    pub(crate) others: Vec<Other>,
+    pub(crate) peers: Vec<PeerEnd>,
 }
 
+/// The phase of the current attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// Waiting for the agents of the next start.
+enum AttemptState {
+    /// Waiting for the agents of the next attempt.
     Joining,
-    /// Waiting for its plan.
+    /// Waiting for the plan and the rendezvous.
     Preparing,
     Running,
-    Stopping(Stop),
-    /// Stopping, to go on without hosts that are no longer listed. `true`: one of them is lost, and what is left is killed.
-    Draining(bool),
-    /// Failed, or told twice to stop.
+    /// Ended by a request: workers save and stop.
+    Stopping(StopRequest),
+    /// Workers save and stop, to start again without hosts that are no longer listed. `host_lost`: one of those hosts is
+    /// lost, and the other workers are killed.
+    Draining {
+        host_lost: bool,
+    },
+    /// Workers are killed after a failure or a second request.
     Ending,
-    /// Between a failure and the next start, until then.
-    Resting(Duration),
-    Over,
+    /// Waiting for the next attempt, until this time.
+    Backoff {
+        until: Duration,
+    },
+    /// The run is over.
+    Finished,
 }
 
+/// A worker of the current attempt.
 #[derive(Debug)]
-struct Worker {
-    node: HostIndex,
+struct WorkerState {
+    host: HostIndex,
     log: PathBuf,
     pid: Option<u32>,
+    /// How its process ended, and the last lines of its output.
     ended: Option<(ExitStatus, Vec<String>)>,
     oom: bool,
-    last_words: Option<(WorkerExit, String)>,
-    /// Makes no progress, and since how long when that was told.
-    still: Option<Duration>,
+    final_report: Option<(WorkerExit, Diagnostic)>,
+    /// How long it had made no progress when its agent reported that.
+    stalled_for: Option<Duration>,
 }
 
-impl Worker {
-    fn alive(&self) -> bool {
+impl WorkerState {
+    fn is_running(&self) -> bool {
         self.pid.is_some() && self.ended.is_none()
     }
 }
 
-/// The state machine.
+/// The state machine of a run.
 pub(crate) struct Core {
     setup: Setup,
-    state: State,
-    nodes: Vec<Node>,
-    leases: Leases,
+    state: AttemptState,
+    hosts: Vec<HostState>,
+    leases: LeaseQueue,
     history: History,
-    /// The epoch that runs, or is to start next.
-    epoch: u32,
+    /// The current attempt, or the next one while in backoff.
+    attempt: u32,
 
-    // ---- of this epoch ----
+    // ---- state of the current attempt ----
     /// Its hosts, in the order of ranks.
     members: Vec<HostIndex>,
-    /// Members that may have processes of this epoch.
-    active: usize,
+    /// Members that may have processes of this attempt.
+    active_hosts: usize,
     /// By rank.
-    workers: Vec<Worker>,
-    /// Workers that run.
-    alive: usize,
-    /// Of them, those that make no progress.
-    still: usize,
-    introductions: Introductions,
-    /// A failure that may be the consequence of one not yet seen, and until when that one is waited for.
-    suspect: Option<(Cause, Duration)>,
-    cause: Option<Cause>,
+    workers: Vec<WorkerState>,
+    /// Workers that are running.
+    running: usize,
+    /// Running workers that make no progress.
+    stalled: usize,
+    peer_exchange: PeerExchange,
+    /// A failure that may be the consequence of one not yet seen, and how long to wait for that one.
+    suspect: Option<(RootCause, Duration)>,
+    cause: Option<RootCause>,
+    /// Why the job is not started again after the cause, where restarts were requested.
+    no_restart: Option<NoRestart>,
     /// When the cause was found, until it is reported.
-    unreported: Option<Duration>,
-    /// The job is started again after this pause.
-    restart: Option<Duration>,
-    /// The step last seen in this epoch.
-    epoch_step: Option<u64>,
-    epoch_saved: bool,
-    /// A host was lost.
+    unreported_since: Option<Duration>,
+    /// The next attempt starts after this pause.
+    restart_pause: Option<Duration>,
+    /// The last step of this attempt.
+    attempt_step: Option<u64>,
+    /// Whether this attempt completed a checkpoint.
+    attempt_saved: bool,
+    /// Whether the run lost a host.
     host_lost: bool,
-    /// A step was done.
+    /// Whether the run completed a step.
     stepped: bool,
-    /// When agents that have not finished are killed; while preparing, when that has failed.
-    limit: Option<Duration>,
+    /// When preparing fails, or when agents that have not ended their workers are killed.
+    phase_deadline: Option<Duration>,
 
-    // ---- of the whole run ----
-    asked: Option<Stop>,
+    // ---- state of the whole run ----
+    stop_request: Option<StopRequest>,
     killed: bool,
     step: Option<u64>,
     /// The newest checkpoint of this run.
-    saved: Option<PathBuf>,
-    /// What the last restart was for.
-    last_cause: Option<String>,
+    checkpoint: Option<PathBuf>,
+    /// The message of the failure that the last restart followed.
+    last_failure: Option<String>,
     any_remote: bool,
-    beat_at: Duration,
-    /// Hosts that are no longer listed and are still used.
+    next_heartbeat: Duration,
+    /// Hosts that are no longer listed and not yet excluded.
     unlisted: usize,
-    /// Members of the next start among the first `front` hosts: see [`Core::try_prepare`].
-    front: HostIndex,
-    front_joined: usize,
-    out: Vec<Output>,
+    /// How many hosts of the list [`Core::try_prepare`] has looked at, and how many of them take part.
+    scanned: HostIndex,
+    scanned_joined: usize,
+    actions: Vec<Action>,
 }
 
 impl Core {
     pub(crate) fn new(setup: Setup) -> Self {
-        let nodes = setup.hosts.iter().map(|_| Node::default()).collect();
+        let hosts = setup.hosts.iter().map(|_| HostState::default()).collect();
         let any_remote = setup.hosts.iter().any(|h| h.remote);
         let history = History { budget: setup.restarts, builtin: setup.builtin, ..History::default() };
         Core {
             setup,
-            state: State::Joining,
-            nodes,
-            leases: Leases::default(),
+            state: AttemptState::Joining,
+            hosts,
+            leases: LeaseQueue::default(),
             history,
-            epoch: 0,
+            attempt: 0,
             members: Vec::new(),
-            active: 0,
+            active_hosts: 0,
             workers: Vec::new(),
-            alive: 0,
-            still: 0,
-            introductions: Introductions::new(0, 0),
+            running: 0,
+            stalled: 0,
+            peer_exchange: PeerExchange::new(0, 0),
             suspect: None,
             cause: None,
-            unreported: None,
-            restart: None,
-            epoch_step: None,
-            epoch_saved: false,
+            no_restart: None,
+            unreported_since: None,
+            restart_pause: None,
+            attempt_step: None,
+            attempt_saved: false,
             host_lost: false,
             stepped: false,
-            limit: None,
-            asked: None,
+            phase_deadline: None,
+            stop_request: None,
             killed: false,
             step: None,
-            saved: None,
-            last_cause: None,
+            checkpoint: None,
+            last_failure: None,
             any_remote,
-            beat_at: Duration::ZERO,
+            next_heartbeat: Duration::ZERO,
             unlisted: 0,
-            front: 0,
-            front_joined: 0,
-            out: Vec::new(),
+            scanned: 0,
+            scanned_joined: 0,
+            actions: Vec::new(),
         }
     }
 
-    /// The first outputs: every agent, all of which were just started, is greeted.
-    pub(crate) fn start(&mut self, now: Duration) -> Vec<Output> {
-        self.beat_at = now + BEAT;
-        for id in 0..self.nodes.len() {
-            if self.nodes[id].link == Link::Away {
-                self.greet(now, id);
+    /// Sends a hello to every agent, all of which were just started.
+    pub(crate) fn start(&mut self, now: Duration) -> Vec<Action> {
+        self.next_heartbeat = now + HEARTBEAT_INTERVAL;
+        for id in 0..self.hosts.len() {
+            if self.hosts[id].agent == AgentState::NotStarted {
+                self.send_hello(now, id);
             }
         }
-        std::mem::take(&mut self.out)
+        std::mem::take(&mut self.actions)
     }
 
-    /// When the next `Tick` is due at the latest, if at all.
+    /// When the next [`Input::Tick`] is due at the latest; `None`: no deadline.
     pub(crate) fn deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
-        let tail = self.unreported.map(|since| since + TAIL_LIMIT);
-        let rest = if let State::Resting(until) = self.state { Some(until) } else { None };
-        let beat = self.any_remote.then_some(self.beat_at);
-        [suspect, tail, rest, beat, self.limit, self.leases.next()].into_iter().flatten().min()
+        let tail = self.unreported_since.map(|since| since + TAIL_TIMEOUT);
+        let backoff = if let AttemptState::Backoff { until } = self.state { Some(until) } else { None };
+        let heartbeat = self.any_remote.then_some(self.next_heartbeat);
+        [suspect, tail, backoff, heartbeat, self.phase_deadline, self.leases.next()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
-    /// Takes in what happened at `now` (since any fixed start; never goes back).
-    pub(crate) fn handle(&mut self, now: Duration, input: Input) -> Vec<Output> {
-        if self.state == State::Over {
+    /// Processes what happened at `now` (since any fixed start; monotonic) and returns what to do.
+    pub(crate) fn handle(&mut self, now: Duration, input: Input) -> Vec<Action> {
+        if self.state == AttemptState::Finished {
             return Vec::new();
         }
         match input {
-            Input::Agent(node, message) if self.nodes.get(node).is_some_and(Node::heard_of) => {
-                self.nodes[node].heard = now;
-                self.agent(now, node, message);
+            Input::Agent(host, message) => {
+                if self.hosts.get(host).is_some_and(HostState::is_connected) {
+                    self.hosts[host].last_heard = now;
+                    self.agent_message(now, host, message);
+                }
             }
-            Input::AgentGone { node, how } if node < self.nodes.len() => self.agent_gone(now, node, &how),
-            Input::Ready { epoch, workers } if self.is_preparing(epoch) => self.ready(now, workers),
-            Input::Refused { epoch, message } if self.is_preparing(epoch) => {
-                let node = self.members.first().copied().unwrap_or(0);
-                self.fail(now, Cause { node, rank: None, text: message, exit_code: exit::CLUSTER });
+            Input::AgentGone { host, end } => {
+                if host < self.hosts.len() {
+                    self.agent_gone(now, host, end);
+                }
             }
-            Input::Stop(stop) => self.stop(now, stop),
+            Input::Ready { attempt, workers } => {
+                if self.is_preparing(attempt) {
+                    self.start_attempt(now, workers);
+                }
+            }
+            Input::Rejected { attempt, diagnostic } => {
+                if self.is_preparing(attempt) {
+                    self.reject_attempt(now, diagnostic);
+                }
+            }
+            Input::Stop(request) => self.stop(now, request),
             Input::Kill => {
-                self.stop(now, Stop::Terminate);
-                self.stop(now, Stop::Terminate);
+                self.stop(now, StopRequest::Terminate);
+                self.stop(now, StopRequest::Terminate);
             }
-            Input::Save(signal) => self.tell_all(&ToAgent::Save { epoch: self.epoch, signal }),
-            Input::Reload(values) => self.tell_all(&ToAgent::Reload { epoch: self.epoch, values }),
-            Input::Hosts { added, listed } => self.list(now, added, &listed),
-            _ => {}
+            Input::Save(signal) => self.broadcast(&ToAgent::Save { attempt: self.attempt, signal }),
+            Input::Reload(values) => self.broadcast(&ToAgent::Reload { attempt: self.attempt, values }),
+            Input::Hosts { added, listed } => self.update_roster(now, added, &listed),
+            Input::Tick => {}
         }
-        self.on_time(now);
+        self.check_deadlines(now);
         self.report_failure(now);
-        self.finish(now);
-        std::mem::take(&mut self.out)
+        self.finish_attempt(now);
+        std::mem::take(&mut self.actions)
     }
 
-    /// To every agent that has workers of this epoch.
-    fn tell_all(&mut self, message: &ToAgent) {
-        let active = self.members.iter().filter(|id| self.nodes[**id].active);
-        self.out.reserve(self.active);
-        self.out.extend(active.map(|id| Output::Tell(*id, message.clone())));
+    /// Sends a message to every agent that has workers of this attempt.
+    fn broadcast(&mut self, message: &ToAgent) {
+        let active = self.members.iter().filter(|id| self.hosts[**id].active);
+        self.actions.reserve(self.active_hosts);
+        self.actions.extend(active.map(|id| Action::Send(*id, message.clone())));
     }
 
     fn notice(&mut self, message: String) {
-        self.out.push(Output::Event(Event::Notice { rank: None, message }));
+        self.actions.push(Action::Event(Event::Notice { rank: None, message }));
     }
 
-    fn on_time(&mut self, now: Duration) {
+    fn check_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
             self.promote_suspect(now);
         }
-        self.beat(now);
+        self.send_heartbeats(now);
         self.check_leases(now);
-        if self.limit.is_some_and(|limit| now >= limit) {
-            self.limit = None;
-            self.too_late(now);
+        if self.phase_deadline.is_some_and(|deadline| now >= deadline) {
+            self.phase_deadline = None;
+            self.phase_timed_out(now);
         }
-        if matches!(self.state, State::Resting(until) if now >= until) {
-            self.join_again(now);
+        if matches!(self.state, AttemptState::Backoff { until } if now >= until) {
+            self.begin_joining(now);
         }
     }
 
-    fn agent(&mut self, now: Duration, node: HostIndex, message: FromAgent) {
-        if let FromAgent::Hello { version, pid, found } = message {
-            return self.hello(now, node, version, pid, found);
+    fn agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
+        if let FromAgent::Hello { version, pid, inventory } = message {
+            return self.hello(now, host, version, pid, inventory);
         }
-        if self.nodes[node].link != Link::Joined {
+        if self.hosts[host].agent != AgentState::Joined {
             return;
         }
-        // A late message of an old epoch changes nothing.
-        let of_now = self.nodes[node].active && epoch_of(&message) == Some(self.epoch);
-        let of_any = matches!(message, FromAgent::Line { .. } | FromAgent::Failed { rank: None, .. });
-        if of_now || of_any {
-            self.news(now, node, message);
+        // A late message of an earlier attempt has no effect.
+        let is_current = self.hosts[host].active && message_attempt(&message) == Some(self.attempt);
+        let is_any_attempt = matches!(message, FromAgent::Line { .. } | FromAgent::Failed { rank: None, .. });
+        if is_current || is_any_attempt {
+            self.worker_message(now, host, message);
         }
     }
 }
 
-/// The epoch a message belongs to.
-fn epoch_of(message: &FromAgent) -> Option<u32> {
+/// The attempt that a message belongs to.
+fn message_attempt(message: &FromAgent) -> Option<u32> {
     match message {
-        FromAgent::Bound { epoch, .. }
-        | FromAgent::Started { epoch, .. }
-        | FromAgent::Exited { epoch, .. }
-        | FromAgent::Event { epoch, .. }
-        | FromAgent::Progress { epoch, .. }
-        | FromAgent::Listening { epoch, .. }
-        | FromAgent::Stalled { epoch, .. }
-        | FromAgent::Recovered { epoch, .. }
-        | FromAgent::Fatal { epoch, .. }
-        | FromAgent::Failed { epoch, .. }
-        | FromAgent::WorkersEnded { epoch } => Some(*epoch),
-        FromAgent::Hello { .. } | FromAgent::Line { .. } | FromAgent::Probed(_) | FromAgent::Heartbeat => None,
+        FromAgent::Bound { attempt, .. }
+        | FromAgent::Started { attempt, .. }
+        | FromAgent::Exited { attempt, .. }
+        | FromAgent::Event { attempt, .. }
+        | FromAgent::Progress { attempt, .. }
+        | FromAgent::Listening { attempt, .. }
+        | FromAgent::Stalled { attempt, .. }
+        | FromAgent::Recovered { attempt, .. }
+        | FromAgent::Fatal { attempt, .. }
+        | FromAgent::Failed { attempt, .. }
+        | FromAgent::WorkersEnded { attempt } => Some(*attempt),
+        FromAgent::Hello { .. } | FromAgent::Line { .. } | FromAgent::Probed(_) | FromAgent::Heartbeat => {
+            None
+        }
     }
 }
 
-/// What `launch` would exit with if this start's end were the job's.
-fn ended(cause: &Cause, step: Option<u64>, saved: bool) -> Ended {
-    Ended { exit_code: cause.exit_code, step, saved }
+/// How this attempt ended, for the restart policy.
+fn attempt_end(cause: &RootCause, step: Option<u64>, saved: bool) -> AttemptEnd {
+    AttemptEnd { exit_code: cause.exit_code, step, saved }
 }
 
 #[cfg(test)]
-#[path = "core_tests.rs"]
+mod testing;
+#[cfg(test)]
 mod tests;

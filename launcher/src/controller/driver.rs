@@ -1,33 +1,37 @@
-//! The controller's hands: starts agents, carries messages both ways, catches signals, keeps journal and report.
-mod ending;
-mod starts;
+//! [`Driver`]: executes what the core decides. It starts agents, carries messages, catches signals, and
+//! writes the journal and the report.
+mod attempt;
+mod cleanup;
 
 use super::{
-    Fit, HostTarget, Options, Request, Requeue, Secrets, Starter,
-    copies::Copies,
-    core::{Core, HostSetup, Input, HostIndex, Outcome, Output, Setup},
-    hostfile::{self, HostFile},
-    job_file::{JobFile, Watched},
+    HostTarget, Options, PrepareResume, Requeue, RunRequest, Secrets, StartNotifier, StoreServer,
+    core::{Action, Core, HostIndex, HostSetup, Input, Outcome, Setup},
+    file_watch::FileContent,
+    hostfile::{HostFile, HostfileWatch},
+    job_file::{JobFile, JobFileWatch},
     journal::Journal,
-    prepare::{Found, Preparation},
-    signals::{Said, Signals},
-    store::Server,
-    watch::Seen,
+    preparation::{HostInventories, Preparation},
+    root_cause::AgentEnd,
+    signals::{SignalEvent, SignalReceiver},
+    streamed_logs::StreamedLogs,
 };
 use crate::{
     agent::{self, descendants::children},
-    link::{Clock, LinkError, Outbox, Priority, read_into, write_from},
+    connection::{FrameError, Outbox, Priority, RunningClock, read_frames, write_frames},
     plan::Plan,
     report::{self, Report},
     runs,
-    transport::{self, AgentProcess, Carrier, Transport},
+    transport::{self, AgentHandle, AgentProcess, Transport},
 };
+use attempt::notice_text;
 use contract::{
     control::{ExitStatus, FromAgent, ToAgent},
-    event::Event,
+    event::{Event, FailureReport},
     exit,
+    failure::FailureReason,
     job::JobSpec,
 };
+use diagnostic::{Diagnostic, codes};
 use nix::sys::signal::{SigHandler, Signal};
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -36,117 +40,122 @@ use std::{
 };
 use tokio::{io::AsyncReadExt, sync::mpsc, time::sleep};
 
-/// Messages waiting to be read, of all agents together.
+/// Capacity of the channel of messages from all agents.
 const INBOX: usize = 1024;
-/// Longest piece of what an agent says outside the control stream, bytes.
-const TALK: usize = 4 << 10;
-/// Longest sleep of the loop (the clock needs looking at).
-const TICK: Duration = Duration::from_secs(1);
+/// Size of one read of an agent's stderr, bytes.
+const STDERR_CHUNK: usize = 4 << 10;
+/// Longest sleep of the main loop, because the clock stops while the process is stopped.
+const MAX_SLEEP: Duration = Duration::from_secs(1);
 
-/// Runs the job to its end; the exit code of `launch`.
-pub(super) fn run(request: Request, options: Options) -> u8 {
-    let setup = report::Setup {
-        json: options.json,
+/// Runs the job to its end; returns the exit code of `launch`.
+pub(super) fn run(request: RunRequest, options: Options) -> u8 {
+    let config = report::ReportConfig {
+        json: options.json.then_some(options.schema),
         prefix: request.job.run.logs.prefix,
         detached: options.starter.is_some(),
-        shown: request.job.run.logs.show.iter().filter(|rank| **rank < request.plan.world).count(),
+        shown_ranks: request.job.run.logs.show.iter().filter(|rank| **rank < request.plan.world).count(),
         logs: request.plan.run_dir.join("logs"),
         builtin: request.job.run.command.is_none(),
         world: request.plan.world,
         hosts: request.hosts.len(),
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    match runtime.and_then(|runtime| Ok((Report::start(setup)?, runtime))) {
+    match runtime.and_then(|runtime| Ok((Report::start(config)?, runtime))) {
         Ok((report, runtime)) => {
             let mut driver = Driver::new(request, options, report);
             let outcome = runtime.block_on(driver.run());
             driver.finish(outcome)
         }
         Err(error) => {
-            report::plain::say(&format!("launch: no threads or descriptors to work with: {error}\n"));
+            let error = setup_error("cannot start the threads of the controller").with_cause(&error);
+            report::plain::write_message(&diagnostic::render(&error, report::plain::use_color()));
             exit::CLUSTER
         }
     }
 }
 
-/// An agent's process and our end of the connection to it.
+fn setup_error(message: &str) -> Diagnostic {
+    Diagnostic::error(codes::run::CONTROLLER_SETUP_FAILED, message)
+}
+
+/// The process of an agent and the controller's end of its connection.
 struct Agent {
     number: u32,
-    carrier: Carrier,
+    handle: AgentHandle,
     outbox: Option<Outbox<ToAgent>>,
     ended: Option<ExitStatus>,
 }
 
 impl Agent {
-    /// Its pid while it is a child that hasn't been reaped.
-    fn living_child(&self) -> Option<u32> {
-        match self.carrier {
-            Carrier::Child(pid) if self.ended.is_none() => Some(pid),
+    /// Its pid while it is a child that was not reaped.
+    fn unreaped_child(&self) -> Option<u32> {
+        match self.handle {
+            AgentHandle::Child(pid) if self.ended.is_none() => Some(pid),
             _ => None,
         }
     }
 }
 
-/// One agent of a host; another one, after a restart, has another number.
+/// An agent of a host; the next agent of the host has another number.
 type AgentId = (HostIndex, u32);
-type Message = (AgentId, Result<Option<FromAgent>, LinkError>);
+type Message = (AgentId, Result<Option<FromAgent>, FrameError>);
 
 struct Driver {
     job: JobSpec,
-    /// The plan of the start that was made last.
+    /// The plan of the newest attempt.
     plan: Plan,
     hosts: Vec<HostTarget>,
     transport: Box<dyn Transport>,
-    fit: Fit,
-    found: Found,
-    /// What was typed.
+    prepare_resume: PrepareResume,
+    inventories: HostInventories,
+    /// The command line.
     command: Vec<String>,
     secrets: Secrets,
     requeue: Option<Requeue>,
     job_file: Option<JobFile>,
     hostfile: Option<HostFile>,
-    /// Told when all workers of a start run.
-    starter: Option<Starter>,
-    /// Workers of this start that were not started yet.
+    /// Notified when all workers of an attempt are running.
+    starter: Option<StartNotifier>,
+    /// Workers of this attempt that are not running yet.
     not_started: u32,
     core: Core,
-    clock: Clock,
+    clock: RunningClock,
     report: Report,
     journal: Option<Journal>,
-    /// What ranks on other hosts say.
-    copies: Copies,
+    streamed_logs: StreamedLogs,
     agents: HashMap<HostIndex, Agent>,
-    /// Agents whose messages didn't all fit into their queues.
-    behind: HashSet<HostIndex>,
-    /// What carrying out the core's outputs has led to, for the core to hear next.
-    later: VecDeque<Input>,
-    /// Counts the agents that were started.
-    started: u32,
+    /// Agents for which messages wait because their queues are full.
+    backlogged: HashSet<HostIndex>,
+    /// Inputs for the core that follow from its own actions.
+    pending_inputs: VecDeque<Input>,
+    /// The number of agents that were started.
+    agents_started: u32,
     messages: (mpsc::Sender<Message>, mpsc::Receiver<Message>),
-    talk: (mpsc::Sender<String>, mpsc::Receiver<String>),
-    /// The start that is being prepared.
+    /// Lines for the user.
+    lines: (mpsc::Sender<String>, mpsc::Receiver<String>),
+    /// The attempt that is being prepared.
     preparation: Option<Preparation>,
-    /// Serves the workers while they run.
-    store: Option<Server>,
-    /// Children that were here before us (`sh -c 'other & exec launch …'`): not ours to end.
-    foreign: Vec<u32>,
+    /// Serves the workers of the current attempt.
+    store: Option<StoreServer>,
+    /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be killed.
+    preexisting_children: Vec<u32>,
     outcome: Option<Outcome>,
 }
 
 impl Driver {
-    fn new(request: Request, options: Options, report: Report) -> Self {
-        let Request { job, plan, hosts, transport, here, fit } = request;
+    fn new(request: RunRequest, options: Options, report: Report) -> Self {
+        let RunRequest { job, plan, hosts, transport, local_inventory, prepare_resume } = request;
         let setups = hosts.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local });
         let setup = Setup::new(&job, setups.collect(), RandomState::new().hash_one(&plan.run.0));
         Driver {
             core: Core::new(setup),
-            copies: Copies::new(plan.run_dir.join("logs"), job.run.logs.max_size),
-            found: Found::new(here.chosen, hosts.len()),
+            streamed_logs: StreamedLogs::new(plan.run_dir.join("logs"), job.run.logs.max_size),
+            inventories: HostInventories::new(local_inventory.inherited_env, hosts.len()),
             job,
             plan,
             hosts,
             transport,
-            fit,
+            prepare_resume,
             command: options.command,
             secrets: options.secrets,
             requeue: options.requeue,
@@ -154,86 +163,88 @@ impl Driver {
             hostfile: options.hostfile,
             starter: options.starter,
             not_started: 0,
-            clock: Clock::start(),
+            clock: RunningClock::start(),
             report,
             journal: None,
             agents: HashMap::new(),
-            behind: HashSet::new(),
-            later: VecDeque::new(),
-            started: 0,
+            backlogged: HashSet::new(),
+            pending_inputs: VecDeque::new(),
+            agents_started: 0,
             messages: mpsc::channel(INBOX),
-            talk: mpsc::channel(INBOX),
+            lines: mpsc::channel(INBOX),
             preparation: None,
             store: None,
-            foreign: Vec::new(),
+            preexisting_children: Vec::new(),
             outcome: None,
         }
     }
 
     async fn run(&mut self) -> Outcome {
-        match self.prepare() {
+        match self.prepare_run() {
             Ok(signals) => self.serve(signals).await,
-            Err(cause) => {
-                self.event(Event::Failure {
-                    rank: None,
-                    host: String::new(),
-                    pid: 0,
-                    cause,
-                    log: None,
-                    tail: Vec::new(),
-                });
-                Outcome { exit_code: exit::CLUSTER, ..Outcome::default() }
+            Err(error) => {
+                let exit_code = exit::CLUSTER;
+                self.event(Event::Failure(Box::new(FailureReport {
+                    reason: FailureReason::ControllerFailed { code: error.code() },
+                    message: error.to_string(),
+                    help: error.help().to_vec(),
+                    diagnostics: vec![error],
+                    ..FailureReport::default()
+                })));
+                Outcome { exit_code, ..Outcome::default() }
             }
         }
     }
 
-    /// Everything that can be refused before a process runs.
-    fn prepare(&mut self) -> Result<Signals, String> {
+    /// Everything that can fail before a process is started.
+    fn prepare_run(&mut self) -> diagnostic::Result<SignalReceiver> {
         let directory = self.plan.run_dir.clone();
-        let journal = Journal::create(&self.plan, &self.command);
-        self.journal = Some(
-            journal.map_err(|e| format!("cannot write the run directory {}: {e}", directory.display()))?,
-        );
+        let journal = Journal::create(&self.plan, &self.command).map_err(|error| {
+            let message = format!("cannot write the run directory {}", directory.display());
+            Diagnostic::error(codes::run::RUN_DIRECTORY_UNWRITABLE, message)
+                .with_subject(directory.display().to_string())
+                .with_cause(&error)
+        })?;
+        self.journal = Some(journal);
         let (run, world) = (self.plan.run.to_string(), self.plan.world);
         self.event(Event::Start { run, run_dir: directory, world });
         if let Err(error) = runs::register(&self.plan, &self.job.name, &self.command) {
-            let message = format!(
-                "`launch ps` and `launch stop` won't know this run: it can't be written down ({error})"
-            );
-            self.event(Event::Notice { rank: None, message });
+            self.notice(format!(
+                "cannot register the run: {error}; `launch ps` and `launch stop` will not list it"
+            ));
         }
         for warning in self.plan.warnings.clone() {
-            let hint = warning.hint.map_or_else(String::new, |hint| format!(" ({hint})"));
-            let message = format!("{}: {}{hint}", warning.path, warning.message);
-            self.event(Event::Notice { rank: None, message });
+            let help: String = warning.help().iter().map(|help| format!(" ({help})")).collect();
+            self.notice(format!("{}{help}", notice_text(&warning)));
         }
-        // A port that was asked for is refused before anything runs, when it is this machine's.
-        if self.plan.master.is_some_and(|address| address.is_loopback()) {
-            let preparation = Preparation::new(&self.job, self.plan.clone(), &self.found.all());
-            drop(preparation.bind_here(&self.talk.0)?);
+        // A requested port of this machine is checked before any process is started.
+        if self.plan.master_address.is_some_and(|address| address.is_loopback()) {
+            let preparation = Preparation::new(&self.job, self.plan.clone(), &self.inventories.addresses());
+            drop(preparation.bind_locally(&self.lines.0)?);
         }
-        self.foreign = children();
-        agent::become_subreaper().map_err(|e| format!("cannot become a subreaper: {e}"))?;
-        Signals::catch(self.job.run.signals, self.requeue.is_some())
-            .map_err(|e| format!("cannot catch signals: {e}"))
+        self.preexisting_children = children();
+        agent::become_subreaper()
+            .map_err(|error| setup_error("cannot become a child subreaper").with_cause(&error))?;
+        SignalReceiver::catch(self.job.run.signals, self.requeue.is_some())
+            .map_err(|error| setup_error("cannot catch signals").with_cause(&error))
     }
 
-    async fn serve(&mut self, mut signals: Signals) -> Outcome {
+    async fn serve(&mut self, mut signals: SignalReceiver) -> Outcome {
         let names: Vec<String> = self.hosts.iter().map(|h| h.name.clone()).collect();
         let mut failed = Vec::new();
-        for (node, started) in self.transport.start(&names).into_iter().enumerate() {
+        for (host, started) in self.transport.start_agents(&names).into_iter().enumerate() {
             match started {
-                Ok(process) => self.adopt(node, process),
-                Err(error) => failed.push((node, error)),
+                Ok(process) => self.register_agent(host, process),
+                Err(error) => failed.push((host, error)),
             }
         }
-        let mut watched = Watched::start(self.job_file.take());
-        let mut list = hostfile::Watched::start(self.hostfile.take(), &self.hosts);
+        let mut job_file = JobFileWatch::start(self.job_file.take());
+        let mut hostfile = HostfileWatch::start(self.hostfile.take(), &self.hosts);
         let now = self.clock.now();
-        let outputs = self.core.start(now);
-        outputs.into_iter().for_each(|output| self.execute(output));
-        for (node, error) in failed {
-            self.handle(Input::AgentGone { node, how: format!("could not be started: {error}") });
+        let actions = self.core.start(now);
+        actions.into_iter().for_each(|action| self.execute(action));
+        for (host, error) in failed {
+            self.handle(Input::AgentGone { host, end: AgentEnd::NotStarted(error) });
         }
         loop {
             if let Some(outcome) = self.outcome.take() {
@@ -241,39 +252,39 @@ impl Driver {
                 return outcome;
             }
             let now = self.clock.now();
-            let pause = self.core.deadline().map_or(TICK, |at| at.saturating_sub(now).min(TICK));
+            let pause = self.core.deadline().map_or(MAX_SLEEP, |at| at.saturating_sub(now).min(MAX_SLEEP));
             tokio::select! {
-                Some((who, message)) = self.messages.1.recv() => self.on_agent(who, message).await,
-                Some(text) = self.talk.1.recv() => self.report.talk(text),
-                said = signals.next() => match said {
-                    Said::Asked(input) => self.handle(input),
-                    Said::Children => _ = self.reap(),
-                    Said::Nothing => {}
+                Some((agent, message)) = self.messages.1.recv() => self.on_agent(agent, message).await,
+                Some(line) = self.lines.1.recv() => self.report.message(line),
+                event = signals.next() => match event {
+                    SignalEvent::Request(input) => self.handle(input),
+                    SignalEvent::ChildrenEnded => _ = self.reap(),
+                    SignalEvent::Ignored => {}
                 },
-                seen = watched.next() => self.reload(&mut watched, seen),
-                seen = list.next() => self.list_hosts(&mut list, seen),
+                content = job_file.next() => self.reload(&mut job_file, content),
+                content = hostfile.next() => self.update_hosts(&mut hostfile, content),
                 () = sleep(pause) => self.handle(Input::Tick),
             }
             self.flush();
         }
     }
 
-    fn adopt(&mut self, node: HostIndex, process: AgentProcess) {
+    fn register_agent(&mut self, host: HostIndex, process: AgentProcess) {
         let (outbox, outgoing) = Outbox::new();
-        self.started = self.started.wrapping_add(1);
-        let number = self.started;
-        tokio::spawn(read_into((node, number), process.output, self.messages.0.clone()));
-        tokio::spawn(write_from(process.input, outgoing));
-        tokio::spawn(read_talk(process.talk, self.talk.0.clone()));
-        self.agents
-            .insert(node, Agent { number, carrier: process.carrier, outbox: Some(outbox), ended: None });
+        self.agents_started = self.agents_started.wrapping_add(1);
+        let number = self.agents_started;
+        tokio::spawn(read_frames((host, number), process.output, self.messages.0.clone()));
+        tokio::spawn(write_frames(process.input, outgoing));
+        tokio::spawn(forward_stderr(process.stderr, self.lines.0.clone()));
+        let agent = Agent { number, handle: process.handle, outbox: Some(outbox), ended: None };
+        self.agents.insert(host, agent);
     }
 
-    /// Gives those who didn't read in time what was held back.
+    /// Sends messages that waited because an agent's queue was full.
     fn flush(&mut self) {
         let agents = &mut self.agents;
-        self.behind.retain(|node| {
-            let outbox = agents.get_mut(node).and_then(|a| a.outbox.as_mut());
+        self.backlogged.retain(|host| {
+            let outbox = agents.get_mut(host).and_then(|a| a.outbox.as_mut());
             outbox.is_some_and(|outbox| {
                 outbox.flush();
                 outbox.is_behind()
@@ -281,120 +292,118 @@ impl Driver {
         });
     }
 
-    async fn on_agent(&mut self, (node, number): AgentId, message: Result<Option<FromAgent>, LinkError>) {
-        // What an agent said that another one has replaced is of no interest.
-        if self.agents.get(&node).is_none_or(|agent| agent.number != number) {
+    async fn on_agent(&mut self, (host, number): AgentId, message: Result<Option<FromAgent>, FrameError>) {
+        // Messages of an agent that was replaced have no effect.
+        if self.agents.get(&host).is_none_or(|agent| agent.number != number) {
             return;
         }
         match message {
-            Ok(Some(FromAgent::Bound { epoch, port })) => self.bound(node, epoch, port),
+            Ok(Some(FromAgent::Bound { attempt, port })) => self.on_bound(host, attempt, port),
             Ok(Some(message)) => {
                 if matches!(message, FromAgent::Started { .. }) {
-                    self.one_started();
+                    self.count_started_worker();
                 }
-                self.handle(Input::Agent(node, message));
+                self.handle(Input::Agent(host, message));
             }
-            Ok(None) => self.bury(node, None).await,
-            Err(error) => self.bury(node, Some(error.to_string())).await,
+            Ok(None) => self.on_agent_ended(host, None).await,
+            Err(error) => self.on_agent_ended(host, Some(error.into())).await,
         }
     }
 
-    /// Tells whoever started us when the last worker runs.
-    fn one_started(&mut self) {
+    /// Notifies the process that started this one when the last worker runs.
+    fn count_started_worker(&mut self) {
         self.not_started = self.not_started.saturating_sub(1);
         if self.not_started == 0
             && let Some(starter) = self.starter.take()
         {
-            starter.started();
+            starter.notify();
         }
     }
 
-    // ---- what the core wants ----
+    // ---- actions of the core ----
 
     fn handle(&mut self, input: Input) {
         let now = self.clock.now();
-        let outputs = self.core.handle(now, input);
-        outputs.into_iter().for_each(|output| self.execute(output));
-        // What the outputs have led to.
-        while let Some(input) = self.later.pop_front() {
+        let actions = self.core.handle(now, input);
+        actions.into_iter().for_each(|action| self.execute(action));
+        while let Some(input) = self.pending_inputs.pop_front() {
             let now = self.clock.now();
-            let outputs = self.core.handle(now, input);
-            outputs.into_iter().for_each(|output| self.execute(output));
+            let actions = self.core.handle(now, input);
+            actions.into_iter().for_each(|action| self.execute(action));
         }
     }
 
-    fn execute(&mut self, output: Output) {
-        match output {
-            Output::Tell(node, message) => self.tell(node, message),
-            Output::Found(node, facts) => self.found.add(node, facts),
-            Output::Prepare { epoch, restarts, nodes, resume } => {
-                self.prepare_epoch(epoch, restarts, &nodes, resume);
+    fn execute(&mut self, action: Action) {
+        match action {
+            Action::Send(host, message) => self.send(host, message),
+            Action::RecordInventory(host, inventory) => self.inventories.insert(host, inventory),
+            Action::Prepare { attempt, restarts, hosts, resume } => {
+                self.prepare_attempt(attempt, restarts, &hosts, resume);
             }
-            Output::Start => self.start_workers(),
-            Output::StartAgent(node) => self.start_agent(node),
-            Output::ReleaseAgent(node) => {
-                if let Some(agent) = self.agents.get_mut(&node) {
+            Action::StartWorkers => self.start_workers(),
+            Action::StartAgent(host) => self.start_agent(host),
+            Action::ReleaseAgent(host) => {
+                if let Some(agent) = self.agents.get_mut(&host) {
                     agent.outbox = None;
                 }
             }
-            Output::Introduce { epoch, members } => self.introduce(epoch, members),
-            Output::Event(event) => self.event(event),
-            Output::Line { rank, stderr, text } => {
-                if let Some(trouble) = self.copies.line(rank, &text) {
-                    self.report.talk(trouble);
+            Action::SendPeers { attempt, members } => self.send_peers_and_key(attempt, members),
+            Action::Event(event) => self.event(event),
+            Action::Line { rank, stderr, text } => {
+                if let Some(warning) = self.streamed_logs.append(rank, &text) {
+                    self.report.message(warning);
                 }
                 self.report.line(rank, stderr, text);
             }
-            Output::Progress { rank, phase } => self.report.progress(rank, phase),
-            Output::KillAgent(node) => self.kill_agent(node),
-            Output::End(outcome) => self.outcome = Some(outcome),
+            Action::Progress { rank, phase } => self.report.progress(rank, phase),
+            Action::KillAgent(host) => self.kill_agent(host),
+            Action::End(outcome) => self.outcome = Some(outcome),
         }
     }
 
-    fn tell(&mut self, node: HostIndex, message: ToAgent) {
-        if let Some(outbox) = self.agents.get_mut(&node).and_then(|a| a.outbox.as_mut()) {
-            outbox.send(Priority::Must, message);
+    fn send(&mut self, host: HostIndex, message: ToAgent) {
+        if let Some(outbox) = self.agents.get_mut(&host).and_then(|a| a.outbox.as_mut()) {
+            outbox.send(Priority::Critical, message);
             if outbox.is_behind() {
-                self.behind.insert(node);
+                self.backlogged.insert(host);
             }
         }
     }
 
-    /// The job file changed.
-    fn reload(&mut self, watched: &mut Watched, seen: Seen) {
-        let change = watched.take_up(&self.job, seen);
-        for message in change.notices {
-            self.event(Event::Notice { rank: None, message });
-        }
+    /// Applies a change of the job file.
+    fn reload(&mut self, watch: &mut JobFileWatch, content: FileContent) {
+        let change = watch.apply(&self.job, content);
+        change.notices.into_iter().for_each(|message| self.notice(message));
         let Some(values) = change.values else { return };
-        // What is started later begins with them.
+        // Later attempts begin with the new values.
         values.apply(&mut self.job);
-        let prepared = self.preparation.iter_mut().flat_map(|p| &mut p.plan.nodes);
-        prepared.for_each(|node| values.apply(&mut node.job));
+        let prepared = self.preparation.iter_mut().flat_map(|p| &mut p.plan.host_plans);
+        prepared.for_each(|plan| values.apply(&mut plan.job));
         self.handle(Input::Reload(values));
     }
 
-    /// The hostfile changed.
-    fn list_hosts(&mut self, list: &mut hostfile::Watched, seen: Seen) {
-        let change = list.take_up(&mut self.hosts, seen);
-        for message in change.notices {
-            self.event(Event::Notice { rank: None, message });
-        }
+    /// Applies a change of the hostfile.
+    fn update_hosts(&mut self, watch: &mut HostfileWatch, content: FileContent) {
+        let change = watch.apply(&mut self.hosts, content);
+        change.notices.into_iter().for_each(|message| self.notice(message));
         let Some(hosts) = change.hosts else { return };
-        self.transport.learn(&hosts.reached);
+        self.transport.update_hosts(&hosts.addresses);
         let added =
             hosts.added.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local }).collect();
         self.hosts.extend(hosts.added);
         self.handle(Input::Hosts { added, listed: hosts.listed });
     }
 
+    fn notice(&mut self, message: String) {
+        self.event(Event::Notice { rank: None, message });
+    }
+
     fn event(&mut self, event: Event) {
-        let result = self.journal.as_mut().map_or(Ok(()), |journal| journal.event(&event));
+        let result = self.journal.as_mut().map_or(Ok(()), |journal| journal.append(&event));
         if let Err(error) = result {
-            let text = format!(
-                "launch: the run's journal can't be written any more ({error}); the job goes on without it"
-            );
-            self.report.talk(text);
+            self.report.message(format!(
+                "launch: cannot write the journal of the run: {error}; the run continues without it"
+            ));
         }
         self.report.event(event);
     }
@@ -403,47 +412,47 @@ impl Driver {
         let seconds = self.clock.now().as_secs_f64();
         let exit_code = outcome.exit_code;
         let requeue = self.requeue.take().and_then(|requeue| {
-            let again = requeue.judge(&outcome)?;
-            self.event(Event::Notice { rank: None, message: again.message });
-            again.job
+            let decision = requeue.decide(&outcome)?;
+            self.notice(decision.message);
+            decision.job
         });
         self.event(Event::Done { exit_code, step: outcome.step, seconds });
-        // Nothing is left to protect: whoever has enough of waiting for a pager may end this process as any other.
-        for caught in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT] {
-            // SAFETY: the default action runs no code of ours.
-            _ = unsafe { nix::sys::signal::signal(caught, SigHandler::SigDfl) };
+        // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a pager.
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT] {
+            // SAFETY: the default action runs no code of this program.
+            _ = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
         }
-        self.report.finish(report::Summary {
+        self.report.finish(report::RunSummary {
             exit_code,
             stopped: outcome.stopped,
             killed: outcome.killed,
-            others: outcome.others,
+            peers: outcome.peers,
             run_dir: self.plan.run_dir,
-            resume: shell(&self.command),
+            resume: quote_command(&self.command),
             seconds,
         });
-        // The last thing to do: Slurm ends this process too.
-        if let Some(Err(said)) = requeue.map(transport::requeue) {
-            report::plain::say(&format!("launch: Slurm doesn't queue this job again: {said}\n"));
+        // The last step, because Slurm ends this process, too.
+        if let Some(Err(error)) = requeue.map(transport::requeue_job) {
+            report::plain::write_message(&diagnostic::render(&error, report::plain::use_color()));
         }
         exit_code
     }
 }
 
-/// Passes on what an agent says outside the control stream.
-async fn read_talk(mut stream: transport::Output, talk: mpsc::Sender<String>) {
-    let mut buffer = [0; TALK];
+/// Forwards the lines that an agent writes to stderr.
+async fn forward_stderr(mut stream: transport::AgentOutput, lines: mpsc::Sender<String>) {
+    let mut buffer = [0; STDERR_CHUNK];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {
         for line in String::from_utf8_lossy(&buffer[..n]).lines() {
-            if talk.send(line.to_owned()).await.is_err() {
+            if lines.send(line.to_owned()).await.is_err() {
                 return;
             }
         }
     }
 }
 
-/// A command line as a shell reads it.
-fn shell(words: &[String]) -> String {
+/// The command line, quoted for a shell.
+fn quote_command(words: &[String]) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     let quote = |word: &String| {
         if !word.is_empty() && word.chars().all(plain) {
@@ -462,6 +471,6 @@ mod tests {
     #[test]
     fn command_lines_are_quoted_for_a_shell() {
         let words = ["launch", "my job.yaml", "--set", "a=it's", ""].map(String::from);
-        assert_eq!(shell(&words), r"launch 'my job.yaml' --set 'a=it'\''s' ''");
+        assert_eq!(quote_command(&words), r"launch 'my job.yaml' --set 'a=it'\''s' ''");
     }
 }

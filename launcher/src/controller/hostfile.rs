@@ -1,23 +1,27 @@
-//! The hostfile while its job runs: which hosts have come, and which are no longer in it.
+//! [`HostfileWatch`]: the hostfile while its job runs; which hosts were added and which are no longer listed.
 use super::{
     HostTarget,
-    watch::{Seen, watch},
+    file_watch::{FileContent, watch_file},
 };
-use crate::discover::hosts::{ClusterHost, of_hostfile};
+use crate::{
+    discover::hosts::{ClusterHost, hosts_from_text},
+    report::and_more,
+};
 use contract::{
-    hosts::{Host, MAX_HOSTFILE, MAX_HOSTS},
+    hosts::{HostAddress, MAX_HOSTFILE, MAX_HOSTS},
     job::{ClusterSpec, Hosts, JobSpec},
 };
+use diagnostic::{Diagnostic, codes};
 use std::{
     collections::{HashMap, HashSet},
     path::PathBuf,
 };
 use tokio::sync::mpsc;
 
-/// Most names in a sentence.
-const MOST_NAMED: usize = 8;
+/// Limit of names that a notice lists.
+const MAX_NAMES: usize = 8;
 
-/// A job's hostfile and what filters it.
+/// The hostfile of a job, with the job's filters.
 #[derive(Clone, Debug)]
 pub struct HostFile {
     path: PathBuf,
@@ -25,259 +29,275 @@ pub struct HostFile {
 }
 
 impl HostFile {
-    /// `None`: the job's hosts come from elsewhere.
-    pub(crate) fn of(job: &JobSpec) -> Option<HostFile> {
+    /// The hostfile of the job; `None`: the job has another source of hosts.
+    pub(crate) fn from_job(job: &JobSpec) -> Option<HostFile> {
         let Hosts::File(file) = &job.cluster.hosts else { return None };
         Some(HostFile { path: job.run.workdir.join(file), cluster: job.cluster.clone() })
     }
 
-    fn read(&self, text: &str) -> Result<Vec<ClusterHost>, String> {
-        let hosts = of_hostfile(&self.cluster, &self.path, text).map_err(|findings| {
-            let more = match findings.len() {
-                0 | 1 => String::new(),
-                n => format!(" (and {} more)", n - 1),
-            };
-            findings.into_iter().next().map_or_else(String::new, |f| f.message) + &more
-        })?;
-        if hosts.is_empty() { Err("it leaves no host".to_owned()) } else { Ok(hosts) }
+    fn hosts_in(&self, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
+        let hosts = hosts_from_text(&self.cluster, &self.path, text)?;
+        if hosts.is_empty() {
+            let message = format!("no host of {} is left", self.path.display());
+            return Err(vec![Diagnostic::error(codes::run::TOO_FEW_HOSTS, message)]);
+        }
+        Ok(hosts)
     }
 }
 
-/// What a changed hostfile means.
+/// What to do about a changed hostfile.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Change {
-    /// For a person.
+pub(super) struct HostfileChange {
+    /// Messages for the user.
     pub(super) notices: Vec<String>,
-    pub(super) hosts: Option<Changed>,
+    pub(super) hosts: Option<ListedHosts>,
 }
 
-/// The hosts after a change.
+/// The hosts after a change of the hostfile.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Changed {
+pub(super) struct ListedHosts {
+    /// Hosts that were not known before.
     pub(super) added: Vec<HostTarget>,
-    /// Which of those that were known are in the file.
+    /// Whether each known host is in the file.
     pub(super) listed: Vec<bool>,
-    /// How those that are in the file are reached.
-    pub(super) reached: Vec<Host>,
+    /// The addresses of all hosts in the file.
+    pub(super) addresses: Vec<HostAddress>,
 }
 
-/// The watched hostfile of a run; without one nothing ever changes.
-pub(super) struct Watched {
-    file: Option<(HostFile, mpsc::Receiver<Seen>)>,
-    /// Of all hosts that were ever known: is it in the file?
+/// The watched hostfile of a run; a run without one has no changes.
+pub(super) struct HostfileWatch {
+    file: Option<(HostFile, mpsc::Receiver<FileContent>)>,
+    /// Whether each known host was in the file after the last change.
     listed: Vec<bool>,
-    /// How each that is was written last.
-    written: HashMap<String, Host>,
+    /// The address of each listed host after the last change.
+    addresses: HashMap<String, HostAddress>,
 }
 
-impl Watched {
-    pub(super) fn start(file: Option<HostFile>, hosts: &[HostTarget]) -> Watched {
+impl HostfileWatch {
+    pub(super) fn start(file: Option<HostFile>, hosts: &[HostTarget]) -> HostfileWatch {
         let names: HashSet<String> = hosts.iter().map(|h| h.name.clone()).collect();
-        let watched = |file: HostFile| {
-            let (path, seen_as) = (file.path.clone(), file.clone());
-            // A text that ends within a line, or that hosts are missing from, may be half written.
-            let whole = move |text: &str| {
-                let hosts = text.ends_with('\n').then(|| seen_as.read(text).ok()).flatten();
+        let watch = |file: HostFile| {
+            let (path, hostfile) = (file.path.clone(), file.clone());
+            // Text that ends within a line, or lacks hosts of the run, may be partially written.
+            let is_complete = move |text: &str| {
+                let hosts = text.ends_with('\n').then(|| hostfile.hosts_in(text).ok()).flatten();
                 hosts.is_some_and(|hosts| {
-                    let there: HashSet<String> = hosts.iter().map(|h| h.host.name()).collect();
-                    names.iter().all(|name| there.contains(name))
+                    let listed: HashSet<String> = hosts.iter().map(|h| h.host.name()).collect();
+                    names.iter().all(|name| listed.contains(name))
                 })
             };
-            (file, watch(path, MAX_HOSTFILE as u64, whole))
+            (file, watch_file(path, MAX_HOSTFILE as u64, is_complete))
         };
-        Watched { file: file.map(watched), listed: vec![true; hosts.len()], written: HashMap::new() }
+        HostfileWatch { file: file.map(watch), listed: vec![true; hosts.len()], addresses: HashMap::new() }
     }
 
-    /// The next time that the file says something else. May be dropped and called again.
-    pub(super) async fn next(&mut self) -> Seen {
-        let seen = match &mut self.file {
+    /// Waits for the next change. Cancel-safe.
+    pub(super) async fn next(&mut self) -> FileContent {
+        let content = match &mut self.file {
             Some((_, receiver)) => receiver.recv().await,
             None => None,
         };
-        match seen {
-            Some(seen) => seen,
+        match content {
+            Some(content) => content,
             None => std::future::pending().await,
         }
     }
 
-    /// Compares it with the hosts of the run, and gives those that are in it the slots that they have there now.
-    pub(super) fn take_up(&mut self, hosts: &mut [HostTarget], seen: Seen) -> Change {
-        let Some((file, _)) = &self.file else { return Change::default() };
+    /// Compares the changed file with the hosts of the run, and updates the slots of known hosts.
+    pub(super) fn apply(&mut self, hosts: &mut [HostTarget], content: FileContent) -> HostfileChange {
+        let Some((file, _)) = &self.file else { return HostfileChange::default() };
         let name = file.path.display();
-        let said = |notice: String| Change { notices: vec![notice], hosts: None };
-        let text = match seen {
-            Seen::Text(text) => text,
-            Seen::Unreadable(why) => {
-                return said(format!("the hostfile {name} can't be read ({why}): the run goes on as it is"));
+        let notice = |notice: String| HostfileChange { notices: vec![notice], hosts: None };
+        let text = match content {
+            FileContent::Text(text) => text,
+            FileContent::Unreadable(error) => {
+                return notice(format!(
+                    "cannot read the hostfile {name}: {error}; the run continues unchanged"
+                ));
             }
         };
-        let found = match file.read(&text) {
-            Ok(found) => found,
-            Err(why) => {
-                return said(format!(
-                    "the hostfile has changed and is wrong, so the run goes on as it is: {why}"
+        let in_file = match file.hosts_in(&text) {
+            Ok(hosts) => hosts,
+            Err(errors) => {
+                return notice(format!(
+                    "the changed hostfile is not valid, and the run continues unchanged: {}",
+                    and_more(&errors)
                 ));
             }
         };
         let known: HashMap<String, usize> =
             hosts.iter().enumerate().map(|(id, h)| (h.name.clone(), id)).collect();
-        let new: Vec<&ClusterHost> = found.iter().filter(|h| !known.contains_key(&h.host.name())).collect();
+        let new: Vec<&ClusterHost> = in_file.iter().filter(|h| !known.contains_key(&h.host.name())).collect();
         if hosts.len() + new.len() > MAX_HOSTS {
-            return said(format!(
-                "the hostfile {name} has brought this run to more than {MAX_HOSTS} hosts: left alone"
+            return notice(format!(
+                "the change of the hostfile {name} is ignored: with it the run would have {} hosts, and \
+                 the limit is {MAX_HOSTS}",
+                hosts.len() + new.len()
             ));
         }
         let mut listed = vec![false; hosts.len()];
         let mut resized = Vec::new();
-        for host in &found {
+        for host in &in_file {
             let Some(&id) = known.get(&host.host.name()) else { continue };
             listed[id] = true;
-            let target = HostTarget { local: hosts[id].local, ..HostTarget::elsewhere(host) };
+            let target = HostTarget { local: hosts[id].local, ..HostTarget::remote(host) };
             if target != hosts[id] {
                 resized.push(target.name.clone());
                 hosts[id] = target;
             }
         }
-        self.change(hosts, &new, &found, listed, resized)
+        self.compare(hosts, &new, &in_file, listed, resized)
     }
 
-    fn change(
+    fn compare(
         &mut self,
         hosts: &[HostTarget],
         new: &[&ClusterHost],
-        found: &[ClusterHost],
+        in_file: &[ClusterHost],
         listed: Vec<bool>,
         resized: Vec<String>,
-    ) -> Change {
-        let turned = |to: bool| {
+    ) -> HostfileChange {
+        let changed_to = |to: bool| {
             let both = self.listed.iter().zip(&listed).zip(hosts);
-            let turned = both.filter(|((before, now), _)| **now == to && before != now);
-            turned.map(|(_, host)| host.name.clone()).collect::<Vec<_>>()
+            let changed = both.filter(|((before, now), _)| **now == to && before != now);
+            changed.map(|(_, host)| host.name.clone()).collect::<Vec<_>>()
         };
-        let sentences = [
-            ("new", new.iter().map(|h| h.host.name()).collect()),
-            ("listed again", turned(true)),
-            ("no longer listed", turned(false)),
-            ("other slots from the next start on", resized),
+        let changes = [
+            ("added", new.iter().map(|h| h.host.name()).collect()),
+            ("listed again", changed_to(true)),
+            ("no longer listed", changed_to(false)),
+            ("other slots from the next attempt on", resized),
         ];
-        let parts: Vec<String> = sentences
+        let parts: Vec<String> = changes
             .iter()
             .filter(|(_, names)| !names.is_empty())
-            .map(|(what, names)| format!("{what}: {}", few(names)))
+            .map(|(what, names)| format!("{what}: {}", list_names(names)))
             .collect();
-        let written: HashMap<String, Host> = found.iter().map(|h| (h.host.name(), h.host.clone())).collect();
-        let same = parts.is_empty() && (self.written.is_empty() || self.written == written);
-        self.written = written;
-        if same {
-            return Change::default();
+        let addresses: HashMap<String, HostAddress> =
+            in_file.iter().map(|h| (h.host.name(), h.host.clone())).collect();
+        let unchanged = parts.is_empty() && (self.addresses.is_empty() || self.addresses == addresses);
+        self.addresses = addresses;
+        if unchanged {
+            return HostfileChange::default();
         }
         let notice = (!parts.is_empty()).then(|| format!("the hostfile has changed: {}", parts.join("; ")));
         self.listed.clone_from(&listed);
         self.listed.extend(new.iter().map(|_| true));
-        Change {
+        HostfileChange {
             notices: notice.into_iter().collect(),
-            hosts: Some(Changed {
-                added: new.iter().map(|h| HostTarget::elsewhere(h)).collect(),
+            hosts: Some(ListedHosts {
+                added: new.iter().map(|h| HostTarget::remote(h)).collect(),
                 listed,
-                reached: found.iter().map(|h| h.host.clone()).collect(),
+                addresses: in_file.iter().map(|h| h.host.clone()).collect(),
             }),
         }
     }
 }
 
-fn few(names: &[String]) -> String {
-    match names.len().checked_sub(MOST_NAMED) {
+fn list_names(names: &[String]) -> String {
+    match names.len().checked_sub(MAX_NAMES) {
         None | Some(0) => names.join(", "),
-        Some(more) => format!("{} and {more} more", names[..MOST_NAMED].join(", ")),
+        Some(more) => format!("{} and {more} more", names[..MAX_NAMES].join(", ")),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::controller::file_watch::UnreadableFile;
 
-    /// A run with these hosts of a file.
-    fn run(cluster: &str, text: &str) -> (Watched, Vec<HostTarget>) {
+    /// The watch of a run with these hosts of a hostfile.
+    fn watch_run(cluster: &str, text: &str) -> (HostfileWatch, Vec<HostTarget>) {
         let job = format!("run: {{command: [a]}}\ncluster: {cluster}");
         let source = contract::Source::Text { name: "job.yaml".into(), text: job };
-        let file = HostFile::of(&contract::load(source, &[]).expect("a job").0).expect("a hostfile");
+        let job = contract::load(source, &[]).expect("a job").0;
+        let file = HostFile::from_job(&job).expect("a hostfile");
         let hosts: Vec<HostTarget> =
-            file.read(text).expect("hosts").iter().map(HostTarget::elsewhere).collect();
+            file.hosts_in(text).expect("hosts").iter().map(HostTarget::remote).collect();
         let listed = vec![true; hosts.len()];
-        (Watched { file: Some((file, mpsc::channel(1).1)), listed, written: HashMap::new() }, hosts)
+        let file = Some((file, mpsc::channel(1).1));
+        (HostfileWatch { file, listed, addresses: HashMap::new() }, hosts)
     }
 
-    fn take(
-        watched: &mut Watched,
+    /// Compares with the snapshot, without the directory of the hostfile.
+    fn assert_notices(notices: &[String]) {
+        let mut settings = insta::Settings::clone_current();
+        settings.add_filter(r"/\S*/hosts\b", "hosts");
+        settings.bind(|| insta::assert_snapshot!(notices.join("\n")));
+    }
+
+    /// Applies a changed hostfile: the notices, and which known hosts are listed.
+    fn change(
+        watch: &mut HostfileWatch,
         hosts: &mut Vec<HostTarget>,
         text: &str,
     ) -> (Vec<String>, Option<Vec<bool>>) {
-        let change = watched.take_up(hosts, Seen::Text(text.to_owned()));
-        let listed = change.hosts.map(|changed| {
-            hosts.extend(changed.added);
-            changed.listed
+        let change = watch.apply(hosts, FileContent::Text(text.to_owned()));
+        let listed = change.hosts.map(|change| {
+            hosts.extend(change.added);
+            change.listed
         });
         (change.notices, listed)
     }
 
     #[test]
-    fn hosts_come_and_go_and_come_again() {
-        let (mut watched, mut hosts) = run("{hosts: {file: hosts}}", "a slots=2\nb slots=2\n");
-        let mut next = |text: &str| take(&mut watched, &mut hosts, text);
-        let said = |text: &str| vec![format!("the hostfile has changed: {text}")];
-        assert_eq!(next("# as it was\na slots=2\nb slots=2\n"), (vec![], None));
-        assert_eq!(
-            next("c slots=1\nb slots=2\n"),
-            (said("new: c; no longer listed: a"), Some(vec![false, true]))
-        );
-        assert_eq!(
-            next("a slots=2\nb slots=4\nc slots=1\n"),
-            (said("listed again: a; other slots from the next start on: b"), Some(vec![true, true, true]))
-        );
+    fn hosts_are_added_removed_and_listed_again() {
+        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}}", "a slots=2\nb slots=2\n");
+        let mut all_notices = Vec::new();
         let many: String = (0..12).map(|i| format!("n{i}\n")).collect();
-        let (notices, _) = next(&format!("a slots=2\nb slots=4\nc slots=1\n{many}"));
-        assert_eq!(notices, said("new: n0, n1, n2, n3, n4, n5, n6, n7 and 4 more"));
+        for (text, expected) in [
+            ("# a comment\na slots=2\nb slots=2\n", None),
+            ("c slots=1\nb slots=2\n", Some(vec![false, true])),
+            ("a slots=2\nb slots=4\nc slots=1\n", Some(vec![true, true, true])),
+            (&format!("a slots=2\nb slots=4\nc slots=1\n{many}"), Some(vec![true, true, true])),
+        ] {
+            let (notices, listed) = change(&mut watch, &mut hosts, text);
+            assert_eq!(listed, expected, "{text}");
+            all_notices.extend(notices);
+        }
+        assert_notices(&all_notices);
         let names: Vec<&str> = hosts.iter().take(4).map(|h| h.name.as_str()).collect();
         assert_eq!((names, hosts[1].slots), (vec!["a", "b", "c", "n0"], Some(4)));
     }
 
     #[test]
-    fn another_way_to_a_host_is_learnt_without_a_word() {
-        let (mut watched, mut hosts) = run("{hosts: {file: hosts}}", "a\nb\n");
-        take(&mut watched, &mut hosts, "a\nb\nc\n");
-        let change = watched.take_up(&mut hosts, Seen::Text("me@a\nb\nc\n".to_owned()));
-        let changed = change.hosts.expect("a change");
-        assert!(change.notices.is_empty() && changed.added.is_empty(), "{change:?}", change = change.notices);
-        assert_eq!(changed.reached[0].user.as_deref(), Some("me"));
+    fn another_address_of_a_host_is_taken_over_without_a_notice() {
+        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}}", "a\nb\n");
+        change(&mut watch, &mut hosts, "a\nb\nc\n");
+        let change = watch.apply(&mut hosts, FileContent::Text("me@a\nb\nc\n".to_owned()));
+        let listed = change.hosts.expect("a change");
+        assert!(change.notices.is_empty() && listed.added.is_empty(), "{:?}", change.notices);
+        assert_eq!(listed.addresses[0].user.as_deref(), Some("me"));
     }
 
     #[test]
-    fn filters_hold_and_what_is_broken_changes_nothing() {
-        let (mut watched, mut hosts) = run("{hosts: {file: hosts}, exclude: [b]}", "a\nb\nc\n");
+    fn filters_apply_and_an_invalid_hostfile_changes_nothing() {
+        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}, exclude: [b]}", "a\nb\nc\n");
         let before = hosts.clone();
-        let mut next = |text: &str| take(&mut watched, &mut hosts, text);
-        assert_eq!(next("a\nb\nc\nd\n").0, ["the hostfile has changed: new: d"]);
-        for (text, part) in [
-            ("a\nb\nb slots=\n", "hosts:3:"),
-            ("", "names no host"),
-            ("a\nc\n", "`b`"),
-            ("a slots=0\nb\n", "hosts:1:"),
-            ("b\n", "no host"),
+        let mut all_notices = Vec::new();
+        for (text, is_valid) in [
+            ("a\nb\nc\nd\n", true),
+            ("a\nb\nb slots=\n", false),
+            ("", false),
+            ("a\nc\n", false),
+            ("a slots=0\nb\n", false),
+            ("b\n", false),
         ] {
-            let (notices, listed) = next(text);
-            assert!(listed.is_none() && notices.len() == 1, "{text}: {notices:?}");
-            assert!(notices[0].contains("is wrong") && notices[0].contains(part), "{text}: {notices:?}");
+            let (notices, listed) = change(&mut watch, &mut hosts, text);
+            assert_eq!((listed.is_some(), notices.len()), (is_valid, 1), "{text}: {notices:?}");
+            all_notices.extend(notices);
         }
-        let gone = watched.take_up(&mut hosts, Seen::Unreadable("it is gone".to_owned()));
-        let said = &gone.notices[0];
-        assert!(said.ends_with("hosts can't be read (it is gone): the run goes on as it is"), "{said}");
+        let gone = watch.apply(&mut hosts, FileContent::Unreadable(UnreadableFile::Missing));
+        assert_eq!(gone.hosts, None);
+        all_notices.extend(gone.notices);
+        assert_notices(&all_notices);
         assert_eq!(hosts[..2], before[..]);
     }
 
     #[test]
     fn a_run_has_a_limit_of_hosts() {
-        let (mut watched, mut hosts) = run("{hosts: {file: hosts}}", "a\n");
-        let (notices, listed) = take(&mut watched, &mut hosts, &format!("n[1-{MAX_HOSTS}]\n"));
-        assert!(listed.is_none() && notices[0].contains("more than 16384 hosts"), "{notices:?}");
+        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}}", "a\n");
+        let (notices, listed) = change(&mut watch, &mut hosts, &format!("n[1-{MAX_HOSTS}]\n"));
+        assert_eq!((listed, notices.len()), (None, 1), "{notices:?}");
     }
 }

@@ -1,148 +1,141 @@
-//! The job file while its job runs: what of a change takes effect, and what is said about the rest.
-use super::watch::{Seen, watch};
+//! [`JobFileWatch`]: the job file while its job runs; which of its changes take effect.
+use super::file_watch::{FileContent, watch_file};
+use crate::report::and_more;
 use contract::{
-    JobSpec, Problem, Source, SourceMap,
-    job::{MAX_JOB, Reload, compare, load},
+    JobSpec, Source, SourceMap,
+    job::{MAX_JOB, ReloadValues, compare_jobs, load},
 };
+use diagnostic::Diagnostic;
 use std::{collections::BTreeSet, path::PathBuf};
 use tokio::sync::mpsc;
 
-/// A job's file and the changes to it that were typed.
+/// A job file, with the overrides of the command line.
 #[derive(Clone, Debug)]
 pub struct JobFile {
+    /// The path of the file.
     pub path: PathBuf,
-    /// `--set` overrides.
+    /// The arguments of `--set`.
     pub set: Vec<String>,
 }
 
 /// What to do about a changed job file.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Change {
-    /// For a person.
+pub(super) struct JobFileChange {
+    /// Messages for the user.
     pub(super) notices: Vec<String>,
-    /// To be told to the agents, and to be started with from now on.
-    pub(super) values: Option<Reload>,
+    /// The new values, for the running workers and for later attempts.
+    pub(super) values: Option<ReloadValues>,
 }
 
-/// The watched job file of a run; without one nothing ever changes.
-pub(super) struct Watched {
-    file: Option<(JobFile, mpsc::Receiver<Seen>)>,
-    /// Keys that were already reported as left alone.
+/// The watched job file of a run; a run without one has no changes.
+pub(super) struct JobFileWatch {
+    file: Option<(JobFile, mpsc::Receiver<FileContent>)>,
+    /// Changed keys that were already reported as ignored.
     reported: BTreeSet<String>,
 }
 
-impl Watched {
-    pub(super) fn start(file: Option<JobFile>) -> Watched {
-        let watched = |file: JobFile| {
-            let (path, seen_as) = (file.path.clone(), file.clone());
-            let whole = move |text: &str| read(&seen_as, text).is_ok();
-            (file, watch(path, MAX_JOB, whole))
+impl JobFileWatch {
+    pub(super) fn start(file: Option<JobFile>) -> JobFileWatch {
+        let watch = |file: JobFile| {
+            let (path, job_file) = (file.path.clone(), file.clone());
+            let is_complete = move |text: &str| load_text(&job_file, text).is_ok();
+            (file, watch_file(path, MAX_JOB, is_complete))
         };
-        Watched { file: file.map(watched), reported: BTreeSet::new() }
+        JobFileWatch { file: file.map(watch), reported: BTreeSet::new() }
     }
 
-    /// The next time that the file says something else. May be dropped and called again.
-    pub(super) async fn next(&mut self) -> Seen {
-        let seen = match &mut self.file {
+    /// Waits for the next change. Cancel-safe.
+    pub(super) async fn next(&mut self) -> FileContent {
+        let content = match &mut self.file {
             Some((_, receiver)) => receiver.recv().await,
             None => None,
         };
-        match seen {
-            Some(seen) => seen,
+        match content {
+            Some(content) => content,
             None => std::future::pending().await,
         }
     }
 
-    /// Compares it with the job that runs.
-    pub(super) fn take_up(&mut self, running: &JobSpec, seen: Seen) -> Change {
-        let Some((file, _)) = &self.file else { return Change::default() };
+    /// Compares the changed file with the running job.
+    pub(super) fn apply(&mut self, running: &JobSpec, content: FileContent) -> JobFileChange {
+        let Some((file, _)) = &self.file else { return JobFileChange::default() };
         let name = file.path.display();
-        let said = |notice: String| Change { notices: vec![notice], values: None };
-        let text = match seen {
-            Seen::Text(text) => text,
-            Seen::Unreadable(why) => {
-                return said(format!("{name} can't be read ({why}): the run goes on as it is"));
+        let notice = |notice: String| JobFileChange { notices: vec![notice], values: None };
+        let text = match content {
+            FileContent::Text(text) => text,
+            FileContent::Unreadable(error) => {
+                return notice(format!("cannot read {name}: {error}; the run continues unchanged"));
             }
         };
-        let job = match read(file, &text) {
+        let job = match load_text(file, &text) {
             Ok((job, _, _)) => job,
-            Err(problems) => {
-                let first = problems.first().map_or_else(String::new, ToString::to_string);
-                let more = match problems.len() {
-                    0 | 1 => String::new(),
-                    n => format!(" (and {} more)", n - 1),
-                };
-                return said(format!(
-                    "{name} has changed and is wrong, so the run goes on as it is: {first}{more}"
+            Err(errors) => {
+                return notice(format!(
+                    "the changed {name} is not valid, and the run continues unchanged: {}",
+                    and_more(&errors)
                 ));
             }
         };
-        let found = compare(running, &job);
+        let comparison = compare_jobs(running, &job);
         let mut notices = Vec::new();
-        let new: Vec<String> =
-            found.left_alone.into_iter().filter(|key| self.reported.insert(key.clone())).collect();
-        if !new.is_empty() {
-            let keys: Vec<String> = new.iter().map(|key| format!("`{key}`")).collect();
-            notices
-                .push(format!("{name}: {} can't change while the run goes on: left alone", keys.join(", ")));
+        let ignored: Vec<String> =
+            comparison.not_reloadable.into_iter().filter(|key| self.reported.insert(key.clone())).collect();
+        if !ignored.is_empty() {
+            let keys: Vec<String> = ignored.iter().map(|key| format!("`{key}`")).collect();
+            let (keys, verb) = (keys.join(", "), if keys.len() == 1 { "is" } else { "are" });
+            notices.push(format!("{name}: {keys} {verb} not reloadable; the change is ignored in this run"));
         }
-        if found.changed.is_empty() {
-            return Change { notices, values: None };
+        if comparison.changed.is_empty() {
+            return JobFileChange { notices, values: None };
         }
-        let changes = found.changed.iter().map(|(key, old, new)| format!("`{key}` {old} → {new}"));
-        notices.push(format!("{name}: {}, from the next step on", changes.collect::<Vec<_>>().join(", ")));
-        Change { notices, values: Some(found.values) }
+        let changes = comparison.changed.iter().map(|(key, old, new)| format!("`{key}` {old} → {new}"));
+        let changes = changes.collect::<Vec<_>>().join(", ");
+        notices.push(format!("{name}: reloading {changes}, effective from the next step"));
+        JobFileChange { notices, values: Some(comparison.values) }
     }
 }
 
-fn read(file: &JobFile, text: &str) -> Result<(JobSpec, SourceMap, Vec<Problem>), Vec<Problem>> {
+type LoadedJob = (JobSpec, SourceMap, Vec<Diagnostic>);
+
+fn load_text(file: &JobFile, text: &str) -> Result<LoadedJob, Vec<Diagnostic>> {
     load(Source::Text { name: file.path.display().to_string(), text: text.to_owned() }, &file.set)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::job::Every;
+    use crate::controller::file_watch::UnreadableFile;
+    use contract::job::SaveInterval;
 
-    fn watched(set: &[&str]) -> Watched {
+    fn watch_with_overrides(set: &[&str]) -> JobFileWatch {
         let set = set.iter().map(|s| (*s).to_owned()).collect();
         let file = JobFile { path: "job.yaml".into(), set };
-        Watched { file: Some((file, mpsc::channel(1).1)), reported: BTreeSet::new() }
+        JobFileWatch { file: Some((file, mpsc::channel(1).1)), reported: BTreeSet::new() }
     }
 
     const JOB: &str = "train: {data: {files: [a]}, steps: 100}\n";
 
     #[test]
-    fn changes_are_taken_up_reported_once_or_refused() {
-        let mut watched = watched(&["train.seed=5"]);
-        let file = watched.file.as_ref().expect("a file").0.clone();
-        let mut running = read(&file, JOB).expect("a job").0;
-        let mut take = |running: &JobSpec, text: &str| watched.take_up(running, Seen::Text(text.to_owned()));
-        assert_eq!(take(&running, JOB), Change::default());
-        let change = take(&running, &format!("{JOB}checkpoint: {{every: 7}}\nrun: {{grace: 1s}}\n"));
-        assert_eq!(
-            change.notices,
-            [
-                "job.yaml: `run.grace` can't change while the run goes on: left alone",
-                "job.yaml: `checkpoint.every` 100 → 7, from the next step on",
-            ]
-        );
-        change.values.expect("values").apply(&mut running);
-        assert_eq!(running.checkpoint.every, Every::Steps(7));
-        // Once is enough; and the override still stands over what the file says.
-        let change = take(
-            &running,
-            "train: {data: {files: [a]}, steps: 100, seed: 9}\ncheckpoint: {every: 7}\nrun: {grace: 1s}\n",
-        );
-        assert_eq!(change, Change::default());
-        let change = take(&running, "train: {data: {files: [a]}, stepps: 1, seed: x}\n");
-        assert!(change.values.is_none());
-        assert!(
-            change.notices[0].contains("is wrong") && change.notices[0].contains("job.yaml:1:"),
-            "{:?}",
-            change.notices
-        );
-        let gone = watched.take_up(&running, Seen::Unreadable("it is gone".to_owned()));
-        assert_eq!(gone.notices, ["job.yaml can't be read (it is gone): the run goes on as it is"]);
+    fn reloadable_changes_take_effect_and_others_are_reported_once() {
+        let mut watch = watch_with_overrides(&["train.seed=5"]);
+        let file = watch.file.as_ref().expect("a file").0.clone();
+        let mut running = load_text(&file, JOB).expect("a job").0;
+        let mut notices = Vec::new();
+        let mut apply = |running: &JobSpec, content: FileContent| {
+            let change = watch.apply(running, content);
+            notices.extend(change.notices);
+            change.values
+        };
+        let text = |text: &str| FileContent::Text(text.to_owned());
+        assert_eq!(apply(&running, text(JOB)), None);
+        let changed = format!("{JOB}checkpoint: {{every: 7}}\nrun: {{grace_period: 1s}}\n");
+        apply(&running, text(&changed)).expect("values").apply(&mut running);
+        assert_eq!(running.checkpoint.every, SaveInterval::Steps(7));
+        // Ignored keys are reported once, and the override takes precedence over the file.
+        let again = "train: {data: {files: [a]}, steps: 100, seed: 9}\ncheckpoint: {every: 7}\nrun: {grace_period: 1s}\n";
+        assert_eq!(apply(&running, text(again)), None);
+        assert_eq!(apply(&running, text("train: {data: {files: [a]}, stepps: 1, seed: x}\n")), None);
+        assert_eq!(apply(&running, FileContent::Unreadable(UnreadableFile::Missing)), None);
+        insta::assert_snapshot!(notices.join("\n"));
     }
 }

@@ -1,85 +1,118 @@
-//! May a failed job be started again, and when? Pure: the whole history goes in.
+//! Restart policy: whether a failed job is started again, and after which pause. Pure.
 use contract::exit;
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
-/// Before the first restart, and after one that brought progress.
+/// The pause before the first restart, and before one that follows progress.
 pub(crate) const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause. Each restart in a row without progress doubles it.
+/// The longest pause. Each restart in a row without progress doubles the pause.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// Pauses are this part longer or shorter by chance, so that many jobs don't start at the same moment.
+/// The largest random change of a pause, as a fraction of it, so that many jobs do not restart at the
+/// same moment.
 pub(crate) const JITTER: f64 = 0.2;
 
-/// How a start of the job ended.
+/// How an attempt ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ended {
+pub(crate) struct AttemptEnd {
     /// What `launch` would exit with.
     pub(crate) exit_code: u8,
-    /// The last step seen, where steps are known (the built-in runtime).
+    /// The last optimizer step, where steps are known (the built-in runtime).
     pub(crate) step: Option<u64>,
-    /// A checkpoint was completed.
+    /// Whether it completed a checkpoint.
     pub(crate) saved: bool,
 }
 
-/// What came before.
+/// The failures of a run so far.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct History {
     /// `run.restarts`.
     pub(crate) budget: u32,
+    /// Restarts so far.
     pub(crate) used: u32,
-    /// Steps are known.
+    /// Whether workers run the built-in runtime, whose steps are known.
     pub(crate) builtin: bool,
-    pub(crate) last: Option<Ended>,
+    pub(crate) last: Option<AttemptEnd>,
     /// Restarts in a row that brought no progress.
-    pub(crate) fruitless: u32,
+    pub(crate) no_progress: u32,
 }
 
-/// What to do.
+/// Why a job is not started again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoRestart {
+    /// The job file is wrong, and a restart would fail in the same way.
+    JobInvalid,
+    /// The checkpoint is unusable, and a restart would fail in the same way.
+    CheckpointUnusable,
+    /// Two attempts in a row ended at this step without a new checkpoint; `None`: before their first step.
+    NoProgress { step: Option<u64> },
+    /// All restarts that `run.restarts` allows were used.
+    BudgetUsed { budget: u32 },
+}
+
+impl fmt::Display for NoRestart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NoRestart::JobInvalid => f.write_str("the job is not valid, and a restart would fail again"),
+            NoRestart::CheckpointUnusable => {
+                f.write_str("the checkpoint is not usable, and a restart would fail again")
+            }
+            NoRestart::NoProgress { step: Some(step) } => {
+                write!(f, "two attempts in a row ended at step {step} without a new checkpoint")
+            }
+            NoRestart::NoProgress { step: None } => {
+                f.write_str("two attempts in a row ended before their first step")
+            }
+            NoRestart::BudgetUsed { budget: 1 } => {
+                f.write_str("the only restart that `run.restarts` allows is used")
+            }
+            NoRestart::BudgetUsed { budget } => {
+                write!(f, "all {budget} restarts that `run.restarts` allows are used")
+            }
+        }
+    }
+}
+
+/// What to do after a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// Start again after this.
+pub(crate) enum RestartDecision {
+    /// Start again after this pause.
     Restart(Duration),
-    /// Not again; why not, unless nobody asked for restarts.
-    Stop(Option<String>),
+    /// End the run; `None`: restarts were not requested.
+    Stop(Option<NoRestart>),
 }
 
 impl History {
-    /// Judges a failure and, when it is a restart, takes it from the budget. `chance`: from 0 to 1, evenly.
-    pub(crate) fn judge(&mut self, ended: Ended, chance: f64) -> Verdict {
-        let fruitless = self.fruitless(ended);
-        let refused = match ended.exit_code {
-            _ if self.budget == 0 => return Verdict::Stop(None),
-            exit::USAGE => Some("the job itself is wrong, and would be again".to_owned()),
-            exit::CHECKPOINT => Some("the checkpoint can't be used, and couldn't be again".to_owned()),
-            _ if self.builtin && fruitless => Some(no_progress(ended.step)),
-            _ if self.used >= self.budget => Some(format!("all {} restarts are used up", self.budget)),
+    /// Decides what follows a failure, and takes a restart from the budget. `chance` is uniform in 0..1.
+    pub(crate) fn decide(&mut self, end: AttemptEnd, chance: f64) -> RestartDecision {
+        if self.budget == 0 {
+            return RestartDecision::Stop(None);
+        }
+        let no_progress = self.is_without_progress(end);
+        let reason = match end.exit_code {
+            exit::USAGE => Some(NoRestart::JobInvalid),
+            exit::CHECKPOINT => Some(NoRestart::CheckpointUnusable),
+            _ if self.builtin && no_progress => Some(NoRestart::NoProgress { step: end.step }),
+            _ if self.used >= self.budget => Some(NoRestart::BudgetUsed { budget: self.budget }),
             _ => None,
         };
-        if let Some(why) = refused {
-            return Verdict::Stop(Some(why));
+        if reason.is_some() {
+            return RestartDecision::Stop(reason);
         }
         self.used += 1;
-        self.fruitless = if fruitless || !self.builtin { self.fruitless + 1 } else { 0 };
-        self.last = Some(ended);
-        Verdict::Restart(self.pause(chance))
+        self.no_progress = if no_progress || !self.builtin { self.no_progress + 1 } else { 0 };
+        self.last = Some(end);
+        RestartDecision::Restart(self.pause(chance))
     }
 
-    /// Did this start end where the last one did, with nothing saved by either?
-    fn fruitless(&self, ended: Ended) -> bool {
-        self.last.is_some_and(|last| last.step == ended.step && !last.saved && !ended.saved)
+    /// Whether this attempt ended at the step of the last one, and neither saved a checkpoint.
+    fn is_without_progress(&self, end: AttemptEnd) -> bool {
+        self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }
 
     fn pause(&self, chance: f64) -> Duration {
-        // Programs' progress isn't known: every restart in a row counts.
-        let doublings = self.fruitless.saturating_sub(u32::from(!self.builtin)).min(16);
+        // The progress of programs is unknown: every restart in a row counts.
+        let doublings = self.no_progress.saturating_sub(u32::from(!self.builtin)).min(16);
         let pause = FIRST_PAUSE.saturating_mul(1 << doublings).min(LONGEST_PAUSE);
         pause.mul_f64(1.0 + JITTER * (2.0 * chance.clamp(0.0, 1.0) - 1.0))
-    }
-}
-
-fn no_progress(step: Option<u64>) -> String {
-    match step {
-        Some(step) => format!("two starts in a row ended at step {step} without a new checkpoint"),
-        None => "two starts in a row ended before their first step".to_owned(),
     }
 }
 
@@ -87,61 +120,56 @@ fn no_progress(step: Option<u64>) -> String {
 mod tests {
     use super::*;
 
-    const fn ended(exit_code: u8, step: Option<u64>, saved: bool) -> Ended {
-        Ended { exit_code, step, saved }
+    const fn end(exit_code: u8, step: Option<u64>, saved: bool) -> AttemptEnd {
+        AttemptEnd { exit_code, step, saved }
     }
 
-    fn restart(seconds: u64) -> Verdict {
-        Verdict::Restart(Duration::from_secs(seconds))
+    fn restart(seconds: u64) -> RestartDecision {
+        RestartDecision::Restart(Duration::from_secs(seconds))
     }
 
-    fn stop(why: &str) -> Verdict {
-        Verdict::Stop(Some(why.to_owned()))
+    fn stop(why: NoRestart) -> RestartDecision {
+        RestartDecision::Stop(Some(why))
     }
 
     #[test]
-    fn what_is_decided() {
-        type Case = (&'static str, u32, bool, Vec<(Ended, Verdict)>);
-        let same = "two starts in a row ended at step 7 without a new checkpoint";
+    fn restarts_follow_progress_and_budget() {
+        type Case = (&'static str, u32, bool, Vec<(AttemptEnd, RestartDecision)>);
+        let same_step = NoRestart::NoProgress { step: Some(7) };
         let cases: Vec<Case> = vec![
-            ("nobody asked", 0, true, vec![(ended(1, Some(1), false), Verdict::Stop(None))]),
+            ("not requested", 0, true, vec![(end(1, Some(1), false), RestartDecision::Stop(None))]),
             (
                 "the budget is the job's",
                 2,
                 true,
                 vec![
-                    (ended(1, Some(7), false), restart(1)),
-                    (ended(1, Some(9), false), restart(1)),
-                    (ended(1, Some(12), true), stop("all 2 restarts are used up")),
+                    (end(1, Some(7), false), restart(1)),
+                    (end(1, Some(9), false), restart(1)),
+                    (end(1, Some(12), true), stop(NoRestart::BudgetUsed { budget: 2 })),
                 ],
             ),
+            ("an invalid job", 9, true, vec![(end(2, None, false), stop(NoRestart::JobInvalid))]),
             (
-                "a wrong job stays wrong",
+                "an unusable checkpoint",
                 9,
                 true,
-                vec![(ended(2, None, false), stop("the job itself is wrong, and would be again"))],
-            ),
-            (
-                "so does a checkpoint",
-                9,
-                true,
-                vec![(ended(4, None, false), stop("the checkpoint can't be used, and couldn't be again"))],
+                vec![(end(4, None, false), stop(NoRestart::CheckpointUnusable))],
             ),
             (
                 "the same step twice",
                 9,
                 true,
-                vec![(ended(1, Some(7), false), restart(1)), (ended(1, Some(7), false), stop(same))],
+                vec![(end(1, Some(7), false), restart(1)), (end(1, Some(7), false), stop(same_step))],
             ),
             (
                 "a new checkpoint is progress",
                 9,
                 true,
                 vec![
-                    (ended(1, Some(7), false), restart(1)),
-                    (ended(1, Some(7), true), restart(1)),
-                    (ended(1, Some(7), false), restart(1)),
-                    (ended(1, Some(7), false), stop(same)),
+                    (end(1, Some(7), false), restart(1)),
+                    (end(1, Some(7), true), restart(1)),
+                    (end(1, Some(7), false), restart(1)),
+                    (end(1, Some(7), false), stop(same_step)),
                 ],
             ),
             (
@@ -149,34 +177,46 @@ mod tests {
                 9,
                 true,
                 vec![
-                    (ended(3, None, false), restart(1)),
-                    (ended(3, None, false), stop("two starts in a row ended before their first step")),
+                    (end(3, None, false), restart(1)),
+                    (end(3, None, false), stop(NoRestart::NoProgress { step: None })),
                 ],
             ),
             (
-                "programs' steps aren't known, but they wait longer and longer",
+                "the steps of programs are unknown, and their pauses double",
                 9,
                 false,
-                [1, 2, 4, 8, 16, 32, 60, 60, 60].map(|s| (ended(1, None, false), restart(s))).to_vec(),
+                [1, 2, 4, 8, 16, 32, 60, 60, 60].map(|s| (end(1, None, false), restart(s))).to_vec(),
             ),
         ];
-        for (what, budget, builtin, starts) in cases {
+        for (what, budget, builtin, attempts) in cases {
             let mut history = History { budget, builtin, ..History::default() };
-            for (i, (ended, verdict)) in starts.into_iter().enumerate() {
-                assert_eq!(history.judge(ended, 0.5), verdict, "{what}: start {i}");
+            for (i, (end, decision)) in attempts.into_iter().enumerate() {
+                assert_eq!(history.decide(end, 0.5), decision, "{what}: attempt {i}");
             }
         }
     }
 
     #[test]
-    fn chance_moves_a_pause_by_a_fifth() {
-        for (chance, ms) in [(0.0, 800), (0.5, 1000), (1.0, 1200), (f64::NAN, 1000)] {
+    fn chance_changes_a_pause_by_up_to_a_fifth() {
+        for (chance, ms) in [(0.0, 800), (0.5, 1000), (1.0, 1200)] {
             let mut history = History { budget: 1, ..History::default() };
-            let chance = if chance.is_nan() { 0.5 } else { chance };
             assert_eq!(
-                history.judge(ended(1, None, false), chance),
-                Verdict::Restart(Duration::from_millis(ms))
+                history.decide(end(1, None, false), chance),
+                RestartDecision::Restart(Duration::from_millis(ms))
             );
         }
+    }
+
+    #[test]
+    fn each_reason_against_a_restart_has_a_message() {
+        let reasons = [
+            NoRestart::JobInvalid,
+            NoRestart::CheckpointUnusable,
+            NoRestart::NoProgress { step: Some(7) },
+            NoRestart::NoProgress { step: None },
+            NoRestart::BudgetUsed { budget: 1 },
+            NoRestart::BudgetUsed { budget: 3 },
+        ];
+        insta::assert_snapshot!(reasons.map(|reason| reason.to_string()).join("\n"));
     }
 }

@@ -1,53 +1,59 @@
-//! Whether a batch job is queued again when it has ended. Pure.
+//! Whether a Slurm batch job is put back into the queue after its run has ended. Pure.
 use super::core::Outcome;
+use crate::report::count;
 
-/// A batch job that may be queued again.
+/// A batch job that may be requeued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Requeue {
-    /// Its id.
+    /// The id of the batch job.
     pub job: u64,
-    /// How often it was started again.
+    /// How often it was requeued so far.
     pub restarts: u32,
-    /// How often it may be.
+    /// How often it may be requeued (`slurm.requeues`).
     pub most: u32,
 }
 
-/// What becomes of the job.
+/// What to do with the batch job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Again {
-    /// To be queued again.
+pub(super) struct RequeueDecision {
+    /// The batch job to requeue; `None`: none.
     pub(super) job: Option<u64>,
-    /// What a person is told.
+    /// A notice for the user.
     pub(super) message: String,
 }
 
 impl Requeue {
-    /// `None`: it ended as jobs end, or somebody stopped it.
-    pub(super) fn judge(&self, outcome: &Outcome) -> Option<Again> {
+    /// `None`: the run completed, failed, or was stopped by a user.
+    pub(super) fn decide(&self, outcome: &Outcome) -> Option<RequeueDecision> {
         let why = match outcome {
-            Outcome { limit: true, .. } => "its time limit is near",
+            Outcome { time_limit: true, .. } => "the time limit is near",
             Outcome { host_lost: true, .. } => "a host was lost",
             _ => return None,
         };
         let Requeue { job, restarts, most } = *self;
-        let refused = if restarts >= most {
-            Some(format!("it was {restarts} times already, `slurm.requeues` allows {most}"))
-        } else if outcome.limit && !outcome.progress {
-            Some("it did no step in this run; ask for more time, or train less before each step".to_owned())
+        let objection = if restarts >= most {
+            let times = count(u64::from(restarts), "time", "times");
+            Some(format!("it was requeued {times} already, and `slurm.requeues` is {most}"))
+        } else if outcome.time_limit && !outcome.progress {
+            Some(
+                "this run completed no step; request a longer time limit, or reduce the work of a step"
+                    .to_owned(),
+            )
         } else {
             None
         };
-        Some(match refused {
-            Some(refused) => {
-                Again { job: None, message: format!("{why}, but job {job} isn't queued again: {refused}") }
-            }
-            None => {
-                let count = restarts + 1;
-                let message = format!(
-                    "{why}: job {job} is put back into the queue, for the {count}. of at most {most} times"
-                );
-                Again { job: Some(job), message }
-            }
+        Some(match objection {
+            Some(objection) => RequeueDecision {
+                job: None,
+                message: format!("{why}, but Slurm job {job} is not requeued: {objection}"),
+            },
+            None => RequeueDecision {
+                job: Some(job),
+                message: format!(
+                    "{why}: requeueing Slurm job {job} (requeue {} of at most {most})",
+                    restarts + 1
+                ),
+            },
         })
     }
 }
@@ -56,22 +62,27 @@ impl Requeue {
 mod tests {
     use super::*;
 
-    fn judged(restarts: u32, outcome: Outcome) -> Option<Option<u64>> {
-        Requeue { job: 7, restarts, most: 2 }.judge(&outcome).map(|again| again.job)
+    fn requeued(restarts: u32, outcome: Outcome) -> Option<Option<u64>> {
+        Requeue { job: 7, restarts, most: 2 }.decide(&outcome).map(|decision| decision.job)
     }
 
     #[test]
-    fn what_is_queued_again() {
-        let ended = |limit, host_lost, progress| Outcome { limit, host_lost, progress, ..Outcome::default() };
-        assert_eq!(judged(0, ended(false, false, true)), None, "done, failed or stopped");
-        assert_eq!(judged(0, ended(true, false, true)), Some(Some(7)));
+    fn jobs_are_requeued_at_the_time_limit_and_after_the_loss_of_a_host() {
+        let ended = |time_limit, host_lost, progress| Outcome {
+            time_limit,
+            host_lost,
+            progress,
+            ..Outcome::default()
+        };
+        assert_eq!(requeued(0, ended(false, false, true)), None, "completed, failed or stopped");
+        assert_eq!(requeued(0, ended(true, false, true)), Some(Some(7)));
         assert_eq!(
-            judged(1, ended(false, true, false)),
+            requeued(1, ended(false, true, false)),
             Some(Some(7)),
-            "a node's loss is not the job's fault"
+            "the job is not at fault for the loss of a host"
         );
-        assert_eq!(judged(0, ended(true, false, false)), Some(None), "it would never get further");
-        assert_eq!(judged(2, ended(true, false, true)), Some(None));
-        assert_eq!(judged(2, ended(false, true, true)), Some(None));
+        assert_eq!(requeued(0, ended(true, false, false)), Some(None), "it would never get further");
+        assert_eq!(requeued(2, ended(true, false, true)), Some(None));
+        assert_eq!(requeued(2, ended(false, true, true)), Some(None));
     }
 }

@@ -1,84 +1,85 @@
-//! The signals the controller answers to, and what each of them asks for.
-use super::core::{Input, Stop};
-use contract::job::{SignalAction, Signals as Meanings};
+//! The signals that the controller catches, and what each of them requests.
+use super::core::{Input, StopRequest};
+use contract::job::{SignalAction, Signals as SignalActions};
 use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};
 
 /// The caught signals.
-pub(super) struct Signals {
-    meanings: Meanings,
+pub(super) struct SignalReceiver {
+    actions: SignalActions,
     interrupt: SignalStream,
     terminate: SignalStream,
-    kill: SignalStream,
-    /// `None`: ignored by whoever started us (nohup), and so by us.
+    quit: SignalStream,
+    /// `None`: the parent process ignores it (`nohup`), and so does the controller.
     hangup: Option<SignalStream>,
     usr1: SignalStream,
     usr2: SignalStream,
     child: SignalStream,
-    /// SIGUSR1 says that the time limit is near.
-    limited: bool,
+    /// SIGUSR1 announces the time limit of the batch job.
+    has_time_limit: bool,
 }
 
-/// What a signal says.
-pub(super) enum Said {
-    Asked(Input),
-    /// Children have ended.
-    Children,
-    /// Nothing, by `run.signals`.
-    Nothing,
+/// What a received signal means.
+pub(super) enum SignalEvent {
+    /// A request to the core.
+    Request(Input),
+    /// Child processes have ended.
+    ChildrenEnded,
+    /// `run.signals` ignores it.
+    Ignored,
 }
 
-impl Signals {
-    /// `limited`: SIGUSR1 is the batch system's, before the time limit.
-    pub(super) fn catch(meanings: Meanings, limited: bool) -> io::Result<Self> {
-        Ok(Signals {
-            meanings,
+impl SignalReceiver {
+    /// Catches the signals. `has_time_limit`: SIGUSR1 comes from the batch system before the time limit.
+    pub(super) fn catch(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
+        Ok(SignalReceiver {
+            actions,
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
-            kill: signal(SignalKind::quit())?,
-            hangup: if ignored(libc::SIGHUP) { None } else { Some(signal(SignalKind::hangup())?) },
+            quit: signal(SignalKind::quit())?,
+            hangup: if is_ignored(libc::SIGHUP) { None } else { Some(signal(SignalKind::hangup())?) },
             usr1: signal(SignalKind::user_defined1())?,
             usr2: signal(SignalKind::user_defined2())?,
             child: signal(SignalKind::child())?,
-            limited,
+            has_time_limit,
         })
     }
 
-    /// The next one.
-    pub(super) async fn next(&mut self) -> Said {
+    /// Waits for the next signal.
+    pub(super) async fn next(&mut self) -> SignalEvent {
         let hangup = async {
             match &mut self.hangup {
                 Some(stream) => stream.recv().await,
                 None => std::future::pending().await,
             }
         };
-        let Meanings { usr1, usr2, term } = self.meanings;
+        let SignalActions { usr1, usr2, term } = self.actions;
         tokio::select! {
-            _ = self.interrupt.recv() => Said::Asked(Input::Stop(Stop::Interrupt)),
-            _ = self.terminate.recv() => said(term, Signal::SIGTERM),
-            _ = self.kill.recv() => Said::Asked(Input::Kill),
-            _ = hangup => Said::Asked(Input::Stop(Stop::Terminate)),
-            _ = self.usr1.recv() => match self.limited {
-                true => Said::Asked(Input::Stop(Stop::Limit)),
-                false => said(usr1, Signal::SIGUSR1),
+            _ = self.interrupt.recv() => SignalEvent::Request(Input::Stop(StopRequest::Interrupt)),
+            _ = self.terminate.recv() => signal_event(term, Signal::SIGTERM),
+            _ = self.quit.recv() => SignalEvent::Request(Input::Kill),
+            _ = hangup => SignalEvent::Request(Input::Stop(StopRequest::Terminate)),
+            _ = self.usr1.recv() => match self.has_time_limit {
+                true => SignalEvent::Request(Input::Stop(StopRequest::TimeLimit)),
+                false => signal_event(usr1, Signal::SIGUSR1),
             },
-            _ = self.usr2.recv() => said(usr2, Signal::SIGUSR2),
-            _ = self.child.recv() => Said::Children,
+            _ = self.usr2.recv() => signal_event(usr2, Signal::SIGUSR2),
+            _ = self.child.recv() => SignalEvent::ChildrenEnded,
         }
     }
 }
 
-fn said(action: SignalAction, signal: Signal) -> Said {
+fn signal_event(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
-        SignalAction::Save => Said::Asked(Input::Save(signal as i32)),
-        SignalAction::SaveAndStop => Said::Asked(Input::Stop(Stop::Terminate)),
-        SignalAction::Ignore => Said::Nothing,
+        SignalAction::Save => SignalEvent::Request(Input::Save(signal as i32)),
+        SignalAction::SaveAndStop => SignalEvent::Request(Input::Stop(StopRequest::Terminate)),
+        SignalAction::Ignore => SignalEvent::Ignored,
     }
 }
 
-fn ignored(signal: i32) -> bool {
-    // SAFETY: asks for the present action only; `action` is a valid place for it.
+fn is_ignored(signal: i32) -> bool {
+    // SAFETY: only queries the current action, and `action` is valid memory for the result.
     unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();
         libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN

@@ -1,10 +1,12 @@
-//! The rendezvous store of a job's programs: a server that speaks the wire protocol of torch's `TCPStore` (libuv
-//! backend, torch 2.4 and later), hosted by the controller so that no rank has to bind a port that others were told of.
+//! The rendezvous store: a server for torch's `TCPStore` protocol (libuv backend, torch 2.4 and later).
 //!
-//! `wire` reads and writes bytes, `core` decides, `server` does the I/O on a thread of its own.
+//! The controller or an agent serves it, so that no rank has to bind a port that others were already
+//! given. `wire` parses and encodes bytes, `core` holds the state, `server` does I/O on its own thread.
 mod core;
-pub(crate) mod hostile;
+mod error;
 mod server;
+pub(crate) mod untrusted;
 mod wire;
 
-pub(crate) use server::Server;
+pub(crate) use error::ClientError;
+pub(crate) use server::StoreServer;

@@ -1,9 +1,9 @@
-//! Losses as TensorBoard reads them: an event file of scalars in the run directory.
+//! [`EventFile`]: the metrics of a run as scalars in an event file of TensorBoard.
 //!
-//! A file is a sequence of records (TFRecord: length, masked CRC-32C of the length, data, masked CRC-32C of the data), each an `Event` message of
-//! tensorflow/core/util/event.proto in the encoding of Protocol Buffers. A start within the run (after a lost worker, say) says from which step on with a
-//! session mark, so that TensorBoard drops what was written of the steps that are taken again.
-use super::journal::Timed;
+//! The file is a sequence of TFRecords: length, masked CRC-32C of the length, data, masked CRC-32C of the
+//! data. Each record is an `Event` message of tensorflow/core/util/event.proto in Protocol Buffers
+//! encoding. Each attempt writes a session mark with its first step, so that TensorBoard drops the
+//! points of steps that are repeated.
 use contract::event::Event;
 use std::{
     fs::{self, File},
@@ -11,7 +11,7 @@ use std::{
     path::Path,
 };
 
-/// What TensorBoard knows as the version whose session marks it heeds.
+/// The version of event files from which on TensorBoard applies session marks.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// An open event file.
@@ -21,10 +21,10 @@ pub(super) struct EventFile {
 }
 
 impl EventFile {
-    /// Begins a new file in `directory`; `time`: seconds since 1970.
+    /// Creates a file in `directory`; `time` is in seconds since 1970.
     pub(super) fn create(directory: &Path, run: &str, time: f64) -> io::Result<Self> {
         fs::create_dir_all(directory)?;
-        // files are read in the order of their names
+        // TensorBoard reads files in the order of their names.
         let name = format!("events.out.tfevents.{:010}.{run}", time as u64);
         let out = File::options().append(true).create(true).open(directory.join(name))?;
         let mut file = EventFile { out };
@@ -32,15 +32,15 @@ impl EventFile {
         Ok(file)
     }
 
-    /// Appends what an event has for TensorBoard.
-    pub(super) fn event(&mut self, timed: &Timed) -> io::Result<()> {
+    /// Appends the scalars of an event, if it has any; `time` is in seconds since 1970.
+    pub(super) fn append(&mut self, event: &Event, time: f64) -> io::Result<()> {
         let scalars = |step: u64, values: &[(&str, f64)]| {
             let values: Vec<u8> = values.iter().flat_map(|(tag, v)| bytes(1, &scalar(tag, *v))).collect();
-            message(timed.time, step, &bytes(5, &values))
+            message(time, step, &bytes(5, &values))
         };
-        let record = match *timed.event {
-            // the session starts after the step that it goes on from
-            Event::Ready { step, .. } => message(timed.time, step + 1, &bytes(7, &varint_field(1, 1))),
+        let record = match *event {
+            // The session begins with the step after the one it resumes from.
+            Event::Ready { step, .. } => message(time, step + 1, &bytes(7, &varint_field(1, 1))),
             Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } => scalars(
                 step,
                 &[
@@ -59,7 +59,7 @@ impl EventFile {
         self.record(&record)
     }
 
-    /// One write, so that a crash leaves whole records and at most one that is cut, which readers skip.
+    /// Writes a record at once. After a crash at most the last record is truncated, and readers skip it.
     fn record(&mut self, data: &[u8]) -> io::Result<()> {
         let length = (data.len() as u64).to_le_bytes();
         let record =
@@ -68,16 +68,16 @@ impl EventFile {
     }
 }
 
-/// `Event`: wall_time = 1, step = 2, and one of its kinds.
-fn message(time: f64, step: u64, kind: &[u8]) -> Vec<u8> {
+/// An `Event` message: wall_time = 1, step = 2, and the encoded payload.
+fn message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
     let mut out = vec![1 << 3 | 1];
     out.extend(time.to_le_bytes());
     out.extend(varint_field(2, step));
-    out.extend(kind);
+    out.extend(payload);
     out
 }
 
-/// `Summary.Value`: tag = 1, simple_value = 2.
+/// A `Summary.Value` message: tag = 1, simple_value = 2.
 fn scalar(tag: &str, value: f64) -> Vec<u8> {
     let mut out = text(1, tag);
     out.push(2 << 3 | 5);
@@ -112,12 +112,12 @@ fn varint(mut value: u64) -> Vec<u8> {
     out
 }
 
-/// The checksum of TFRecord files: CRC-32C, turned and shifted.
+/// The checksum of TFRecords: CRC-32C, rotated and offset.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// CRC-32C (Castagnoli), a bit at a time: records are short and few.
+/// CRC-32C (Castagnoli), computed bit by bit because records are short and few.
 fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |c, _| if c & 1 == 1 { c >> 1 ^ 0x82f6_3b78 } else { c >> 1 })
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksums_are_those_of_the_standard() {
+    fn checksums_match_the_standard() {
         // RFC 3720, B.4
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
         assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
@@ -137,21 +137,17 @@ mod tests {
     }
 
     #[test]
-    fn varints() {
+    fn varints_have_seven_bits_per_byte() {
         assert_eq!(varint(0), [0]);
         assert_eq!(varint(300), [0xac, 2]);
         assert_eq!(varint(u64::MAX).len(), 10);
     }
 
     #[test]
-    fn records_are_framed() {
+    fn records_have_length_and_checksums() {
         let dir = tempfile::tempdir().unwrap();
         let mut file = EventFile::create(&dir.path().join("tb"), "r", 7.5).unwrap();
-        file.event(&Timed {
-            event: &Event::Eval { step: 3, loss: 0.5, perplexity: 2.0, tokens: 1 },
-            time: 8.0,
-        })
-        .unwrap();
+        file.append(&Event::Eval { step: 3, loss: 0.5, perplexity: 2.0, tokens: 1 }, 8.0).unwrap();
         let path = dir.path().join("tb/events.out.tfevents.0000000007.r");
         let data = fs::read(path).unwrap();
         let first = u64::from_le_bytes(data[..8].try_into().unwrap()) as usize;
@@ -159,7 +155,7 @@ mod tests {
         let second = &data[16 + first..];
         let length = u64::from_le_bytes(second[..8].try_into().unwrap()) as usize;
         assert_eq!(second.len(), length + 16);
-        let wanted = [&b"\n\teval/loss\x15"[..], &0.5f32.to_le_bytes()].concat();
-        assert!(second.windows(wanted.len()).any(|w| w == wanted));
+        let scalar = [&b"\n\teval/loss\x15"[..], &0.5f32.to_le_bytes()].concat();
+        assert!(second.windows(scalar.len()).any(|w| w == scalar));
     }
 }

@@ -1,19 +1,21 @@
-//! What the control groups of this process allow (version 2, and version 1's cpu and memory controllers).
+//! [`limits`]: the limits of the control groups of this process (version 2, and the controllers cpu
+//! and memory of version 1).
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// Limits, where there are any.
+/// Limits of control groups.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Limits {
-    /// CPUs' worth of time.
+    /// CPU time, in CPUs; `None`: no limit.
     pub(super) cpus: Option<f64>,
-    /// Bytes.
+    /// Memory, in bytes; `None`: no limit.
     pub(super) memory: Option<u64>,
 }
 
-/// The tightest limits of this process's groups and their parents; none where nothing can be read.
+/// The tightest limits of this process's groups and their parents; no limits where nothing can be
+/// read.
 pub(super) fn limits(root: &Path) -> Limits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut limits = Limits::default();
@@ -27,7 +29,7 @@ pub(super) fn limits(root: &Path) -> Limits {
                 limits.tighten(quota_v2(&directory), number(&directory.join("memory.max")));
             }
         } else if has("cpu") {
-            // Inside a container the group's own path may not be visible: the mount's root is the group then.
+            // Inside a container the path of the group may be invisible; the root of the mount is the group.
             for directory in group_and_parents(&mount.join("cpu"), group) {
                 limits.tighten(quota_v1(&directory), None);
             }
@@ -40,7 +42,8 @@ pub(super) fn limits(root: &Path) -> Limits {
     limits
 }
 
-/// How many processes of this process's group the kernel has killed for want of memory; `None`: it can't be read.
+/// How many processes of this process's group the kernel has killed for lack of memory; `None` where
+/// the count cannot be read.
 pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -54,7 +57,7 @@ pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
             }
             _ => return None,
         };
-        // Inside a container the group's own path may not be visible: the nearest that is.
+        // Inside a container the path of the group may be invisible; the nearest visible parent counts.
         group_and_parents(&mount, group).iter().find_map(|directory| {
             let text = fs::read_to_string(directory.join(file)).ok()?;
             text.lines().find_map(|l| l.strip_prefix("oom_kill ")).and_then(|n| n.trim().parse().ok())
@@ -66,22 +69,22 @@ pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
 impl Limits {
     fn tighten(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
-        // Version 1 says "no limit" with a number near 2^63.
+        // Version 1 writes "no limit" as a number near 2^63.
         let memory = memory.filter(|&m| m < 1 << 60);
         self.memory = [self.memory, memory].into_iter().flatten().min();
     }
 }
 
-/// The directories of a group, from itself up to the mount.
+/// The directory of a group and those of its parents, up to the mount.
 fn group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     let relative = Path::new(group.trim_start_matches('/'));
-    // `..` appears when the group lies outside this process's namespace.
-    let safe = relative.components().all(|c| matches!(c, std::path::Component::Normal(_)));
-    let whole = if safe { mount.join(relative) } else { mount.to_owned() };
-    whole.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
+    // `..` appears when the group is outside of the namespace of this process.
+    let is_inside = relative.components().all(|c| matches!(c, std::path::Component::Normal(_)));
+    let directory = if is_inside { mount.join(relative) } else { mount.to_owned() };
+    directory.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
 }
 
-/// `cpu.max`: "quota period" or "max period", microseconds.
+/// Parses `cpu.max`: "QUOTA PERIOD" or "max PERIOD", in microseconds.
 fn quota_v2(directory: &Path) -> Option<f64> {
     let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
@@ -98,7 +101,7 @@ fn share(quota: f64, period: f64) -> Option<f64> {
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }
 
-/// The number in a file; `None` when there is none (`max`, `-1`).
+/// The number in a file; `None` for `max`, `-1` and unreadable files.
 fn number(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
@@ -118,12 +121,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_readable_is_no_limit() {
+    fn unreadable_files_are_no_limit() {
         assert_eq!(limits(tree(&[]).path()), Limits::default());
     }
 
     #[test]
-    fn kills_are_counted_by_both_versions() {
+    fn oom_kills_are_counted_in_both_versions() {
         let v2 = tree(&[
             ("proc/self/cgroup", "0::/a/b\n"),
             ("sys/fs/cgroup/a/b/memory.events", "low 0\noom 4\noom_kill 3\noom_group_kill 0\n"),
@@ -138,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn version_1() {
+    fn limits_of_version_1_are_read() {
         let root = tree(&[
             ("proc/self/cgroup", "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n1:name=systemd:/\n"),
             ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "150000"),
@@ -150,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_outside_the_namespace_means_the_mount() {
+    fn a_path_outside_of_the_namespace_is_the_mount() {
         let root = tree(&[
             ("proc/self/cgroup", "0::/../../other\n"),
             ("sys/fs/cgroup/cpu.max", "50000 100000"),

@@ -1,155 +1,178 @@
-//! The hosts of a job: what `cluster.hosts` names, less what the filters leave out.
+//! [`hosts`]: the hosts that `cluster.hosts` names, after the filters `include` and `exclude`.
 use contract::{
-    hosts::{Host, MAX_HOSTFILE, MAX_HOSTS, Slots, filter, parse_hostfile, parse_hosts},
+    hosts::{
+        HostAddress, HostSlots, HostfileEntry, HostfileError, MAX_HOSTFILE, MAX_HOSTS, filter_hosts,
+        parse_hostfile, parse_hosts,
+    },
     job::{ClusterSpec, Hosts},
-    preflight::Finding,
 };
+use diagnostic::{Diagnostic, codes::job as codes};
 use std::{fs::File, io::Read, path::Path};
 
-/// A host of the job and the slots that it gives.
+/// A host of the job and its slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ClusterHost {
-    pub(crate) host: Host,
-    pub(crate) slots: Slots,
+    /// The host, as an SSH client reaches it.
+    pub(crate) host: HostAddress,
+    /// The slots that the hostfile declares and the filters select.
+    pub(crate) slots: HostSlots,
 }
 
-/// Most mistakes of a hostfile that are told.
-const MOST_TOLD: usize = 5;
+/// Most mistakes of a hostfile that are reported.
+const MAX_REPORTED: usize = 5;
 
-/// The hosts in their order; `None`: none are named (this machine alone, or Slurm's). Relative paths are relative to `base`.
-pub(crate) fn hosts(cluster: &ClusterSpec, base: &Path) -> Result<Option<Vec<ClusterHost>>, Vec<Finding>> {
-    let listed = match &cluster.hosts {
+/// The hosts in their order; `None`: the job names none and uses this machine or a Slurm allocation.
+/// Relative paths start at `base`.
+pub(crate) fn hosts(cluster: &ClusterSpec, base: &Path) -> Result<Option<Vec<ClusterHost>>, Vec<Diagnostic>> {
+    let named = match &cluster.hosts {
         Hosts::Auto | Hosts::Local | Hosts::Slurm
             if cluster.include.is_empty() && cluster.exclude.is_empty() =>
         {
             return Ok(None);
         }
         Hosts::Auto | Hosts::Local | Hosts::Slurm => {
-            let path = if cluster.include.is_empty() { "cluster.exclude" } else { "cluster.include" };
-            let message = format!("`{path}` filters hosts that `cluster.hosts` names, and it names none");
-            return Err(vec![finding(path, message, "remove it, or name the hosts")]);
+            let key = if cluster.include.is_empty() { "cluster.exclude" } else { "cluster.include" };
+            let message = format!("`{key}` filters the hosts of `cluster.hosts`, which names none");
+            return Err(vec![
+                Diagnostic::error(codes::JOB_HOST_FILTER_INVALID, message)
+                    .with_subject(key)
+                    .with_help("remove the filter, or name the hosts"),
+            ]);
         }
-        Hosts::List(texts) => list(texts)?,
+        Hosts::List(texts) => parse_list(texts)?,
         Hosts::File(file) => {
             let file = base.join(file);
-            parse(&file, &read(&file)?)?
+            let text = read_hostfile(&file)
+                .map_err(|error| vec![error.with_help("the path is relative to `run.workdir`")])?;
+            parse_entries(&file, &text)?
         }
     };
-    filtered(cluster, &listed).map(Some)
+    apply_filters(cluster, &named).map(Some)
 }
 
-/// The hosts of this text of a hostfile, less what the job's filters leave out.
-pub(crate) fn of_hostfile(
+/// The hosts in the text of a hostfile, after the filters of the job. `file` is for messages.
+pub(crate) fn hosts_from_text(
     cluster: &ClusterSpec,
     file: &Path,
     text: &str,
-) -> Result<Vec<ClusterHost>, Vec<Finding>> {
-    filtered(cluster, &parse(file, text)?)
+) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
+    apply_filters(cluster, &parse_entries(file, text)?)
 }
 
-fn filtered(cluster: &ClusterSpec, listed: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Finding>> {
-    let names: Vec<(String, Slots)> = listed.iter().map(|h| (h.host.name(), h.slots.clone())).collect();
-    let left = filter(&names, &cluster.include, &cluster.exclude).map_err(|fault| {
-        let path = if fault.exclude { "cluster.exclude" } else { "cluster.include" };
-        let place = fault.item.map_or_else(|| path.to_owned(), |item| format!("{path}[{item}]"));
-        vec![finding(&place, format!("`{path}` {}", fault.message), "hosts are named as in `cluster.hosts`")]
+fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
+    let names: Vec<(String, HostSlots)> = named.iter().map(|h| (h.host.name(), h.slots.clone())).collect();
+    let selected = filter_hosts(&names, &cluster.include, &cluster.exclude).map_err(|error| {
+        let key = if error.exclude { "cluster.exclude" } else { "cluster.include" };
+        let item = error.item.map_or_else(|| key.to_owned(), |item| format!("{key}[{item}]"));
+        let diagnostic = Diagnostic::error(error.code(), format!("`{key}` {error}"));
+        vec![diagnostic.with_subject(item).with_help("name hosts as in `cluster.hosts`")]
     })?;
-    let keep = |(index, slots): (usize, Slots)| {
-        listed.get(index).map(|h| ClusterHost { host: h.host.clone(), slots })
+    let host = |(index, slots): (usize, HostSlots)| {
+        named.get(index).map(|h| ClusterHost { host: h.host.clone(), slots })
     };
-    Ok(left.into_iter().filter_map(keep).collect())
+    Ok(selected.into_iter().filter_map(host).collect())
 }
 
-fn list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Finding>> {
+/// Parses the items of `cluster.hosts`.
+fn parse_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let mut hosts = Vec::new();
     for (item, text) in texts.iter().enumerate() {
-        let fault =
-            |message| vec![finding(&format!("cluster.hosts[{item}]"), message, "see docs/job.md, Hosts")];
-        let parsed = parse_hosts(text).map_err(|f| fault(format!("`{text}` {}", f.message)))?;
+        let invalid = |code, message: String| {
+            let diagnostic = Diagnostic::error(code, message).with_subject(format!("cluster.hosts[{item}]"));
+            vec![diagnostic.with_help("docs/job.md describes the notation under Hosts")]
+        };
+        let parsed = parse_hosts(text).map_err(|error| invalid(error.code(), format!("`{text}` {error}")))?;
         if hosts.len() + parsed.len() > MAX_HOSTS {
-            return Err(fault(format!("more than {MAX_HOSTS} hosts")));
+            let message = format!("the job names more than {MAX_HOSTS} hosts");
+            return Err(invalid(codes::JOB_VALUE_OUT_OF_RANGE, message));
         }
-        hosts.extend(parsed.into_iter().map(|host| ClusterHost { host, slots: Slots::Auto }));
+        hosts.extend(parsed.into_iter().map(|host| ClusterHost { host, slots: HostSlots::Auto }));
     }
     Ok(hosts)
 }
 
-fn read(file: &Path) -> Result<String, Vec<Finding>> {
-    let fault = |message: String, hint: &str| finding("cluster.hosts", message, hint);
-    let shown = file.display();
+/// The text of a hostfile.
+pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
+    let path = file.display().to_string();
+    let unreadable = |message: String| {
+        let diagnostic = Diagnostic::error(codes::HOSTFILE_UNREADABLE, message);
+        diagnostic.with_subject("cluster.hosts").with_field("file", path.as_str())
+    };
     let mut text = String::new();
     let read = File::open(file).and_then(|f| f.take(MAX_HOSTFILE as u64 + 1).read_to_string(&mut text));
-    if let Err(error) = read {
-        let message = format!("the hostfile {shown} can't be read: {error}");
-        return Err(vec![fault(message, "its path is relative to `run.workdir`")]);
-    }
+    read.map_err(|error| unreadable(format!("cannot read the hostfile {path}")).with_cause(&error))?;
     if text.len() > MAX_HOSTFILE {
-        return Err(vec![fault(format!("the hostfile {shown} is larger than 4 MiB"), "is it a hostfile?")]);
+        return Err(unreadable(format!("the hostfile {path} is larger than 4 MiB")));
     }
     Ok(text)
 }
 
-fn parse(file: &Path, text: &str) -> Result<Vec<ClusterHost>, Vec<Finding>> {
-    let hosts = parse_hostfile(text).map_err(|faults| {
-        let one = |f: contract::hosts::LineFault| {
-            let message = format!("the hostfile {}:{}:{}: {}", file.display(), f.line, f.column, f.message);
-            finding("cluster.hosts", message, "a line is `host slots=N`, as DeepSpeed and Open MPI have it")
+/// Parses a hostfile; the error lists the first mistakes.
+pub(crate) fn parse_entries(file: &Path, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
+    let entries = parse_hostfile(text).map_err(|errors| {
+        let diagnostic = |error: HostfileError| {
+            let (path, line, column) = (file.display(), error.line, error.column);
+            Diagnostic::error(error.code(), format!("the hostfile {path}:{line}:{column}: {error}"))
+                .with_subject("cluster.hosts")
+                .with_field("file", path.to_string())
+                .with_field("line", line)
+                .with_field("column", column)
+                .with_help("a line is `host slots=N`, as in DeepSpeed and Open MPI")
         };
-        faults.into_iter().take(MOST_TOLD).map(one).collect::<Vec<_>>()
+        errors.into_iter().take(MAX_REPORTED).map(diagnostic).collect::<Vec<_>>()
     })?;
-    let host = |h: contract::hosts::FileHost| ClusterHost {
-        host: h.host,
-        slots: h.slots.map_or(Slots::Auto, Slots::Count),
+    let host = |entry: HostfileEntry| ClusterHost {
+        host: entry.host,
+        slots: entry.slots.map_or(HostSlots::Auto, HostSlots::Count),
     };
-    Ok(hosts.into_iter().map(host).collect())
-}
-
-fn finding(path: &str, message: String, hint: &str) -> Finding {
-    Finding { path: path.to_owned(), message, hint: Some(hint.to_owned()) }
+    Ok(entries.into_iter().map(host).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn found(text: &str, base: &Path) -> Result<String, Vec<Finding>> {
+    /// The hosts of a job with this `cluster` section, as text.
+    fn hosts_of(cluster: &str, base: &Path) -> Result<String, Vec<Diagnostic>> {
         let source = contract::Source::Text {
             name: "job.yaml".into(),
-            text: format!("run: {{command: [a]}}\ncluster: {text}"),
+            text: format!("run: {{command: [a]}}\ncluster: {cluster}"),
         };
         let (job, ..) = contract::load(source, &[]).expect("a job");
         let hosts = hosts(&job.cluster, base)?;
-        let one = |h: &ClusterHost| format!("{}={:?}", h.host, h.slots);
-        Ok(hosts.map_or("local".to_owned(), |hosts| hosts.iter().map(one).collect::<Vec<_>>().join(" ")))
+        let text = |h: &ClusterHost| format!("{}={:?}", h.host, h.slots);
+        Ok(hosts.map_or("local".to_owned(), |hosts| hosts.iter().map(text).collect::<Vec<_>>().join(" ")))
     }
 
     #[test]
-    fn hosts_of_a_job() {
+    fn hosts_come_from_lists_and_hostfiles() {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("hosts"), "a slots=2\nb slots=1 # one\n").expect("a file");
-        for (text, expected) in [
+        for (cluster, expected) in [
             ("{}", "local"),
             ("{hosts: [x, 'me@n[1-2]:22']}", "x=Auto me@n1:22=Auto me@n2:22=Auto"),
             ("{hosts: {file: hosts}}", "a=Count(2) b=Count(1)"),
-            ("{hosts: {file: hosts}, include: 'a:1'}", "a=These([1])"),
+            ("{hosts: {file: hosts}, include: 'a:1'}", "a=Selected([1])"),
             ("{hosts: [x, y], exclude: [x]}", "y=Auto"),
         ] {
-            assert_eq!(found(text, dir.path()).as_deref(), Ok(expected), "{text}");
+            assert_eq!(hosts_of(cluster, dir.path()).as_deref(), Ok(expected), "{cluster}");
         }
     }
 
     #[test]
-    fn mistakes_say_where() {
+    fn mistakes_name_their_key() {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("bad"), "a slots=2\na slots=1\nb x\n").expect("a file");
-        for (text, path, part) in [
-            ("{hosts: {file: none}}", "cluster.hosts", "none can't be read"),
-            ("{hosts: {file: bad}}", "cluster.hosts", "bad:2:1: a is there already, on line 1"),
-            ("{hosts: [a], include: [b]}", "cluster.include[0]", "`b`"),
-            ("{include: [b]}", "cluster.include", "it names none"),
+        for (cluster, key, code) in [
+            ("{hosts: {file: none}}", "cluster.hosts", codes::HOSTFILE_UNREADABLE),
+            ("{hosts: {file: bad}}", "cluster.hosts", codes::HOSTFILE_INVALID),
+            ("{hosts: [a], include: [b]}", "cluster.include[0]", codes::JOB_HOST_FILTER_INVALID),
+            ("{include: [b]}", "cluster.include", codes::JOB_HOST_FILTER_INVALID),
         ] {
-            let findings = found(text, dir.path()).expect_err(text);
-            assert!(findings[0].path == path && findings[0].message.contains(part), "{findings:?}");
+            let errors = hosts_of(cluster, dir.path()).expect_err(cluster);
+            assert_eq!((errors[0].subject(), errors[0].code()), (Some(key), code), "{cluster}");
         }
+        let errors = hosts_of("{hosts: {file: bad}}", dir.path()).expect_err("two mistakes");
+        assert_eq!((errors[0].field("line"), errors[0].field("column")), (Some(&2.into()), Some(&1.into())));
     }
 }

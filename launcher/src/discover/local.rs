@@ -1,30 +1,30 @@
-//! Facts of this machine.
-use super::{Facts, cgroup, gpus, topology};
-use contract::{control::Address, env};
+//! [`inventory`]: the inventory of this machine, read from /proc, /sys and /dev.
+use super::{Inventory, cgroup, gpus, topology};
+use contract::{control::InterfaceAddress, env};
 use std::{fs, io, net::IpAddr, path::Path};
 
-/// Most CPUs a machine may report.
-const MOST_CPUS: u32 = 65_536;
-/// Most addresses of a machine that are told.
-const MOST_ADDRESSES: usize = 256;
+/// Largest CPU number of a machine.
+const MAX_CPUS: u32 = 65_536;
+/// Most addresses that an inventory has.
+const MAX_ADDRESSES: usize = 256;
 
-/// Finds out about this machine; an error says what couldn't be read.
-pub fn facts() -> io::Result<Facts> {
+/// The inventory of this machine; the error names the file that cannot be read.
+pub fn inventory() -> io::Result<Inventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
-    let found = facts_below(Path::new("/"))?;
-    let gpus = gpus::pretended(std::env::var(env::LAUNCH_GPUS).ok().as_deref()).unwrap_or(found.gpus);
-    Ok(Facts { chosen: chosen(), addresses: addresses(), shm, gpus, ..found })
+    let found = inventory_below(Path::new("/"))?;
+    let gpus = gpus::simulated(std::env::var(env::LAUNCH_GPUS).ok().as_deref()).unwrap_or(found.gpus);
+    Ok(Inventory { inherited_env: inherited_env(), addresses: addresses(), shm, gpus, ..found })
 }
 
-/// The same below another root directory.
-fn facts_below(root: &Path) -> io::Result<Facts> {
+/// The inventory as the files below `root` describe it.
+fn inventory_below(root: &Path) -> io::Result<Inventory> {
     let host = read(root, "proc/sys/kernel/hostname")?.trim().to_owned();
     let status = read(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
-    let cpus = cpu_list(list.trim()).ok_or_else(|| {
+    let cpus = parse_cpu_list(list.trim()).ok_or_else(|| {
         io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("/proc/self/status lists no CPUs (`{}`)", list.trim()),
+            format!("/proc/self/status lists no CPUs: `{}`", list.trim()),
         )
     })?;
     let limits = cgroup::limits(root);
@@ -33,20 +33,20 @@ fn facts_below(root: &Path) -> io::Result<Facts> {
         Some(limit) if installed == 0 || limit < installed => limit,
         _ => installed,
     };
-    let (topology, gpus) = (topology::read(root, &cpus), gpus::find(root));
-    Ok(Facts { host, cpus, quota: limits.cpus, memory, topology, gpus, ..Facts::default() })
+    let (topology, gpus) = (topology::read(root, &cpus), gpus::detect(root));
+    Ok(Inventory { host, cpus, quota: limits.cpus, memory, topology, gpus, ..Inventory::default() })
 }
 
-fn chosen() -> Vec<(String, String)> {
+fn inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let choices = env::USERS_CHOICE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?)));
-    // An empty list of devices means something: none.
+    let choices = env::USER_OVERRIDABLE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?)));
+    // An empty list of devices hides all GPUs, so it is kept.
     let devices = env::VISIBLE_DEVICES.iter();
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
-/// Addresses of the interfaces that are up, in the kernel's order.
-fn addresses() -> Vec<Address> {
+/// The addresses of the interfaces that are up, in the kernel's order.
+fn addresses() -> Vec<InterfaceAddress> {
     use nix::net::if_::InterfaceFlags;
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let up = interfaces.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP));
@@ -57,22 +57,22 @@ fn addresses() -> Vec<Address> {
             (_, Some(v6)) => IpAddr::V6(v6.ip()),
             _ => return None,
         };
-        Some(Address { interface: i.interface_name, address: ip })
+        Some(InterfaceAddress { interface: i.interface_name, address: ip })
     };
-    up.filter_map(address).take(MOST_ADDRESSES).collect()
+    up.filter_map(address).take(MAX_ADDRESSES).collect()
 }
 
 fn read(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
 }
 
-/// `0-3,8,10-11` → the CPUs, ascending; `None` when there are none or it can't be read.
-pub(super) fn cpu_list(text: &str) -> Option<Vec<u32>> {
+/// `0-3,8,10-11` → the CPU numbers, ascending; `None` for an empty or malformed list.
+pub(super) fn parse_cpu_list(text: &str) -> Option<Vec<u32>> {
     let mut cpus = Vec::new();
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last) = (first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?);
-        if first > last || last >= MOST_CPUS {
+        if first > last || last >= MAX_CPUS {
             return None;
         }
         cpus.extend(first..=last);
@@ -82,7 +82,7 @@ pub(super) fn cpu_list(text: &str) -> Option<Vec<u32>> {
     (!cpus.is_empty()).then_some(cpus)
 }
 
-/// Bytes of `MemTotal`.
+/// `MemTotal` in bytes.
 fn total_memory(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
@@ -91,27 +91,27 @@ fn total_memory(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::machine::{Gpu, Maker, Topology};
+    use contract::machine::{Gpu, GpuVendor, Topology};
 
     #[test]
-    fn lists_of_cpus() {
-        assert_eq!(cpu_list("0-1"), Some(vec![0, 1]));
-        assert_eq!(cpu_list("8,0-2,10-11"), Some(vec![0, 1, 2, 8, 10, 11]));
+    fn lists_of_cpus_are_parsed() {
+        assert_eq!(parse_cpu_list("0-1"), Some(vec![0, 1]));
+        assert_eq!(parse_cpu_list("8,0-2,10-11"), Some(vec![0, 1, 2, 8, 10, 11]));
         for bad in ["", "a", "3-1", "0-99999999", "0,,1"] {
-            assert_eq!(cpu_list(bad), None, "{bad:?}");
+            assert_eq!(parse_cpu_list(bad), None, "{bad:?}");
         }
     }
 
     #[test]
-    fn this_machine() {
-        let facts = facts().expect("facts");
-        assert!(!facts.host.is_empty() && !facts.cpus.is_empty() && facts.memory > 0);
-        assert!((1..=facts.cpus.len() as u32).contains(&facts.cores()));
-        assert!(facts.addresses.iter().any(|a| a.address.is_loopback()), "{:?}", facts.addresses);
+    fn this_machine_has_an_inventory() {
+        let inventory = inventory().expect("an inventory");
+        assert!(!inventory.host.is_empty() && !inventory.cpus.is_empty() && inventory.memory > 0);
+        assert!((1..=inventory.cpus.len() as u32).contains(&inventory.cores()));
+        assert!(inventory.addresses.iter().any(|a| a.address.is_loopback()), "{:?}", inventory.addresses);
     }
 
     #[test]
-    fn limits_of_a_container() {
+    fn limits_of_a_container_are_found() {
         let root = tempfile::tempdir().expect("directory");
         let write = |path: &str, text: &str| {
             let path = root.path().join(path);
@@ -128,17 +128,17 @@ mod tests {
         for file in ["nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia"] {
             write(&format!("dev/{file}"), "");
         }
-        let facts = facts_below(root.path()).expect("facts");
-        let expected = Facts {
+        let inventory = inventory_below(root.path()).expect("an inventory");
+        let expected = Inventory {
             host: "node-7".into(),
             cpus: vec![2, 3, 4, 5],
             quota: Some(2.5),
             memory: 512_000,
             topology: Topology::flat(&[2, 3, 4, 5]),
-            gpus: vec![Gpu { maker: Maker::Nvidia, bus: None, uuid: None, node: None }; 2],
-            ..Facts::default()
+            gpus: vec![Gpu { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; 2],
+            ..Inventory::default()
         };
-        assert_eq!(facts, expected);
-        assert_eq!(facts.cores(), 2);
+        assert_eq!(inventory, expected);
+        assert_eq!(inventory.cores(), 2);
     }
 }

@@ -1,69 +1,74 @@
-//! The allocation that Slurm gave us, from the environment it set. No I/O: the environment is an argument.
+//! [`read_allocation`]: the Slurm allocation that the environment describes.
 //!
-//! Facts, as Slurm 22.05 to 24.11 set them: inside a batch script and `salloc` the variables are the job's; inside a step
-//! (`srun`) `SLURM_STEP_*` are the step's and `SLURM_NTASKS` and friends are the step's too. `SLURM_TASKS_PER_NODE` is
-//! set even where nobody asked for tasks (with `--exclusive` it is the number of CPUs), so it counts only where
-//! `SLURM_NTASKS` says that somebody did. A heterogeneous job has the same names again with `_HET_GROUP_n`, each group is
-//! a job of its own, and the plain names are those of the first group.
+//! Pure: the environment is an argument. Slurm 22.05 to 24.11 set these variables:
+//!
+//! - In a batch script and in `salloc` they describe the job. In a step (`srun`), `SLURM_STEP_*`,
+//!   `SLURM_NTASKS` and similar variables describe the step.
+//! - `SLURM_TASKS_PER_NODE` is set even if the user requested no tasks; with `--exclusive` it is the
+//!   number of CPUs. It counts only if `SLURM_NTASKS` shows that tasks were requested.
+//! - A heterogeneous job has all names once more with the suffix `_HET_GROUP_n`. Each group is a job,
+//!   and the names without the suffix describe the first group.
 use contract::hosts;
+use diagnostic::{Diagnostic, codes::host as codes};
 use std::collections::BTreeSet;
 
 /// Most nodes of an allocation.
-pub const MOST_NODES: usize = hosts::MAX_HOSTS;
-/// Longest list that is read, bytes.
-const LONGEST_LIST: usize = 1 << 20;
+pub const MAX_NODES: usize = hosts::MAX_HOSTS;
+/// Longest node list that is read, bytes.
+const MAX_LIST_BYTES: usize = 1 << 20;
 /// Longest name of a node, bytes.
-const LONGEST_NAME: usize = 255;
+const MAX_NAME_BYTES: usize = 255;
 /// Most groups of a heterogeneous job.
-const MOST_GROUPS: u32 = 128;
+const MAX_GROUPS: u32 = 128;
 
-/// What Slurm gave us.
+/// The nodes that Slurm has allocated to this job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// Job id: of an array's task its own, of a heterogeneous job the first group's.
+    /// The job id. A task of an array has its own; a heterogeneous job has that of its first group.
     pub job: u64,
-    /// `(array's job id, this task's index)`.
+    /// The job id of the array and the index of this task.
     pub array: Option<(u64, u64)>,
-    /// How often Slurm has started this job again.
+    /// How often Slurm has requeued this job.
     pub restarts: u32,
-    /// One, or each group of a heterogeneous job.
-    pub groups: Vec<Group>,
+    /// One group, or each group of a heterogeneous job.
+    pub groups: Vec<NodeGroup>,
 }
 
-/// Nodes that were asked for together.
+/// Nodes that were requested together.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
-    /// Its number in a heterogeneous job.
+pub struct NodeGroup {
+    /// The number of the group in a heterogeneous job.
     pub het: Option<u32>,
-    /// At least one, in Slurm's order.
-    pub nodes: Vec<Node>,
+    /// The nodes in Slurm's order; at least one.
+    pub nodes: Vec<SlurmNode>,
 }
 
-/// A node of the allocation, or our part of it.
+/// A node of the allocation, or the part of it that belongs to the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Node {
+pub struct SlurmNode {
+    /// The name of the node.
     pub name: String,
-    /// Tasks that were asked for; `None`: nobody said.
+    /// The number of tasks that were requested; `None`: none were requested.
     pub tasks: Option<u32>,
-    /// CPUs that are ours; 0: unknown.
+    /// The number of CPUs of the job on this node; 0: unknown.
     pub cpus: u32,
-    /// GPUs that are ours, as far as Slurm says before a step runs.
+    /// The number of GPUs of the job on this node, where Slurm states it before a step runs.
     pub gpus: Option<u32>,
-    /// They were asked for by task (`--gpus-per-task`): a step of one task on each node gets those of one task, unless
-    /// it asks for all of them.
-    pub by_task: bool,
+    /// Whether GPUs were requested per task (`--gpus-per-task`). A step with one task on each node
+    /// then gets the GPUs of one task, unless it requests all of them.
+    pub gpus_by_task: bool,
 }
 
 impl Allocation {
     /// All nodes in order.
-    pub fn nodes(&self) -> impl Iterator<Item = &Node> {
+    pub fn nodes(&self) -> impl Iterator<Item = &SlurmNode> {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 }
 
-impl Node {
-    /// Workers that `workers_per_host: auto` means here: its GPUs for jobs that use them, else the tasks that were
-    /// asked for, else 1. `None`: as many as the GPUs that its agent finds.
+impl SlurmNode {
+    /// The number of workers for `workers_per_host: auto`: the GPUs for jobs that use them, else the
+    /// requested tasks, else 1. `None`: the number of GPUs that the agent finds.
     pub fn workers(&self, use_gpus: bool) -> Option<u32> {
         let tasks = self.tasks.unwrap_or(1).max(1);
         match self.gpus {
@@ -74,109 +79,109 @@ impl Node {
     }
 }
 
-/// Why an allocation can't be used: what is wrong, and what to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unusable {
-    pub message: String,
-    pub hint: String,
-}
-
-fn unusable(message: impl Into<String>, hint: &str) -> Unusable {
-    Unusable { message: message.into(), hint: hint.to_owned() }
-}
-
-/// The allocation that this environment tells of; `None` outside of Slurm.
-pub fn allocation(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Allocation>, Unusable> {
+/// The allocation that this environment describes; `None` outside of Slurm.
+pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<Option<Allocation>> {
     let Some(job) = get("SLURM_JOB_ID") else { return Ok(None) };
-    let job = number(&job).ok_or_else(|| damaged("SLURM_JOB_ID", &job))?;
-    one_of_many(get)?;
+    let job = number(&job).ok_or_else(|| invalid_variable("SLURM_JOB_ID", &job))?;
+    check_single_instance(get)?;
     let groups = match get("SLURM_HET_SIZE") {
-        None => vec![group(get, None)?],
+        None => vec![read_group(get, None)?],
         Some(size) => {
-            let count = number(&size).filter(|n| (1..=u64::from(MOST_GROUPS)).contains(n));
-            let count = count.ok_or_else(|| damaged("SLURM_HET_SIZE", &size))?;
-            (0..count as u32).map(|g| group(get, Some(g))).collect::<Result<_, _>>()?
+            let count = number(&size).filter(|n| (1..=u64::from(MAX_GROUPS)).contains(n));
+            let count = count.ok_or_else(|| invalid_variable("SLURM_HET_SIZE", &size))?;
+            (0..count as u32).map(|g| read_group(get, Some(g))).collect::<Result<_, _>>()?
         }
     };
-    let mut seen = BTreeSet::new();
-    let nodes = groups.iter().flat_map(|g: &Group| &g.nodes);
-    if let Some(twice) = nodes.clone().find(|n| !seen.insert(n.name.as_str())) {
-        let message = format!("the node {} is in two groups of this heterogeneous job", twice.name);
-        return Err(unusable(message, "ask for groups of different nodes (--exclusive), or for one group"));
+    let mut names = BTreeSet::new();
+    let nodes = groups.iter().flat_map(|g: &NodeGroup| &g.nodes);
+    if let Some(node) = nodes.clone().find(|n| !names.insert(n.name.as_str())) {
+        let message = format!("node {} is in two groups of this heterogeneous job", node.name);
+        return Err(Diagnostic::error(codes::SLURM_NODE_DUPLICATE, message)
+            .with_subject(node.name.as_str())
+            .with_help("request groups of different nodes (--exclusive), or one group"));
     }
-    if nodes.count() > MOST_NODES {
-        return Err(unusable(format!("the allocation has more than {MOST_NODES} nodes"), "use fewer"));
+    if nodes.count() > MAX_NODES {
+        let message = format!("the allocation has more than {MAX_NODES} nodes");
+        return Err(
+            Diagnostic::error(codes::SLURM_ALLOCATION_TOO_LARGE, message).with_help("request fewer nodes")
+        );
     }
-    let pair = get("SLURM_ARRAY_JOB_ID").zip(get("SLURM_ARRAY_TASK_ID"));
-    let array = pair.and_then(|(job, task)| number(&job).zip(number(&task)));
+    let array = get("SLURM_ARRAY_JOB_ID").zip(get("SLURM_ARRAY_TASK_ID"));
+    let array = array.and_then(|(job, task)| number(&job).zip(number(&task)));
     let restarts = get("SLURM_RESTART_COUNT").and_then(|n| number(&n)).unwrap_or(0);
     Ok(Some(Allocation { job, array, restarts: restarts.min(u64::from(u32::MAX)) as u32, groups }))
 }
 
-/// `srun launch job.yaml` would run the whole job once for each task.
-fn one_of_many(get: &dyn Fn(&str) -> Option<String>) -> Result<(), Unusable> {
+/// Rejects `srun launch job.yaml`, which would run the whole job once for each task.
+fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<()> {
     let tasks = get("SLURM_STEP_ID").and(get("SLURM_STEP_NUM_TASKS")).and_then(|n| number(&n));
     match tasks {
-        Some(tasks) if tasks > 1 => Err(unusable(
-            format!("launch was started {tasks} times, once for each task of an srun step"),
-            "call it once, without srun: launch starts its own step on all nodes of the allocation \
-             (to stay on one machine in each task, set `cluster.hosts: local`)",
-        )),
+        Some(tasks) if tasks > 1 => {
+            let message = format!("launch was started {tasks} times, once for each task of an srun step");
+            Err(Diagnostic::error(codes::SLURM_STARTED_PER_TASK, message)
+                .with_field("tasks", tasks)
+                .with_help("start launch once, without srun; it starts a step on all nodes of the allocation")
+                .with_help("to stay on one machine in each task, set `cluster.hosts: local`"))
+        }
         _ => Ok(()),
     }
 }
 
-fn group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> Result<Group, Unusable> {
-    let named = |name: &str| match het {
-        Some(n) => get(&format!("{name}_HET_GROUP_{n}")),
-        None => get(name),
-    };
-    let of_group = |name: &str| het.map_or_else(|| name.to_owned(), |n| format!("{name}_HET_GROUP_{n}"));
-    let list = named("SLURM_JOB_NODELIST").ok_or_else(|| {
-        let message = format!("{} isn't set, though SLURM_JOB_ID is", of_group("SLURM_JOB_NODELIST"));
-        unusable(message, "start launch inside sbatch or salloc, or set `cluster.hosts: local`")
+/// Reads the nodes of a group; `het` is its number in a heterogeneous job.
+fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<NodeGroup> {
+    let full_name = |name: &str| het.map_or_else(|| name.to_owned(), |n| format!("{name}_HET_GROUP_{n}"));
+    let variable = |name: &str| get(&full_name(name));
+    let list = variable("SLURM_JOB_NODELIST").ok_or_else(|| {
+        let name = full_name("SLURM_JOB_NODELIST");
+        let message = format!("{name} is not set, although SLURM_JOB_ID is");
+        Diagnostic::error(codes::SLURM_ALLOCATION_MISSING, message)
+            .with_subject(name)
+            .with_help("start launch inside sbatch or salloc, or set `cluster.hosts: local`")
     })?;
-    let names = expand(&list).ok_or_else(|| damaged(&of_group("SLURM_JOB_NODELIST"), &list))?;
-    let counts = |name: &str| -> Result<Option<Vec<u32>>, Unusable> {
-        let Some(text) = named(name) else { return Ok(None) };
-        let counts = repeated(&text).filter(|counts| counts.len() == names.len());
-        counts.map(Some).ok_or_else(|| damaged(&of_group(name), &text))
+    let names =
+        expand_node_list(&list).ok_or_else(|| invalid_variable(&full_name("SLURM_JOB_NODELIST"), &list))?;
+    let counts = |name: &str| -> diagnostic::Result<Option<Vec<u32>>> {
+        let Some(text) = variable(name) else { return Ok(None) };
+        let counts = expand_counts(&text).filter(|counts| counts.len() == names.len());
+        counts.map(Some).ok_or_else(|| invalid_variable(&full_name(name), &text))
     };
-    let asked = named("SLURM_NTASKS").is_some() || named("SLURM_NTASKS_PER_NODE").is_some();
-    // In a step of one task these are the step's own numbers, and not those of the job.
+    let are_requested = variable("SLURM_NTASKS").is_some() || variable("SLURM_NTASKS_PER_NODE").is_some();
+    // In a step of one task these numbers describe the step, not the job.
     let in_step = get("SLURM_STEP_ID").is_some();
-    let tasks = if asked && !in_step { counts("SLURM_TASKS_PER_NODE")? } else { None };
+    let tasks = if are_requested && !in_step { counts("SLURM_TASKS_PER_NODE")? } else { None };
     let cpus = counts("SLURM_JOB_CPUS_PER_NODE")?;
-    let gpus = gpus(&named);
-    let each = named("SLURM_GPUS_PER_TASK").and_then(|text| gpu_count(&text));
+    let gpus_per_node = gpus_per_node(&variable);
+    let gpus_per_task = variable("SLURM_GPUS_PER_TASK").and_then(|text| gpu_count(&text));
     let nodes = names.into_iter().enumerate().map(|(i, name)| {
         let tasks = tasks.as_ref().map(|tasks| tasks[i]);
-        let of_tasks = tasks.zip(each).map(|(tasks, each)| tasks.saturating_mul(each));
+        let gpus_of_tasks = tasks.zip(gpus_per_task).map(|(tasks, gpus)| tasks.saturating_mul(gpus));
         let cpus = cpus.as_ref().map_or(0, |cpus| cpus[i]);
-        Node { name, tasks, cpus, gpus: of_tasks.or(gpus), by_task: of_tasks.is_some() }
+        let gpus = gpus_of_tasks.or(gpus_per_node);
+        SlurmNode { name, tasks, cpus, gpus, gpus_by_task: gpus_of_tasks.is_some() }
     });
-    Ok(Group { het, nodes: nodes.collect() })
+    Ok(NodeGroup { het, nodes: nodes.collect() })
 }
 
-/// GPUs of each node: what was asked for, or what the batch script's own node has.
-fn gpus(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
-    let asked = get("SLURM_GPUS_PER_NODE").and_then(|text| gpu_count(&text));
-    asked.or_else(|| gpu_count(&get("SLURM_GPUS_ON_NODE")?))
+/// GPUs of each node: as requested, else those of the node of the batch script.
+fn gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
+    let requested = get("SLURM_GPUS_PER_NODE").and_then(|text| gpu_count(&text));
+    requested.or_else(|| gpu_count(&get("SLURM_GPUS_ON_NODE")?))
 }
 
 /// `4`, `a100:4` or `a100:2,h100:2`.
 fn gpu_count(text: &str) -> Option<u32> {
-    let mut each = text.split(',').map(|part| number(part.rsplit(':').next()?));
-    let sum = each.try_fold(0u64, |sum, n| sum.checked_add(n?))?;
+    let mut counts = text.split(',').map(|part| number(part.rsplit(':').next()?));
+    let sum = counts.try_fold(0u64, |sum, n| sum.checked_add(n?))?;
     u32::try_from(sum).ok().filter(|gpus| *gpus <= 1024)
 }
 
-fn damaged(name: &str, value: &str) -> Unusable {
-    let shown: String = value.chars().take(60).flat_map(char::escape_default).collect();
-    unusable(
-        format!("{name} is `{shown}`, which launch can't read"),
-        "was it changed by hand? `cluster.hosts: local` doesn't read it",
-    )
+/// Error: a variable has a value that is not in Slurm's notation.
+fn invalid_variable(name: &str, value: &str) -> Diagnostic {
+    let excerpt: String = value.chars().take(60).flat_map(char::escape_default).collect();
+    Diagnostic::error(codes::SLURM_VARIABLE_INVALID, format!("{name} has an unexpected value: `{excerpt}`"))
+        .with_subject(name)
+        .with_field("value", excerpt)
+        .with_help("check whether it was changed by hand; `cluster.hosts: local` ignores it")
 }
 
 fn number(text: &str) -> Option<u64> {
@@ -184,8 +189,8 @@ fn number(text: &str) -> Option<u64> {
     text.parse().ok().filter(|_| digits)
 }
 
-/// `5,1(x2)` → 5, 1, 1; `None` when it can't be read or is longer than any allocation.
-pub fn repeated(text: &str) -> Option<Vec<u32>> {
+/// `5,1(x2)` → 5, 1, 1; `None` for malformed text and for more than [`MAX_NODES`] counts.
+pub fn expand_counts(text: &str) -> Option<Vec<u32>> {
     let mut counts = Vec::new();
     for part in text.split(',') {
         let (value, times) = match part.split_once("(x") {
@@ -193,7 +198,7 @@ pub fn repeated(text: &str) -> Option<Vec<u32>> {
             None => (part, 1),
         };
         let value = u32::try_from(number(value)?).ok()?;
-        if times == 0 || times > (MOST_NODES - counts.len()) as u64 {
+        if times == 0 || times > (MAX_NODES - counts.len()) as u64 {
             return None;
         }
         counts.extend(std::iter::repeat_n(value, times as usize));
@@ -201,19 +206,20 @@ pub fn repeated(text: &str) -> Option<Vec<u32>> {
     Some(counts)
 }
 
-/// `a[1-2]n[01,03-04],b` → the names in order; `None` when it can't be read or has more than [`MOST_NODES`].
-pub fn expand(list: &str) -> Option<Vec<String>> {
-    if list.len() > LONGEST_LIST {
+/// `a[1-2]n[01,03-04],b` → the names in order; `None` for malformed text and for more than
+/// [`MAX_NODES`] names.
+pub fn expand_node_list(list: &str) -> Option<Vec<String>> {
+    if list.len() > MAX_LIST_BYTES {
         return None;
     }
-    let names = hosts::expand(list).ok()?;
-    names.iter().all(|name| is_name(name)).then_some(names)
+    let names = hosts::expand_ranges(list).ok()?;
+    names.iter().all(|name| is_node_name(name)).then_some(names)
 }
 
-/// Node names go into command lines: no other characters than host names have.
-fn is_name(name: &str) -> bool {
-    let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
-    (1..=LONGEST_NAME).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(fits)
+/// Whether a text has only the characters of host names. Node names become part of command lines.
+fn is_node_name(name: &str) -> bool {
+    let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
+    (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(is_allowed)
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
-/// A recorded environment, changed.
-fn recorded(name: &str, changes: &[(&str, Option<&str>)]) -> Result<Option<Allocation>, Unusable> {
+/// The allocation of a recorded environment in which variables were changed or removed.
+fn recorded(name: &str, changes: &[(&str, Option<&str>)]) -> diagnostic::Result<Option<Allocation>> {
     let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/slurm/env").join(name);
     let text = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
     let mut vars: HashMap<String, String> =
@@ -14,18 +14,18 @@ fn recorded(name: &str, changes: &[(&str, Option<&str>)]) -> Result<Option<Alloc
             None => vars.remove(*name),
         };
     }
-    allocation(&|name| vars.get(name).cloned())
+    read_allocation(&|name| vars.get(name).cloned())
 }
 
-/// `(name, tasks, cpus, gpus)` of each node, with its group.
-type Shown = Vec<(Option<u32>, String, Option<u32>, u32, Option<u32>)>;
+/// The group, name, tasks, CPUs and GPUs of each node.
+type Nodes = Vec<(Option<u32>, String, Option<u32>, u32, Option<u32>)>;
 
-fn shown(allocation: &Allocation) -> Shown {
-    let of = |g: &Group| {
-        let each = |n: &Node| (g.het, n.name.clone(), n.tasks, n.cpus, n.gpus);
+fn nodes_of(allocation: &Allocation) -> Nodes {
+    let nodes = |g: &NodeGroup| {
+        let each = |n: &SlurmNode| (g.het, n.name.clone(), n.tasks, n.cpus, n.gpus);
         g.nodes.iter().map(each).collect::<Vec<_>>()
     };
-    allocation.groups.iter().flat_map(of).collect()
+    allocation.groups.iter().flat_map(nodes).collect()
 }
 
 fn node(
@@ -38,39 +38,43 @@ fn node(
 }
 
 #[test]
-fn outside_of_slurm_there_is_none() {
-    assert_eq!(allocation(&|_| None), Ok(None));
+fn outside_of_slurm_there_is_no_allocation() {
+    assert_eq!(read_allocation(&|_| None), Ok(None));
 }
 
 #[test]
-fn recorded_allocations() {
-    let of = |name: &str| shown(&recorded(name, &[]).unwrap().unwrap());
-    let each = |names: &[&str], tasks, cpus, gpus| -> Shown {
+fn recorded_environments_are_read() {
+    let recorded_nodes = |name: &str| nodes_of(&recorded(name, &[]).unwrap().unwrap());
+    let each = |names: &[&str], tasks, cpus, gpus| -> Nodes {
         names.iter().map(|name| node(name, tasks, cpus, gpus)).collect()
     };
-    assert_eq!(of("env.sbatch.1"), each(&["h1", "h2", "h3", "h4"], Some(1), 4, Some(2)));
-    assert_eq!(of("env.salloc"), each(&["h1", "h2"], None, 1, None));
-    assert_eq!(of("env.nodes_only.11"), each(&["h1", "h2", "h4"], None, 1, None));
-    assert_eq!(of("env.excl.10"), each(&["h3", "h4"], None, 8, Some(4)), "nobody asked for 8 tasks");
-    assert_eq!(of("env.gpus_per_node.6"), each(&["h1", "h2"], Some(1), 1, Some(3)));
+    assert_eq!(recorded_nodes("env.sbatch.1"), each(&["h1", "h2", "h3", "h4"], Some(1), 4, Some(2)));
+    assert_eq!(recorded_nodes("env.salloc"), each(&["h1", "h2"], None, 1, None));
+    assert_eq!(recorded_nodes("env.nodes_only.11"), each(&["h1", "h2", "h4"], None, 1, None));
     assert_eq!(
-        of("env.uneven_n7_N3.4"),
+        recorded_nodes("env.excl.10"),
+        each(&["h3", "h4"], None, 8, Some(4)),
+        "8 tasks were not requested"
+    );
+    assert_eq!(recorded_nodes("env.gpus_per_node.6"), each(&["h1", "h2"], Some(1), 1, Some(3)));
+    assert_eq!(
+        recorded_nodes("env.uneven_n7_N3.4"),
         [node("h1", Some(5), 5, None), node("h2", Some(1), 1, None), node("h4", Some(1), 1, None)]
     );
-    assert_eq!(of("env.gpus_per_task.7")[0], node("h1", Some(3), 3, Some(3)));
+    assert_eq!(recorded_nodes("env.gpus_per_task.7")[0], node("h1", Some(3), 3, Some(3)));
     let by_task = recorded("env.gpus_per_task.7", &[]).unwrap().unwrap();
-    assert!(by_task.nodes().all(|n| n.by_task));
+    assert!(by_task.nodes().all(|n| n.gpus_by_task));
     let het = recorded("env.het.12", &[]).unwrap().unwrap();
     let group = |g, name: &str, tasks, cpus| (Some(g), name.to_owned(), Some(tasks), cpus, None);
-    assert_eq!(shown(&het), [group(0, "h1", 2, 2), group(1, "h2", 1, 1), group(1, "h3", 1, 1)]);
+    assert_eq!(nodes_of(&het), [group(0, "h1", 2, 2), group(1, "h2", 1, 1), group(1, "h3", 1, 1)]);
     assert_eq!((het.job, het.restarts), (12, 0));
     let array = recorded("env.array.8_1", &[("SLURM_RESTART_COUNT", Some("2"))]).unwrap().unwrap();
     assert_eq!((array.job, array.array, array.restarts), (8, Some((8, 1)), 2));
 }
 
 #[test]
-fn workers_of_a_node() {
-    let node = |tasks, gpus| Node { name: "n".into(), tasks, cpus: 4, gpus, by_task: false };
+fn the_workers_of_a_node_follow_gpus_and_tasks() {
+    let node = |tasks, gpus| SlurmNode { name: "n".into(), tasks, cpus: 4, gpus, gpus_by_task: false };
     assert_eq!(node(Some(2), Some(4)).workers(true), Some(4));
     assert_eq!(node(Some(2), Some(4)).workers(false), Some(2));
     assert_eq!(node(Some(2), Some(0)).workers(true), Some(2));
@@ -79,19 +83,16 @@ fn workers_of_a_node() {
 }
 
 #[test]
-fn inside_a_step_of_several_tasks_it_is_refused_and_inside_one_of_one_it_is_not() {
-    let refused = recorded("env.srun.1.2", &[]).unwrap_err();
-    assert!(
-        refused.message.contains("started 4 times") && refused.hint.contains("without srun"),
-        "{refused:?}"
-    );
+fn a_step_of_several_tasks_is_rejected_and_one_of_a_single_task_is_not() {
+    let error = recorded("env.srun.1.2", &[]).unwrap_err();
+    assert_eq!((error.code(), error.field("tasks")), (codes::SLURM_STARTED_PER_TASK, Some(&4.into())));
     let alone = recorded("env.srun.1.2", &[("SLURM_STEP_NUM_TASKS", Some("1"))]).unwrap().unwrap();
     assert_eq!(alone.nodes().count(), 4);
-    assert!(alone.nodes().all(|n| n.tasks.is_none()), "the step's one task isn't the job's");
+    assert!(alone.nodes().all(|n| n.tasks.is_none()), "the task of the step is not the job's");
 }
 
 #[test]
-fn gpus_as_they_are_asked_for() {
+fn gpu_requests_of_every_form_are_read() {
     for (text, gpus) in [("4", Some(4)), ("a100:4", Some(4)), ("a100:2,h100:1", Some(3)), ("x", Some(3))] {
         let set = [("SLURM_GPUS_PER_NODE", Some(text))];
         let found = recorded("env.gpus_per_node.6", &set).unwrap().unwrap();
@@ -100,7 +101,7 @@ fn gpus_as_they_are_asked_for() {
 }
 
 #[test]
-fn damaged_variables_are_named() {
+fn invalid_variables_are_named() {
     for (name, value) in [
         ("SLURM_JOB_ID", Some("x")),
         ("SLURM_JOB_NODELIST", Some("h[1-")),
@@ -110,16 +111,16 @@ fn damaged_variables_are_named() {
         ("SLURM_JOB_CPUS_PER_NODE", Some("4(x")),
     ] {
         let error = recorded("env.sbatch.1", &[(name, value)]).unwrap_err();
-        assert!(error.message.contains(name), "{name}={value:?}: {error:?}");
+        assert_eq!(error.subject(), Some(name), "{value:?}: {error}");
     }
     let twice = recorded("env.het.12", &[("SLURM_JOB_NODELIST_HET_GROUP_1", Some("h[1-2]"))]).unwrap_err();
-    assert!(twice.message.contains("h1 is in two groups"), "{twice:?}");
+    assert_eq!((twice.code(), twice.subject()), (codes::SLURM_NODE_DUPLICATE, Some("h1")));
     assert!(recorded("env.het.12", &[("SLURM_HET_SIZE", Some("1000000"))]).is_err());
 }
 
-/// Left: a list; right: what `scontrol show hostnames` makes of it.
+/// Node lists and the names that `scontrol show hostnames` prints for them.
 #[test]
-fn node_lists() {
+fn node_lists_expand_like_scontrol() {
     for (list, names) in [
         ("n[01-03,07]", "n01 n02 n03 n07"),
         ("gpu-a[1-2]-n[01-02]", "gpu-a1-n01 gpu-a1-n02 gpu-a2-n01 gpu-a2-n02"),
@@ -128,7 +129,7 @@ fn node_lists() {
         ("a[9-11]", "a9 a10 a11"),
         ("rack[1-2]node[1,3-4]", "rack1node1 rack1node3 rack1node4 rack2node1 rack2node3 rack2node4"),
     ] {
-        assert_eq!(expand(list).map(|n| n.join(" ")).as_deref(), Some(names), "{list}");
+        assert_eq!(expand_node_list(list).map(|n| n.join(" ")).as_deref(), Some(names), "{list}");
     }
     for wrong in [
         "",
@@ -146,29 +147,29 @@ fn node_lists() {
         "a[x]",
         "é",
     ] {
-        assert_eq!(expand(wrong), None, "{wrong:?}");
+        assert_eq!(expand_node_list(wrong), None, "{wrong:?}");
     }
 }
 
 #[test]
-fn repeated_counts() {
-    assert_eq!(repeated("5,1(x2)"), Some(vec![5, 1, 1]));
+fn counts_with_repetitions_expand() {
+    assert_eq!(expand_counts("5,1(x2)"), Some(vec![5, 1, 1]));
     for wrong in ["", "a", "1(x", "1(x0)", "1(x99999999)", "1(x2))", "-1", "1,,2"] {
-        assert_eq!(repeated(wrong), None, "{wrong:?}");
+        assert_eq!(expand_counts(wrong), None, "{wrong:?}");
     }
 }
 
 proptest! {
     #[test]
-    fn hostile_lists_never_panic_nor_grow(list in "[a0-9\\[\\],-]{0,60}", counts in "[0-9,()x]{0,40}") {
-        prop_assert!(expand(&list).is_none_or(|names| names.len() <= MOST_NODES));
-        prop_assert!(repeated(&counts).is_none_or(|counts| counts.len() <= MOST_NODES));
+    fn arbitrary_lists_never_panic_and_stay_small(list in "[a0-9\\[\\],-]{0,60}", counts in "[0-9,()x]{0,40}") {
+        prop_assert!(expand_node_list(&list).is_none_or(|names| names.len() <= MAX_NODES));
+        prop_assert!(expand_counts(&counts).is_none_or(|counts| counts.len() <= MAX_NODES));
     }
 
     #[test]
-    fn a_range_is_its_numbers(from in 0u64..2000, more in 0u64..2000, width in 1usize..6) {
+    fn a_range_expands_to_its_numbers(from in 0u64..2000, more in 0u64..2000, width in 1usize..6) {
         let list = format!("n[{from:0width$}-{:0width$}]x", from + more);
         let names: Vec<String> = (from..=from + more).map(|n| format!("n{n:0width$}x")).collect();
-        prop_assert_eq!(expand(&list), Some(names));
+        prop_assert_eq!(expand_node_list(&list), Some(names));
     }
 }

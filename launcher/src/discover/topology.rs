@@ -1,46 +1,48 @@
-//! Which CPUs make a core, and which cores share memory: from /sys, without a library.
-use super::local::cpu_list;
+//! Cores and NUMA nodes of this machine, read from /sys.
+use super::local::parse_cpu_list;
 use contract::machine::{Core, Topology};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// Most CPUs of a machine that are looked at.
-const MOST_CPUS: usize = 16_384;
+/// Most CPUs of a topology.
+const MAX_CPUS: usize = 16_384;
 
-/// What /sys below `root` says of these CPUs.
+/// The topology of the allowed CPUs, from /sys below `root`.
 pub(super) fn read(root: &Path, allowed: &[u32]) -> Topology {
-    let nodes = node_of_cpus(root);
+    let nodes = numa_node_by_cpu(root);
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
-    for &cpu in allowed.iter().take(MOST_CPUS) {
+    for &cpu in allowed.iter().take(MAX_CPUS) {
         let siblings = format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
         let siblings = fs::read_to_string(root.join(siblings)).ok();
-        let siblings = siblings.and_then(|text| cpu_list(text.trim()));
-        // A core is known by its first thread, even one that may not be used.
-        let core = siblings.filter(|all| all.contains(&cpu)).map_or(cpu, |all| all[0]);
+        let siblings = siblings.and_then(|text| parse_cpu_list(text.trim()));
+        // The first hardware thread identifies the core, even where it is not allowed.
+        let core = siblings.filter(|threads| threads.contains(&cpu)).map_or(cpu, |threads| threads[0]);
         cores.entry((nodes.get(&cpu).copied().unwrap_or(0), core)).or_default().push(cpu);
     }
-    Topology { cores: cores.into_iter().map(|((node, _), cpus)| Core { cpus, node }).collect() }
+    Topology { cores: cores.into_iter().map(|((node, _), cpus)| Core { cpus, numa_node: node }).collect() }
 }
 
-/// The one NUMA node that all of these CPUs belong to, on a machine that has several.
-pub(crate) fn only_node(cpus: &[u32]) -> Option<u32> {
-    only_node_below(Path::new("/"), cpus)
+/// The NUMA node that all these CPUs belong to; `None` on a machine with a single node.
+pub(crate) fn common_numa_node(cpus: &[u32]) -> Option<u32> {
+    common_numa_node_below(Path::new("/"), cpus)
 }
 
-fn only_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
-    let nodes = node_of_cpus(root);
+fn common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
+    let nodes = numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());
     let first = *nodes.get(cpus.first()?)?;
     (several && cpus.iter().all(|cpu| nodes.get(cpu) == Some(&first))).then_some(first)
 }
 
-fn node_of_cpus(root: &Path) -> BTreeMap<u32, u32> {
+fn numa_node_by_cpu(root: &Path) -> BTreeMap<u32, u32> {
     let mut nodes = BTreeMap::new();
     let Ok(entries) = fs::read_dir(root.join("sys/devices/system/node")) else { return nodes };
     for entry in entries.flatten() {
         let name = entry.file_name();
         let number = name.to_str().and_then(|n| n.strip_prefix("node")?.parse::<u32>().ok());
         let list = fs::read_to_string(entry.path().join("cpulist")).ok();
-        let (Some(number), Some(cpus)) = (number, list.and_then(|l| cpu_list(l.trim()))) else { continue };
+        let (Some(number), Some(cpus)) = (number, list.and_then(|l| parse_cpu_list(l.trim()))) else {
+            continue;
+        };
         nodes.extend(cpus.into_iter().map(|cpu| (cpu, number)));
     }
     nodes
@@ -50,10 +52,10 @@ fn node_of_cpus(root: &Path) -> BTreeMap<u32, u32> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Writes a /sys of `nodes` nodes of `cores` cores of `threads` threads, numbered as Linux does: all first threads
-    /// first.
+    /// Writes the /sys of a machine with `nodes` NUMA nodes of `cores` cores of `threads` threads. CPUs
+    /// are numbered as Linux numbers them: the first threads of all cores come first.
     pub(crate) fn machine(root: &Path, nodes: u32, cores: u32, threads: u32) {
-        let all = nodes * cores;
+        let total = nodes * cores;
         let write = |path: String, text: String| {
             let path = root.join(path);
             fs::create_dir_all(path.parent().expect("a parent")).expect("directory");
@@ -61,12 +63,12 @@ pub(crate) mod tests {
         };
         for node in 0..nodes {
             let of_thread =
-                |t: u32| format!("{}-{}", t * all + node * cores, t * all + node * cores + cores - 1);
+                |t: u32| format!("{}-{}", t * total + node * cores, t * total + node * cores + cores - 1);
             let list: Vec<String> = (0..threads).map(of_thread).collect();
             write(format!("sys/devices/system/node/node{node}/cpulist"), format!("{}\n", list.join(",")));
         }
-        for core in 0..all {
-            let siblings: Vec<String> = (0..threads).map(|t| (t * all + core).to_string()).collect();
+        for core in 0..total {
+            let siblings: Vec<String> = (0..threads).map(|t| (t * total + core).to_string()).collect();
             for cpu in &siblings {
                 let path = format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
                 write(path, siblings.join(","));
@@ -75,22 +77,22 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn two_sockets_with_two_threads_a_core() {
+    fn hardware_threads_are_grouped_by_core_and_node() {
         let root = tempfile::tempdir().expect("directory");
         machine(root.path(), 2, 4, 2);
-        let all: Vec<u32> = (0..16).collect();
-        let cores = read(root.path(), &all).cores;
+        let allowed: Vec<u32> = (0..16).collect();
+        let cores = read(root.path(), &allowed).cores;
         assert_eq!(cores.len(), 8);
-        assert_eq!(cores[0], Core { cpus: vec![0, 8], node: 0 });
-        assert_eq!(cores[7], Core { cpus: vec![7, 15], node: 1 });
-        // A container that may use one thread of some cores, and both of another.
+        assert_eq!(cores[0], Core { cpus: vec![0, 8], numa_node: 0 });
+        assert_eq!(cores[7], Core { cpus: vec![7, 15], numa_node: 1 });
+        // A container that may use one thread of some cores and both threads of another.
         let cores = read(root.path(), &[2, 3, 4, 9, 12]).cores;
-        let want = [(vec![9], 0), (vec![2], 0), (vec![3], 0), (vec![4, 12], 1)];
-        assert_eq!(cores, want.map(|(cpus, node)| Core { cpus, node }));
+        let expected = [(vec![9], 0), (vec![2], 0), (vec![3], 0), (vec![4, 12], 1)];
+        assert_eq!(cores, expected.map(|(cpus, numa_node)| Core { cpus, numa_node }));
     }
 
     #[test]
-    fn nothing_readable_is_flat() {
+    fn an_unreadable_topology_is_flat() {
         let root = tempfile::tempdir().expect("directory");
         assert_eq!(read(root.path(), &[1, 5]), Topology::flat(&[1, 5]));
         machine(root.path(), 1, 2, 1);
@@ -104,16 +106,16 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_node_of_a_binding() {
+    fn the_numa_node_of_a_binding_is_found() {
         let root = tempfile::tempdir().expect("directory");
         machine(root.path(), 2, 2, 1);
-        let node = |cpus: &[u32]| only_node_below(root.path(), cpus);
+        let node = |cpus: &[u32]| common_numa_node_below(root.path(), cpus);
         assert_eq!(
             [node(&[0, 1]), node(&[3]), node(&[1, 2]), node(&[]), node(&[9])],
             [Some(0), Some(1), None, None, None]
         );
         let one = tempfile::tempdir().expect("directory");
         machine(one.path(), 1, 4, 1);
-        assert_eq!(only_node_below(one.path(), &[0]), None, "one node is nothing to choose");
+        assert_eq!(common_numa_node_below(one.path(), &[0]), None, "a single node is no choice");
     }
 }

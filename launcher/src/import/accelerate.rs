@@ -1,16 +1,20 @@
-//! Accelerate's `ClusterConfig` (`accelerate config` writes it to default_config.yaml) as a job.
+//! Converts Accelerate's `ClusterConfig`, which `accelerate config` writes to default_config.yaml.
 //!
-//! The environment is the one that Accelerate's own launcher makes of the same file.
+//! The environment of the job is that which `accelerate launch` sets for the same file.
 mod env;
 
-use super::{Beside, Draft, Imported, Refused, hostfile, keys::Keys, run, unnamed_hosts};
-use contract::{Problem, job::Document};
+use super::{
+    Draft, ImportContext, ImportErrors, ImportedJob, keys::RemainingKeys, note_unnamed_hosts, set_command,
+    set_hostfile,
+};
+use contract::job::Document;
+use diagnostic::{Diagnostic, Location, codes::command};
 use std::path::Path;
 
-/// What the processes of a job are to be.
+/// The `distributed_type` of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    One,
+enum DistributedType {
+    Single,
     Cpu,
     Gpu,
     DeepSpeed,
@@ -18,17 +22,17 @@ enum Kind {
     Megatron,
 }
 
-const KINDS: &[(&str, Kind)] = &[
-    ("NO", Kind::One),
-    ("MULTI_CPU", Kind::Cpu),
-    ("MULTI_GPU", Kind::Gpu),
-    ("DEEPSPEED", Kind::DeepSpeed),
-    ("FSDP", Kind::Fsdp),
-    ("MEGATRON_LM", Kind::Megatron),
+const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
+    ("NO", DistributedType::Single),
+    ("MULTI_CPU", DistributedType::Cpu),
+    ("MULTI_GPU", DistributedType::Gpu),
+    ("DEEPSPEED", DistributedType::DeepSpeed),
+    ("FSDP", DistributedType::Fsdp),
+    ("MEGATRON_LM", DistributedType::Megatron),
 ];
 
-/// Keys that mean nothing on CPUs and GPUs, with the values that ask for nothing.
-const TPU: &[&str] = &[
+/// Keys that apply to TPUs only.
+const TPU_KEYS: &[&str] = &[
     "downcast_bf16",
     "tpu_name",
     "tpu_zone",
@@ -40,182 +44,200 @@ const TPU: &[&str] = &[
     "tpu_env",
 ];
 
-/// A config as a job.
-pub(crate) fn accelerate(document: &Document, beside: &Beside<'_>) -> Result<Imported, Refused> {
-    let mut keys = Keys::top(document)?;
+/// Converts a configuration.
+pub(crate) fn accelerate(
+    document: &Document,
+    context: &ImportContext<'_>,
+) -> Result<ImportedJob, ImportErrors> {
+    let mut keys = RemainingKeys::top(document)?;
     let mut draft = Draft::default();
-    let kind = kind(&mut keys, document)?;
-    run(&mut draft, beside, "Accelerate's config");
+    let kind = distributed_type(&mut keys, document)?;
+    set_command(&mut draft, context, "the configuration of Accelerate");
     let cpu = keys.boolean("use_cpu").unwrap_or(false);
-    let by_mpi = mpirun(&mut draft, &mut keys, beside);
-    let named = by_mpi || beside.hostfile.is_some();
-    let machines = processes(&mut draft, &mut keys, kind, cpu, named);
-    master(&mut draft, &mut keys);
-    let by_deepspeed = env::environment(&mut draft, &mut keys, kind, cpu);
-    if machines > 1 && !named && !by_deepspeed {
-        unnamed_hosts(&mut draft, "num_machines", machines);
+    let has_mpi_hostfile = set_mpi_hostfile(&mut draft, &mut keys, context);
+    let named = has_mpi_hostfile || context.hostfile.is_some();
+    let machines = set_processes(&mut draft, &mut keys, kind, cpu, named);
+    set_master(&mut draft, &mut keys);
+    let names_hosts = env::environment(&mut draft, &mut keys, kind, cpu);
+    if machines > 1 && !named && !names_hosts {
+        note_unnamed_hosts(&mut draft, "num_machines", machines);
     }
-    if let Some(file) = beside.hostfile {
-        hostfile(&mut draft, "--hostfile", file);
+    if let Some(file) = context.hostfile {
+        set_hostfile(&mut draft, "--hostfile", file);
     }
-    no_tpu(&mut draft, &mut keys);
+    note_tpu_keys(&mut draft, &mut keys);
     finish(draft, keys, document)
 }
 
-fn finish(mut draft: Draft, keys: Keys<'_>, document: &Document) -> Result<Imported, Refused> {
-    let (rest, problems) = keys.rest();
+fn finish(
+    mut draft: Draft,
+    keys: RemainingKeys<'_>,
+    document: &Document,
+) -> Result<ImportedJob, ImportErrors> {
+    let (rest, errors) = keys.into_rest();
     for (key, value) in rest {
-        draft.not_carried(&key, format!("launch doesn't know this key (it is {value})"), "");
+        draft.not_carried(&key, format!("launch does not know this key (value: {value})"), "");
     }
-    match problems.is_empty() {
-        true => draft.finish(&format!("{}, Accelerate's config", document.file())),
-        false => Err(problems),
+    match errors.is_empty() {
+        true => draft.finish(&format!("{}, configuration of Accelerate", document.file())),
+        false => Err(errors),
     }
 }
 
-/// What kind of job it is; what launch can't run at all is refused.
-fn kind(keys: &mut Keys<'_>, document: &Document) -> Result<Kind, Refused> {
-    let problem = |message: String, hint: &str| {
-        let place = contract::problem::Place::File { file: document.file().to_owned() };
-        vec![Problem { path: String::new(), place, message, hint: Some(hint.to_owned()) }]
+/// The kind of job. Rejects kinds that launch does not run.
+fn distributed_type(
+    keys: &mut RemainingKeys<'_>,
+    document: &Document,
+) -> Result<DistributedType, ImportErrors> {
+    let error = |code, message: String, help: &str| {
+        let location = Location::File { file: document.file().to_owned() };
+        vec![Diagnostic::error(code, message).with_location(location).with_help(help)]
     };
-    if let Some(place) = keys.text("compute_environment").filter(|e| e != "LOCAL_MACHINE") {
-        let message = format!("`compute_environment: {place}` isn't one that launch runs in");
-        return Err(problem(message, "launch runs on this machine, over SSH, and inside Slurm"));
+    if let Some(name) = keys.text("compute_environment").filter(|e| e != "LOCAL_MACHINE") {
+        let message = format!("`compute_environment` is `{name}`, which launch does not support");
+        let help = "launch runs on this machine, over SSH and inside Slurm";
+        return Err(error(command::IMPORT_UNSUPPORTED, message, help));
     }
     let given = keys.scalar("distributed_type");
-    if !keys.problems.is_empty() {
-        return Err(std::mem::take(&mut keys.problems));
+    if !keys.errors.is_empty() {
+        return Err(std::mem::take(&mut keys.errors));
     }
     let Some(item) = given else {
-        let message = "`distributed_type` is missing: this isn't Accelerate's config".to_owned();
-        return Err(problem(message, "`accelerate config` writes one"));
+        let message =
+            "`distributed_type` is missing; the file is not a configuration of Accelerate".to_owned();
+        return Err(error(command::IMPORT_NOT_A_CONFIG, message, "`accelerate config` writes one"));
     };
-    // `no` without quotes is a boolean to Accelerate's reader of YAML
+    // Accelerate reads `no` without quotes as a boolean.
     let word = item.text.to_ascii_uppercase();
-    match KINDS.iter().find(|(name, _)| *name == word || word == "FALSE" && *name == "NO") {
+    match DISTRIBUTED_TYPES.iter().find(|(name, _)| *name == word || word == "FALSE" && *name == "NO") {
         Some((_, kind)) => Ok(*kind),
         None => {
-            let known: Vec<&str> = KINDS.iter().map(|(name, _)| *name).collect();
-            let message = format!("`distributed_type` is {}, which launch doesn't run", item.found());
-            Err(problem(message, &format!("it runs {}", known.join(", "))))
+            let known: Vec<&str> = DISTRIBUTED_TYPES.iter().map(|(name, _)| *name).collect();
+            let message = format!("`distributed_type` is {}, which launch does not support", item.describe());
+            let help = format!("supported are {}", known.join(", "));
+            Err(error(command::IMPORT_UNSUPPORTED, message, &help))
         }
     }
 }
 
-/// A hostfile for mpirun. Is there one?
-fn mpirun(draft: &mut Draft, keys: &mut Keys<'_>, beside: &Beside<'_>) -> bool {
+/// Converts the hostfile of mpirun; returns whether there is one.
+fn set_mpi_hostfile(draft: &mut Draft, keys: &mut RemainingKeys<'_>, context: &ImportContext<'_>) -> bool {
     let Some(mut mpi) = keys.section("mpirun_config") else { return false };
     let file = mpi.text("mpirun_hostfile");
-    if let Some(file) = file.as_deref().filter(|_| beside.hostfile.is_none()) {
-        hostfile(draft, "mpirun_config.mpirun_hostfile", Path::new(file));
+    if let Some(file) = file.as_deref().filter(|_| context.hostfile.is_none()) {
+        set_hostfile(draft, "mpirun_config.mpirun_hostfile", Path::new(file));
     }
-    let (rest, problems) = mpi.rest();
-    keys.problems.extend(problems);
+    let (rest, errors) = mpi.into_rest();
+    keys.errors.extend(errors);
     for (key, _) in rest {
-        draft.not_carried(&key, "launch starts the processes itself, without mpirun", "");
+        draft.not_carried(&key, "launch starts the processes without mpirun", "");
     }
     file.is_some()
 }
 
-/// How many processes, where, on which GPUs; the number of machines.
-fn processes(draft: &mut Draft, keys: &mut Keys<'_>, kind: Kind, cpu: bool, named: bool) -> u64 {
+/// Converts the number of processes, their hosts and GPUs; returns the number of machines.
+fn set_processes(
+    draft: &mut Draft,
+    keys: &mut RemainingKeys<'_>,
+    kind: DistributedType,
+    cpu: bool,
+    named: bool,
+) -> u64 {
     let machines = keys.integer("num_machines", 1).unwrap_or(1);
-    // -1: to be given on Accelerate's command line
+    // -1: given on Accelerate's command line.
     let total = keys.integer("num_processes", -1).filter(|n| *n > 0);
     match total {
-        _ if kind == Kind::One && !named => draft.own("cluster.workers_per_host", "1"),
+        _ if kind == DistributedType::Single && !named => draft.set_required("cluster.workers_per_host", "1"),
         None => draft.note(
             "cluster.workers_per_host",
-            "`num_processes` isn't given: a worker for each GPU of a host, or one",
-            "say how many where that isn't meant",
+            "`num_processes` is not given: one worker per GPU, or one per host without GPUs",
+            "set the number if that is not intended",
         ),
         Some(total) => {
             let each = (total / machines).max(1);
             if total % machines != 0 {
-                let why = format!(
-                    "{total} isn't a multiple of {machines} machines; Accelerate starts {each} on each"
+                let reason = format!(
+                    "{total} is not a multiple of {machines} machines; Accelerate starts {each} on each"
                 );
-                draft.note("num_processes", why, "so does this job");
+                draft.note("num_processes", reason, "this job does the same");
             }
-            draft.wish("num_processes", "cluster.workers_per_host", each.to_string());
+            draft.set_imported("num_processes", "cluster.workers_per_host", each.to_string());
         }
     }
-    if kind == Kind::Cpu && !named && total.is_some_and(|n| n > 1) {
+    if kind == DistributedType::Cpu && !named && total.is_some_and(|n| n > 1) {
         draft.note(
             "num_processes",
-            "without mpirun Accelerate would start one process; this job starts all",
+            "without mpirun Accelerate would start one process; this job starts all of them",
             "",
         );
     }
-    if cpu || kind == Kind::Cpu {
-        draft.wish("use_cpu", "cluster.devices", "cpu");
-    } else if kind != Kind::One {
-        draft.wish("distributed_type", "cluster.devices", "cuda");
+    if cpu || kind == DistributedType::Cpu {
+        draft.set_imported("use_cpu", "cluster.devices", "cpu");
+    } else if kind != DistributedType::Single {
+        draft.set_imported("distributed_type", "cluster.devices", "cuda");
     }
-    gpus(draft, keys, cpu);
-    several(draft, keys, machines);
+    set_gpus(draft, keys, cpu);
+    note_multi_host_keys(draft, keys, machines);
     machines as u64
 }
 
-fn gpus(draft: &mut Draft, keys: &mut Keys<'_>, cpu: bool) {
+fn set_gpus(draft: &mut Draft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     let Some(ids) = keys.text("gpu_ids").filter(|ids| ids != "all") else { return };
     let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
     match numbers {
         _ if cpu => draft.not_carried("gpu_ids", "`use_cpu` hides the GPUs", ""),
         Some(numbers) => {
             let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
-            draft.wish("gpu_ids", "cluster.devices", format!("[{}]", numbers.join(", ")));
+            draft.set_imported("gpu_ids", "cluster.devices", format!("[{}]", numbers.join(", ")));
         }
         None => {
-            let todo =
-                "give their numbers in `cluster.devices`, or set `CUDA_VISIBLE_DEVICES` for launch itself";
-            draft.not_carried("gpu_ids", format!("`{}` aren't numbers", ids.escape_debug()), todo);
+            let todo = "list numbers in `cluster.devices`, or set `CUDA_VISIBLE_DEVICES` for launch";
+            draft.not_carried("gpu_ids", format!("`{}` is not a list of numbers", ids.escape_debug()), todo);
         }
     }
 }
 
-/// What a config says of several machines.
-fn several(draft: &mut Draft, keys: &mut Keys<'_>, machines: i128) {
+/// Notes the keys of jobs with several machines, which launch does not need.
+fn note_multi_host_keys(draft: &mut Draft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.integer("machine_rank", 0);
     let backend = keys.text("rdzv_backend").filter(|b| b != "static");
-    let same = keys.boolean("same_network");
+    let same_network = keys.boolean("same_network");
     if let Some(function) = keys.text("main_training_function").filter(|f| f != "main") {
-        let why = format!("`{function}` is for notebooks and TPUs; a script runs as a whole here too");
-        draft.not_carried("main_training_function", why, "");
+        let reason = format!("`{function}` applies to notebooks and TPUs; launch runs the whole script");
+        draft.not_carried("main_training_function", reason, "");
     }
     if let Some(backend) = backend {
-        let why = format!("`{backend}`: launch assigns the ranks itself");
-        draft.not_carried("rdzv_backend", why, "");
+        let reason = format!("`{backend}`: launch assigns the ranks itself");
+        draft.not_carried("rdzv_backend", reason, "");
     }
     if machines <= 1 {
         return;
     }
     if rank.is_some() {
-        let why = "one launch starts all hosts; ranks follow the order of `cluster.hosts`";
-        draft.not_carried("machine_rank", why, "");
+        let reason = "one launch starts all hosts; ranks follow the order of `cluster.hosts`";
+        draft.not_carried("machine_rank", reason, "");
     }
-    if same == Some(false) {
-        draft.not_carried("same_network", "launch reaches each host by SSH or through Slurm", "");
+    if same_network == Some(false) {
+        draft.not_carried("same_network", "launch reaches each host over SSH or through Slurm", "");
     }
 }
 
-fn master(draft: &mut Draft, keys: &mut Keys<'_>) {
+fn set_master(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     if let Some(address) = keys.text("main_process_ip") {
-        let why = format!("`{}`: `MASTER_ADDR` is the first host's address", address.escape_debug());
-        draft.not_carried("main_process_ip", why, "name that host first in `cluster.hosts`");
+        let reason = format!("`{}`: `MASTER_ADDR` is the address of the first host", address.escape_debug());
+        draft.not_carried("main_process_ip", reason, "name that host first in `cluster.hosts`");
     }
     if let Some(port) = keys.integer("main_process_port", 0).filter(|port| *port > 0) {
-        draft.wish("main_process_port", "cluster.master_port", port.to_string());
+        draft.set_imported("main_process_port", "cluster.master_port", port.to_string());
     }
 }
 
-fn no_tpu(draft: &mut Draft, keys: &mut Keys<'_>) {
-    for key in TPU {
+fn note_tpu_keys(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+    for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };
-        let nothing = matches!(item.text.to_ascii_lowercase().as_str(), "no" | "false" | "")
+        let has_no_effect = matches!(item.text.to_ascii_lowercase().as_str(), "no" | "false" | "")
             && !matches!(&item.value, contract::job::ItemValue::List(list) if !list.is_empty());
-        if !nothing {
+        if !has_no_effect {
             draft.not_carried(key, "launch doesn't run on TPUs", "");
         }
     }

@@ -1,109 +1,150 @@
-//! [`Draft`]: a job.yaml in the making, with notes about what it doesn't say.
+//! [`Draft`]: a job.yaml under construction, with notes about what was not converted.
 use contract::{
-    Problem, Source,
+    Source,
     job::{self, KEYS},
-    problem::Place,
 };
-use std::fmt::Write;
+use diagnostic::{Diagnostic, Location, codes};
+use std::fmt::{self, Write};
 
-/// Most rounds in which keys that a job can't have are taken out again; each takes out one at least.
-const MOST_ROUNDS: usize = 64;
+/// Most attempts to load the job; each failed one removes at least one key.
+const MAX_ATTEMPTS: usize = 64;
 
-/// A job.yaml that loads, and what to tell about it.
+/// A job.yaml that loads, and notes about it.
 #[derive(Debug)]
-pub(crate) struct Imported {
+pub(crate) struct ImportedJob {
+    /// The text of the job.
     pub(crate) job: String,
-    /// One line each.
-    pub(crate) notes: Vec<String>,
+    /// The notes, one line each.
+    pub(crate) notes: Vec<ImportNote>,
 }
 
-/// A job in the making.
+/// A remark about a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ImportNote {
+    pub(crate) kind: NoteKind,
+    /// The key of the job, or, of a key that was not converted, the imported key.
+    pub(crate) key: String,
+    /// The reason, and what to do.
+    pub(crate) text: String,
+}
+
+/// What a note is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoteKind {
+    /// A key of the job.
+    Note,
+    /// An imported key that the job does not have.
+    NotCarried,
+}
+
+/// One line: `not carried: KEY: TEXT`.
+impl fmt::Display for ImportNote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            NoteKind::Note => "note",
+            NoteKind::NotCarried => "not carried",
+        };
+        write!(f, "{kind}: {}: {}", self.key, self.text)
+    }
+}
+
+/// A job under construction.
 #[derive(Debug, Default)]
 pub(super) struct Draft {
-    keys: Vec<Key>,
-    notes: Vec<String>,
+    keys: Vec<DraftKey>,
+    notes: Vec<ImportNote>,
 }
 
 #[derive(Debug)]
-struct Key {
+struct DraftKey {
     path: String,
     yaml: String,
-    /// The foreign key it comes from; `None`: the job is nothing without it.
+    /// The imported key; `None`: the job requires the key.
     from: Option<String>,
 }
 
 impl Draft {
-    /// A key that the job must have.
-    pub(super) fn own(&mut self, path: &str, yaml: &str) {
-        self.put(path, yaml.to_owned(), None);
+    /// Sets a key that the job requires.
+    pub(super) fn set_required(&mut self, path: &str, yaml: &str) {
+        self.set_key(path, yaml.to_owned(), None);
     }
 
-    /// A key as the foreign key `from` asks for it. Where this version can't have it, a note says so and it is left out.
-    pub(super) fn wish(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
-        self.put(path, yaml.into(), Some(from.to_owned()));
+    /// Sets a key from the imported key `from`. If the job rejects the value, the key is removed and a
+    /// note gives the reason.
+    pub(super) fn set_imported(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
+        self.set_key(path, yaml.into(), Some(from.to_owned()));
     }
 
-    /// A variable of the workers' environment.
+    /// Sets a variable of the workers' environment.
     pub(super) fn env(&mut self, from: &str, name: &str, value: &str) {
-        let yaml = if value.is_empty() { "\"\"".to_owned() } else { job::quoted(value) };
-        self.wish(from, &format!("run.env.{name}"), yaml);
+        let yaml = if value.is_empty() { "\"\"".to_owned() } else { job::quote_yaml(value) };
+        self.set_imported(from, &format!("run.env.{name}"), yaml);
     }
 
-    fn put(&mut self, path: &str, yaml: String, from: Option<String>) {
+    fn set_key(&mut self, path: &str, yaml: String, from: Option<String>) {
         self.keys.retain(|key| key.path != path);
-        self.keys.push(Key { path: path.to_owned(), yaml, from });
+        self.keys.push(DraftKey { path: path.to_owned(), yaml, from });
     }
 
-    /// Something to know or do about a key that is there.
-    pub(super) fn note(&mut self, key: &str, what: impl AsRef<str>, todo: &str) {
-        self.tell("note", key, what.as_ref(), todo);
+    /// Adds a note about a key of the job; `todo` may be empty.
+    pub(super) fn note(&mut self, key: &str, text: impl AsRef<str>, todo: &str) {
+        self.add_note(NoteKind::Note, key, text.as_ref(), todo);
     }
 
-    /// A foreign key that the job doesn't have; `todo` may be empty.
-    pub(super) fn not_carried(&mut self, from: &str, why: impl AsRef<str>, todo: &str) {
-        self.tell("not carried", from, why.as_ref(), todo);
+    /// Adds a note about an imported key that the job does not have; `todo` may be empty.
+    pub(super) fn not_carried(&mut self, from: &str, reason: impl AsRef<str>, todo: &str) {
+        self.add_note(NoteKind::NotCarried, from, reason.as_ref(), todo);
     }
 
-    fn tell(&mut self, kind: &str, key: &str, what: &str, todo: &str) {
+    fn add_note(&mut self, kind: NoteKind, key: &str, text: &str, todo: &str) {
         let end = if todo.is_empty() { String::new() } else { format!("; {todo}") };
-        self.notes.push(format!("{kind}: {key}: {what}{end}"));
+        self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
     }
 
-    /// The job, less the keys that it can't have. An error is a job that is wrong without those too.
-    pub(super) fn finish(mut self, origin: &str) -> Result<Imported, Vec<Problem>> {
-        for _ in 0..MOST_ROUNDS {
+    /// The job without the keys that it rejects. The error: the job is not valid without them either.
+    pub(super) fn finish(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
+        for _ in 0..MAX_ATTEMPTS {
             let text = self.text(origin);
             let source = Source::Text { name: "job.yaml".to_owned(), text: text.clone() };
-            let problems = match contract::load(source, &[]) {
-                Ok(_) => return Ok(Imported { job: text, notes: self.notes }),
-                Err(problems) => problems,
+            let errors = match contract::load(source, &[]) {
+                Ok((.., warnings)) => {
+                    // An imported key without effect is not worth a warning in the new job.
+                    let unused = |w: &Diagnostic| w.code() == codes::job::JOB_KEY_HAS_NO_EFFECT;
+                    let unused: Vec<Diagnostic> = warnings.into_iter().filter(unused).collect();
+                    if self.remove_rejected(&unused) {
+                        continue;
+                    }
+                    return Ok(ImportedJob { job: text, notes: self.notes });
+                }
+                Err(errors) => errors,
             };
-            if !self.take_out(&problems) {
-                return Err(problems);
+            if !self.remove_rejected(&errors) {
+                return Err(errors);
             }
         }
         Err(Vec::new())
     }
 
-    /// Takes out the keys that problems name; `false` when there was none to take out.
-    fn take_out(&mut self, problems: &[Problem]) -> bool {
+    /// Removes the keys that errors name; `false` if there was none to remove.
+    fn remove_rejected(&mut self, errors: &[Diagnostic]) -> bool {
         let before = self.keys.len();
-        for problem in problems {
-            // A problem with one entry of a mapping may name the mapping alone, but stands in the entry's line.
-            let line = if let Place::Line { text, .. } = &problem.place { text.trim() } else { "" };
-            let names = |key: &Key| {
+        for error in errors {
+            // An error about an entry may name only its mapping, but its location is the entry's line.
+            let line =
+                if let Some(Location::Line { text, .. }) = error.location() { text.trim() } else { "" };
+            let subject = error.subject().unwrap_or_default();
+            let names = |key: &DraftKey| {
                 let below = |whole: &str, part: &str| {
                     part.strip_prefix(whole).is_some_and(|r| r.is_empty() || r.starts_with(['.', '[']))
                 };
                 let last = key.path.rsplit('.').next().unwrap_or_default();
                 let in_line = line.split(':').next() == Some(last);
-                key.from.is_some()
-                    && (below(&key.path, &problem.path) || below(&problem.path, &key.path) && in_line)
+                key.from.is_some() && (below(&key.path, subject) || below(subject, &key.path) && in_line)
             };
             let Some(at) = self.keys.iter().position(names) else { continue };
             let key = self.keys.remove(at);
-            let todo = problem.hint.clone().unwrap_or_default();
-            self.not_carried(&key.from.unwrap_or_default(), &problem.message, &todo);
+            let todo = error.help().join("; ");
+            self.not_carried(&key.from.unwrap_or_default(), error.message(), &todo);
         }
         self.keys.len() < before
     }
@@ -112,17 +153,17 @@ impl Draft {
         let mut keys: Vec<(usize, Vec<&str>, &str)> = self
             .keys
             .iter()
-            .map(|key| (order(&key.path), key.path.split('.').collect(), key.yaml.as_str()))
+            .map(|key| (key_order(&key.path), key.path.split('.').collect(), key.yaml.as_str()))
             .collect();
         keys.sort_by_key(|(order, ..)| *order);
         let mut text = format!("# from {origin}\n");
-        section(&mut text, &keys, 0);
+        write_section(&mut text, &keys, 0);
         text
     }
 }
 
-/// Where a key stands in the table of keys; keys of a mapping stand where the mapping does.
-fn order(path: &str) -> usize {
+/// The position of a key in the table of keys. An entry of a mapping has the position of the mapping.
+fn key_order(path: &str) -> usize {
     let mut path = path;
     loop {
         if let Some(at) = KEYS.iter().position(|key| key.path == path) {
@@ -135,18 +176,18 @@ fn order(path: &str) -> usize {
     }
 }
 
-fn section(text: &mut String, keys: &[(usize, Vec<&str>, &str)], depth: usize) {
+fn write_section(text: &mut String, keys: &[(usize, Vec<&str>, &str)], depth: usize) {
     let mut rest = keys;
     while let Some((_, path, yaml)) = rest.first() {
         let Some(name) = path.get(depth) else { return };
         let same = rest.iter().take_while(|(_, p, _)| p.get(depth) == Some(name)).count();
         let indent = "  ".repeat(depth);
-        // Writing to a String can't fail.
+        // Writing to a String does not fail.
         if path.len() == depth + 1 {
             _ = writeln!(text, "{indent}{name}: {yaml}");
         } else {
             _ = writeln!(text, "{indent}{name}:");
-            section(text, &rest[..same], depth + 1);
+            write_section(text, &rest[..same], depth + 1);
         }
         rest = &rest[same..];
     }
@@ -157,12 +198,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_stand_in_the_order_of_the_documentation() {
+    fn keys_are_in_the_order_of_the_documentation() {
         let mut draft = Draft::default();
         draft.env("b", "B", "true");
         draft.env("a", "A", "");
-        draft.own("run.command", "[true]");
-        draft.wish("port", "cluster.master_port", "4000");
+        draft.set_required("run.command", "[true]");
+        draft.set_imported("port", "cluster.master_port", "4000");
         let done = draft.finish("a test").expect("a job");
         assert_eq!(
             done.job,
@@ -172,21 +213,21 @@ mod tests {
     }
 
     #[test]
-    fn what_a_job_can_not_have_is_told_and_left_out() {
+    fn rejected_keys_are_removed_and_noted() {
         let mut draft = Draft::default();
-        draft.own("run.command", "[a]");
-        draft.wish("--port", "cluster.master_port", "70000");
+        draft.set_required("run.command", "[a]");
+        draft.set_imported("--port", "cluster.master_port", "70000");
         draft.env("RANK", "RANK", "3");
         let done = draft.finish("a test").expect("a job");
         assert_eq!(done.job, "# from a test\nrun:\n  command: [a]\n");
-        assert!(done.notes[0].starts_with("not carried: --port: `cluster.master_port` must be"), "{done:?}");
-        assert!(done.notes[1].starts_with("not carried: RANK: "), "{done:?}");
+        let notes: Vec<_> = done.notes.iter().map(|note| (note.kind, note.key.as_str())).collect();
+        assert_eq!(notes, [(NoteKind::NotCarried, "--port"), (NoteKind::NotCarried, "RANK")]);
     }
 
     #[test]
-    fn a_job_that_is_wrong_in_itself_is_an_error() {
+    fn a_job_that_is_invalid_without_imported_keys_is_an_error() {
         let mut draft = Draft::default();
-        draft.own("run.command", "[]");
+        draft.set_required("run.command", "[]");
         assert!(draft.finish("a test").is_err());
     }
 }

@@ -1,75 +1,76 @@
-//! [`Keys`]: a foreign mapping whose keys are taken one by one, so that none is forgotten.
-use super::wording::shown;
-use contract::{
-    Problem,
-    job::{Document, Item, ItemValue},
-};
+//! [`RemainingKeys`]: a mapping of an imported file from which keys are taken one by one, so that none
+//! is overlooked.
+use super::wording::display_value;
+use contract::job::{Document, Item, ItemValue};
+use diagnostic::{Diagnostic, codes::command};
 
-/// The keys of a mapping that weren't taken yet.
+/// The keys of a mapping that have not been taken yet.
 #[derive(Debug)]
-pub(super) struct Keys<'d> {
+pub(super) struct RemainingKeys<'d> {
     document: &'d Document,
-    /// Of the mapping; empty at the top.
+    /// The path of the mapping; empty at the top.
     path: String,
-    left: Vec<(&'d str, &'d Item)>,
-    pub(super) problems: Vec<Problem>,
+    remaining: Vec<(&'d str, &'d Item)>,
+    /// Errors of values that were taken.
+    pub(super) errors: Vec<Diagnostic>,
 }
 
-impl<'d> Keys<'d> {
-    /// The top of a document.
-    pub(super) fn top(document: &'d Document) -> Result<Self, Vec<Problem>> {
-        let mut keys = Keys { document, path: String::new(), left: Vec::new(), problems: Vec::new() };
+impl<'d> RemainingKeys<'d> {
+    /// The keys at the top of a document.
+    pub(super) fn top(document: &'d Document) -> Result<Self, Vec<Diagnostic>> {
+        let mut keys =
+            RemainingKeys { document, path: String::new(), remaining: Vec::new(), errors: Vec::new() };
         match &document.root.value {
-            ItemValue::Map(entries) => keys.left = entries.iter().map(|(k, v)| (k.as_str(), v)).collect(),
-            _ => return Err(vec![keys.wrong("", &document.root, "a mapping of keys to values")]),
+            ItemValue::Map(entries) => {
+                keys.remaining = entries.iter().map(|(k, v)| (k.as_str(), v)).collect()
+            }
+            _ => return Err(vec![keys.type_error("", &document.root, "a mapping of keys to values")]),
         }
         Ok(keys)
     }
 
-    /// The whole path of a key.
+    /// The full path of a key.
     pub(super) fn path(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
-    fn wrong(&self, key: &str, item: &Item, what: &str) -> Problem {
+    fn type_error(&self, key: &str, item: &Item, expected: &str) -> Diagnostic {
         let path = if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.path(key)) };
-        Problem {
-            path: self.path(key),
-            place: self.document.place(item),
-            message: format!("{path} must be {what}, found {}", item.found()),
-            hint: None,
-        }
+        let message = format!("{path} must be {expected}, found {}", item.describe());
+        Diagnostic::error(command::IMPORT_VALUE_INVALID, message)
+            .with_subject(self.path(key))
+            .with_location(self.document.location(item))
     }
 
-    /// A problem with a key's value.
-    pub(super) fn refuse(&mut self, key: &str, item: &Item, what: &str) {
-        let problem = self.wrong(key, item, what);
-        self.problems.push(problem);
+    /// Records that the value of a key is not what is expected.
+    pub(super) fn reject(&mut self, key: &str, item: &Item, expected: &str) {
+        let error = self.type_error(key, item, expected);
+        self.errors.push(error);
     }
 
-    /// A key's value; `null` is as good as absent.
+    /// Takes the value of a key; `null` counts as absent.
     pub(super) fn take(&mut self, key: &str) -> Option<&'d Item> {
-        let at = self.left.iter().position(|(name, _)| *name == key)?;
-        let (_, item) = self.left.remove(at);
+        let at = self.remaining.iter().position(|(name, _)| *name == key)?;
+        let (_, item) = self.remaining.remove(at);
         (!matches!(item.value, ItemValue::Null)).then_some(item)
     }
 
-    /// A scalar.
+    /// Takes a scalar.
     pub(super) fn scalar(&mut self, key: &str) -> Option<&'d Item> {
         let item = self.take(key)?;
         if matches!(item.value, ItemValue::List(_) | ItemValue::Map(_)) {
-            self.refuse(key, item, "one value");
+            self.reject(key, item, "one value");
             return None;
         }
         Some(item)
     }
 
-    /// A scalar as text, whatever it looks like.
+    /// Takes a scalar as text, whatever its type.
     pub(super) fn text(&mut self, key: &str) -> Option<String> {
-        self.scalar(key).map(super::wording::python)
+        self.scalar(key).map(super::wording::python_str)
     }
 
-    /// A boolean, also as YAML 1.1 has them (`yes`, `no`, `on`, `off`) and in quotes.
+    /// Takes a boolean, also in the notation of YAML 1.1 (`yes`, `no`, `on`, `off`) and in quotes.
     pub(super) fn boolean(&mut self, key: &str) -> Option<bool> {
         let item = self.take(key)?;
         let word = item.text.to_ascii_lowercase();
@@ -78,19 +79,19 @@ impl<'d> Keys<'d> {
             (ItemValue::Text, "yes" | "true" | "on" | "y") => Some(true),
             (ItemValue::Text, "no" | "false" | "off" | "n") => Some(false),
             _ => {
-                self.refuse(key, item, "true or false");
+                self.reject(key, item, "true or false");
                 None
             }
         }
     }
 
-    /// An integer of at least `least`.
-    pub(super) fn integer(&mut self, key: &str, least: i128) -> Option<i128> {
-        self.integer_up_to(key, least, u32::MAX.into())
+    /// Takes an integer of at least `min`.
+    pub(super) fn integer(&mut self, key: &str, min: i128) -> Option<i128> {
+        self.integer_in(key, min, u32::MAX.into())
     }
 
-    /// As [`Keys::integer`], up to `most`.
-    pub(super) fn integer_up_to(&mut self, key: &str, least: i128, most: i128) -> Option<i128> {
+    /// Takes an integer from `min` to `max`.
+    pub(super) fn integer_in(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
         let item = self.take(key)?;
         let number = match item.value {
             ItemValue::Int(n) => Some(n),
@@ -98,14 +99,14 @@ impl<'d> Keys<'d> {
             ItemValue::Text => item.text.parse().ok(),
             _ => None,
         };
-        let number = number.filter(|n| (least..=most).contains(n));
+        let number = number.filter(|n| (min..=max).contains(n));
         if number.is_none() {
-            self.refuse(key, item, &format!("an integer of {least} or more"));
+            self.reject(key, item, &format!("an integer of {min} or more"));
         }
         number
     }
 
-    /// A finite number.
+    /// Takes a finite number.
     pub(super) fn number(&mut self, key: &str) -> Option<f64> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -116,54 +117,59 @@ impl<'d> Keys<'d> {
         };
         let number = number.filter(|x| x.is_finite());
         if number.is_none() {
-            self.refuse(key, item, "a number");
+            self.reject(key, item, "a number");
         }
         number
     }
 
-    /// The word `auto`, which leaves the value to somebody else.
+    /// Whether the value is `auto`, which leaves it to HF Trainer.
     pub(super) fn is_auto(&self, key: &str) -> bool {
-        self.left.iter().any(|(name, item)| *name == key && item.text == "auto")
+        self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
     }
 
-    /// An integer that stays to be taken.
+    /// An integer, without taking it.
     pub(super) fn peek(&self, key: &str) -> Option<i128> {
-        let (_, item) = self.left.iter().find(|(name, _)| *name == key)?;
+        let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
         if let ItemValue::Int(n) = item.value { Some(n) } else { None }
     }
 
-    /// A mapping.
-    pub(super) fn section(&mut self, key: &str) -> Option<Keys<'d>> {
+    /// Takes a mapping.
+    pub(super) fn section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
         let path = self.path(key);
         match &item.value {
             ItemValue::Map(entries) => {
-                let left = entries.iter().map(|(k, v)| (k.as_str(), v)).collect();
-                Some(Keys { document: self.document, path, left, problems: Vec::new() })
+                let remaining = entries.iter().map(|(k, v)| (k.as_str(), v)).collect();
+                Some(RemainingKeys { document: self.document, path, remaining, errors: Vec::new() })
             }
             _ => {
-                self.refuse(key, item, "a mapping");
+                self.reject(key, item, "a mapping");
                 None
             }
         }
     }
 
-    /// A mapping that isn't given, as an empty one.
-    pub(super) fn empty(&self, key: &str) -> Option<Keys<'d>> {
+    /// An empty mapping for a key that is not given.
+    pub(super) fn empty(&self, key: &str) -> Option<RemainingKeys<'d>> {
         let path = self.path(key);
-        // one of the wrong type was refused already
-        let sound = self.problems.is_empty();
-        sound.then(|| Keys { document: self.document, path, left: Vec::new(), problems: Vec::new() })
+        // A value of the wrong type is an error already.
+        let is_valid = self.errors.is_empty();
+        is_valid.then(|| RemainingKeys {
+            document: self.document,
+            path,
+            remaining: Vec::new(),
+            errors: Vec::new(),
+        })
     }
 
-    /// The names of all keys that are left.
+    /// The names of the keys that have not been taken.
     pub(super) fn names(&self) -> Vec<&'d str> {
-        self.left.iter().map(|(key, _)| *key).collect()
+        self.remaining.iter().map(|(key, _)| *key).collect()
     }
 
-    /// What nobody took: whole paths and values as they were written.
-    pub(super) fn rest(self) -> (Vec<(String, String)>, Vec<Problem>) {
-        let rest = self.left.iter().filter(|(_, item)| !matches!(item.value, ItemValue::Null));
-        (rest.map(|(key, item)| (self.path(key), shown(item))).collect(), self.problems)
+    /// The full paths and the written values of the keys that were not taken, and the errors.
+    pub(super) fn into_rest(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
+        let rest = self.remaining.iter().filter(|(_, item)| !matches!(item.value, ItemValue::Null));
+        (rest.map(|(key, item)| (self.path(key), display_value(item))).collect(), self.errors)
     }
 }

@@ -1,28 +1,28 @@
-//! How values are written in a job.yaml.
-use contract::job::{Item, ItemValue, quoted};
+//! Values of imported files as text for a job.yaml or a note.
+use contract::job::{Item, ItemValue, quote_yaml};
 
-/// Texts as a list on one line.
-pub(super) fn list(texts: &[String]) -> String {
-    let words: Vec<String> = texts.iter().map(|t| quoted(t)).collect();
+/// Texts as a YAML list on one line.
+pub(super) fn yaml_list(texts: &[String]) -> String {
+    let words: Vec<String> = texts.iter().map(|t| quote_yaml(t)).collect();
     format!("[{}]", words.join(", "))
 }
 
-/// What may be a whole number, as one; anything else as text, for the job's own reader to refuse.
-pub(super) fn count(text: &str) -> String {
+/// A text of digits as a number, any other text quoted, so that loading the job rejects it.
+pub(super) fn whole_number(text: &str) -> String {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    if digits { text.to_owned() } else { quoted(text) }
+    if digits { text.to_owned() } else { quote_yaml(text) }
 }
 
-/// A number of a foreign file; anything else as text.
-pub(super) fn number(item: &Item) -> String {
+/// A number as it was written; any other value quoted.
+pub(super) fn yaml_number(item: &Item) -> String {
     match item.value {
         ItemValue::Int(_) | ItemValue::Float(_) => item.text.clone(),
-        _ => quoted(&item.text),
+        _ => quote_yaml(&item.text),
     }
 }
 
-/// A scalar as Python's `str()` of it: `True`, `1.0`, `auto`.
-pub(super) fn python(item: &Item) -> String {
+/// A scalar in the notation of Python's `str()`: `True`, `1.0`, `auto`.
+pub(super) fn python_str(item: &Item) -> String {
     match item.value {
         ItemValue::Bool(true) => "True".to_owned(),
         ItemValue::Bool(false) => "False".to_owned(),
@@ -31,11 +31,11 @@ pub(super) fn python(item: &Item) -> String {
     }
 }
 
-/// A value for a message, on one line.
-pub(super) fn shown(item: &Item) -> String {
+/// A value on one line for a note, shortened.
+pub(super) fn display_value(item: &Item) -> String {
     let text = match &item.value {
         ItemValue::List(items) => {
-            let parts: Vec<String> = items.iter().take(8).map(shown).collect();
+            let parts: Vec<String> = items.iter().take(8).map(display_value).collect();
             format!("[{}]", parts.join(", "))
         }
         ItemValue::Map(entries) => {

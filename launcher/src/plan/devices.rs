@@ -1,215 +1,240 @@
-//! Which GPUs the workers of a host see.
-use super::Host;
-use crate::discover::Facts;
+//! [`GpuSelection`]: which GPUs the workers of a host see.
+use super::{JobHost, error};
+use crate::discover::Inventory;
 use contract::{
     env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
     job::{Devices, JobSpec, VisibleDevices},
-    preflight::Finding,
-    machine::Maker,
+    machine::GpuVendor,
 };
+use diagnostic::{Diagnostic, codes::host as codes};
 
-/// The GPUs of a job on this host, by the number that a program gives them.
+/// The GPUs of a job on one host, in the order of the numbers that a program gives them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Gpus {
-    /// As `CUDA_VISIBLE_DEVICES` names them; never empty entries.
+pub(super) struct GpuSelection {
+    /// Entries of `CUDA_VISIBLE_DEVICES`; none is empty.
     names: Vec<String>,
-    /// The NUMA node of each, where that is known.
-    nodes: Vec<Option<u32>>,
-    /// The variable that decides on this host.
-    decides: &'static str,
-    /// Say to programs which they are, whatever launch's own environment says.
-    told: bool,
-    /// Their names are numbers in the order of the PCI bus, not of whoever set `CUDA_VISIBLE_DEVICES`.
-    numbered: bool,
-    /// GPUs are hidden.
+    /// The NUMA node of each GPU, where it is known.
+    numa_nodes: Vec<Option<u32>>,
+    /// The variable that selects GPUs on this host.
+    variable: &'static str,
+    /// Whether programs get the variable even if launch's environment does not have it.
+    set_always: bool,
+    /// Whether the names are numbers in the order of the PCI bus, and not a selection of the user.
+    in_bus_order: bool,
+    /// Whether GPUs are hidden from programs.
     hidden: bool,
-    /// The host wasn't asked yet which it has.
+    /// Whether the host has not reported its GPUs yet.
     unknown: bool,
-    /// Built-in workers that share a GPU, each of which sees its own alone; 0: they are a program's.
-    per_gpu: u32,
+    /// Built-in workers per GPU; each sees only its own GPU. 0: the workers are a program's.
+    workers_per_gpu: u32,
 }
 
-/// The GPUs that the job's programs use on a host like this.
-pub(super) fn of_job(job: &JobSpec, facts: &Facts) -> Result<Gpus, Finding> {
-    let chosen = |name: &str| facts.chosen.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
-    let unknown = facts.is_promised();
-    let hip = chosen(HIP_VISIBLE_DEVICES).is_some_and(|v| !v.is_empty())
-        || facts.gpus.first().is_some_and(|gpu| gpu.maker == Maker::Amd)
-            && chosen(CUDA_VISIBLE_DEVICES).is_none();
-    let decides = if hip { HIP_VISIBLE_DEVICES } else { CUDA_VISIBLE_DEVICES };
-    let found = || (0..facts.gpus.len()).map(|n| n.to_string()).collect::<Vec<_>>();
+/// The GPUs that the job uses on a host with this inventory.
+pub(super) fn select_gpus(job: &JobSpec, inventory: &Inventory) -> diagnostic::Result<GpuSelection> {
+    let inherited =
+        |name: &str| inventory.inherited_env.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
+    let unknown = inventory.is_unknown();
+    let is_rocm = inherited(HIP_VISIBLE_DEVICES).is_some_and(|v| !v.is_empty())
+        || inventory.gpus.first().is_some_and(|gpu| gpu.vendor == GpuVendor::Amd)
+            && inherited(CUDA_VISIBLE_DEVICES).is_none();
+    let variable = if is_rocm { HIP_VISIBLE_DEVICES } else { CUDA_VISIBLE_DEVICES };
+    let numbers = || (0..inventory.gpus.len()).map(|n| n.to_string()).collect::<Vec<_>>();
     let trains = job.run.command.is_none();
     if trains && !job.cluster.trains_on_gpus() {
-        return Ok(Gpus { decides, ..Gpus::default() });
+        return Ok(GpuSelection { variable, ..GpuSelection::default() });
     }
-    let per_gpu = if trains { job.cluster.workers_per_gpu } else { 0 };
-    let theirs = chosen(decides).is_some() && !matches!(job.cluster.devices, Devices::List(_));
-    let (names, told) = match &job.cluster.devices {
-        Devices::Cpu => return Ok(Gpus { decides, hidden: true, ..Gpus::default() }),
-        Devices::List(numbers) => {
-            let absent = numbers.iter().find(|n| **n as usize >= facts.gpus.len());
+    let workers_per_gpu = if trains { job.cluster.workers_per_gpu } else { 0 };
+    let is_users = inherited(variable).is_some() && !matches!(job.cluster.devices, Devices::List(_));
+    let (names, set_always) = match &job.cluster.devices {
+        Devices::Cpu => return Ok(GpuSelection { variable, hidden: true, ..GpuSelection::default() }),
+        Devices::List(listed) => {
+            let absent = listed.iter().find(|n| **n as usize >= inventory.gpus.len());
             if let Some(absent) = absent.filter(|_| !unknown) {
-                let message = format!("there is no GPU {absent} on {}: {}", facts.host, had(facts));
-                return Err(problem(
-                    "cluster.devices",
-                    message,
-                    "GPUs count from 0, in the order of the PCI bus",
-                ));
+                return Err(unknown_gpu(*absent, inventory));
             }
-            (numbers.iter().map(u32::to_string).collect(), true)
+            (listed.iter().map(u32::to_string).collect(), true)
         }
-        Devices::Auto | Devices::Cuda => match chosen(decides) {
-            Some(list) => (entries(list), false),
-            None => (found(), false),
+        Devices::Auto | Devices::Cuda => match inherited(variable) {
+            Some(list) => (parse_device_list(list), false),
+            None => (numbers(), false),
         },
     };
     if names.is_empty() && job.cluster.devices == Devices::Cuda && !unknown {
-        let message = format!("`cluster.devices: cuda` needs a GPU on {}: {}", facts.host, had(facts));
-        return Err(problem(
-            "cluster.devices",
-            message,
-            "is the driver loaded? `nvidia-smi` shows what it sees",
-        ));
+        let found = describe_gpus(inventory);
+        let message = format!("`cluster.devices: cuda` requires a GPU on {}, but {found}", inventory.host);
+        return Err(error(codes::GPU_REQUIRED, "cluster.devices", message)
+            .with_field("host", inventory.host.as_str())
+            .with_help("check the driver with `nvidia-smi`"));
     }
-    let nodes = names.iter().map(|name| node(facts, name)).collect();
-    Ok(Gpus { names, nodes, decides, told, numbered: !theirs, hidden: false, unknown, per_gpu })
+    let numa_nodes = names.iter().map(|name| numa_node(inventory, name)).collect();
+    let in_bus_order = !is_users;
+    let hidden = false;
+    Ok(GpuSelection {
+        names,
+        numa_nodes,
+        variable,
+        set_always,
+        in_bus_order,
+        hidden,
+        unknown,
+        workers_per_gpu,
+    })
 }
 
-impl Gpus {
-    /// Of them, those whose numbers DeepSpeed's filters picked.
-    pub(super) fn picked(self, job: &JobSpec, host: &Host) -> Result<Self, Finding> {
-        let Some(slots) = &host.picked else { return Ok(self) };
+fn unknown_gpu(number: u32, inventory: &Inventory) -> Diagnostic {
+    let message = format!("there is no GPU {number} on {}: {}", inventory.host, describe_gpus(inventory));
+    error(codes::GPU_INDEX_UNKNOWN, "cluster.devices", message)
+        .with_field("host", inventory.host.as_str())
+        .with_field("gpu", number)
+        .with_field("gpus", inventory.gpus.len())
+        .with_help("GPUs count from 0, in the order of the PCI bus")
+}
+
+impl GpuSelection {
+    /// The selection less the GPUs whose numbers are not among the host's selected slots.
+    pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
+        let Some(slots) = &host.selected_slots else { return Ok(self) };
         let are_first = slots.iter().zip(0..).all(|(slot, index)| *slot == index);
-        let path = if job.cluster.include.is_empty() { "cluster.exclude" } else { "cluster.include" };
-        let refuse = |why: String, hint: &str| {
-            let message = format!("`{path}` picks slots {slots:?} of {}, {why}", host.name);
-            Err(problem(path, message, hint))
+        let key = if job.cluster.include.is_empty() { "cluster.exclude" } else { "cluster.include" };
+        let reject = |code, reason: String, help: &str| {
+            let message = format!("`{key}` selects slots {slots:?} of {}, {reason}", host.name);
+            Err(error(code, key, message)
+                .with_field("host", host.name.as_str())
+                .with_field("slots", slots.as_slice())
+                .with_help(help))
         };
         if matches!(job.cluster.devices, Devices::List(_)) {
-            let why = "and `cluster.devices` names GPUs by number too".to_owned();
-            return refuse(why, "use one of the two");
+            let reason = "but `cluster.devices` selects GPUs by number too".to_owned();
+            return reject(codes::SLOTS_NOT_GPUS, reason, "use one of the two keys");
         }
-        let uses_gpus = job.run.command.is_some() || self.per_gpu > 0;
+        let uses_gpus = job.run.command.is_some() || self.workers_per_gpu > 0;
         if self.unknown && self.names.is_empty() && !self.hidden && uses_gpus {
             let names = slots.iter().map(u32::to_string).collect();
-            return Ok(Gpus { nodes: vec![None; slots.len()], names, told: true, ..self });
+            let numa_nodes = vec![None; slots.len()];
+            return Ok(GpuSelection { numa_nodes, names, set_always: true, ..self });
         }
         match self.count() {
-            // A slot of a CPU is as good as any other: how many there are counts.
+            // Slots of a host without GPUs are interchangeable, only their number counts.
             0 if are_first => Ok(self),
             0 => {
-                let count = slots.len().saturating_sub(1);
-                let why = "which are GPUs by number, and the job uses none there".to_owned();
-                refuse(why, &format!("write `{}:0-{count}` for as many workers on CPUs", host.name))
+                let last = slots.len().saturating_sub(1);
+                let reason = "which are GPUs by number, but the job uses no GPUs there".to_owned();
+                let help = format!("write `{}:0-{last}` for as many workers on CPUs", host.name);
+                reject(codes::SLOTS_NOT_GPUS, reason, &help)
             }
-            has => match slots.iter().find(|slot| **slot as usize >= has) {
-                Some(absent) => refuse(
-                    format!("which has no GPU {absent} for the job: it has {has}"),
-                    "slots count from 0",
-                ),
+            count => match slots.iter().find(|slot| **slot as usize >= count) {
+                Some(absent) => {
+                    let reason = format!("but it has no GPU {absent} for the job (GPUs: {count})");
+                    reject(codes::GPU_INDEX_UNKNOWN, reason, "slots count from 0")
+                }
                 None => {
-                    let at = |slot: &u32| *slot as usize;
-                    let names = slots.iter().map(|slot| self.names[at(slot)].clone()).collect();
-                    let nodes = slots.iter().map(|slot| self.nodes[at(slot)]).collect();
-                    Ok(Gpus { names, nodes, told: true, ..self })
+                    let index = |slot: &u32| *slot as usize;
+                    let names = slots.iter().map(|slot| self.names[index(slot)].clone()).collect();
+                    let numa_nodes = slots.iter().map(|slot| self.numa_nodes[index(slot)]).collect();
+                    Ok(GpuSelection { names, numa_nodes, set_always: true, ..self })
                 }
             },
         }
     }
 
+    /// The number of GPUs.
     pub(super) fn count(&self) -> usize {
         self.names.len()
     }
 
-    /// Workers that have a GPU.
+    /// The number of workers that can have a GPU, or a share of one.
     pub(super) fn workers(&self) -> usize {
-        self.count() * self.per_gpu.max(1) as usize
+        self.count() * self.workers_per_gpu.max(1) as usize
     }
 
-    /// Which GPU is a worker's.
-    fn of(&self, local_rank: u32) -> usize {
-        (local_rank / self.per_gpu.max(1)) as usize
+    /// The index of a worker's GPU.
+    fn gpu_of(&self, local_rank: u32) -> usize {
+        (local_rank / self.workers_per_gpu.max(1)) as usize
     }
 
     /// The NUMA node of a worker's GPU.
-    pub(super) fn node(&self, local_rank: u32) -> Option<u32> {
-        self.nodes.get(self.of(local_rank)).copied().flatten()
+    pub(super) fn numa_node_of(&self, local_rank: u32) -> Option<u32> {
+        self.numa_nodes.get(self.gpu_of(local_rank)).copied().flatten()
     }
 
-    /// What a person calls a worker's device.
+    /// The name of a worker's device: `gpu 0`, `cpu` or `unknown`.
     pub(super) fn label(&self, local_rank: u32) -> String {
         let none = if self.unknown { "unknown" } else { "cpu" };
-        self.names.get(self.of(local_rank)).map_or_else(|| none.to_owned(), |name| format!("gpu {name}"))
+        self.names.get(self.gpu_of(local_rank)).map_or_else(|| none.to_owned(), |name| format!("gpu {name}"))
     }
 
-    /// Can each of these workers have what the job says?
-    pub(super) fn check(&self, job: &JobSpec, workers: u32, facts: &Facts) -> Result<(), Finding> {
-        let (count, host) = (self.count(), &facts.host);
-        let few = self.workers() < workers as usize && !(self.unknown && count == 0);
-        if self.per_gpu > 0 && few {
+    /// Checks that the host has a GPU for each of these workers where the job requires it.
+    pub(super) fn check(&self, job: &JobSpec, workers: u32, inventory: &Inventory) -> diagnostic::Result<()> {
+        let (count, host) = (self.count(), &inventory.host);
+        let too_few = self.workers() < workers as usize && !(self.unknown && count == 0);
+        let reject = |key: &str, message: String, help: &str| {
+            Err(error(codes::GPUS_TOO_FEW, key, message)
+                .with_field("host", host.as_str())
+                .with_field("workers", workers)
+                .with_field("gpus", count)
+                .with_help(help))
+        };
+        if self.workers_per_gpu > 0 && too_few {
             let message = format!(
-                "{workers} workers, {} on each GPU, need more than the {count} that {host} has for them",
-                self.per_gpu
+                "{workers} workers with {} per GPU need more GPUs than the {count} of {host}",
+                self.workers_per_gpu
             );
-            let hint = "use fewer workers, or let several share a GPU by `cluster.workers_per_gpu`";
-            return Err(problem("cluster.workers_per_host", message, hint));
+            let help = "use fewer workers, or raise `cluster.workers_per_gpu`";
+            return reject("cluster.workers_per_host", message, help);
         }
-        if job.run.visible_devices == VisibleDevices::One && few {
-            let message = format!("{workers} workers need a GPU each, {host} has {count} for them");
-            return Err(problem("run.visible_devices", message, "use fewer workers, or `all`"));
+        if job.run.visible_devices == VisibleDevices::One && too_few {
+            let message = format!("{workers} workers need a GPU each, but {host} has {count}");
+            return reject("run.visible_devices", message, "use fewer workers, or `all`");
         }
         Ok(())
     }
 
-    /// What a worker is told of them.
+    /// The variables that tell a worker its GPUs.
     pub(super) fn env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
-        let policy = if self.per_gpu > 0 { VisibleDevices::One } else { policy };
-        let seen = match (policy, self.names.get(self.of(local_rank))) {
+        let policy = if self.workers_per_gpu > 0 { VisibleDevices::One } else { policy };
+        let visible = match (policy, self.names.get(self.gpu_of(local_rank))) {
             _ if self.hidden => String::new(),
-            (VisibleDevices::One, Some(own)) => own.clone(),
-            _ if self.told => self.names.join(","),
+            (VisibleDevices::One, Some(name)) => name.clone(),
+            _ if self.set_always => self.names.join(","),
             _ => return Vec::new(),
         };
-        // Programs for ROCm read CUDA's variable too, as torchrun sets it.
-        let mut env = vec![(CUDA_VISIBLE_DEVICES, seen.clone())];
-        if self.numbered && self.decides == CUDA_VISIBLE_DEVICES && !seen.is_empty() {
-            // CUDA counts the fastest first otherwise.
+        // Programs for ROCm read CUDA's variable too, which torchrun sets for them.
+        let mut env = vec![(CUDA_VISIBLE_DEVICES, visible.clone())];
+        if self.in_bus_order && self.variable == CUDA_VISIBLE_DEVICES && !visible.is_empty() {
+            // Without it CUDA counts the fastest GPU first.
             env.push((CUDA_DEVICE_ORDER, "PCI_BUS_ID".to_owned()));
         }
-        if self.decides == HIP_VISIBLE_DEVICES {
-            env.push((HIP_VISIBLE_DEVICES, seen));
+        if self.variable == HIP_VISIBLE_DEVICES {
+            env.push((HIP_VISIBLE_DEVICES, visible));
         }
         env
     }
 }
 
-/// Names that [`Gpus::env`] or the user's own environment decides, never a pattern of `run.pass_env`.
+/// Whether [`GpuSelection::env`] or the user sets this variable, so that `run.pass_env` never does.
 pub(crate) fn is_device_variable(name: &str) -> bool {
     VISIBLE_DEVICES.contains(&name)
 }
 
-fn entries(list: &str) -> Vec<String> {
-    // CUDA stops at the first entry that is none.
-    let all = list.split(',').map(str::trim);
-    all.take_while(|entry| !entry.is_empty() && !entry.starts_with('-')).map(str::to_owned).collect()
+/// The entries of `CUDA_VISIBLE_DEVICES`. CUDA ignores everything after the first invalid entry.
+fn parse_device_list(list: &str) -> Vec<String> {
+    let entries = list.split(',').map(str::trim);
+    entries.take_while(|entry| !entry.is_empty() && !entry.starts_with('-')).map(str::to_owned).collect()
 }
 
-fn node(facts: &Facts, name: &str) -> Option<u32> {
-    let by_number = name.parse::<usize>().ok().and_then(|n| facts.gpus.get(n));
-    let by_uuid = || facts.gpus.iter().find(|g| g.uuid.as_deref().is_some_and(|u| u.starts_with(name)));
-    by_number.or_else(by_uuid)?.node
+/// The NUMA node of the GPU with this number or this beginning of its UUID.
+fn numa_node(inventory: &Inventory, name: &str) -> Option<u32> {
+    let by_number = name.parse::<usize>().ok().and_then(|n| inventory.gpus.get(n));
+    let by_uuid = || inventory.gpus.iter().find(|g| g.uuid.as_deref().is_some_and(|u| u.starts_with(name)));
+    by_number.or_else(by_uuid)?.numa_node
 }
 
-fn had(facts: &Facts) -> String {
-    match facts.gpus.len() {
-        0 => "none was found".to_owned(),
+fn describe_gpus(inventory: &Inventory) -> String {
+    match inventory.gpus.len() {
+        0 => "no GPU was found".to_owned(),
         1 => "it has GPU 0".to_owned(),
         n => format!("it has GPUs 0 to {}", n - 1),
     }
-}
-
-fn problem(path: &str, message: String, hint: &str) -> Finding {
-    Finding { path: path.to_owned(), message, hint: Some(hint.to_owned()) }
 }
 
 #[cfg(test)]
@@ -217,20 +242,20 @@ mod tests {
     use super::*;
     use contract::machine::Gpu;
 
-    fn machine(maker: Maker, nodes: &[u32], chosen: &[(&str, &str)]) -> Facts {
+    fn machine(vendor: GpuVendor, nodes: &[u32], inherited: &[(&str, &str)]) -> Inventory {
         let gpu = |(i, node): (usize, &u32)| Gpu {
-            maker,
+            vendor,
             bus: None,
             uuid: Some(format!("GPU-{i}f")),
-            node: Some(*node),
+            numa_node: Some(*node),
         };
-        let chosen = chosen.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
-        Facts {
+        let inherited_env = inherited.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
+        Inventory {
             host: "h".into(),
             cpus: vec![0],
             gpus: nodes.iter().enumerate().map(gpu).collect(),
-            chosen,
-            ..Facts::default()
+            inherited_env,
+            ..Inventory::default()
         }
     }
 
@@ -240,17 +265,17 @@ mod tests {
         job
     }
 
-    fn said(facts: &Facts, devices: Devices, policy: VisibleDevices, rank: u32) -> String {
-        let gpus = of_job(&job(devices), facts).expect("GPUs");
+    fn env_of(inventory: &Inventory, devices: Devices, policy: VisibleDevices, rank: u32) -> String {
+        let gpus = select_gpus(&job(devices), inventory).expect("GPUs");
         gpus.env(policy, rank).iter().map(|(n, v)| format!("{n}={v}")).collect::<Vec<_>>().join(" ")
     }
 
     #[test]
     fn each_policy_on_each_kind_of_machine() {
         use VisibleDevices::{All, One};
-        let cuda = |chosen: &[(&str, &str)]| machine(Maker::Nvidia, &[0, 0, 1, 1], chosen);
+        let cuda = |inherited: &[(&str, &str)]| machine(GpuVendor::Nvidia, &[0, 0, 1, 1], inherited);
         let (plain, some) = (cuda(&[]), cuda(&[("CUDA_VISIBLE_DEVICES", "3, GPU-1f")]));
-        for (facts, devices, policy, rank, want) in [
+        for (inventory, devices, policy, rank, expected) in [
             (&plain, Devices::Auto, All, 2, ""),
             (&plain, Devices::Auto, One, 2, "CUDA_VISIBLE_DEVICES=2 CUDA_DEVICE_ORDER=PCI_BUS_ID"),
             (
@@ -279,102 +304,105 @@ mod tests {
                 "CUDA_VISIBLE_DEVICES=2 HIP_VISIBLE_DEVICES=2",
             ),
             (
-                &machine(Maker::Amd, &[0], &[]),
+                &machine(GpuVendor::Amd, &[0], &[]),
                 Devices::Auto,
                 One,
                 0,
                 "CUDA_VISIBLE_DEVICES=0 HIP_VISIBLE_DEVICES=0",
             ),
-            (&machine(Maker::Nvidia, &[], &[]), Devices::Auto, All, 0, ""),
+            (&machine(GpuVendor::Nvidia, &[], &[]), Devices::Auto, All, 0, ""),
         ] {
-            assert_eq!(said(facts, devices, policy, rank), want);
+            assert_eq!(env_of(inventory, devices, policy, rank), expected);
         }
-        let gpus = of_job(&job(Devices::Auto), &some).expect("GPUs");
-        assert_eq!((gpus.count(), gpus.node(0), gpus.node(1), gpus.node(2)), (2, Some(1), Some(0), None));
+        let gpus = select_gpus(&job(Devices::Auto), &some).expect("GPUs");
+        assert_eq!(
+            (gpus.count(), gpus.numa_node_of(0), gpus.numa_node_of(1), gpus.numa_node_of(2)),
+            (2, Some(1), Some(0), None)
+        );
     }
 
-    /// A filter's slots are GPUs of the host by number, as with DeepSpeed.
+    /// The slots of a host filter are GPU numbers, as in DeepSpeed.
     #[test]
-    fn picked_slots_are_gpus() {
-        let four = machine(Maker::Nvidia, &[0, 0, 1, 1], &[]);
-        let chosen = machine(Maker::Nvidia, &[0, 0, 1, 1], &[("CUDA_VISIBLE_DEVICES", "3,1")]);
-        let none = machine(Maker::Nvidia, &[], &[]);
-        let promised = Facts::promised("h");
-        let of = |facts: &Facts, devices: Devices, slots: &[u32]| {
+    fn selected_slots_are_gpus() {
+        let four = machine(GpuVendor::Nvidia, &[0, 0, 1, 1], &[]);
+        let chosen = machine(GpuVendor::Nvidia, &[0, 0, 1, 1], &[("CUDA_VISIBLE_DEVICES", "3,1")]);
+        let none = machine(GpuVendor::Nvidia, &[], &[]);
+        let unknown = Inventory::unknown("h");
+        let select = |inventory: &Inventory, devices: Devices, slots: &[u32]| {
             let mut job = job(devices);
             job.cluster.include = vec!["h:0".into()];
-            let (slots, picked) = (Some(slots.len() as u32), Some(slots.to_vec()));
-            let host = Host { name: "h".into(), slots, picked, local: false, facts: facts.clone() };
-            let gpus = of_job(&job, facts)?.picked(&job, &host)?;
+            let (slots, selected_slots) = (Some(slots.len() as u32), Some(slots.to_vec()));
+            let (name, inventory) = ("h".into(), inventory.clone());
+            let host = JobHost { name, slots, selected_slots, local: false, inventory: inventory.clone() };
+            let gpus = select_gpus(&job, &inventory)?.with_selected_slots(&job, &host)?;
             let env = gpus.env(VisibleDevices::All, 0);
-            let last = gpus.node(slots.unwrap_or(1) - 1);
-            Ok::<_, Finding>((env.first().map_or_else(String::new, |(_, value)| value.clone()), last))
+            let last = gpus.numa_node_of(slots.unwrap_or(1) - 1);
+            Ok::<_, Diagnostic>((env.first().map_or_else(String::new, |(_, value)| value.clone()), last))
         };
-        let said = |text: &str, node| Ok((text.to_owned(), node));
-        assert_eq!(of(&four, Devices::Auto, &[2, 3]), said("2,3", Some(1)));
-        assert_eq!(of(&four, Devices::Cuda, &[0, 1]), said("0,1", Some(0)));
-        assert_eq!(of(&chosen, Devices::Auto, &[1]), said("1", Some(0)));
-        assert_eq!(of(&chosen, Devices::Auto, &[0]), said("3", Some(1)));
-        assert_eq!(of(&promised, Devices::Auto, &[1, 3]), said("1,3", None));
-        assert_eq!(of(&none, Devices::Auto, &[0, 1]), said("", None));
-        assert_eq!(of(&four, Devices::Cpu, &[0, 1]), said("", None));
-        for (facts, devices, slots, part) in [
-            (&four, Devices::Auto, &[3, 4][..], "no GPU 4 for the job: it has 4"),
-            (&chosen, Devices::Auto, &[2], "no GPU 2"),
-            (&none, Devices::Auto, &[2, 3], "uses none there"),
-            (&four, Devices::Cpu, &[1], "uses none there"),
-            (&four, Devices::List(vec![0, 1]), &[1], "by number too"),
+        let expected = |text: &str, node| Ok((text.to_owned(), node));
+        assert_eq!(select(&four, Devices::Auto, &[2, 3]), expected("2,3", Some(1)));
+        assert_eq!(select(&four, Devices::Cuda, &[0, 1]), expected("0,1", Some(0)));
+        assert_eq!(select(&chosen, Devices::Auto, &[1]), expected("1", Some(0)));
+        assert_eq!(select(&chosen, Devices::Auto, &[0]), expected("3", Some(1)));
+        assert_eq!(select(&unknown, Devices::Auto, &[1, 3]), expected("1,3", None));
+        assert_eq!(select(&none, Devices::Auto, &[0, 1]), expected("", None));
+        assert_eq!(select(&four, Devices::Cpu, &[0, 1]), expected("", None));
+        for (inventory, devices, slots, code) in [
+            (&four, Devices::Auto, &[3, 4][..], codes::GPU_INDEX_UNKNOWN),
+            (&chosen, Devices::Auto, &[2], codes::GPU_INDEX_UNKNOWN),
+            (&none, Devices::Auto, &[2, 3], codes::SLOTS_NOT_GPUS),
+            (&four, Devices::Cpu, &[1], codes::SLOTS_NOT_GPUS),
+            (&four, Devices::List(vec![0, 1]), &[1], codes::SLOTS_NOT_GPUS),
         ] {
-            let finding = of(facts, devices, slots).expect_err(part);
-            assert!(finding.message.contains(part) && finding.path == "cluster.include", "{finding:?}");
+            let error = select(inventory, devices, slots).expect_err("rejected");
+            assert_eq!((error.code(), error.subject()), (code, Some("cluster.include")), "{error}");
         }
     }
 
-    /// Built-in workers see their own GPU alone; several share one where the job says so.
+    /// A built-in worker sees only its own GPU, which several may share.
     #[test]
     fn built_in_workers_have_a_gpu_each_unless_they_share() {
-        let facts = machine(Maker::Nvidia, &[0, 1], &[]);
+        let inventory = machine(GpuVendor::Nvidia, &[0, 1], &[]);
         let mut job = job(Devices::Cuda);
         job.run.command = None;
         let seen = |job: &JobSpec, rank| {
-            let gpus = of_job(job, &facts).expect("GPUs");
+            let gpus = select_gpus(job, &inventory).expect("GPUs");
             let env = gpus.env(VisibleDevices::All, rank);
-            (env[0].1.clone(), gpus.node(rank), gpus.label(rank))
+            (env[0].1.clone(), gpus.numa_node_of(rank), gpus.label(rank))
         };
         assert_eq!(seen(&job, 1), ("1".to_owned(), Some(1), "gpu 1".to_owned()));
-        let gpus = of_job(&job, &facts).expect("GPUs");
-        let few = gpus.check(&job, 3, &facts).expect_err("refused");
-        assert!(few.message.starts_with("3 workers, 1 on each GPU"), "{few:?}");
+        let gpus = select_gpus(&job, &inventory).expect("GPUs");
+        let too_few = gpus.check(&job, 3, &inventory).expect_err("two GPUs");
+        assert_eq!(too_few.code(), codes::GPUS_TOO_FEW);
+        assert_eq!(too_few.subject(), Some("cluster.workers_per_host"));
         job.cluster.workers_per_gpu = 2;
         assert_eq!(seen(&job, 1).0, "0");
         assert_eq!(seen(&job, 3), ("1".to_owned(), Some(1), "gpu 1".to_owned()));
-        let gpus = of_job(&job, &facts).expect("GPUs");
+        let gpus = select_gpus(&job, &inventory).expect("GPUs");
         assert_eq!(gpus.workers(), 4);
-        assert!(gpus.check(&job, 4, &facts).is_ok() && gpus.check(&job, 5, &facts).is_err());
+        assert!(gpus.check(&job, 4, &inventory).is_ok() && gpus.check(&job, 5, &inventory).is_err());
         job.cluster.devices = Devices::Auto;
-        assert_eq!(of_job(&job, &facts).expect("no GPU").count(), 0);
+        assert_eq!(select_gpus(&job, &inventory).expect("no GPU").count(), 0);
     }
 
     #[test]
-    fn an_empty_choice_means_none() {
-        let hidden = machine(Maker::Nvidia, &[0], &[("CUDA_VISIBLE_DEVICES", "")]);
-        assert_eq!(of_job(&job(Devices::Auto), &hidden).expect("GPUs").count(), 0);
-        assert!(of_job(&job(Devices::Cuda), &hidden).is_err());
-        assert_eq!(entries("0,-1,2"), ["0"]);
+    fn an_empty_list_of_devices_hides_all_gpus() {
+        let hidden = machine(GpuVendor::Nvidia, &[0], &[("CUDA_VISIBLE_DEVICES", "")]);
+        assert_eq!(select_gpus(&job(Devices::Auto), &hidden).expect("GPUs").count(), 0);
+        assert!(select_gpus(&job(Devices::Cuda), &hidden).is_err());
+        assert_eq!(parse_device_list("0,-1,2"), ["0"]);
     }
 
     #[test]
-    fn what_was_asked_for_is_had_or_refused() {
-        let facts = machine(Maker::Nvidia, &[0, 0], &[]);
-        let why = of_job(&job(Devices::List(vec![0, 2])), &facts).expect_err("refused").message;
-        assert_eq!(why, "there is no GPU 2 on h: it has GPUs 0 to 1");
+    fn gpus_that_do_not_exist_are_rejected() {
+        let inventory = machine(GpuVendor::Nvidia, &[0, 0], &[]);
+        let error = select_gpus(&job(Devices::List(vec![0, 2])), &inventory).expect_err("no GPU 2");
+        assert_eq!((error.code(), error.field("gpu")), (codes::GPU_INDEX_UNKNOWN, Some(&2.into())));
         let mut one = job(Devices::Auto);
         one.run.visible_devices = VisibleDevices::One;
-        let gpus = of_job(&one, &facts).expect("GPUs");
-        assert!(gpus.check(&one, 2, &facts).is_ok());
-        assert_eq!(
-            gpus.check(&one, 3, &facts).expect_err("refused").message,
-            "3 workers need a GPU each, h has 2 for them"
-        );
+        let gpus = select_gpus(&one, &inventory).expect("GPUs");
+        assert!(gpus.check(&one, 2, &inventory).is_ok());
+        let error = gpus.check(&one, 3, &inventory).expect_err("two GPUs");
+        assert_eq!((error.code(), error.subject()), (codes::GPUS_TOO_FEW, Some("run.visible_devices")));
     }
 }

@@ -1,43 +1,46 @@
-//! `MASTER_ADDR`: a numeric address of the first host, so that no worker has to look up a name.
-use super::Host;
-use contract::{control::Address, job::Interface, preflight::Finding};
+//! [`master_address`]: a numeric `MASTER_ADDR`, so that no worker has to resolve a name.
+use super::{JobHost, error};
+use contract::{control::InterfaceAddress, job::Interface};
 use core::net::{IpAddr, Ipv4Addr};
+use diagnostic::{Diagnostic, codes::host};
 
-/// The address at which every worker reaches rank 0's host. All on the controller's machine: loopback. `None`: the
-/// host's addresses aren't known yet.
-pub(super) fn address(hosts: &[Host], interface: &Interface) -> Result<Option<IpAddr>, Finding> {
+/// The address at which every worker reaches the host of rank 0. Loopback when all workers are on the
+/// controller's machine; `None` when the addresses of the host are not known yet.
+pub(super) fn master_address(hosts: &[JobHost], interface: &Interface) -> diagnostic::Result<Option<IpAddr>> {
     let Some(first) = hosts.first() else { return Ok(None) };
     if hosts.iter().all(|host| host.local) {
         return Ok(Some(Ipv4Addr::LOCALHOST.into()));
     }
-    let known = &first.facts.addresses;
-    if known.is_empty() {
+    let addresses = &first.inventory.addresses;
+    if addresses.is_empty() {
         return Ok(None);
     }
-    let chosen = |a: &&Address| interface.admits(&a.interface, a.address);
-    let candidates = known.iter().filter(chosen).map(|a| a.address);
-    // IPv4 first: every torch version and every library can use it.
-    let best = candidates.filter(|ip| reachable(*ip)).min_by_key(IpAddr::is_ipv6);
-    best.map(Some).ok_or_else(|| {
-        let names: Vec<&str> = known.iter().map(|a| a.interface.as_str()).collect();
-        let wanted = match interface {
-            Interface::Auto => String::new(),
-            Interface::Named(name) => format!(" on the interface {name}"),
-        };
-        Finding {
-            path: "cluster.hosts".to_owned(),
-            message: format!(
-                "{} has no address{wanted} that other hosts could reach (its interfaces: {})",
-                first.name,
-                names.join(", ")
-            ),
-            hint: Some("give it an address, or choose another interface".to_owned()),
-        }
-    })
+    let is_admitted = |a: &&InterfaceAddress| interface.admits(&a.interface, a.address);
+    let candidates = addresses.iter().filter(is_admitted).map(|a| a.address);
+    // IPv4 first: every version of torch and every library supports it.
+    let best = candidates.filter(|ip| is_reachable(*ip)).min_by_key(IpAddr::is_ipv6);
+    best.map(Some).ok_or_else(|| no_address(first, interface))
 }
 
-/// Could another host reach it? Link-local IPv6 addresses need a zone that differs on every host.
-fn reachable(ip: IpAddr) -> bool {
+fn no_address(first: &JobHost, interface: &Interface) -> Diagnostic {
+    let names: Vec<&str> = first.inventory.addresses.iter().map(|a| a.interface.as_str()).collect();
+    let on_interface = match interface {
+        Interface::Auto => String::new(),
+        Interface::Named(name) => format!(" on the interface {name}"),
+    };
+    let message = format!("{} has no address{on_interface} that other hosts can reach", first.name);
+    error(host::ADDRESS_UNREACHABLE, "cluster.hosts", message)
+        .with_field("host", first.name.as_str())
+        .with_field("interfaces", names.as_slice())
+        .with_help(format!(
+            "give the host an address, or choose another interface (it has {})",
+            names.join(", ")
+        ))
+}
+
+/// Whether another host can reach the address. Link-local IPv6 addresses need a zone, which differs on
+/// every host.
+fn is_reachable(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_unspecified(),
         IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unspecified() && !v6.is_unicast_link_local(),

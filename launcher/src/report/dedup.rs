@@ -1,18 +1,19 @@
-//! Lines of many ranks on one console: the same line of several ranks becomes one, with their numbers.
+//! [`Deduplicator`]: shows equal lines of several ranks once, with the numbers of the ranks.
 //!
-//! A line waits until all shown ranks have said it, [`WINDOW`] at most; what a rank says keeps its order.
+//! A line waits until all shown ranks have printed it, but no longer than [`WINDOW`]. The lines of each
+//! rank keep their order.
 use contract::ids::Rank;
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
     time::Duration,
 };
 
-/// Longest wait of a line.
+/// The longest time that a line waits.
 pub(super) const WINDOW: Duration = Duration::from_millis(100);
-/// Most lines that wait; beyond, the oldest goes on as it is.
-const MOST: usize = 1024;
+/// Limit of waiting lines; above it, the oldest is shown.
+const MAX_WAITING: usize = 1024;
 
-/// One line, of one rank or of several.
+/// A line of one or several ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Line {
     pub(super) ranks: BTreeSet<Rank>,
@@ -20,50 +21,53 @@ pub(super) struct Line {
     pub(super) text: String,
 }
 
-/// Lines that wait for others like them.
+/// Lines that wait for equal lines of other ranks.
 #[derive(Debug, Default)]
 pub(super) struct Deduplicator {
-    /// In the order of their first arrivals; with a number that only grows and the time of that arrival.
+    /// In the order of their first arrival, each with its number and the time of that arrival.
     waiting: VecDeque<(u64, Duration, Line)>,
-    next: u64,
+    next_number: u64,
     /// The number of the last waiting line of each rank.
-    last: HashMap<Rank, u64>,
-    /// Where equal lines wait.
-    same: HashMap<(bool, String), Vec<u64>>,
-    /// Ranks that a line may come from.
-    ranks: usize,
+    last_of_rank: HashMap<Rank, u64>,
+    /// The numbers of waiting lines by stream and text.
+    numbers_of_text: HashMap<(bool, String), Vec<u64>>,
+    /// The number of ranks that are shown.
+    shown_ranks: usize,
 }
 
 impl Deduplicator {
-    /// For the lines of this many ranks; lines of one rank never wait.
-    pub(super) fn new(ranks: usize) -> Self {
-        Deduplicator { ranks, ..Deduplicator::default() }
+    /// A deduplicator for this many ranks. Lines of a single rank never wait.
+    pub(super) fn new(shown_ranks: usize) -> Self {
+        Deduplicator { shown_ranks, ..Deduplicator::default() }
     }
 
-    /// Takes a line in at `now` (since any fixed start); lines that need not wait any more.
+    /// Adds a line at `now` (since any fixed start); returns the lines to show now.
     pub(super) fn push(&mut self, now: Duration, rank: Rank, stderr: bool, text: String) -> Vec<Line> {
-        match self.joinable(rank, stderr, &text) {
+        match self.find_equal(rank, stderr, &text) {
             Some(number) => {
-                if let Some((.., line)) = self.at(number) {
+                if let Some((.., line)) = self.waiting_line(number) {
                     line.ranks.insert(rank);
                 }
-                self.last.insert(rank, number);
+                self.last_of_rank.insert(rank, number);
             }
             None => {
-                self.same.entry((stderr, text.clone())).or_default().push(self.next);
-                self.last.insert(rank, self.next);
-                self.waiting.push_back((self.next, now, Line { ranks: [rank].into(), stderr, text }));
-                self.next += 1;
+                self.numbers_of_text.entry((stderr, text.clone())).or_default().push(self.next_number);
+                self.last_of_rank.insert(rank, self.next_number);
+                self.waiting.push_back((self.next_number, now, Line { ranks: [rank].into(), stderr, text }));
+                self.next_number += 1;
             }
         }
         self.due(now)
     }
 
-    /// Lines that have waited long enough at `now`.
+    /// Returns the lines that have waited long enough at `now`.
     pub(super) fn due(&mut self, now: Duration) -> Vec<Line> {
         let mut due = Vec::new();
         while let Some((_, since, line)) = self.waiting.front() {
-            if line.ranks.len() < self.ranks && now < *since + WINDOW && self.waiting.len() <= MOST {
+            if line.ranks.len() < self.shown_ranks
+                && now < *since + WINDOW
+                && self.waiting.len() <= MAX_WAITING
+            {
                 break;
             }
             due.extend(self.pop());
@@ -76,36 +80,36 @@ impl Deduplicator {
         self.waiting.front().map(|(_, since, _)| *since + WINDOW)
     }
 
-    /// All that wait.
+    /// Returns all waiting lines.
     pub(super) fn flush(&mut self) -> Vec<Line> {
         std::iter::from_fn(|| self.pop()).collect()
     }
 
     fn pop(&mut self) -> Option<Line> {
         let (number, _, line) = self.waiting.pop_front()?;
-        self.last.retain(|_, last| *last != number);
+        self.last_of_rank.retain(|_, last| *last != number);
         let key = (line.stderr, line.text.clone());
-        if let Some(numbers) = self.same.get_mut(&key) {
+        if let Some(numbers) = self.numbers_of_text.get_mut(&key) {
             numbers.retain(|n| *n != number);
             if numbers.is_empty() {
-                self.same.remove(&key);
+                self.numbers_of_text.remove(&key);
             }
         }
         Some(line)
     }
 
-    fn at(&mut self, number: u64) -> Option<&mut (u64, Duration, Line)> {
+    fn waiting_line(&mut self, number: u64) -> Option<&mut (u64, Duration, Line)> {
         let first = self.waiting.front()?.0;
         self.waiting.get_mut(number.checked_sub(first)? as usize)
     }
 
-    /// The first waiting line like this one that stands after everything this rank has said.
-    fn joinable(&self, rank: Rank, stderr: bool, text: &str) -> Option<u64> {
-        if self.ranks < 2 {
+    /// The first equal waiting line after all lines of this rank.
+    fn find_equal(&self, rank: Rank, stderr: bool, text: &str) -> Option<u64> {
+        if self.shown_ranks < 2 {
             return None;
         }
-        let after = self.last.get(&rank);
-        let numbers = self.same.get(&(stderr, text.to_owned()))?;
+        let after = self.last_of_rank.get(&rank);
+        let numbers = self.numbers_of_text.get(&(stderr, text.to_owned()))?;
         numbers.iter().copied().find(|number| after.is_none_or(|after| number > after))
     }
 }
@@ -125,14 +129,14 @@ mod tests {
     }
 
     #[test]
-    fn equal_lines_become_one_in_each_ranks_order() {
+    fn equal_lines_are_merged_in_the_order_of_each_rank() {
         let mut c = Deduplicator::new(3);
         let mut push = |at, rank, text: &str| shown(c.push(ms(at), rank, false, text.to_owned()));
         assert!(push(0, 0, "a").is_empty());
-        assert!(push(1, 0, "a").is_empty(), "said twice by one rank is two lines");
+        assert!(push(1, 0, "a").is_empty(), "two equal lines of one rank stay two lines");
         assert!(push(2, 0, "b").is_empty());
         assert!(push(3, 1, "b").is_empty());
-        assert!(push(4, 1, "a").is_empty(), "after rank 1's b, so a line of its own");
+        assert!(push(4, 1, "a").is_empty(), "it follows the b of rank 1, so it is a separate line");
         assert_eq!(push(5, 2, "a"), Vec::<String>::new());
         assert_eq!(push(6, 2, "b"), Vec::<String>::new(), "complete, but older lines wait");
         assert_eq!(push(100, 2, "c"), ["0,2:a"]);
@@ -142,13 +146,13 @@ mod tests {
         assert_eq!(
             shown(c.push(ms(105), 1, false, "c".to_owned())),
             ["0,1,2:c"],
-            "all said it: no more waiting"
+            "all ranks have printed it"
         );
         assert_eq!(c.deadline(), None);
     }
 
     #[test]
-    fn streams_are_told_apart_and_one_rank_never_waits() {
+    fn stdout_and_stderr_are_not_merged_and_one_rank_never_waits() {
         let mut c = Deduplicator::new(2);
         assert!(c.push(ms(0), 0, false, "x".into()).is_empty());
         assert!(c.push(ms(0), 1, true, "x".into()).is_empty());
@@ -159,46 +163,44 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_bounded() {
+    fn the_number_of_waiting_lines_is_bounded() {
         let mut c = Deduplicator::new(2);
-        let out: usize = (0..MOST + 10).map(|i| c.push(ms(0), 0, false, i.to_string()).len()).sum();
-        assert_eq!((out, c.flush().len()), (10, MOST));
-        assert!(c.last.is_empty() && c.same.is_empty(), "nothing is kept of lines that went on");
+        let out: usize = (0..MAX_WAITING + 10).map(|i| c.push(ms(0), 0, false, i.to_string()).len()).sum();
+        assert_eq!((out, c.flush().len()), (10, MAX_WAITING));
+        assert!(c.last_of_rank.is_empty() && c.numbers_of_text.is_empty(), "shown lines are forgotten");
     }
 
     proptest! {
-        /// Every line of every rank comes out exactly once, in its rank's order, within the window.
+        /// Every line of every rank is shown exactly once, in the order of its rank, within the window.
         #[test]
-        fn nothing_is_lost_or_reordered(
+        fn no_line_is_lost_or_reordered(
             ranks in 1usize..6,
-            said in proptest::collection::vec((0u32..6, 0u8..3, any::<bool>(), 0u64..60), 0..200),
+            printed in proptest::collection::vec((0u32..6, 0u8..3, any::<bool>(), 0u64..60), 0..200),
         ) {
-            let mut collapse = Deduplicator::new(ranks);
-            let (mut now, mut out, mut heard) = (ms(0), Vec::new(), HashMap::<Rank, Vec<(bool, String)>>::new());
-            let mut waiting_since = VecDeque::new();
-            for (rank, text, stderr, pause) in said {
+            let mut dedup = Deduplicator::new(ranks);
+            let (mut now, mut out, mut expected) = (ms(0), Vec::new(), HashMap::<Rank, Vec<(bool, String)>>::new());
+            for (rank, text, stderr, pause) in printed {
                 now += ms(pause);
-                while let Some(at) = collapse.deadline().filter(|at| *at <= now) {
-                    let due = collapse.due(at);
+                while let Some(at) = dedup.deadline().filter(|at| *at <= now) {
+                    let due = dedup.due(at);
                     prop_assert!(!due.is_empty());
                     out.extend(due);
                 }
                 let rank = rank % ranks as u32;
-                heard.entry(rank).or_default().push((stderr, text.to_string()));
-                waiting_since.push_back(now);
-                out.extend(collapse.push(now, rank, stderr, text.to_string()));
-                prop_assert!(collapse.deadline().is_none_or(|at| at > now && at <= now + WINDOW));
+                expected.entry(rank).or_default().push((stderr, text.to_string()));
+                out.extend(dedup.push(now, rank, stderr, text.to_string()));
+                prop_assert!(dedup.deadline().is_none_or(|at| at > now && at <= now + WINDOW));
             }
-            out.extend(collapse.flush());
-            let mut told = HashMap::<Rank, Vec<(bool, String)>>::new();
+            out.extend(dedup.flush());
+            let mut shown = HashMap::<Rank, Vec<(bool, String)>>::new();
             for line in &out {
                 prop_assert!(!line.ranks.is_empty());
                 for rank in &line.ranks {
-                    told.entry(*rank).or_default().push((line.stderr, line.text.clone()));
+                    shown.entry(*rank).or_default().push((line.stderr, line.text.clone()));
                 }
             }
-            prop_assert_eq!(told, heard);
-            prop_assert!(collapse.last.is_empty() && collapse.same.is_empty());
+            prop_assert_eq!(shown, expected);
+            prop_assert!(dedup.last_of_rank.is_empty() && dedup.numbers_of_text.is_empty());
         }
     }
 }

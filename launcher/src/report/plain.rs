@@ -1,8 +1,8 @@
-//! Output of the commands that run nothing: written at once, in full.
+//! Output of commands other than `run`: written immediately and completely.
 use std::io::{self, IsTerminal, Write};
 
-/// Data, to stdout. A reader that has enough (a closed pipe) is no error.
-pub(crate) fn data(text: &str) -> io::Result<()> {
+/// Writes data to stdout. A closed pipe is not an error.
+pub(crate) fn write_data(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -10,29 +10,29 @@ pub(crate) fn data(text: &str) -> io::Result<()> {
     }
 }
 
-/// Data, to stdout; the error of a closed pipe too, for those that would go on for long.
-pub(crate) fn stream(text: &str) -> io::Result<()> {
+/// Writes data to stdout. A closed pipe is an error, so that commands that follow a file end.
+pub(crate) fn write_data_or_broken_pipe(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
 }
 
-/// Is data read by a person, whose terminal wants protection?
-pub(crate) fn to_person() -> bool {
+/// Whether stdout is a terminal, which must not get control sequences.
+pub(crate) fn stdout_is_terminal() -> bool {
     io::stdout().is_terminal()
 }
 
-/// Talk, to stderr. Nobody is left to be told when that fails.
-pub(crate) fn say(text: &str) {
+/// Writes a message to stderr. Errors are ignored, because there is no other place to report them.
+pub(crate) fn write_message(text: &str) {
     _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// May talk have colour?
-pub(crate) fn color() -> bool {
+/// Whether messages may have color.
+pub(crate) fn use_color() -> bool {
     let wanted = std::env::var_os(contract::env::NO_COLOR).is_none_or(|v| v.is_empty());
-    wanted && live()
+    wanted && stderr_is_terminal()
 }
 
-/// May talk be drawn again in place?
-pub(crate) fn live() -> bool {
+/// Whether stderr is a terminal, so that messages may be redrawn in place.
+pub(crate) fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal()
 }

@@ -1,16 +1,17 @@
-//! What is shown of each thing that happens.
+//! [`View`]: what the reporting thread shows for each item.
 use super::{
-    Item, Setup, Summary,
+    Item, ReportConfig, RunSummary,
+    console::Console,
     dedup::{Deduplicator, Line},
-    curve::Curve,
-    limit::{Limit, Verdict},
-    live::Console,
-    sentence::{failed, sentence},
-    text::{activity, by_rank, clock, harmless, ranks, short, took},
+    event_text::{event_text, failure_text, restart_text},
+    format::{count, format_clock, format_duration, format_number, format_phases, format_ranks},
+    format::{group_by_rank, strip_control},
+    loss_curve::LossCurve,
+    rate_limit::{LineDecision, RateLimit},
 };
-use crate::controller::{Other, advice};
+use crate::controller::PeerEnd;
 use contract::{
-    event::{Event, Phase},
+    event::{Event, FailureReport, Phase},
     ids::Rank,
 };
 use std::{
@@ -20,323 +21,342 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Without a terminal: at most this long without a step line while steps are made.
-const STEP_LINE_EVERY: Duration = Duration::from_secs(10);
-/// Without a terminal: about this many step lines in a run.
+/// Without a progress bar: longest time between two step lines.
+const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
+/// Without a progress bar: approximate number of step lines in a run.
 const STEP_LINES: u64 = 20;
-/// The time of a step is averaged over about this many seconds.
-const PACE_SECONDS: f64 = 10.0;
+/// The duration of a step is averaged over about this many seconds.
+const AVERAGING_SECONDS: f64 = 10.0;
+/// Waiting for collectives is shown from this fraction of the step on.
+const SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
-/// What is known of the run so far, and where it is shown.
+/// The state of a run as far as it is shown, and the console.
 pub(super) struct View {
-    setup: Setup,
+    config: ReportConfig,
     console: Console,
     phases: BTreeMap<Rank, Phase>,
-    curve: Curve,
+    loss_curve: LossCurve,
     total_steps: u64,
     last_step: Option<(u64, Instant)>,
-    /// Average seconds of a step.
-    pace: f64,
-    last_line: Option<Instant>,
-    /// The numbers of the last step, for the live line.
-    numbers: String,
+    /// Average duration of a step, seconds.
+    step_seconds: f64,
+    last_step_line: Option<Instant>,
+    /// The metrics of the last step, for the progress bar.
+    metrics: String,
     checkpoint: Option<(u64, PathBuf)>,
     weights: Option<PathBuf>,
-    failed: bool,
-    collapse: Deduplicator,
-    limit: Limit,
-    began: Instant,
-    /// Are stdout and stderr terminals?
-    terminals: (bool, bool),
+    has_failed: bool,
+    dedup: Deduplicator,
+    rate_limit: RateLimit,
+    started_at: Instant,
+    stdout_is_terminal: bool,
+    stderr_is_terminal: bool,
 }
 
 impl View {
-    pub(super) fn new(setup: Setup) -> Self {
-        // Two streams on one terminal: event lines on stdout would tear the live view on stderr.
-        let live = !(setup.json && io::stdout().is_terminal());
-        let collapse = Deduplicator::new(setup.shown);
+    pub(super) fn new(config: ReportConfig) -> Self {
+        let stdout_is_terminal = io::stdout().is_terminal();
+        // JSON lines on the same terminal would break the progress bar.
+        let with_bar = config.json.is_none() || !stdout_is_terminal;
+        let dedup = Deduplicator::new(config.shown_ranks);
         let mut view = View {
-            setup,
-            console: Console::new(live),
+            config,
+            console: Console::new(with_bar),
             phases: BTreeMap::new(),
-            curve: Curve::default(),
+            loss_curve: LossCurve::default(),
             total_steps: 0,
             last_step: None,
-            pace: 0.0,
-            last_line: None,
-            numbers: String::new(),
+            step_seconds: 0.0,
+            last_step_line: None,
+            metrics: String::new(),
             checkpoint: None,
             weights: None,
-            failed: false,
-            collapse,
-            limit: Limit::new(),
-            began: Instant::now(),
-            terminals: (io::stdout().is_terminal(), io::stderr().is_terminal()),
+            has_failed: false,
+            dedup,
+            rate_limit: RateLimit::new(),
+            started_at: Instant::now(),
+            stdout_is_terminal,
+            stderr_is_terminal: io::stderr().is_terminal(),
         };
-        view.status(None);
+        view.update_bar(None);
         view
     }
 
     pub(super) fn show(&mut self, item: Item) {
-        // What a rank said before something happened is shown before it.
+        // Lines that were printed before an event are shown before it.
         if !matches!(item, Item::Line { .. } | Item::Progress { .. }) {
-            let lines = self.collapse.flush();
-            self.lines(lines);
+            let lines = self.dedup.flush();
+            self.show_lines(lines);
         }
         match item {
-            Item::Event(event) => self.event(&event),
-            Item::Line { rank, stderr, text } => self.line(rank, stderr, text),
+            Item::Event(event) => self.show_event(&event),
+            Item::Line { rank, stderr, text } => self.show_line(rank, stderr, text),
             Item::Progress { rank, phase } => {
                 if self.phases.insert(rank, phase) != Some(phase) {
-                    self.status(None);
+                    self.update_bar(None);
                 }
             }
-            Item::Talk(text) => {
+            Item::Message(text) => {
                 if !text.is_empty() {
-                    self.console.talk(&harmless(&text));
+                    self.console.write_message(&strip_control(&text));
                 }
             }
-            Item::Finish(summary) => self.finish(&summary),
+            Item::Finish(summary) => self.show_summary(&summary),
         }
     }
 
-    fn line(&mut self, rank: Rank, stderr: bool, text: String) {
-        if self.setup.prefix {
-            let lines = self.collapse.push(self.began.elapsed(), rank, stderr, text);
-            self.lines(lines);
+    fn show_line(&mut self, rank: Rank, stderr: bool, text: String) {
+        if self.config.prefix {
+            let lines = self.dedup.push(self.started_at.elapsed(), rank, stderr, text);
+            self.show_lines(lines);
         } else {
-            self.write(String::new(), stderr, &text);
+            self.write_worker_line(String::new(), stderr, &text);
         }
     }
 
-    /// How long nothing needs to be done when nothing comes.
-    pub(super) fn pause(&self) -> Option<Duration> {
-        self.collapse.deadline().map(|at| at.saturating_sub(self.began.elapsed()))
+    /// The time until [`View::on_deadline`] must be called; `None`: no line is waiting.
+    pub(super) fn time_to_deadline(&self) -> Option<Duration> {
+        self.dedup.deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
 
     /// Shows the lines that have waited long enough.
-    pub(super) fn on_time(&mut self) {
-        let lines = self.collapse.due(self.began.elapsed());
-        self.lines(lines);
+    pub(super) fn on_deadline(&mut self) {
+        let lines = self.dedup.due(self.started_at.elapsed());
+        self.show_lines(lines);
     }
 
-    fn lines(&mut self, lines: Vec<Line>) {
+    fn show_lines(&mut self, lines: Vec<Line>) {
         for line in lines {
-            let all: Vec<Rank> = line.ranks.into_iter().collect();
-            let s = if all.len() == 1 { "" } else { "s" };
-            self.write(format!("[rank{s} {}] ", ranks(&all)), line.stderr, &line.text);
+            let ranks: Vec<Rank> = line.ranks.into_iter().collect();
+            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+            let prefix = format!("[{noun} {}] ", format_ranks(&ranks));
+            self.write_worker_line(prefix, line.stderr, &line.text);
         }
     }
 
-    /// Says that lines were left out.
-    fn left_out(&mut self, count: u64) {
-        let (s, logs) = (if count == 1 { "" } else { "s" }, self.setup.logs.display());
-        self.console.talk(&format!("[{count} line{s} left out here: {logs} has all of them]"));
+    fn report_omitted(&mut self, omitted: u64) {
+        let (lines, logs) = (count(omitted, "line", "lines"), self.config.logs.display());
+        self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
-    fn write(&mut self, prefix: String, stderr: bool, text: &str) {
-        // A file or another program takes what it gets; a person reads only so fast.
-        let talk = stderr || self.setup.json || self.setup.builtin;
-        let person = self.setup.detached || if talk { self.terminals.1 } else { self.terminals.0 };
-        let verdict = if person { self.limit.line(self.began.elapsed()) } else { Verdict::Show };
-        match verdict {
-            Verdict::Show => {}
-            Verdict::ShowAfter(count) => self.left_out(count),
-            Verdict::LeaveOut => return,
-            Verdict::Tell(count) => return self.left_out(count),
+    fn write_worker_line(&mut self, prefix: String, stderr: bool, text: &str) {
+        // The output of the built-in runtime is messages. The rate is limited for people only, not for
+        // files and programs.
+        let is_message = stderr || self.config.json.is_some() || self.config.builtin;
+        let to_terminal = if is_message { self.stderr_is_terminal } else { self.stdout_is_terminal };
+        let is_limited = self.config.detached || to_terminal;
+        let decision = match is_limited {
+            true => self.rate_limit.on_line(self.started_at.elapsed()),
+            false => LineDecision::Show,
+        };
+        match decision {
+            LineDecision::Show => {}
+            LineDecision::ShowAfterReport(omitted) => self.report_omitted(omitted),
+            LineDecision::Omit => return,
+            LineDecision::OmitAndReport(omitted) => return self.report_omitted(omitted),
         }
-        // On a pipe or in a file the worker's bytes are the reader's business; a terminal is protected.
-        // What the built-in runtime prints is talk.
-        if talk {
-            let text = if self.terminals.1 { harmless(text) } else { text.to_owned() };
-            self.console.talk(&format!("{prefix}{text}"));
+        // A terminal is protected from control sequences; pipes and files get the bytes of the worker.
+        let text = if to_terminal { strip_control(text) } else { text.to_owned() };
+        if is_message {
+            self.console.write_message(&format!("{prefix}{text}"));
         } else {
-            let text = if self.terminals.0 { harmless(text) } else { text.to_owned() };
-            self.console.data(&format!("{prefix}{text}"));
+            self.console.write_data(&format!("{prefix}{text}"));
         }
     }
 
-    fn event(&mut self, event: &Event) {
-        if self.setup.json
-            && let Ok(line) = serde_json::to_string(event)
+    fn show_event(&mut self, event: &Event) {
+        if let Some(schema) = self.config.json
+            && let Ok(line) = event.to_json(schema)
         {
-            self.console.data(&line);
+            self.console.write_data(&line);
         }
         match event {
-            Event::Start { .. } if !self.setup.builtin => {}
-            Event::Step { .. } => self.step(event),
+            Event::Start { .. } if !self.config.builtin => {}
+            Event::Step { .. } => self.show_step(event),
             Event::Done { .. } => {}
-            Event::Failure { .. } => self.failure(event),
-            Event::Restart { .. } => self.restart(event),
-            _ => {
-                self.note(event);
-                self.say(&sentence(event));
+            Event::Failure(failure) => {
+                self.has_failed = true;
+                self.console.remove_bar();
+                self.show_failure(failure);
+            }
+            Event::Restart { attempt, restarts_left, pause_s, failure } => {
+                self.show_failure(failure);
+                self.write_message(&restart_text(*attempt, *restarts_left, *pause_s));
+            }
+            Event::Start { .. }
+            | Event::Ready { .. }
+            | Event::Resume { .. }
+            | Event::Overflow { .. }
+            | Event::Eval { .. }
+            | Event::Sample { .. }
+            | Event::Checkpoint { .. }
+            | Event::Gather { .. }
+            | Event::Reload { .. }
+            | Event::Notice { .. }
+            | Event::Placement { .. } => {
+                self.record(event);
+                self.write_message(&event_text(event));
             }
         }
     }
 
-    /// Keeps what the last words and the live line need.
-    fn note(&mut self, event: &Event) {
+    /// Keeps what the progress bar and the summary need.
+    fn record(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {
                 self.total_steps = *total_steps;
-                self.console.steps(*total_steps, *step);
+                self.console.set_total_steps(*total_steps, *step);
             }
             Event::Checkpoint { step, path, .. } => self.checkpoint = Some((*step, path.clone())),
-            Event::Gathered { path, .. } => self.weights = Some(path.clone()),
+            Event::Gather { path, .. } => self.weights = Some(path.clone()),
             Event::Reload { step, values } => {
                 if let Some(train) = &values.train {
                     self.total_steps = train.steps;
-                    self.console.steps(train.steps, *step);
+                    self.console.set_total_steps(train.steps, *step);
                 }
             }
-            Event::Placed { world, .. } => {
-                self.setup.world = *world;
+            Event::Placement { world, .. } => {
+                self.config.world = *world;
                 self.phases.clear();
             }
             _ => {}
         }
     }
 
-    fn say(&mut self, text: &str) {
-        self.console.talk(&format!("launch: {}", harmless(text)));
+    fn write_message(&mut self, text: &str) {
+        self.console.write_message(&format!("launch: {}", strip_control(text)));
     }
 
     // ---- steps ----
 
-    fn step(&mut self, event: &Event) {
+    fn show_step(&mut self, event: &Event) {
         let Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } = event else {
             return;
         };
-        self.curve.push(*step, *loss);
+        self.loss_curve.push(*step, *loss);
         let now = Instant::now();
         if let Some((before, at)) = self.last_step {
-            let took = (now - at).as_secs_f64();
-            let each = took / step.saturating_sub(before).max(1) as f64;
-            let weight = if self.pace == 0.0 { 1.0 } else { 1.0 - (-took / PACE_SECONDS).exp() };
-            self.pace += weight * (each - self.pace);
+            let elapsed = (now - at).as_secs_f64();
+            let per_step = elapsed / step.saturating_sub(before).max(1) as f64;
+            let weight =
+                if self.step_seconds == 0.0 { 1.0 } else { 1.0 - (-elapsed / AVERAGING_SECONDS).exp() };
+            self.step_seconds += weight * (per_step - self.step_seconds);
         }
         self.last_step = Some((*step, now));
-        let speed =
-            format!("{} tokens/s{}", short(*tokens_per_s), in_collectives(*exposed_comm_s, self.pace));
-        self.numbers = format!("loss {loss:.4}  {speed}");
-        self.status(Some(*step));
+        let speed = format!(
+            "{} tokens/s{}",
+            format_number(*tokens_per_s),
+            exposed_share_text(*exposed_comm_s, self.step_seconds)
+        );
+        self.metrics = format!("loss {loss:.4}  {speed}");
+        self.update_bar(Some(*step));
         let spacing = self.total_steps.div_ceil(STEP_LINES).max(1);
-        let due = self.last_line.is_none_or(|at| now - at >= STEP_LINE_EVERY)
+        let is_due = self.last_step_line.is_none_or(|at| now - at >= STEP_LINE_INTERVAL)
             || step % spacing == 0
             || *step == self.total_steps;
-        if due && !self.console.is_live() && !self.setup.json {
-            self.last_line = Some(now);
-            let of = self.total_steps;
-            self.console.talk(&format!(
-                "step {step}/{of}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed}"
+        if is_due && !self.console.has_bar() && self.config.json.is_none() {
+            self.last_step_line = Some(now);
+            let total = self.total_steps;
+            self.console.write_message(&format!(
+                "step {step}/{total}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed}"
             ));
         }
     }
 
-    /// Brings the live line up to date.
-    fn status(&mut self, done: Option<u64>) {
-        if !self.console.is_live() {
+    /// Updates the progress bar; `done`: the steps that are done, if they changed.
+    fn update_bar(&mut self, done: Option<u64>) {
+        if !self.console.has_bar() {
             return;
         }
         let mut parts = Vec::new();
-        if !self.numbers.is_empty() {
-            parts.push(self.numbers.clone());
+        if !self.metrics.is_empty() {
+            parts.push(self.metrics.clone());
             let left = self.last_step.map_or(0, |(step, _)| self.total_steps.saturating_sub(step));
-            parts.push(format!("{} left", clock(left as f64 * self.pace)));
+            parts.push(format!("{} left", format_clock(left as f64 * self.step_seconds)));
         }
-        parts.push(if self.setup.builtin {
-            activity(&self.phases)
+        parts.push(if self.config.builtin {
+            format_phases(&self.phases)
         } else {
-            format!("{} workers run", self.setup.world)
+            format!("{} running", count(u64::from(self.config.world), "worker", "workers"))
         });
-        self.console.status(done, parts.join("  "));
+        self.console.set_status(done, parts.join("  "));
     }
 
-    // ---- the end ----
+    // ---- failures and the end ----
 
-    fn failure(&mut self, event: &Event) {
-        let Event::Failure { rank, host, pid, cause, log, tail } = event else { return };
-        self.failed = true;
-        self.console.clear();
-        self.say(&failed(*rank, host, *pid, cause));
-        self.cause(*pid, cause, log.as_ref(), tail);
-    }
-
-    fn restart(&mut self, event: &Event) {
-        let Event::Restart { epoch, left, pause_s, rank, host, pid, cause, log, tail } = event else {
-            return;
-        };
-        self.say(&failed(*rank, host, *pid, cause));
-        self.cause(*pid, cause, log.as_ref(), tail);
-        let total = u64::from(*epoch) + u64::from(*left);
-        self.say(&format!("restart {epoch} of {total} in {pause_s:.1} s"));
-    }
-
-    /// What is known of a failure beside its sentence.
-    fn cause(&mut self, pid: u32, cause: &str, log: Option<&PathBuf>, tail: &[String]) {
-        if !tail.is_empty() {
-            self.console.talk("  the last lines of its output:");
+    /// A failure, the last output lines of its rank, its log, and what to do.
+    fn show_failure(&mut self, failure: &FailureReport) {
+        self.console.write_message(&strip_control(&failure_text(failure)));
+        if !failure.tail.is_empty() {
+            self.console.write_message("  last lines of its output:");
         }
-        for line in tail {
-            self.console.talk(&format!("  | {}", harmless(line)));
+        for line in &failure.tail {
+            self.console.write_message(&format!("  | {}", strip_control(line)));
         }
-        if let Some(log) = log.filter(|_| pid != 0) {
-            self.console.talk(&format!("  all of it: {}", log.display()));
+        if let Some(log) = failure.log.as_ref().filter(|_| failure.pid != 0) {
+            self.console.write_message(&format!("  log: {}", log.display()));
         }
-        if let Some(advice) = advice(cause) {
-            self.console.talk(&format!("  what to do: {advice}"));
+        for help in &failure.help {
+            self.console.write_message(&format!("  help: {}", strip_control(help)));
         }
     }
 
-    fn finish(&mut self, summary: &Summary) {
-        if let count @ 1.. = self.limit.take() {
-            self.left_out(count);
+    fn show_summary(&mut self, summary: &RunSummary) {
+        if let omitted @ 1.. = self.rate_limit.take_omitted() {
+            self.report_omitted(omitted);
         }
-        self.console.clear();
-        let ends: Vec<(Rank, String)> = summary.others.iter().map(|o| (o.rank, self.end_of(o))).collect();
-        for (ranks, how) in by_rank(ends.iter().map(|(rank, how)| (*rank, how))) {
-            self.console.talk(&format!("  then: rank {ranks}: {how}"));
+        self.console.remove_bar();
+        let ends: Vec<(Rank, String)> =
+            summary.peers.iter().map(|peer| (peer.rank, self.peer_end_text(peer))).collect();
+        for (ranks, end) in group_by_rank(ends.iter().map(|(rank, end)| (*rank, end))) {
+            self.console.write_message(&format!("  afterwards: rank {ranks}: {end}"));
         }
-        if self.setup.builtin && !self.setup.json {
-            self.curve.draw().iter().for_each(|line| self.console.talk(line));
+        if self.config.builtin && self.config.json.is_none() {
+            self.loss_curve.draw().iter().for_each(|line| self.console.write_message(line));
         }
-        let time = took(summary.seconds);
+        let time = format_duration(summary.seconds);
         match summary {
-            _ if self.failed => {}
-            Summary { killed: true, .. } => {
-                self.say(&format!("killed after {time}; nothing was saved since the last checkpoint"))
+            _ if self.has_failed => {}
+            RunSummary { killed: true, .. } => self.write_message(&format!(
+                "killed after {time}; the progress since the last checkpoint is lost"
+            )),
+            RunSummary { stopped: true, .. } => self.write_message(&format!("stopped after {time}")),
+            RunSummary { exit_code: 0, .. } => self.write_message(&format!("done in {time}")),
+            RunSummary { exit_code, .. } => {
+                self.write_message(&format!("ended with exit code {exit_code} after {time}"));
             }
-            Summary { stopped: true, .. } => self.say(&format!("stopped after {time}")),
-            Summary { exit_code: 0, .. } => self.say(&format!("done in {time}")),
-            Summary { exit_code, .. } => self.say(&format!("ended with exit code {exit_code}")),
         }
-        self.whereabouts(summary);
+        self.show_files(summary);
     }
 
-    /// How another rank ended; with several hosts also where.
-    fn end_of(&self, other: &Other) -> String {
-        if self.setup.hosts > 1 { format!("{} (on {})", other.how, other.host) } else { other.how.clone() }
+    /// How a rank ended that was not the root cause; with several hosts also where.
+    fn peer_end_text(&self, peer: &PeerEnd) -> String {
+        if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }
 
-    /// Where things lie, and how to go on.
-    fn whereabouts(&mut self, summary: &Summary) {
-        let weights = self.weights.as_ref().map(|path| format!("  weights     {}", path.display()));
+    /// The files of the run, and the command that resumes it.
+    fn show_files(&mut self, summary: &RunSummary) {
+        let weights = self.weights.as_ref().map(|path| format!("  weights      {}", path.display()));
         let checkpoint = self
             .checkpoint
             .as_ref()
-            .map(|(step, path)| format!("  checkpoint  {} (step {step})", path.display()));
-        let files = Some(format!("  run files   {}", summary.run_dir.display()));
-        let go_on = self.setup.builtin && (self.failed || summary.stopped);
-        let go_on = go_on.then(|| format!("  to go on    {}", summary.resume));
-        for line in [weights, checkpoint, files, go_on].into_iter().flatten() {
-            self.console.talk(&line);
+            .map(|(step, path)| format!("  checkpoint   {} (step {step})", path.display()));
+        let files = Some(format!("  run files    {}", summary.run_dir.display()));
+        let is_resumable = self.config.builtin && (self.has_failed || summary.stopped);
+        let resume = is_resumable.then(|| format!("  resume with  {}", summary.resume));
+        for line in [weights, checkpoint, files, resume].into_iter().flatten() {
+            self.console.write_message(&line);
         }
     }
 }
 
-/// How much of a step computation waits for collectives, where that is worth a word. Both in seconds.
-fn in_collectives(exposed: f64, step: f64) -> String {
+/// The share of a step in which computation waits for collectives, if it is large enough to show.
+/// Both arguments are in seconds.
+fn exposed_share_text(exposed: f64, step: f64) -> String {
     let share = if step > 0.0 { (exposed / step).min(1.0) } else { 0.0 };
-    if share < 0.05 { String::new() } else { format!("  {:.0} % in collectives", 100.0 * share) }
+    if share < SHOWN_EXPOSED_SHARE {
+        String::new()
+    } else {
+        format!("  {:.0} % waiting for collectives", 100.0 * share)
+    }
 }

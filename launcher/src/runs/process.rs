@@ -1,4 +1,4 @@
-//! A process that is known again: by machine, boot, pid and the moment it started.
+//! [`ProcessIdentity`]: identifies a process beyond the reuse of its pid.
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -11,85 +11,90 @@ use std::{
     time::Duration,
 };
 
-/// Who a process is, as its own machine knows it.
+/// Identifies a process by machine, boot, pid and start time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Me {
+pub(crate) struct ProcessIdentity {
+    /// Host name of the machine.
     pub(crate) host: String,
-    /// The kernel's name for the time since the machine was started.
+    /// The kernel's identifier of the current boot.
     pub(crate) boot: String,
+    /// The process id.
     pub(crate) pid: u32,
-    /// Clock ticks from the machine's start to the process's.
-    pub(crate) started: u64,
+    /// Clock ticks from boot to the start of the process.
+    #[serde(rename = "started")]
+    pub(crate) start_ticks: u64,
 }
 
-impl Me {
-    /// This process.
-    pub(crate) fn find() -> io::Result<Me> {
+impl ProcessIdentity {
+    /// The identity of this process.
+    pub(crate) fn current() -> io::Result<ProcessIdentity> {
         let pid = std::process::id();
-        let started = started(pid).ok_or_else(|| io::Error::other("/proc doesn't show this process"))?;
-        Ok(Me { host: host(), boot: boot(), pid, started })
+        let start_ticks =
+            start_ticks(pid).ok_or_else(|| io::Error::other("/proc does not list this process"))?;
+        Ok(ProcessIdentity { host: host(), boot: boot_id(), pid, start_ticks })
     }
 
-    /// Was it started on this machine, since the machine was?
-    pub(crate) fn is_of_this_machine(&self) -> bool {
-        self.host == host() && self.boot == boot()
+    /// Whether the process was started on this machine since its last boot.
+    pub(crate) fn is_on_this_boot(&self) -> bool {
+        self.host == host() && self.boot == boot_id()
     }
 
-    /// Does it run here?
+    /// Whether the process exists on this machine and has not ended.
     pub(crate) fn is_alive(&self) -> bool {
-        self.is_of_this_machine() && started(self.pid) == Some(self.started)
+        self.is_on_this_boot() && start_ticks(self.pid) == Some(self.start_ticks)
     }
 
-    /// A hold on the process, whoever gets its number later; `None` when it is gone.
-    pub(crate) fn hold(&self) -> io::Result<Option<Handle>> {
-        // SAFETY: pidfd_open makes a new descriptor or fails.
+    /// Opens a handle that stays valid when the pid is reused; `None` when the process has ended.
+    pub(crate) fn open_handle(&self) -> io::Result<Option<ProcessHandle>> {
+        // SAFETY: pidfd_open returns a new descriptor or fails.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid, 0) };
         match Errno::result(fd) {
             Err(Errno::ESRCH) => Ok(None),
             Err(error) => Err(error.into()),
             Ok(fd) => {
-                // SAFETY: new, and ours alone.
-                let handle = Handle(unsafe { OwnedFd::from_raw_fd(fd as i32) });
-                // Looked at after it is held: from here on the number can't become another's.
+                // SAFETY: the descriptor is new, and nothing else owns it.
+                let handle = ProcessHandle(unsafe { OwnedFd::from_raw_fd(fd as i32) });
+                // Checked after opening: from now on the handle cannot refer to another process.
                 Ok(self.is_alive().then_some(handle))
             }
         }
     }
 
     #[cfg(test)]
-    pub(crate) fn never(&self) -> Me {
-        Me { started: self.started + 1, ..self.clone() }
+    pub(crate) fn with_other_start(&self) -> ProcessIdentity {
+        ProcessIdentity { start_ticks: self.start_ticks + 1, ..self.clone() }
     }
 
     #[cfg(test)]
-    pub(crate) fn elsewhere(&self) -> Me {
-        Me { host: "another".into(), ..self.clone() }
+    pub(crate) fn on_other_host(&self) -> ProcessIdentity {
+        ProcessIdentity { host: "another".into(), ..self.clone() }
     }
 }
 
-/// A process that is held.
+/// A handle of a process (pidfd).
 #[derive(Debug)]
-pub(crate) struct Handle(OwnedFd);
+pub(crate) struct ProcessHandle(OwnedFd);
 
-impl Handle {
+impl ProcessHandle {
+    /// Sends a signal to the process.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
-        let (fd, nothing) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+        let (fd, no_info) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: the descriptor is open; without siginfo the signal is sent as kill(2) sends it.
-        let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal as i32, nothing, 0) };
+        let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal as i32, no_info, 0) };
         Errno::result(sent).map(drop).map_err(io::Error::from)
     }
 
-    /// Waits for its end; `false`: it goes on.
-    pub(crate) fn ended_within(&self, limit: Duration) -> bool {
+    /// Waits for the process to end; returns whether it has ended within `limit`.
+    pub(crate) fn wait_for_exit(&self, limit: Duration) -> bool {
         let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
         let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
         matches!(poll(&mut fds, limit), Ok(1..))
     }
 }
 
-/// Field 22 of /proc/PID/stat, after the name, which may contain anything. A process that has ended and waits for its
-/// parent doesn't count.
-fn started(pid: u32) -> Option<u64> {
+/// Start time of a process: field 22 of /proc/PID/stat, counted after the name, which may contain
+/// any character. `None` for a process that has ended, also when it was not reaped yet.
+fn start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?;
@@ -100,7 +105,7 @@ fn host() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-fn boot() -> String {
+fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
@@ -109,13 +114,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_told_from_one_that_had_its_number() {
-        let me = Me::find().expect("myself");
-        assert!(me.is_alive() && !me.never().is_alive() && !me.elsewhere().is_alive());
-        let held = me.hold().expect("a hold").expect("alive");
-        assert!(!held.ended_within(Duration::from_millis(1)));
-        assert!(me.never().hold().expect("asked").is_none());
-        let nobody = Me { pid: u32::MAX >> 1, ..me };
-        assert!(nobody.hold().is_ok_and(|h| h.is_none()));
+    fn a_process_is_not_mistaken_for_one_that_had_its_pid() {
+        let this = ProcessIdentity::current().expect("this process");
+        assert!(this.is_alive() && !this.with_other_start().is_alive() && !this.on_other_host().is_alive());
+        let handle = this.open_handle().expect("pidfd").expect("alive");
+        assert!(!handle.wait_for_exit(Duration::from_millis(1)));
+        assert!(this.with_other_start().open_handle().expect("pidfd").is_none());
+        let absent = ProcessIdentity { pid: u32::MAX >> 1, ..this };
+        assert!(absent.open_handle().is_ok_and(|handle| handle.is_none()));
     }
 }

@@ -1,4 +1,5 @@
-//! A controller that outlives the terminal: this executable again, in a session of its own, its output in a file.
+//! Starts a controller that outlives the terminal: this executable again, in a session of its own,
+//! with its output in a file.
 use contract::control::ExitStatus;
 use nix::{
     fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
@@ -16,21 +17,27 @@ use std::{
     sync::Arc,
 };
 
-/// What became of the start.
+/// The result of starting a detached controller.
 #[derive(Debug)]
-pub(crate) enum Start {
-    /// All workers run; the controller's pid.
+pub(crate) enum DetachedStart {
+    /// All workers run. The pid of the controller.
     Started(u32),
-    /// It ended before.
+    /// The controller ended before all workers ran.
     Ended(ExitStatus),
 }
 
-/// Starts this executable with the arguments that `args` makes of a descriptor's number, and waits until it says that the
-/// job has started or ends. What it prints goes to `console`.
-pub(crate) fn start(args: impl Fn(RawFd) -> Vec<OsString>, console: File) -> io::Result<Start> {
+/// Starts this executable as a detached controller. Blocks until the job has started or the
+/// controller has ended.
+///
+/// `args` returns the arguments, given the descriptor of which [`StartNotifier`] takes hold.
+/// Standard output and standard error go to `console`.
+pub(crate) fn start_and_wait(
+    args: impl Fn(RawFd) -> Vec<OsString>,
+    console: File,
+) -> io::Result<DetachedStart> {
     let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
     let fd = writer.as_raw_fd();
-    // The very file this process runs, even if another was put in its place meanwhile.
+    // The file that this process runs, even if it was replaced meanwhile.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("launch").args(args(fd));
     let errors = console.try_clone()?;
@@ -47,38 +54,36 @@ pub(crate) fn start(args: impl Fn(RawFd) -> Vec<OsString>, console: File) -> io:
     }
     let mut child = command.spawn()?;
     drop(writer);
-    let mut said = Vec::new();
-    // Ends at the latest when an agent that doesn't answer is given up.
-    File::from(reader).take(1).read_to_end(&mut said)?;
-    if said.is_empty() {
-        let status = child.wait()?;
-        return Ok(Start::Ended(crate::agent::exit_status(std::os::unix::process::ExitStatusExt::into_raw(
-            status,
-        ))));
+    let mut notification = Vec::new();
+    // Returns at the latest when the controller gives up on an agent that does not answer.
+    File::from(reader).take(1).read_to_end(&mut notification)?;
+    if notification.is_empty() {
+        let status = std::os::unix::process::ExitStatusExt::into_raw(child.wait()?);
+        return Ok(DetachedStart::Ended(crate::agent::exit_status(status)));
     }
-    Ok(Start::Started(child.id()))
+    Ok(DetachedStart::Started(child.id()))
 }
 
-/// The end of a controller that was started so: says once that the job has started.
+/// Notifies the process that started a detached controller, once, that the job has started.
 #[derive(Clone, Debug)]
-pub struct Starter(Arc<OwnedFd>);
+pub struct StartNotifier(Arc<OwnedFd>);
 
-impl Starter {
-    /// Takes the inherited descriptor of this number; it isn't passed on.
-    pub(crate) fn inherited(fd: RawFd) -> io::Result<Starter> {
+impl StartNotifier {
+    /// Takes the inherited descriptor of this number and sets its close-on-exec flag.
+    pub(crate) fn from_inherited_fd(fd: RawFd) -> io::Result<StartNotifier> {
         if fd <= 2 {
-            return Err(io::Error::other("that is no descriptor to inherit"));
+            return Err(io::Error::other("a standard stream is not a descriptor to notify on"));
         }
-        // SAFETY: whoever named it on the command line gave it to this process; it is taken once, before any other file
-        // is opened.
+        // SAFETY: the parent names a descriptor that it opened for this process. It is taken once,
+        // before any other file is opened.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
-        Ok(Starter(Arc::new(fd)))
+        Ok(StartNotifier(Arc::new(fd)))
     }
 
-    /// All workers run.
-    pub(crate) fn started(self) {
-        // Whoever waited may have gone.
+    /// Reports that all workers run.
+    pub(crate) fn notify(self) {
+        // The process that waits may have ended.
         if let Ok(fd) = self.0.try_clone() {
             _ = File::from(fd).write_all(b"s");
         }

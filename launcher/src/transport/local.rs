@@ -1,5 +1,7 @@
-//! An agent on this machine: a child of the controller with the control stream on its stdin and stdout.
-use super::{AgentProcess, Carrier, Transport};
+//! The agent on this machine: a child of the controller, with the control connection on its
+//! standard input and output.
+use super::{AgentHandle, AgentProcess, Transport};
+use diagnostic::{Diagnostic, codes::host};
 use std::{
     io,
     os::{fd::OwnedFd, unix::process::CommandExt},
@@ -7,34 +9,40 @@ use std::{
 };
 use tokio::net::unix::pipe;
 
-/// This machine.
+/// Starts agents on this machine.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Local;
+pub(crate) struct LocalTransport;
 
-impl Transport for Local {
-    fn start(&mut self, hosts: &[String]) -> Vec<io::Result<AgentProcess>> {
-        hosts.iter().map(|_| start()).collect()
+impl Transport for LocalTransport {
+    fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
+        let start = |name: &String| {
+            start_agent().map_err(|error| {
+                let message = format!("cannot start the agent of host {name} on this machine");
+                Diagnostic::error(host::AGENT_START_FAILED, message).with_subject(name).with_cause(&error)
+            })
+        };
+        hosts.iter().map(start).collect()
     }
 }
 
-fn start() -> io::Result<AgentProcess> {
-    // The very file this process runs, even if another was put in its place meanwhile: versions can't differ.
+fn start_agent() -> io::Result<AgentProcess> {
+    // The file that this process runs, even if it was replaced meanwhile: versions cannot differ.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("launch").arg("agent");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // A group of its own: a terminal's Ctrl-C is for the controller alone.
+    // In a separate group, the agent does not receive a terminal's Ctrl-C.
     command.process_group(0);
     let mut child = command.spawn()?;
-    let (Some(input), Some(output), Some(talk)) =
+    let (Some(input), Some(output), Some(stderr)) =
         (child.stdin.take(), child.stdout.take(), child.stderr.take())
     else {
         return Err(io::Error::other("the agent has no pipes"));
     };
     Ok(AgentProcess {
-        // Dropping `child` neither waits for nor kills it; the controller reaps.
-        carrier: Carrier::Child(child.id()),
+        // Dropping `child` neither waits for it nor kills it; the controller reaps it.
+        handle: AgentHandle::Child(child.id()),
         input: Box::new(pipe::Sender::from_owned_fd(OwnedFd::from(input))?),
         output: Box::new(pipe::Receiver::from_owned_fd(OwnedFd::from(output))?),
-        talk: Box::new(pipe::Receiver::from_owned_fd(OwnedFd::from(talk))?),
+        stderr: Box::new(pipe::Receiver::from_owned_fd(OwnedFd::from(stderr))?),
     })
 }

@@ -1,173 +1,238 @@
-//! Agents on the nodes of a Slurm allocation: one step (`srun`, one task on each node) starts them, and each connects back
-//! over TCP.
+//! Starts agents on the nodes of a Slurm allocation: one step (`srun`) with one task on each node.
+//! Each agent connects back to the controller over TCP.
 //!
-//! srun can't carry the control streams: it mixes the output of all tasks, and a SIGTERM to it kills them at once. So it
-//! only starts the agents, hands them an invitation on stdin (never in arguments or environment), and is ended last. A
-//! group of a heterogeneous job is a step of its own: srun gives its stdin to the first group alone.
-mod door;
+//! srun cannot carry the control connections: it mixes the output of all tasks, and a SIGTERM to
+//! srun kills the tasks at once. So srun only starts the agents and passes them an invitation on
+//! standard input, which keeps the key out of arguments and environment. srun ends last.
+//!
+//! Each group of a heterogeneous job gets a separate step, because srun passes its standard input
+//! to the first group only.
+mod listener;
+mod pending_agent;
 mod requeue;
 mod srun;
 mod step;
-mod stream;
 mod submit;
 
-pub(crate) use requeue::requeue;
-pub(crate) use submit::submit;
+pub(crate) use requeue::requeue_job;
+pub(crate) use submit::submit_job;
 
-use super::{AgentProcess, Carrier, Transport};
+use super::{AgentHandle, AgentOutput, AgentProcess, Transport};
 use crate::{
+    connection::handshake::{HandshakeKey, Invitation},
     discover::slurm::Allocation,
-    link::join::{Invitation, Key},
 };
 use contract::control::ExitStatus;
+use diagnostic::{Code, Diagnostic, codes::host};
 use std::{
     collections::HashSet,
     io,
     net::{IpAddr, SocketAddr},
+    process::{ExitStatus as ProcessStatus, Output},
     sync::Arc,
 };
 use step::Step;
 
-/// The nodes of the allocation that this process runs in.
-pub(crate) struct Slurm {
+/// Starts agents on the nodes of the allocation that this process runs in.
+pub(crate) struct SlurmTransport {
     allocation: Allocation,
-    /// Copy the executable to the nodes, instead of finding it there.
+    /// Copy the executable to the nodes.
     bcast: bool,
-    /// Where agents connect to; empty: every address of this machine.
+    /// Addresses of this machine to which agents connect; empty for all of them.
     addresses: Vec<IpAddr>,
     steps: Vec<Arc<Step>>,
 }
 
-impl Slurm {
-    /// `bcast`: copy the executable to the nodes. `addresses`: this machine's, for agents to connect to; empty: all of
-    /// them are tried.
-    pub(crate) fn new(allocation: Allocation, bcast: bool, addresses: Vec<IpAddr>) -> Slurm {
-        Slurm { allocation, bcast, addresses, steps: Vec::new() }
+impl SlurmTransport {
+    /// With `bcast` srun copies the executable to the nodes; otherwise they find it at the path
+    /// that it has here. `addresses` are addresses of this machine to which agents connect; when
+    /// the list is empty, agents try all of them.
+    pub(crate) fn new(allocation: Allocation, bcast: bool, addresses: Vec<IpAddr>) -> SlurmTransport {
+        SlurmTransport { allocation, bcast, addresses, steps: Vec::new() }
     }
 
-    /// The nodes among `hosts`, in groups that one step can hold: those of one het group, or each for itself where they have unequal GPUs
-    /// by task.
-    fn groups(&self, hosts: &[String]) -> Vec<srun::Nodes> {
-        let wanted: HashSet<&str> = hosts.iter().map(String::as_str).collect();
-        let mut groups: Vec<srun::Nodes> = Vec::new();
+    /// Divides the nodes among `hosts` into steps.
+    ///
+    /// A step holds the nodes of one heterogeneous group. Where the job requests GPUs per task and
+    /// the nodes have different numbers of them, each node gets a separate step.
+    fn group_into_steps(&self, hosts: &[String]) -> Vec<srun::StepNodes> {
+        let requested: HashSet<&str> = hosts.iter().map(String::as_str).collect();
+        let mut steps: Vec<srun::StepNodes> = Vec::new();
         for group in &self.allocation.groups {
-            let by_task = group.nodes.iter().any(|node| node.by_task);
-            let even = group.nodes.windows(2).all(|pair| pair[0].gpus == pair[1].gpus);
-            let whole = !by_task || even;
-            let mut held: Option<srun::Nodes> = None;
-            for node in group.nodes.iter().filter(|node| wanted.contains(node.name.as_str())) {
+            let by_task = group.nodes.iter().any(|node| node.gpus_by_task);
+            let gpus_are_equal = group.nodes.windows(2).all(|pair| pair[0].gpus == pair[1].gpus);
+            let one_step = !by_task || gpus_are_equal;
+            let mut current: Option<srun::StepNodes> = None;
+            for node in group.nodes.iter().filter(|node| requested.contains(node.name.as_str())) {
                 let gpus = node.gpus.filter(|_| by_task);
-                let gpus = gpus.map(if even { srun::Gpus::OnEach } else { srun::Gpus::OnOne });
-                let one = srun::Nodes { het: group.het, gpus, names: vec![node.name.clone()] };
-                match &mut held {
-                    Some(held) if whole => held.names.push(node.name.clone()),
-                    _ => groups.extend(held.replace(one)),
+                let gpus = gpus.map(if gpus_are_equal {
+                    srun::GpuRequest::PerNode
+                } else {
+                    srun::GpuRequest::Total
+                });
+                let single = srun::StepNodes { het_group: group.het, gpus, names: vec![node.name.clone()] };
+                match &mut current {
+                    Some(current) if one_step => current.names.push(node.name.clone()),
+                    _ => steps.extend(current.replace(single)),
                 }
             }
-            groups.extend(held);
+            steps.extend(current);
         }
-        groups
+        steps
     }
 
-    fn start_group(&mut self, nodes: &srun::Nodes) -> io::Result<Vec<(String, AgentProcess)>> {
-        let (listener, port) = door::listen(nodes.names.len())?;
+    fn start_step(&mut self, nodes: &srun::StepNodes) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
+        let cannot_listen = |error: io::Error| {
+            Diagnostic::error(host::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
+                .with_cause(&error)
+        };
+        let (listener, port) = listener::listen(nodes.names.len()).map_err(cannot_listen)?;
         let mut ips = self.addresses.clone();
         if ips.is_empty() {
-            ips = door::own_addresses();
+            ips = listener::local_addresses();
             // A cluster of one machine may have no other address.
             ips.push(IpAddr::from([127, 0, 0, 1]));
         }
         let invitation = Invitation {
-            key: Key::random()?,
+            key: HandshakeKey::random().map_err(cannot_listen)?,
             addresses: ips.into_iter().map(|ip| SocketAddr::new(ip, port)).collect(),
         };
-        let executable = srun::Executable::own(self.bcast, self.allocation.job)?;
-        let (step, words) = Step::start(&srun::arguments(nodes, &executable), &invitation)?;
+        let executable = srun::StepExecutable::current(self.bcast, self.allocation.job)?;
+        let (step, output) = Step::start(&srun::arguments(nodes, &executable), &invitation)?;
         self.steps.push(step.clone());
-        let seats: Vec<_> = nodes.names.iter().map(|name| stream::seat(name, &step)).collect();
-        let (mut agents, mut takers) = (Vec::new(), Vec::new());
-        let mut words = Some(words);
-        for (seat, taker) in seats {
-            let talk: super::Output = match words.take() {
-                Some(words) => Box::new(words),
+        let pending: Vec<_> =
+            nodes.names.iter().map(|name| pending_agent::pending_agent(name, &step)).collect();
+        let (mut agents, mut slots) = (Vec::new(), Vec::new());
+        // The output of the whole step belongs to the first agent.
+        let mut step_output = Some(output);
+        for (agent, slot) in pending {
+            let stderr: AgentOutput = match step_output.take() {
+                Some(output) => Box::new(output),
                 None => Box::new(tokio::io::empty()),
             };
             agents.push((
-                seat.name().to_owned(),
+                agent.name().to_owned(),
                 AgentProcess {
-                    input: Box::new(seat.input),
-                    output: Box::new(seat.output),
-                    talk,
-                    carrier: Carrier::Connection(Box::new(seat.connection)),
+                    input: Box::new(agent.input),
+                    output: Box::new(agent.output),
+                    stderr,
+                    handle: AgentHandle::Connection(Box::new(agent.connection)),
                 },
             ));
-            takers.push(taker);
+            slots.push(slot);
         }
-        tokio::spawn(door::keep(listener, invitation.key, takers, step));
+        tokio::spawn(listener::accept_agents(listener, invitation.key, slots, step));
         Ok(agents)
     }
 }
 
-impl Transport for Slurm {
-    fn start(&mut self, hosts: &[String]) -> Vec<io::Result<AgentProcess>> {
-        let mut started: Vec<(String, io::Result<AgentProcess>)> = Vec::new();
-        for nodes in self.groups(hosts) {
-            match self.start_group(&nodes) {
+impl Transport for SlurmTransport {
+    fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
+        let mut started: Vec<(String, diagnostic::Result<AgentProcess>)> = Vec::new();
+        for nodes in self.group_into_steps(hosts) {
+            match self.start_step(&nodes) {
                 Ok(agents) => started.extend(agents.into_iter().map(|(name, agent)| (name, Ok(agent)))),
                 Err(error) => {
-                    let again = |name| (name, Err(io::Error::new(error.kind(), error.to_string())));
-                    started.extend(nodes.names.into_iter().map(again));
+                    let failed = |name: String| (name.clone(), Err(error.clone().with_subject(name)));
+                    started.extend(nodes.names.into_iter().map(failed));
                 }
             }
         }
-        let of = |host: &String| match started.iter().position(|(name, _)| name == host) {
-            Some(at) => started.swap_remove(at).1,
-            None => Err(io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("{host} isn't a node of the allocation {}", self.allocation.job),
-            )),
+        let take_result = |name: &String| match started.iter().position(|(node, _)| node == name) {
+            Some(index) => started.swap_remove(index).1,
+            None => {
+                let job = self.allocation.job;
+                let message = format!("host {name} is not a node of the Slurm allocation {job}");
+                Err(Diagnostic::error(host::SLURM_NODE_NOT_ALLOCATED, message).with_subject(name))
+            }
         };
-        hosts.iter().map(of).collect()
+        hosts.iter().map(take_result).collect()
     }
 
-    fn helpers(&self) -> Vec<u32> {
-        self.steps.iter().filter_map(|step| step.living()).collect()
+    fn helper_pids(&self) -> Vec<u32> {
+        self.steps.iter().filter_map(|step| step.running_pid()).collect()
     }
 
-    fn child_ended(&mut self, pid: u32, status: ExitStatus) {
+    fn on_child_exit(&mut self, pid: u32, status: ExitStatus) {
         if let Some(step) = self.steps.iter().find(|step| step.pid() == pid) {
-            step.ended(status);
+            step.set_exit_status(status);
         }
     }
+}
+
+/// A command of Slurm could not be started.
+fn command_not_started(command: &str, error: &io::Error) -> Diagnostic {
+    match error.kind() {
+        io::ErrorKind::NotFound => {
+            let message = format!("`{command}` is not in PATH");
+            Diagnostic::error(host::SLURM_COMMAND_MISSING, message)
+                .with_help("run launch on a node of a Slurm cluster, with Slurm's client in PATH")
+        }
+        _ => Diagnostic::error(host::SLURM_COMMAND_FAILED, format!("cannot start `{command}`"))
+            .with_cause(error),
+    }
+    .with_subject(command)
+}
+
+/// A command of Slurm ended with an error.
+fn command_failed(command: &str, status: ProcessStatus, stderr: &[u8]) -> Diagnostic {
+    let stderr = one_line(stderr);
+    let separator = if stderr.is_empty() { "" } else { ": " };
+    let code = srun::classify_output(&stderr).unwrap_or(host::SLURM_COMMAND_FAILED);
+    Diagnostic::error(code, format!("`{command}` failed ({status}){separator}{stderr}"))
+        .with_subject(command)
+        .with_field("output", stderr)
+}
+
+/// The output of a command that succeeded.
+fn successful_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
+    let output = output.map_err(|error| command_not_started(command, &error))?;
+    if output.status.success() {
+        Ok(output)
+    } else {
+        Err(command_failed(command, output.status, &output.stderr))
+    }
+}
+
+fn one_line(text: &[u8]) -> String {
+    String::from_utf8_lossy(text).trim().replace('\n', " | ")
+}
+
+/// Adds the remedy of a code as help.
+fn with_remedy(diagnostic: Diagnostic) -> Diagnostic {
+    let code: Code = diagnostic.code();
+    diagnostic.with_help(code.info().remedy)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::discover::slurm::{Group, Node};
+    use crate::discover::slurm::{NodeGroup, SlurmNode};
 
-    fn node(name: &str, gpus: Option<u32>, by_task: bool) -> Node {
-        Node { name: name.to_owned(), tasks: None, cpus: 0, gpus, by_task }
+    fn node(name: &str, gpus: Option<u32>, gpus_by_task: bool) -> SlurmNode {
+        SlurmNode { name: name.to_owned(), tasks: None, cpus: 0, gpus, gpus_by_task }
     }
 
     #[test]
-    fn a_step_holds_nodes_that_ask_for_the_same() {
-        let two = |gpus: [u32; 2]| vec![node("a", Some(gpus[0]), true), node("b", Some(gpus[1]), true)];
-        let groups = vec![
-            Group { het: Some(0), nodes: two([2, 1]) },
-            Group { het: Some(1), nodes: vec![node("c", None, false), node("d", None, false)] },
+    fn a_step_holds_nodes_with_equal_requests() {
+        let two_nodes = |gpus: [u32; 2]| vec![node("a", Some(gpus[0]), true), node("b", Some(gpus[1]), true)];
+        let uneven = vec![
+            NodeGroup { het: Some(0), nodes: two_nodes([2, 1]) },
+            NodeGroup { het: Some(1), nodes: vec![node("c", None, false), node("d", None, false)] },
         ];
-        let even = vec![Group { het: None, nodes: two([2, 2]) }];
+        let even = vec![NodeGroup { het: None, nodes: two_nodes([2, 2]) }];
         let hosts = ["d", "a", "c", "b", "elsewhere"].map(str::to_owned);
-        let found = |groups: Vec<Group>| -> Vec<_> {
+        let steps = |groups: Vec<NodeGroup>| -> Vec<_> {
             let allocation = Allocation { job: 7, array: None, restarts: 0, groups };
-            let slurm = Slurm::new(allocation, false, Vec::new());
-            slurm.groups(&hosts).into_iter().map(|g| (g.het, g.gpus, g.names.join(","))).collect()
+            let slurm = SlurmTransport::new(allocation, false, Vec::new());
+            let steps = slurm.group_into_steps(&hosts);
+            steps.into_iter().map(|step| (step.het_group, step.gpus, step.names.join(","))).collect()
         };
-        let step = |het, gpus, names: &str| (het, gpus, names.to_owned());
-        let one = |count| Some(srun::Gpus::OnOne(count));
-        let want = [step(Some(0), one(2), "a"), step(Some(0), one(1), "b"), step(Some(1), None, "c,d")];
-        assert_eq!(found(groups), want);
-        assert_eq!(found(even), [step(None, Some(srun::Gpus::OnEach(2)), "a,b")]);
+        let step = |het_group, gpus, names: &str| (het_group, gpus, names.to_owned());
+        let total = |count| Some(srun::GpuRequest::Total(count));
+        let expected =
+            [step(Some(0), total(2), "a"), step(Some(0), total(1), "b"), step(Some(1), None, "c,d")];
+        assert_eq!(steps(uneven), expected);
+        assert_eq!(steps(even), [step(None, Some(srun::GpuRequest::PerNode(2)), "a,b")]);
     }
 }

@@ -1,19 +1,23 @@
-//! Agents on other hosts, over SSH: one connection for each, on a thread of its own, which gets connected, gets the executable
-//! running there, and then carries the control stream. No port is opened and nothing goes through the shell but one path.
+//! Starts agents on other hosts over SSH.
+//!
+//! Each host has one SSH connection on a separate thread, which connects, starts the executable on
+//! the host (copying it first if necessary), and then relays the control connection. No TCP port is
+//! opened, and only one path passes through the login shell.
 mod auth;
 mod bootstrap;
 mod config;
 mod connect;
 mod known_hosts;
 mod progress;
-mod pump;
+mod relay;
 mod target;
 
-pub(crate) use progress::{Progress, Stage};
+pub(crate) use progress::{ConnectionProgress, ConnectionStage};
 
-use super::{AgentProcess, Carrier, Refusal, Transport};
-use bootstrap::Executable;
-use contract::{control::ExitStatus, hosts::Host, job::SshSpec};
+use super::{AgentHandle, AgentProcess, Transport};
+use bootstrap::{Executable, RemoteAgent};
+use contract::{control::ExitStatus, hosts::HostAddress, job::SshSpec};
+use diagnostic::{Code, Diagnostic, codes::host};
 use std::{
     collections::HashMap,
     io,
@@ -22,155 +26,186 @@ use std::{
     sync::{Arc, Condvar, Mutex, PoisonError},
     thread,
 };
-use target::{Resolver, Target};
+use target::{SshTarget, TargetResolver};
 use tokio::net::UnixStream;
 
-/// Number of the stream that a remote process's stderr comes on (RFC 4254, 5.2).
+/// The number of the stream that carries a remote process's stderr (RFC 4254, 5.2).
 const STDERR: i32 = 1;
-/// Stack of a connection's thread, bytes: there may be thousands.
-const STACK: usize = 512 << 10;
-/// Hosts that are connected to through one jump host at once: its sshd turns callers away from the eleventh on.
-const JUMP_PARALLEL: u32 = 8;
+/// The stack size of a connection's thread, in bytes. There may be thousands of threads.
+const THREAD_STACK_BYTES: usize = 512 << 10;
+/// Connections that are set up through one jump host at once. By default sshd drops callers from
+/// the eleventh on (`MaxStartups`).
+const MAX_JUMP_FANOUT: u32 = 8;
 
-/// Other hosts.
-pub(crate) struct Ssh {
+/// Starts agents on other hosts over SSH.
+pub(crate) struct SshTransport {
     /// By name.
-    hosts: HashMap<String, Host>,
-    resolver: Arc<Resolver>,
+    hosts: HashMap<String, HostAddress>,
+    resolver: Arc<TargetResolver>,
     executable: &'static Executable,
-    turns: Arc<Turns>,
-    jump_turns: Arc<Turns>,
+    fanout: Arc<FanoutLimit>,
+    jump_fanout: Arc<FanoutLimit>,
 }
 
-impl Ssh {
-    /// Reads what is the same for all hosts; relative paths of the job are relative to `base`.
-    pub(crate) fn new(spec: &SshSpec, hosts: &[Host], base: &Path) -> Result<Ssh, Refusal> {
-        let executable = Executable::own().map_err(|message| Refusal { message, hint: None })?;
-        Ok(Ssh {
+impl SshTransport {
+    /// Reads the SSH configuration and the executable. Relative paths of the job are relative to
+    /// `base`.
+    pub(crate) fn new(
+        spec: &SshSpec,
+        hosts: &[HostAddress],
+        base: &Path,
+    ) -> diagnostic::Result<SshTransport> {
+        Ok(SshTransport {
             hosts: hosts.iter().map(|host| (host.name(), host.clone())).collect(),
-            resolver: Arc::new(Resolver::new(spec, base)?),
-            executable,
-            turns: Arc::new(Turns::new(spec.parallel)),
-            jump_turns: Arc::new(Turns::new(spec.parallel.min(JUMP_PARALLEL))),
+            executable: Executable::current()?,
+            resolver: Arc::new(TargetResolver::new(spec, base)?),
+            fanout: Arc::new(FanoutLimit::new(spec.fanout)),
+            jump_fanout: Arc::new(FanoutLimit::new(spec.fanout.min(MAX_JUMP_FANOUT))),
         })
     }
 
-    /// Starts an agent on the host of this name; its connection's progress can be watched.
-    pub(crate) fn begin(&self, name: &str) -> io::Result<(AgentProcess, Arc<Progress>)> {
-        let host =
-            self.hosts.get(name).ok_or_else(|| io::Error::other(format!("no host is called {name}")))?;
-        let (control, far) = StdStream::pair()?;
-        let (talk, talk_far) = StdStream::pair()?;
-        let progress = Arc::new(Progress::default());
-        let task = Task {
+    /// Starts an agent on the host of this name. The second value shows how far the connection is.
+    pub(crate) fn start_agent(
+        &self,
+        name: &str,
+    ) -> diagnostic::Result<(AgentProcess, Arc<ConnectionProgress>)> {
+        let host = self.hosts.get(name).ok_or_else(|| {
+            Diagnostic::error(host::HOST_UNKNOWN, format!("the job has no host {name}")).with_subject(name)
+        })?;
+        self.spawn_connection(host).map_err(|error| {
+            Diagnostic::error(
+                host::SSH_SESSION_LIMIT,
+                format!("cannot open an SSH connection to host {name}"),
+            )
+            .with_subject(name)
+            .with_cause(&error)
+        })
+    }
+
+    fn spawn_connection(&self, host: &HostAddress) -> io::Result<(AgentProcess, Arc<ConnectionProgress>)> {
+        let (control, control_end) = StdStream::pair()?;
+        let (stderr, stderr_end) = StdStream::pair()?;
+        let progress = Arc::new(ConnectionProgress::default());
+        let connection = SshConnection {
             host: host.clone(),
             resolver: self.resolver.clone(),
             executable: self.executable,
-            turns: self.turns.clone(),
-            jump_turns: self.jump_turns.clone(),
+            fanout: self.fanout.clone(),
+            jump_fanout: self.jump_fanout.clone(),
             progress: progress.clone(),
-            control: far,
-            talk: talk_far,
+            control: control_end,
+            stderr: stderr_end,
         };
-        thread::Builder::new().name("ssh".into()).stack_size(STACK).spawn(move || task.run())?;
-        let (output, input) = stream(control)?.into_split();
+        thread::Builder::new()
+            .name("ssh".into())
+            .stack_size(THREAD_STACK_BYTES)
+            .spawn(move || connection.run())?;
+        let (output, input) = to_async(control)?.into_split();
         let process = AgentProcess {
-            carrier: Carrier::Connection(Box::new(progress.clone())),
+            handle: AgentHandle::Connection(Box::new(progress.clone())),
             input: Box::new(input),
             output: Box::new(output),
-            talk: Box::new(stream(talk)?),
+            stderr: Box::new(to_async(stderr)?),
         };
         Ok((process, progress))
     }
 }
 
-fn stream(stream: StdStream) -> io::Result<UnixStream> {
+fn to_async(stream: StdStream) -> io::Result<UnixStream> {
     stream.set_nonblocking(true)?;
     UnixStream::from_std(stream)
 }
 
-impl Transport for Ssh {
-    fn start(&mut self, hosts: &[String]) -> Vec<io::Result<AgentProcess>> {
-        hosts.iter().map(|name| self.begin(name).map(|(process, _)| process)).collect()
+/// An error about the connection to `target`. The message must name the host.
+fn ssh_error(target: &SshTarget, code: Code, message: impl Into<String>) -> Diagnostic {
+    Diagnostic::error(code, message).with_subject(&target.name)
+}
+
+impl Transport for SshTransport {
+    fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
+        hosts.iter().map(|name| self.start_agent(name).map(|(process, _)| process)).collect()
     }
 
-    fn learn(&mut self, hosts: &[Host]) {
+    fn update_hosts(&mut self, hosts: &[HostAddress]) {
         self.hosts.extend(hosts.iter().map(|host| (host.name(), host.clone())));
     }
 }
 
-/// One connection's thread.
-struct Task {
-    host: Host,
-    resolver: Arc<Resolver>,
+/// The connection to one host, on its thread.
+struct SshConnection {
+    host: HostAddress,
+    resolver: Arc<TargetResolver>,
     executable: &'static Executable,
-    turns: Arc<Turns>,
-    jump_turns: Arc<Turns>,
-    progress: Arc<Progress>,
+    fanout: Arc<FanoutLimit>,
+    jump_fanout: Arc<FanoutLimit>,
+    progress: Arc<ConnectionProgress>,
     control: StdStream,
-    talk: StdStream,
+    stderr: StdStream,
 }
 
-impl Task {
+impl SshConnection {
+    /// Blocks until the agent or the connection has ended.
     fn run(self) {
-        let (refusal, status) = match self.carry() {
+        let (failure, status) = match self.start_and_relay() {
             Ok(status) => (None, status),
-            Err(refusal) => (Some(refusal), None),
+            Err(failure) => (Some(failure), None),
         };
-        self.progress.end(refusal, status);
-        // The streams end when `self` is dropped, and so after it is known why.
+        self.progress.finish(failure, status);
+        // The streams end when `self` is dropped, so the reason is known before.
     }
 
-    fn carry(&self) -> Result<Option<ExitStatus>, Refusal> {
+    fn start_and_relay(&self) -> diagnostic::Result<Option<ExitStatus>> {
         let target = self.resolver.target(&self.host)?;
-        let (session, running) = self.get_running(&target)?;
-        let end = pump::pump(&session, running.channel, &self.control, Some(&self.talk), running.leftover);
-        match end.broken {
-            Some(why) => Err(Refusal {
-                message: format!("{}: the connection was lost: {why}", target.name),
-                hint: Some("is the host up, and the network between?".to_owned()),
-            }),
-            None => Ok(end.status),
-        }
+        let (session, agent) = self.start_agent(&target)?;
+        relay::relay(&session, agent.channel, &self.control, Some(&self.stderr), agent.leftover).map_err(
+            |error| {
+                let message = format!("the SSH connection to host {} was lost", target.name);
+                ssh_error(&target, host::SSH_CONNECTION_LOST, message)
+                    .with_cause(&error)
+                    .with_help("check that the host is up and reachable")
+            },
+        )
     }
 
-    /// Waits for a turn, and keeps it until the agent runs.
-    fn get_running(&self, target: &Target) -> Result<(ssh2::Session, bootstrap::Running), Refusal> {
-        let turns = if target.jumps.is_empty() { &self.turns } else { &self.jump_turns };
-        let _turn = turns.take();
-        self.progress.check(&target.name)?;
+    /// Waits for a permit, and holds it until the agent runs.
+    fn start_agent(&self, target: &SshTarget) -> diagnostic::Result<(ssh2::Session, RemoteAgent)> {
+        let fanout = if target.jumps.is_empty() { &self.fanout } else { &self.jump_fanout };
+        let _permit = fanout.acquire();
+        self.progress.check_not_aborted(&target.name)?;
         let session = connect::connect(target, &self.progress)?;
-        let running = bootstrap::start(target, &session, self.executable, &self.progress)?;
-        Ok((session, running))
+        let agent = bootstrap::start_agent(target, &session, self.executable, &self.progress)?;
+        Ok((session, agent))
     }
 }
 
-/// So many at once.
+/// Limits how many connections are set up at once.
 #[derive(Debug)]
-struct Turns {
+struct FanoutLimit {
     free: Mutex<u32>,
-    given: Condvar,
+    released: Condvar,
 }
 
-impl Turns {
-    fn new(free: u32) -> Turns {
-        Turns { free: Mutex::new(free.max(1)), given: Condvar::new() }
+impl FanoutLimit {
+    fn new(limit: u32) -> FanoutLimit {
+        FanoutLimit { free: Mutex::new(limit.max(1)), released: Condvar::new() }
     }
 
-    fn take(&self) -> Turn<'_> {
+    /// Blocks until a permit is free.
+    fn acquire(&self) -> FanoutPermit<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free = self.given.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        let mut free =
+            self.released.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
         *free -= 1;
-        Turn(self)
+        FanoutPermit(self)
     }
 }
 
-/// Given back when dropped.
-struct Turn<'a>(&'a Turns);
+/// The right to set up one connection, released when dropped.
+struct FanoutPermit<'a>(&'a FanoutLimit);
 
-impl Drop for Turn<'_> {
+impl Drop for FanoutPermit<'_> {
     fn drop(&mut self) {
         *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        self.0.given.notify_one();
+        self.0.released.notify_one();
     }
 }

@@ -1,9 +1,9 @@
-//! Save and load speed beside plain O_DIRECT writes and reads of the same size in the same minute.
+//! Compares the speed of saving and loading with plain O_DIRECT writes and reads of equal size.
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
 use ckpt::{
-    Checkpoint, Dtype, Facts, GatherOptions, ModelCard, Piece, Request, Role, Staging, WeightShape, commit,
-    gather, write_shard,
+    Checkpoint, Dtype, GatherOptions, ModelSpec, Piece, ReadRequest, RunFacts, Staging, TensorRole,
+    WeightShape, commit, gather, write_shard,
 };
 use memmap2::MmapMut;
 use std::fs::OpenOptions;
@@ -40,7 +40,7 @@ fn main() -> Result<(), Error> {
     result
 }
 
-/// Rounds of (plain write, save, plain read, load, verify, gather) with this many threads at once, each with its part.
+/// Runs rounds of (plain write, save, plain read, load, verify, gather) with one thread per rank.
 fn measure(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), Error> {
     let gb = data.len() as f64 * 4e-9;
     let parts: Vec<&[f32]> =
@@ -61,12 +61,12 @@ fn measure(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), 
         load(&path, &mut loaded)?;
         rates[3].push(gb / t.elapsed().as_secs_f64());
         if loaded.iter().zip(&parts).any(|(l, p)| l != p) {
-            return Err("what was loaded is not what was saved".into());
+            return Err("the loaded data differ from the saved data".into());
         }
         drop(loaded);
         let t = Instant::now();
         if !ckpt::verify(&path)?.is_sound() {
-            return Err("what was saved is damaged".into());
+            return Err("the saved checkpoint is damaged".into());
         }
         rates[4].push(gb / t.elapsed().as_secs_f64());
         let t = Instant::now();
@@ -100,7 +100,7 @@ fn report(ranks: usize, rates: &[Vec<f64>; 6]) {
     );
 }
 
-/// Runs `f(rank, part)` on a thread per part.
+/// Runs `f(rank, part)` in one thread per part.
 fn on_each<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
@@ -116,7 +116,7 @@ fn plain_write(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let _ = std::fs::remove_file(path);
     let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path)?;
     let mut buffer = MmapMut::map_anon(BLOCK)?;
-    // like dd if=/dev/zero, the same buffer again and again; filled once so that it is no hole
+    // writes one buffer repeatedly; filled with data so that the file system stores it
     buffer.copy_from_slice(&bytes[..BLOCK.min(bytes.len())]);
     for at in (0..bytes.len()).step_by(BLOCK) {
         let n = BLOCK.min(bytes.len() - at) / 4096 * 4096;
@@ -148,11 +148,12 @@ fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, E
         })
         .collect();
     let reports = on_each(parts, |r, data| {
-        let piece = Piece { name: "w", role: Role::Weight, start_element: starts[r], data: data.into() };
+        let piece =
+            Piece { name: "w", role: TensorRole::Weight, start_element: starts[r], data: data.into() };
         Ok(write_shard(staging.path(), r as u32, world, &[piece])?)
     })?;
     let null = serde_json::Value::Null;
-    let model = ModelCard {
+    let model = ModelSpec {
         family: "llama".into(),
         hf_config: serde_json::json!({}),
         weights: vec![WeightShape { name: "w".into(), shape: vec![total as u64] }],
@@ -161,7 +162,7 @@ fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, E
         buffers: Vec::new(),
         adapter: None,
     };
-    let facts = Facts {
+    let facts = RunFacts {
         step,
         world,
         stage: 3,
@@ -187,9 +188,9 @@ fn load(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
             at += part.len() as u64;
             threads.push(s.spawn(move || {
                 let checkpoint = Checkpoint::open(path)?;
-                checkpoint.read_many(&mut [Request {
+                checkpoint.read_many(&mut [ReadRequest {
                     name: "w",
-                    role: Role::Weight,
+                    role: TensorRole::Weight,
                     start_element,
                     out: part,
                 }])?;

@@ -1,15 +1,16 @@
-//! Reads every tensor of a checkpoint into memory, all bytes checked, as `torch.load` reads files; prints seconds and bytes.
+//! Reads and verifies every tensor of a checkpoint into memory, for a comparison with `torch.load`.
+//! Prints seconds, bytes and GB/s.
 //!
 //! `cargo run -p ckpt --release --example read_all -- DIR [ROUNDS]`
-use ckpt::{Found, Request, Source, TensorInfo};
+use ckpt::{OpenedCheckpoint, ReadRequest, TensorInfo, TensorSource};
 use memmap2::MmapMut;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Elements asked for at a time.
-const PART: usize = 4 << 20;
+/// Elements per read request.
+const REQUEST_ELEMENTS: usize = 4 << 20;
 
 fn main() -> Result<(), Error> {
     let mut args = std::env::args().skip(1);
@@ -18,7 +19,7 @@ fn main() -> Result<(), Error> {
     for _ in 0..rounds {
         let began = Instant::now();
         let found = ckpt::find(Path::new(&dir))?;
-        let tensors = read(found.source())?;
+        let tensors = read_tensors(found.source())?;
         let seconds = began.elapsed().as_secs_f64();
         let bytes: usize = tensors.iter().map(|t| t.len()).sum();
         println!(
@@ -26,28 +27,33 @@ fn main() -> Result<(), Error> {
             tensors.len(),
             bytes as f64 / seconds / 1e9
         );
-        if matches!(found, Found::Native(_)) {
-            println!("(a checkpoint of launch)");
+        if matches!(found, OpenedCheckpoint::Native(_)) {
+            println!("(native checkpoint)");
         }
     }
     Ok(())
 }
 
-/// All tensors as F32; parts of them are read by as many threads as there are cores.
-fn read(source: &dyn Source) -> Result<Vec<MmapMut>, Error> {
+/// Reads all floating-point tensors as F32, with one thread per core.
+fn read_tensors(source: &dyn TensorSource) -> Result<Vec<MmapMut>, Error> {
     let float = |t: &TensorInfo| matches!(t.dtype, ckpt::Dtype::F32 | ckpt::Dtype::BF16 | ckpt::Dtype::F16);
     let infos: Vec<TensorInfo> = source.tensors().into_iter().filter(float).collect();
     let mut memory = Vec::with_capacity(infos.len());
     for info in &infos {
         memory.push(MmapMut::map_anon((4 * info.elements() as usize).max(1))?);
     }
-    let mut parts: Vec<Option<Request<'_>>> = Vec::new();
+    let mut parts: Vec<Option<ReadRequest<'_>>> = Vec::new();
     for (info, map) in infos.iter().zip(&mut memory) {
-        let all: &mut [f32] = bytemuck::cast_slice_mut(&mut map[..4 * info.elements() as usize]);
-        let one = |(i, out)| {
-            Some(Request { name: &info.name, role: info.role, start_element: (i * PART) as u64, out })
+        let elements: &mut [f32] = bytemuck::cast_slice_mut(&mut map[..4 * info.elements() as usize]);
+        let request = |(i, out)| {
+            Some(ReadRequest {
+                name: &info.name,
+                role: info.role,
+                start_element: (i * REQUEST_ELEMENTS) as u64,
+                out,
+            })
         };
-        parts.extend(all.chunks_mut(PART).enumerate().map(one));
+        parts.extend(elements.chunks_mut(REQUEST_ELEMENTS).enumerate().map(request));
     }
     let parts: Vec<_> = parts.into_iter().map(std::sync::Mutex::new).collect();
     let next = AtomicUsize::new(0);
@@ -68,7 +74,7 @@ fn read(source: &dyn Source) -> Result<Vec<MmapMut>, Error> {
         work()?;
         threads.into_iter().try_for_each(|t| t.join().map_err(|_| "a thread panicked")?.map_err(Error::from))
     })?;
-    source.settle(false)?;
+    source.verify_reads(false)?;
     drop(parts);
     Ok(memory)
 }

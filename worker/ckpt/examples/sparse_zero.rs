@@ -1,5 +1,7 @@
-//! Makes a ZeRO-2 checkpoint of any size of which the disk keeps almost nothing: its tensors are zeros but for a few numbers,
-//! and the zeros are holes in the files. To see what large checkpoints cost in memory and time where there is no room for one.
+//! Creates a ZeRO-2 checkpoint of any size in sparse files: almost all elements are zeros, stored
+//! as holes.
+//!
+//! Measures the memory and time of operations on large checkpoints without the disk space for them.
 //!
 //! `cargo run -p ckpt --release --example sparse_zero -- DIR BYTES [RANKS]`
 use crc32fast::Hasher;
@@ -8,16 +10,16 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Elements of each weight but the last.
+/// Elements of each weight except the last.
 const WEIGHT: u64 = 64 << 20;
-/// Bytes of a parameter: weight, both moments of Adam, and the module's bf16.
+/// Bytes per parameter: FP32 weight, both moments of Adam, and the module's BF16 weight.
 const PER_ELEMENT: u64 = 14;
-/// Every so many elements of the flat group there is a number that isn't zero.
+/// Distance of the elements of the flat group that aren't zero.
 const MARK_EVERY: u64 = 10_000_019;
-/// Members begin at multiples of this, as torch's do.
+/// Alignment of zip members, which is torch's.
 const ALIGNMENT: u64 = 64;
 
-#[allow(dead_code)] // tests use the rest
+#[allow(dead_code)] // tests include this file without `main`
 fn main() -> io::Result<()> {
     let usage = || io::Error::other("usage: sparse_zero DIR BYTES [RANKS]");
     let mut args = std::env::args().skip(1);
@@ -27,51 +29,70 @@ fn main() -> io::Result<()> {
     make(Path::new(&dir), bytes / PER_ELEMENT / (2 * ranks) * (2 * ranks), ranks, true)
 }
 
-/// The shapes of weights with `elements` together; their names are `layers.I.weight`.
+/// The shapes of the weights `layers.I.weight`, which have `elements` elements in total.
 pub(crate) fn shapes(elements: u64) -> Vec<[u64; 2]> {
     let whole = (0..elements / WEIGHT).map(|_| [WEIGHT / 4096, 4096]);
     let rest = elements % WEIGHT;
     whole.chain((rest != 0).then_some([1, rest])).collect()
 }
 
-/// Element `i` of the flat group: of the weights, of the first and of the second moment (`role` 0, 1, 2).
+/// Element `i` of the flat group of weights, first moments or second moments (`role` 0, 1 or 2).
 pub(crate) fn value(i: u64, role: u64) -> f32 {
     if i.is_multiple_of(MARK_EVERY) { (3 * (i / MARK_EVERY) + role + 1) as f32 } else { 0.0 }
 }
 
-/// Writes `dir` with `latest` and `global_step3`: weights of `elements` together over `ranks`, with or without moments.
-/// `elements` is a multiple of twice the ranks.
+/// Writes a checkpoint of `ranks` ranks with `elements` parameters, with or without moments, into
+/// `dir`.
+///
+/// # Panics
+/// When `elements` is not a positive multiple of `2 * ranks`.
 pub(crate) fn make(dir: &Path, elements: u64, ranks: u64, moments: bool) -> io::Result<()> {
-    assert!(elements > 0 && elements.is_multiple_of(2 * ranks), "partitions of even length");
+    assert!(
+        elements > 0 && elements.is_multiple_of(2 * ranks),
+        "elements must be a positive multiple of 2 * ranks"
+    );
     let tag = dir.join("global_step3");
     std::fs::create_dir_all(&tag)?;
-    let part = elements / ranks;
+    let per_rank = elements / ranks;
     for rank in 0..ranks {
         let roles: &[u64] = if moments { &[0, 1, 2] } else { &[0] };
-        let storages = roles.iter().map(|&role| Storage::of(rank * part..(rank + 1) * part, role)).collect();
+        let storages = roles
+            .iter()
+            .map(|&role| SparseStorage::new(rank * per_rank..(rank + 1) * per_rank, role))
+            .collect();
         let stem = format!("zero_pp_rank_{rank}_mp_rank_00_optim_states");
-        write(&tag.join(format!("{stem}.pt")), &stem, &optimizer(part, ranks, moments), storages)?;
+        write_torch_file(
+            &tag.join(format!("{stem}.pt")),
+            &stem,
+            &optimizer(per_rank, ranks, moments),
+            storages,
+        )?;
     }
-    let module = Storage { bytes: 2 * elements, marks: Vec::new() };
+    let module = SparseStorage { bytes: 2 * elements, marks: Vec::new() };
     let model = model(&shapes(elements), elements, ranks);
-    write(&tag.join("mp_rank_00_model_states.pt"), "mp_rank_00_model_states", &model, vec![module])?;
+    write_torch_file(
+        &tag.join("mp_rank_00_model_states.pt"),
+        "mp_rank_00_model_states",
+        &model,
+        vec![module],
+    )?;
     std::fs::write(dir.join("latest"), "global_step3")
 }
 
-/// A storage that is a hole but for a few bytes.
-struct Storage {
+/// A storage that is a hole except for a few numbers.
+struct SparseStorage {
     bytes: u64,
-    /// Where they are in it, ascending.
+    /// The numbers, with ascending byte offsets.
     marks: Vec<(u64, [u8; 4])>,
 }
 
-impl Storage {
-    /// Elements of the flat group.
-    fn of(range: std::ops::Range<u64>, role: u64) -> Storage {
+impl SparseStorage {
+    /// Elements `range` of a flat group.
+    fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(MARK_EVERY);
         let marked = (first..range.end).step_by(MARK_EVERY as usize);
         let mark = |i: u64| (4 * (i - range.start), value(i, role).to_le_bytes());
-        Storage { bytes: 4 * (range.end - range.start), marks: marked.map(mark).collect() }
+        SparseStorage { bytes: 4 * (range.end - range.start), marks: marked.map(mark).collect() }
     }
 
     fn crc(&self) -> u32 {
@@ -86,23 +107,23 @@ impl Storage {
     }
 }
 
-/// The CRC of so many zeros, from those of powers of two.
+/// The CRC-32 of `count` zero bytes, combined from those of powers of two.
 fn zeros(mut count: u64) -> Hasher {
-    let (mut all, mut power) = (Hasher::new(), Hasher::new());
+    let (mut crc, mut power) = (Hasher::new(), Hasher::new());
     power.update(&[0]);
     while count > 0 {
         if count & 1 == 1 {
-            all.combine(&power);
+            crc.combine(&power);
         }
         let half = power.clone();
         power.combine(&half);
         count >>= 1;
     }
-    all
+    crc
 }
 
-/// A torch file: a zip of stored members, sizes and places in 64 bits.
-fn write(path: &Path, root: &str, pickle: &[u8], storages: Vec<Storage>) -> io::Result<()> {
+/// Writes a torch file: a zip of stored members with 64-bit sizes and offsets.
+fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<SparseStorage>) -> io::Result<()> {
     let file = File::create_new(path)?;
     let (mut at, mut directory, mut count) = (0u64, Vec::new(), 0u64);
     let mut member = |name: String, bytes: u64, crc: u32, pieces: &[(u64, &[u8])]| -> io::Result<()> {
@@ -161,10 +182,10 @@ fn write(path: &Path, root: &str, pickle: &[u8], storages: Vec<Storage>) -> io::
     file.write_all_at(&directory, start)
 }
 
-/// A pickle of protocol 2, as much as is needed here.
+/// A writer of pickle protocol 2 with the opcodes that these files need.
 struct Pickle(Vec<u8>);
 
-/// Writes a value.
+/// A function that writes one value.
 type Value<'a> = &'a dyn Fn(&mut Pickle);
 
 impl Pickle {
@@ -179,9 +200,9 @@ impl Pickle {
         self.0.extend(n.to_le_bytes());
     }
 
-    fn ints(&mut self, all: &[u64]) {
+    fn ints(&mut self, values: &[u64]) {
         self.0.push(b'(');
-        all.iter().for_each(|&n| self.int(n));
+        values.iter().for_each(|&n| self.int(n));
         self.0.push(b't');
     }
 
@@ -217,7 +238,7 @@ impl Pickle {
     }
 }
 
-fn pickled(pairs: &[(&str, Value<'_>)]) -> Vec<u8> {
+fn pickle_dict(pairs: &[(&str, Value<'_>)]) -> Vec<u8> {
     let mut pickle = Pickle(b"\x80\x02".to_vec());
     pickle.dict(pairs);
     pickle.0.push(b'.');
@@ -228,7 +249,7 @@ fn none(p: &mut Pickle) {
     p.0.push(b'N');
 }
 
-/// A rank's optimizer file.
+/// The pickle of a rank's optimizer file.
 fn optimizer(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     let flat = |role: u64| move |p: &mut Pickle| p.tensor("FloatStorage", role, part, 0, &[part]);
     let (weights, first, second) = (flat(0), flat(1), flat(2));
@@ -247,7 +268,7 @@ fn optimizer(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     let group = |p: &mut Pickle| p.dict(&[("params", &params)]);
     let groups = |p: &mut Pickle| p.list(&[&group]);
     let base = |p: &mut Pickle| p.dict(&[("state", &state), ("param_groups", &groups)]);
-    let own = |p: &mut Pickle| {
+    let optimizer = |p: &mut Pickle| {
         p.dict(&[
             ("zero_stage", &|p| p.int(2)),
             ("partition_count", &|p| p.list(&[&|p| p.int(ranks)])),
@@ -256,10 +277,10 @@ fn optimizer(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
             ("single_partition_of_fp32_groups", &|p| p.list(&[&weights])),
         ]);
     };
-    pickled(&[("optimizer_state_dict", &own), ("ds_version", &|p| p.text("0.19.8"))])
+    pickle_dict(&[("optimizer_state_dict", &optimizer), ("ds_version", &|p| p.text("0.19.8"))])
 }
 
-/// The model file.
+/// The pickle of the model file.
 fn model(shapes: &[[u64; 2]], elements: u64, ranks: u64) -> Vec<u8> {
     let named = |p: &mut Pickle, value: &dyn Fn(&mut Pickle, usize)| {
         p.0.extend(b"}(");
@@ -280,7 +301,7 @@ fn model(shapes: &[[u64; 2]], elements: u64, ranks: u64) -> Vec<u8> {
         });
     };
     let count = |n: u64| move |p: &mut Pickle| p.int(n);
-    pickled(&[
+    pickle_dict(&[
         ("module", &module),
         ("buffer_names", &|p| p.list(&[])),
         ("optimizer", &none),

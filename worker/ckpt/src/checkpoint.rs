@@ -1,15 +1,16 @@
-//! Reading a checkpoint: any range of any tensor, each block verified before its bytes are handed out.
-use crate::catalog::{Facts, Role, TensorInfo, TextFile, WeightShape, require_same_model};
-use crate::cut;
-use crate::disk::{BLOCK, BlockFile, Buffers, Folder, Job, stream};
+//! [`Checkpoint`]: reads any range of any tensor of a native checkpoint, and verifies every block before
+//! its bytes are returned.
+use crate::catalog::{RunFacts, TensorInfo, TensorRole, TextFile, WeightShape, require_same_model};
+use crate::disk::{BLOCK, BlockFile, Buffers, Directory, ReadJob, stream};
 use crate::dtype::Dtype;
-use crate::elsewhere::Elsewhere;
-use crate::error::{CkptError, Damage, Result};
-use crate::passthrough::Extras;
+use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard, Result};
 use crate::hash::Hash;
-use crate::host::Host;
+use crate::host::StorageHost;
 use crate::manifest::{Extent, FileEntry, Manifest, TensorEntry};
-use crate::source::{Request, Source};
+use crate::partition;
+use crate::passthrough::PassthroughState;
+use crate::remote_shards::RemoteShards;
+use crate::source::{ReadRequest, TensorSource};
 use crate::state::TrainingState;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -18,15 +19,16 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// An open checkpoint. It goes on being readable when its folder is renamed, not when it is removed.
+/// An open native checkpoint. It remains readable when its directory is renamed, but not when it is
+/// removed.
 pub struct Checkpoint {
     path: PathBuf,
-    /// `None`: nothing of it is here.
-    folder: Option<Folder>,
-    /// Of each file: is it in the folder?
-    here: Vec<bool>,
+    /// `None` when no part of the checkpoint is on this host.
+    directory: Option<Directory>,
+    /// For each file, whether it is in the directory.
+    local_files: Vec<bool>,
     manifest: Manifest,
-    index: HashMap<(Role, String), usize>,
+    index: HashMap<(TensorRole, String), usize>,
     buffers: Buffers,
 }
 
@@ -38,81 +40,93 @@ impl fmt::Debug for Checkpoint {
 
 /// Consecutive 1 MiB blocks of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Run {
-    /// Index of the file: the rank that wrote it.
+pub struct BlockRange {
+    /// Index of the file, which is the rank that wrote it.
     pub file: usize,
+    /// Indices of the blocks.
     pub blocks: Range<u64>,
 }
 
-/// Takes a block: file, index, bytes.
-pub type Sink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
+/// Receives a block: index of the file, index of the block, bytes.
+pub type BlockSink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
 
-/// Brings the blocks that are lacking.
-pub type Fetch<'a> = dyn FnMut(Vec<Run>, &mut Sink<'_>) -> Result<()> + 'a;
+/// Fetches blocks from other hosts and passes each to the sink, in the order of the request.
+pub type FetchBlocks<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Result<()> + 'a;
 
-/// Some bytes of a file and where they go.
-struct Wanted<'a> {
+/// A byte range of a file, and the buffer to fill.
+struct ByteRead<'a> {
     file: usize,
     bytes: Range<u64>,
     out: &'a mut [u8],
 }
 
 impl Checkpoint {
-    /// Opens a folder with a manifest: the manifest is verified against its own hash and checked against itself and the
-    /// sizes of the shards. The shards' content is verified as it is read.
+    /// Opens a directory with a manifest. Verifies the hash, the consistency of the manifest and the
+    /// sizes of the shards. The content of the shards is verified when it is read.
     pub fn open(path: &Path) -> Result<Checkpoint> {
         if !crate::disk::exists(path) {
-            let why = "there is no such directory".into();
-            return Err(CkptError::NotACheckpoint { path: path.to_owned(), why });
+            return Err(CkptError::NotFound { path: path.to_owned() });
         }
-        let folder = Folder::open(path)?;
-        let manifest = Manifest::load(&folder)?;
-        let own = Elsewhere::of(path, &manifest);
-        let mut here = Vec::with_capacity(manifest.files.len());
+        let directory = Directory::open(path)?;
+        let manifest = Manifest::load(&directory)?;
+        let remote = RemoteShards::new(path, &manifest);
+        let mut local_files = Vec::with_capacity(manifest.files.len());
         for (i, file) in manifest.files.iter().enumerate() {
-            here.push(match folder.size_of(&file.name)? {
+            local_files.push(match directory.size_of(&file.name)? {
                 Some(size) if size == file.bytes => true,
                 Some(size) => {
-                    let why = format!("it has {size} bytes, the manifest says {}", file.bytes);
-                    return Err(CkptError::damaged(path, &file.name, why));
+                    let reason = DamageReason::SizeMismatch { expected: file.bytes, found: size };
+                    return Err(CkptError::damaged(path, &file.name, reason));
                 }
-                None if own.host_of(i).is_some() => false,
-                None => return Err(CkptError::Missing { path: path.to_owned(), what: file.name.clone() }),
+                None if remote.remote_host(i).is_some() => false,
+                None => return Err(CkptError::missing(path, MissingPart::File(file.name.clone()))),
             });
         }
-        Ok(Checkpoint::of(path, Some(folder), here, manifest))
+        Ok(Checkpoint::from_parts(path, Some(directory), local_files, manifest))
     }
 
-    /// A checkpoint that is scattered over hosts, from its manifest's text: what is in `folder` (if there is one) can be
-    /// read here, the rest by [`Checkpoint::read_many_with`].
-    pub fn from_manifest(path: &Path, text: Vec<u8>, in_folder: bool) -> Result<Checkpoint> {
+    /// Opens a host-local checkpoint from the text of its manifest. Shards in the directory (if
+    /// `has_directory`) are read directly, the others through [`Checkpoint::read_many_with`].
+    pub fn from_manifest(path: &Path, text: Vec<u8>, has_directory: bool) -> Result<Checkpoint> {
         let manifest = Manifest::parse(path, text)?;
-        let folder = if in_folder { Some(Folder::open(path)?) } else { None };
-        let has = |f: &FileEntry| {
-            folder.as_ref().is_some_and(|d| d.size_of(&f.name).is_ok_and(|n| n == Some(f.bytes)))
+        let directory = if has_directory { Some(Directory::open(path)?) } else { None };
+        let is_local = |f: &FileEntry| {
+            directory.as_ref().is_some_and(|d| d.size_of(&f.name).is_ok_and(|n| n == Some(f.bytes)))
         };
-        let here = manifest.files.iter().map(has).collect();
-        Ok(Checkpoint::of(path, folder, here, manifest))
+        let local_files = manifest.files.iter().map(is_local).collect();
+        Ok(Checkpoint::from_parts(path, directory, local_files, manifest))
     }
 
-    fn of(path: &Path, folder: Option<Folder>, here: Vec<bool>, manifest: Manifest) -> Checkpoint {
+    fn from_parts(
+        path: &Path,
+        directory: Option<Directory>,
+        local_files: Vec<bool>,
+        manifest: Manifest,
+    ) -> Checkpoint {
         let index = manifest.tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
-        Checkpoint { path: path.to_owned(), folder, here, manifest, index, buffers: Buffers::default() }
+        Checkpoint {
+            path: path.to_owned(),
+            directory,
+            local_files,
+            manifest,
+            index,
+            buffers: Buffers::default(),
+        }
     }
 
-    /// As given to [`Checkpoint::open`].
+    /// The path given to [`Checkpoint::open`].
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Of each file: is it in the folder?
-    pub fn here(&self) -> &[bool] {
-        &self.here
+    /// For each file, whether it is in the directory.
+    pub fn local_files(&self) -> &[bool] {
+        &self.local_files
     }
 
-    /// The host on which a file was written, when it isn't in one directory with the others.
-    pub fn host_of(&self, file: usize) -> Option<&Host> {
-        self.manifest.host_of(file)
+    /// The host that stores a shard; `None` when all shards are in one directory.
+    pub fn shard_host(&self, file: usize) -> Option<&StorageHost> {
+        self.manifest.shard_host(file)
     }
 
     /// Number of 1 MiB blocks of each file.
@@ -120,32 +134,32 @@ impl Checkpoint {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Refuses a checkpoint of which some shards are on other hosts.
-    pub fn require_whole(&self) -> Result<()> {
-        self.require_here(|_| true)
+    /// Requires that all shards are on this host.
+    pub fn require_all_shards(&self) -> Result<()> {
+        self.require_shards(|_| true)
     }
 
-    fn require_here(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
-        let lacking = (0..self.here.len()).filter(|&i| !self.here[i] && needed(i));
-        let shards: Vec<(String, String)> = lacking.map(|i| self.whereabouts(i)).collect();
+    fn require_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
+        let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
+        let shards: Vec<RemoteShard> = absent.map(|i| self.remote_shard(i)).collect();
         match shards.is_empty() {
             true => Ok(()),
-            false => Err(CkptError::Elsewhere { path: self.path.clone(), shards }),
+            false => Err(CkptError::ShardsOnOtherHosts { path: self.path.clone(), shards }),
         }
     }
 
-    /// Name of a shard and where it lies.
-    fn whereabouts(&self, file: usize) -> (String, String) {
-        let host = self.host_of(file).map_or("(not said)".to_owned(), Host::to_string);
-        (self.manifest.files[file].name.clone(), host)
+    /// The name of a shard and the host that stores it.
+    fn remote_shard(&self, file: usize) -> RemoteShard {
+        let host = self.shard_host(file).map_or("unknown".to_owned(), StorageHost::to_string);
+        RemoteShard { file: self.manifest.files[file].name.clone(), host }
     }
 
-    /// What the saving run supplied.
-    pub fn facts(&self) -> &Facts {
+    /// Facts about the run that saved the checkpoint.
+    pub fn facts(&self) -> &RunFacts {
         &self.manifest.facts
     }
 
-    /// Every tensor, weights first, in canonical order.
+    /// Every tensor, weights first, in the order of the model.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo> + '_ {
         self.manifest.tensors.iter().map(|t| TensorInfo {
             name: t.name.clone(),
@@ -155,50 +169,55 @@ impl Checkpoint {
         })
     }
 
-    /// Name and size of every shard.
+    /// Name and size in bytes of every shard.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         self.manifest.files.iter().map(|f| (f.name.as_str(), f.bytes))
     }
 
-    /// Bytes of all shards.
+    /// Size of all shards, bytes.
     pub fn bytes(&self) -> u64 {
         self.manifest.bytes()
     }
 
-    /// True when there is such a tensor.
-    pub fn holds(&self, name: &str, role: Role) -> bool {
+    /// True when the checkpoint stores this tensor.
+    pub fn holds(&self, name: &str, role: TensorRole) -> bool {
         self.index.contains_key(&(role, name.to_owned()))
     }
 
-    /// Refuses a checkpoint of a model with other weights, naming the first tensor that differs.
+    /// Rejects a checkpoint of a model with other weights; the error names the first difference.
     pub fn require_model(&self, weights: &[WeightShape]) -> Result<()> {
         require_same_model(self.path(), &self.manifest.facts.model, weights)
     }
 
-    /// Reads elements `range` of one tensor; `out` is as long as the range. For many ranges [`Checkpoint::read_many`]
-    /// is better: it reads no block twice.
-    pub fn read_f32(&self, name: &str, role: Role, range: Range<u64>, out: &mut [f32]) -> Result<()> {
+    /// Reads elements `range` of one tensor; `out` is as long as the range. For many ranges
+    /// [`Checkpoint::read_many`] is faster, since it reads no block twice.
+    pub fn read_f32(&self, name: &str, role: TensorRole, range: Range<u64>, out: &mut [f32]) -> Result<()> {
         if range.start > range.end || range.end - range.start != out.len() as u64 {
-            return Err(CkptError::invalid(format!("a range of {range:?} for {} elements", out.len())));
+            return Err(CkptError::internal("the range of a read has another length than its buffer"));
         }
-        self.read_many(&mut [Request { name, role, start_element: range.start, out }])
+        self.read_many(&mut [ReadRequest { name, role, start_element: range.start, out }])
     }
 
-    /// Reads many ranges in the order in which they lie on the disk: each block that holds wanted bytes is read and
-    /// verified once. After an error the contents of the outputs mean nothing. Needs 24 MiB beside the outputs.
+    /// Reads many ranges in the order of their offsets. Each block is read and verified once. After an
+    /// error the contents of the outputs are undefined. Needs 24 MiB in addition to the outputs.
     ///
     /// # Errors
-    /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::Mismatch`] when a tensor or range is
-    /// not there.
-    pub fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
-        self.read_many_with(requests, &mut |lacking, _| {
-            self.require_here(|file| lacking.iter().any(|run| run.file == file))
+    /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::NoSuchTensor`] and
+    /// [`CkptError::RangeOutsideTensor`] when a tensor or range does not exist.
+    pub fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        self.read_many_with(requests, &mut |remote, _| {
+            self.require_shards(|file| remote.iter().any(|run| run.file == file))
         })
     }
 
-    /// The same when some of the files aren't here: `fetch` is called once, after the others are read, with all blocks
-    /// that are lacking (sorted), and hands each over in that order; each is verified.
-    pub fn read_many_with(&self, requests: &mut [Request<'_>], fetch: &mut Fetch<'_>) -> Result<()> {
+    /// Like [`Checkpoint::read_many`], for a checkpoint with shards on other hosts. After the local
+    /// blocks are read, `fetch` is called once with all remote blocks, sorted. It passes each block to
+    /// the sink in that order, where the block is verified.
+    pub fn read_many_with(
+        &self,
+        requests: &mut [ReadRequest<'_>],
+        fetch: &mut FetchBlocks<'_>,
+    ) -> Result<()> {
         self.read_stored(requests, fetch)?;
         for request in requests.iter_mut() {
             if self.tensor(request.name, request.role)?.dtype == Dtype::BF16 {
@@ -208,33 +227,33 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Each output ends with the elements as they are stored.
-    fn read_stored(&self, requests: &mut [Request<'_>], fetch: &mut Fetch<'_>) -> Result<()> {
-        let mut wanted = Vec::new();
+    /// Reads the stored elements, unconverted, to the end of each output.
+    fn read_stored(&self, requests: &mut [ReadRequest<'_>], fetch: &mut FetchBlocks<'_>) -> Result<()> {
+        let mut reads = Vec::new();
         for request in requests.iter_mut() {
-            self.resolve(request, &mut wanted)?;
+            self.resolve(request, &mut reads)?;
         }
-        wanted.sort_by_key(|w| (w.file, w.bytes.start));
-        let (mut jobs, mut lacking) = (Vec::new(), Vec::new());
-        for of_file in wanted.chunk_by(|a, b| a.file == b.file) {
-            let file = of_file[0].file;
-            let ranges = of_file.iter().map(|w| w.bytes.clone()).collect();
+        reads.sort_by_key(|w| (w.file, w.bytes.start));
+        let (mut jobs, mut remote) = (Vec::new(), Vec::new());
+        for in_file in reads.chunk_by(|a, b| a.file == b.file) {
+            let file = in_file[0].file;
+            let ranges = in_file.iter().map(|w| w.bytes.clone()).collect();
             let size = self.manifest.files[file].bytes;
-            for blocks in cut::blocks(ranges, BLOCK as u64) {
-                match self.here[file] {
-                    true => jobs.push(Job { file, size, blocks }),
-                    false => lacking.push(Run { file, blocks }),
+            for blocks in partition::blocks(ranges, BLOCK as u64) {
+                match self.local_files[file] {
+                    true => jobs.push(ReadJob { file, size, blocks }),
+                    false => remote.push(BlockRange { file, blocks }),
                 }
             }
         }
-        let mut scatter = Scatter { wanted: &mut wanted, first: 0 };
+        let mut scatter = BlockScatter { reads: &mut reads, first: 0 };
         let read = self.read_jobs(&jobs, &mut |file, block, bytes| {
             self.verify_block(file, block, bytes)?;
             scatter.block(file, block * BLOCK as u64, bytes);
             Ok(())
         });
-        let mut scatter = Scatter { wanted: &mut wanted, first: 0 };
-        let fetched = fetch(lacking, &mut |file, block, bytes| {
+        let mut scatter = BlockScatter { reads: &mut reads, first: 0 };
+        let fetched = fetch(remote, &mut |file, block, bytes| {
             self.verify_block(file, block, bytes)?;
             scatter.block(file, block * BLOCK as u64, bytes);
             Ok(())
@@ -242,108 +261,105 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads blocks of a file that is here as they are, for a reader on another host, who verifies them.
-    pub fn read_blocks(&self, run: &Run, sink: &mut Sink<'_>) -> Result<()> {
+    /// Reads blocks of a local file without verifying them, for a reader on another host that does.
+    pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
-        let file = file.ok_or_else(|| CkptError::Missing {
-            path: self.path.clone(),
-            what: format!("blocks {:?} of file {}", run.blocks, run.file),
+        let file = file.ok_or_else(|| {
+            CkptError::missing(&self.path, MissingPart::Blocks { file: run.file, blocks: run.blocks.clone() })
         })?;
-        self.read_jobs(&[Job { file: run.file, size: file.bytes, blocks: run.blocks.clone() }], sink)
+        self.read_jobs(&[ReadJob { file: run.file, size: file.bytes, blocks: run.blocks.clone() }], sink)
     }
 
-    fn read_jobs(&self, jobs: &[Job], sink: &mut Sink<'_>) -> Result<()> {
+    fn read_jobs(&self, jobs: &[ReadJob], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
-            match &self.folder {
-                Some(folder) => BlockFile::open(folder, name),
-                None => Err(CkptError::Missing { path: self.path.clone(), what: name.clone() }),
+            match &self.directory {
+                Some(directory) => BlockFile::open(directory, name),
+                None => Err(CkptError::missing(&self.path, MissingPart::File(name.clone()))),
             }
         };
         stream(&self.buffers, jobs, open, |(job, read)| {
-            let window = read.map_err(|e| self.explain(&job, e))?;
+            let window = read.map_err(|e| self.read_error(&job, e))?;
             job.blocks.clone().zip(window.chunks(BLOCK)).try_for_each(|(b, bytes)| sink(job.file, b, bytes))
         })
     }
 
-    fn resolve<'a>(&self, request: &'a mut Request<'_>, wanted: &mut Vec<Wanted<'a>>) -> Result<()> {
+    fn resolve<'a>(&self, request: &'a mut ReadRequest<'_>, reads: &mut Vec<ByteRead<'a>>) -> Result<()> {
         let tensor = self.tensor(request.name, request.role)?;
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
         if range.end > tensor.elements() {
-            return Err(CkptError::Mismatch {
+            return Err(CkptError::RangeOutsideTensor {
                 path: self.path().to_owned(),
-                what: format!("size of {}", tensor.label()),
-                expected: format!("at least {} elements", range.end),
-                found: format!("{} elements", tensor.elements()),
+                tensor: tensor.label(),
+                elements: tensor.elements(),
+                requested: range.end,
             });
         }
         let size = tensor.dtype.size();
-        let all: &mut [u8] = bytemuck::cast_slice_mut(request.out);
-        // narrower elements come to lie at the end, from where they are widened
-        let skip = all.len() - all.len() / 4 * size as usize;
-        let mut rest = &mut all[skip..];
-        for (i, part) in cut::cover(&tensor.pieces, Extent::elements, range) {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(request.out);
+        // narrower elements are read to the end of the buffer, from where they are widened in place
+        let skip = bytes.len() - bytes.len() / 4 * size as usize;
+        let mut rest = &mut bytes[skip..];
+        for (i, part) in partition::cover(&tensor.pieces, Extent::elements, range) {
             let piece = &tensor.pieces[i];
             let from = piece.offset + (part.start - piece.start) * size;
             let len = (part.end - part.start) * size;
             let (out, tail) = std::mem::take(&mut rest).split_at_mut(len as usize);
             rest = tail;
-            wanted.push(Wanted { file: piece.file, bytes: from..from + len, out });
+            reads.push(ByteRead { file: piece.file, bytes: from..from + len, out });
         }
         Ok(())
     }
 
-    fn tensor(&self, name: &str, role: Role) -> Result<&TensorEntry> {
+    fn tensor(&self, name: &str, role: TensorRole) -> Result<&TensorEntry> {
         match self.index.get(&(role, name.to_owned())) {
             Some(&i) => Ok(&self.manifest.tensors[i]),
-            None => Err(CkptError::Mismatch {
+            None => Err(CkptError::NoSuchTensor {
                 path: self.path().to_owned(),
-                what: "tensors".into(),
-                expected: format!("{role}/{name}"),
-                found: "no such tensor".into(),
+                tensor: format!("{role}/{name}"),
             }),
         }
     }
 
     fn verify_block(&self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         let entry = &self.manifest.files[file];
-        if entry.blocks.get(block as usize) == Some(&Hash::of(bytes)) {
+        if entry.blocks.get(block as usize) == Some(&Hash::digest(bytes)) {
             return Ok(());
         }
         let damage = Damage {
             file: entry.name.clone(),
             block: Some(block),
             tensors: self.manifest.tensors_in(file, block),
-            why: "its bytes do not fit their BLAKE3".into(),
+            reason: DamageReason::HashMismatch,
         };
-        Err(CkptError::Damaged { path: self.path().to_owned(), damage })
+        Err(CkptError::Damaged { path: self.path().to_owned(), damage: Box::new(damage) })
     }
 
-    /// A window that could not be read, as the caller's error.
-    fn explain(&self, job: &Job, e: &CkptError) -> CkptError {
+    /// Converts the error of a failed read, and adds the tensors in the blocks.
+    fn read_error(&self, job: &ReadJob, e: &CkptError) -> CkptError {
         let path = self.path().to_owned();
         match e {
             CkptError::Damaged { damage, .. } => CkptError::Damaged { path, damage: damage.clone() },
-            CkptError::Missing { what, .. } => CkptError::Missing { path, what: what.clone() },
+            CkptError::Missing { part, .. } => CkptError::Missing { path, part: part.clone() },
             other => {
                 let mut damage = Damage {
                     file: self.manifest.files[job.file].name.clone(),
                     block: Some(job.blocks.start),
                     tensors: Vec::new(),
-                    why: other.to_string(),
+                    reason: other.to_string().into(),
                 };
                 for block in job.blocks.clone() {
                     damage.tensors.extend(self.manifest.tensors_in(job.file, block));
                 }
                 damage.tensors.dedup();
-                CkptError::Damaged { path, damage }
+                CkptError::Damaged { path, damage: Box::new(damage) }
             }
         }
     }
 }
 
-impl Source for Checkpoint {
+impl TensorSource for Checkpoint {
     fn path(&self) -> &Path {
         Checkpoint::path(self)
     }
@@ -352,13 +368,17 @@ impl Source for Checkpoint {
         Checkpoint::tensors(self).collect()
     }
 
-    fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         Checkpoint::read_many(self, requests)
     }
 
-    fn extras(&self) -> Result<Extras> {
+    fn passthrough(&self) -> Result<PassthroughState> {
         let precision = (self.weights_dtype() == Dtype::BF16).then_some(Dtype::BF16);
-        Ok(Extras { native: Some(Box::new(self.facts().clone())), precision, ..Extras::default() })
+        Ok(PassthroughState {
+            native: Some(Box::new(self.facts().clone())),
+            precision,
+            ..PassthroughState::default()
+        })
     }
 
     fn step(&self) -> Option<u64> {
@@ -366,12 +386,13 @@ impl Source for Checkpoint {
     }
 
     fn weights_dtype(&self) -> Dtype {
-        let weights = self.manifest.tensors.iter().filter(|t| t.role == Role::Weight && t.elements() > 0);
+        let weights =
+            self.manifest.tensors.iter().filter(|t| t.role == TensorRole::Weight && t.elements() > 0);
         let (narrow, wide): (Vec<_>, Vec<_>) = weights.partition(|t| t.dtype == Dtype::BF16);
         if wide.is_empty() && !narrow.is_empty() { Dtype::BF16 } else { Dtype::F32 }
     }
 
-    /// A run always lists its groups, also where its optimizer keeps no states.
+    /// A training run always lists its parameter groups, even if its optimizer has no states.
     fn is_weights_alone(&self) -> bool {
         let facts = self.facts();
         let states = || Checkpoint::tensors(self).any(|t| t.role.is_optimizer_state());
@@ -386,10 +407,10 @@ impl Source for Checkpoint {
             samples: facts.cursor["at"]["consumed_samples"].as_u64(),
             world: Some(facts.world),
             stage: Some(facts.stage),
-            // the worker writes them in this form; other forms are none
+            // the worker writes groups in this form; any other form is ignored
             groups: serde_json::from_value(facts.groups.clone()).unwrap_or_default(),
             steps: trained.map(|w| (w.name.clone(), facts.updates(&w.name))).collect(),
-            // that of the program that it was converted from: here the schedule is a function of the step
+            // the scheduler of the program that it was converted from; here the schedule is a function of the step
             scheduler: facts.job["converted"]["scheduler"].clone(),
             loss_scaler: facts.cursor["loss_scale"].clone(),
             ties: facts.model.ties.clone(),
@@ -423,36 +444,36 @@ impl Source for Checkpoint {
             .filter(state)
             .flat_map(|t| t.pieces.iter().map(|p| p.file))
             .collect();
-        self.require_here(|file| files.contains(&file))
+        self.require_shards(|file| files.contains(&file))
     }
 }
 
-/// The bf16 numbers in the second half of `out` become its elements.
+/// Widens the BF16 numbers in the second half of `out` to F32, in place.
 fn widen(out: &mut [f32]) {
     let len = out.len();
     for i in 0..len {
-        // what is written at `i` lies at or before the halves that are still to be read
+        // element `i` is written at or before the halves that are still to be read
         let halves: &[u16] = bytemuck::cast_slice(out);
         let half = halves[len + i];
         out[i] = f32::from_bits(u32::from(half) << 16);
     }
 }
 
-/// Copies verified blocks, which come sorted, to where they are wanted.
-struct Scatter<'s, 'a> {
-    wanted: &'s mut [Wanted<'a>],
-    /// All before this one have what they want.
+/// Copies verified blocks, which arrive sorted, to the buffers of the reads.
+struct BlockScatter<'s, 'a> {
+    reads: &'s mut [ByteRead<'a>],
+    /// All reads before this one are complete.
     first: usize,
 }
 
-impl Scatter<'_, '_> {
+impl BlockScatter<'_, '_> {
     fn block(&mut self, file: usize, at: u64, bytes: &[u8]) {
         let end = at + bytes.len() as u64;
-        let done = |w: &Wanted<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
-        while self.first < self.wanted.len() && done(&self.wanted[self.first]) {
+        let done = |w: &ByteRead<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
+        while self.first < self.reads.len() && done(&self.reads[self.first]) {
             self.first += 1;
         }
-        for w in &mut self.wanted[self.first..] {
+        for w in &mut self.reads[self.first..] {
             if w.file > file || w.bytes.start >= end {
                 return;
             }

@@ -1,122 +1,245 @@
-//! What a folder without a checkpoint seems to be, what it lacks, and what helps.
-use crate::disk::{Folder, exists};
+//! [`Diagnosis`]: what a path without a readable checkpoint probably is, and what to do.
+use crate::disk::{Directory, exists};
+use crate::error::CkptError;
 use crate::formats::deepspeed;
 use crate::formats::weights;
 use crate::manifest::MANIFEST;
 use crate::root::step_of;
+use diagnostic::Code;
+use diagnostic::codes::checkpoint as codes;
 use std::path::Path;
 
-/// Folders that are looked into for a checkpoint.
-const FOLDERS_MAX: usize = 256;
-/// Folders that are named.
-const NAMED_MAX: usize = 4;
-/// What lies beside a checkpoint of some program, or is one.
-const MARKS: [&str; 6] =
+/// Subdirectories that are searched for a checkpoint.
+const SEARCHED_MAX: usize = 256;
+/// Subdirectories that a message lists.
+const LISTED_MAX: usize = 4;
+/// Files and directories that identify a checkpoint or the directory of one.
+const MARKERS: [&str; 6] =
     [MANIFEST, "latest", "latest_universal", "trainer_state.json", ".metadata", "random_states_0.pkl"];
 
-/// One line about a folder in which nothing was found.
-pub(crate) fn seems(path: &Path) -> String {
-    let names = match Folder::open(path).and_then(|f| f.names()) {
-        Ok(names) if names.is_empty() => return "it is empty".into(),
+/// What a path without a readable checkpoint probably is.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Diagnosis {
+    /// The directory has no entries.
+    #[error("the directory is empty")]
+    Empty,
+    /// The path is a file.
+    #[error("not a directory")]
+    NotADirectory,
+    /// The path is a file whose name is not that of a weights file.
+    #[error("the file name does not end in .safetensors, .bin, .pt or .pth")]
+    NotAWeightsFile,
+    /// A native checkpoint directory without a manifest.
+    #[error("{MANIFEST} is missing: a save or a removal was interrupted")]
+    ManifestMissing,
+    /// FSDP's directory of sharded weights lacks `.metadata`.
+    #[error(
+        "pytorch_model_fsdp_0 has no .metadata: the save was interrupted, or the hidden file was not copied"
+    )]
+    FsdpMetadataMissing,
+    /// Files `*.distcp` without `.metadata`.
+    #[error(
+        "the directory has .distcp files without .metadata: the save was interrupted, or the hidden file was not copied"
+    )]
+    DcpMetadataMissing,
+    /// FSDP shards that only the same program on as many ranks can read.
+    #[error(
+        "the directory has FSDP local shards (LOCAL_STATE_DICT), which only the same program on as many ranks can read"
+    )]
+    FsdpLocalShards,
+    /// A PEFT adapter without its base model.
+    #[error("the directory is a PEFT adapter without its base model")]
+    PeftAdapter,
+    /// A checkpoint directory of HF Trainer or Accelerate without weights.
+    #[error(
+        "a checkpoint of HF Trainer or Accelerate without weights: no model.safetensors, pytorch_model.bin, FSDP or DeepSpeed directory"
+    )]
+    WeightsMissing,
+    /// The directory that `latest` names does not exist.
+    #[error("`latest` names {tag}, which does not exist")]
+    LatestTargetMissing {
+        /// The name in `latest`.
+        tag: String,
+    },
+    /// The entry that `latest` names is a symbolic link.
+    #[error("`latest` names {tag}, a symbolic link, which is not followed")]
+    LatestTargetIsSymlink {
+        /// The name in `latest`.
+        tag: String,
+    },
+    /// The directory that `latest` names has no DeepSpeed files.
+    #[error("`latest` names {tag}, which has no DeepSpeed files")]
+    LatestTargetEmpty {
+        /// The name in `latest`.
+        tag: String,
+    },
+    /// No DeepSpeed tag can be opened.
+    #[error("the directory has no DeepSpeed tag")]
+    NoTag,
+    /// Files of PyTorch Lightning and other programs.
+    #[error("the directory has .ckpt files, a format that is not supported")]
+    CkptFiles,
+    /// Llama weights as Meta distributes them.
+    #[error("the directory has weights in Meta's format (consolidated.*.pth), which is not supported")]
+    MetaWeights,
+    /// No checkpoint here, but subdirectories may have one.
+    #[error("the directory has no checkpoint, but these subdirectories may: {}", listed(candidates, *more))]
+    Subdirectories {
+        /// Paths relative to the directory.
+        candidates: Vec<String>,
+        /// Number of candidates that are not in the list.
+        more: usize,
+    },
+    /// Neither HF Trainer nor Accelerate wrote the directory.
+    #[error("the directory is of neither HF Trainer nor Accelerate: no trainer_state.json, no RNG states")]
+    NoTrainerState,
+    /// The name of the directory is not valid UTF-8.
+    #[error("the directory name is not valid UTF-8")]
+    NameNotUtf8,
+    /// Nothing in the directory belongs to a known format.
+    #[error(
+        "no {MANIFEST}, no step-* directories, no DeepSpeed state, no weights (model.safetensors, pytorch_model.bin, .metadata)"
+    )]
+    NotRecognized,
+    /// The directory cannot be read; the text is the error.
+    #[error("{0}")]
+    Unreadable(String),
+}
+
+impl Diagnosis {
+    /// The stable code of this diagnosis.
+    pub fn code(&self) -> Code {
+        use Diagnosis::*;
+        match self {
+            Empty => codes::CHECKPOINT_DIRECTORY_EMPTY,
+            ManifestMissing => codes::CHECKPOINT_MANIFEST_MISSING,
+            FsdpMetadataMissing | DcpMetadataMissing => codes::DCP_METADATA_MISSING,
+            PeftAdapter => codes::CHECKPOINT_IS_ADAPTER,
+            WeightsMissing => codes::CHECKPOINT_WEIGHT_MISSING,
+            LatestTargetMissing { .. } | LatestTargetIsSymlink { .. } | LatestTargetEmpty { .. } => {
+                codes::CHECKPOINT_LATEST_DANGLING
+            }
+            FsdpLocalShards | CkptFiles | MetaWeights => codes::CHECKPOINT_FORMAT_UNSUPPORTED,
+            NotADirectory
+            | NotAWeightsFile
+            | NoTag
+            | NoTrainerState
+            | NameNotUtf8
+            | Subdirectories { .. }
+            | NotRecognized => codes::CHECKPOINT_NOT_RECOGNIZED,
+            Unreadable(_) => codes::CHECKPOINT_IO_FAILED,
+        }
+    }
+
+    /// What to do about it.
+    pub fn help(&self) -> Option<String> {
+        use Diagnosis::*;
+        Some(match self {
+            ManifestMissing => "use another checkpoint".into(),
+            FsdpMetadataMissing | DcpMetadataMissing => {
+                "copy the hidden file .metadata too, or use another checkpoint".into()
+            }
+            FsdpLocalShards => "save with a sharded or full state dict".into(),
+            PeftAdapter => "merge the adapter into its base model first".into(),
+            WeightsMissing => "copy the missing files, or run `launch ckpt repair`".into(),
+            LatestTargetMissing { tag } => format!("restore {tag}, or use another checkpoint"),
+            LatestTargetIsSymlink { .. } => "give the path of the directory that the link points to".into(),
+            LatestTargetEmpty { .. } => "use another checkpoint".into(),
+            MetaWeights => "convert the weights to the Hugging Face format first".into(),
+            Subdirectories { .. } => "give the path of one checkpoint".into(),
+            _ => return None,
+        })
+    }
+}
+
+fn listed(candidates: &[String], more: usize) -> String {
+    match more {
+        0 => candidates.join(", "),
+        more => format!("{} and {more} more", candidates.join(", ")),
+    }
+}
+
+/// Diagnoses a directory in which no checkpoint was found.
+pub(crate) fn diagnose(path: &Path) -> Diagnosis {
+    let names = match Directory::open(path).and_then(|f| f.names()) {
+        Ok(names) if names.is_empty() => return Diagnosis::Empty,
         Ok(names) => names,
-        Err(e) => return e.to_string(),
+        Err(e) => return unreadable(e),
     };
     let has = |name: &str| names.iter().any(|n| n == name);
     let any = |fits: &dyn Fn(&str) -> bool| names.iter().any(|n| fits(n));
     let rng = any(&|n| n.starts_with("rng_state") || n.starts_with("random_states_"));
     match () {
-        () if has("pytorch_model_fsdp_0") => {
-            "pytorch_model_fsdp_0 lacks its .metadata: the save was cut short before its last file, or it wasn't copied (it is hidden)".into()
-        }
-        () if any(&|n| n.ends_with(".distcp")) => {
-            "it holds .distcp files without .metadata: the save was cut short before its last file, or it wasn't copied (it is hidden)".into()
-        }
-        () if any(&|n| n.starts_with("pytorch_model_fsdp_rank")) => {
-            "it holds FSDP's local shards, which only the same program on as many ranks can read; save with a sharded or full state dict".into()
-        }
-        () if has("adapter_model.safetensors") || has("adapter_model.bin") => {
-            "it is an adapter of PEFT, which is no whole model; merge it into its base model first".into()
-        }
+        () if has("pytorch_model_fsdp_0") => Diagnosis::FsdpMetadataMissing,
+        () if any(&|n| n.ends_with(".distcp")) => Diagnosis::DcpMetadataMissing,
+        () if any(&|n| n.starts_with("pytorch_model_fsdp_rank")) => Diagnosis::FsdpLocalShards,
+        () if has("adapter_model.safetensors") || has("adapter_model.bin") => Diagnosis::PeftAdapter,
         () if has("optimizer.pt") || has("optimizer.bin") || has("trainer_state.json") || rng => {
-            "it is a folder of HF Trainer or Accelerate without weights: model.safetensors, pytorch_model.bin or the folder of FSDP or DeepSpeed is missing".into()
+            Diagnosis::WeightsMissing
         }
-        () if has("latest") => latest(path),
-        () if any(&|n| n.ends_with(".ckpt")) => {
-            "it holds .ckpt files, which other programs than those known write".into()
-        }
-        () if any(&|n| n.starts_with("consolidated.") && n.ends_with(".pth")) => {
-            "it holds Meta's own weights (consolidated.*.pth); convert them to Hugging Face's form first".into()
-        }
+        () if has("latest") => diagnose_latest(path),
+        () if any(&|n| n.ends_with(".ckpt")) => Diagnosis::CkptFiles,
+        () if any(&|n| n.starts_with("consolidated.") && n.ends_with(".pth")) => Diagnosis::MetaWeights,
         () if step_of(&path.file_name().unwrap_or_default().to_string_lossy()).is_some() => {
-            format!("it has no {MANIFEST}: a save or a removal of it was cut short")
+            Diagnosis::ManifestMissing
         }
-        () => within(path, &names),
+        () => search_subdirectories(path, &names),
     }
 }
 
-/// Why the folder that `latest` names isn't read.
-fn latest(path: &Path) -> String {
-    let named = Folder::open(path).and_then(|folder| deepspeed::latest(&folder, deepspeed::LATEST));
+fn unreadable(error: CkptError) -> Diagnosis {
+    match error {
+        CkptError::NotACheckpoint { diagnosis, .. } => diagnosis,
+        other => Diagnosis::Unreadable(other.to_string()),
+    }
+}
+
+/// Why the directory that `latest` names was not opened.
+fn diagnose_latest(path: &Path) -> Diagnosis {
+    let named = Directory::open(path).and_then(|directory| deepspeed::latest(&directory, deepspeed::LATEST));
     let tag = match named {
         Ok(tag) => tag,
-        Err(e) => return e.to_string(),
+        Err(e) => return unreadable(e),
     };
     match path.join(&tag).symlink_metadata() {
-        Err(_) => format!(
-            "`latest` names a folder that isn't here ({tag}), and no other checkpoint is; bring that folder back"
-        ),
-        Ok(m) if m.is_symlink() => format!(
-            "{tag}, which `latest` names, is a symbolic link, which is not followed; give the path of the folder that it leads to"
-        ),
-        Ok(_) => match Folder::open(&path.join(&tag)).and_then(|folder| folder.names()) {
-            Ok(_) => {
-                format!("{tag}, which `latest` names, holds no files of DeepSpeed's; use another checkpoint")
-            }
-            Err(e) => e.to_string(),
+        Err(_) => Diagnosis::LatestTargetMissing { tag },
+        Ok(m) if m.is_symlink() => Diagnosis::LatestTargetIsSymlink { tag },
+        Ok(_) => match Directory::open(&path.join(&tag)).and_then(|directory| directory.names()) {
+            Ok(_) => Diagnosis::LatestTargetEmpty { tag },
+            Err(e) => unreadable(e),
         },
     }
 }
 
-/// Names folders inside that may hold one, at most two levels down.
-fn within(path: &Path, names: &[String]) -> String {
-    let mut left = FOLDERS_MAX;
-    let mut found = Vec::new();
+/// Finds subdirectories that may have a checkpoint, at most two levels down.
+fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
+    let mut left = SEARCHED_MAX;
+    let mut candidates = Vec::new();
     for name in names {
-        let folder = path.join(name);
-        match may_hold_one(&folder, &mut left) {
-            true => found.push(name.clone()),
-            false if left > 0 && folder.symlink_metadata().is_ok_and(|m| m.is_dir()) => {
-                let inner = Folder::open(&folder).and_then(|f| f.names()).unwrap_or_default();
-                let inner = inner.iter().find(|inner| may_hold_one(&folder.join(inner), &mut left));
-                found.extend(inner.map(|inner| format!("{name}/{inner}")));
+        let directory = path.join(name);
+        match may_be_checkpoint(&directory, &mut left) {
+            true => candidates.push(name.clone()),
+            false if left > 0 && directory.symlink_metadata().is_ok_and(|m| m.is_dir()) => {
+                let inner = Directory::open(&directory).and_then(|f| f.names()).unwrap_or_default();
+                let inner = inner.iter().find(|inner| may_be_checkpoint(&directory.join(inner), &mut left));
+                candidates.extend(inner.map(|inner| format!("{name}/{inner}")));
             }
             false => {}
         }
     }
-    let more = found.len().saturating_sub(NAMED_MAX);
-    found.truncate(NAMED_MAX);
-    match found.as_slice() {
-        [] => format!(
-            "it has no {MANIFEST}, no folders step-…, no DeepSpeed state and no weights (model.safetensors, pytorch_model.bin, .metadata)"
-        ),
-        [one] => format!("it has no checkpoint of its own, but {one} may hold one: give its path"),
-        several if more == 0 => {
-            format!(
-                "it has no checkpoint of its own, but {} may hold some: give the path of one",
-                several.join(", ")
-            )
-        }
-        several => format!(
-            "it has no checkpoint of its own, but {} and {more} more may hold some: give the path of one",
-            several.join(", ")
-        ),
+    let more = candidates.len().saturating_sub(LISTED_MAX);
+    candidates.truncate(LISTED_MAX);
+    match candidates.is_empty() {
+        true => Diagnosis::NotRecognized,
+        false => Diagnosis::Subdirectories { candidates, more },
     }
 }
 
-fn may_hold_one(path: &Path, left: &mut usize) -> bool {
+fn may_be_checkpoint(path: &Path, left: &mut usize) -> bool {
     if *left == 0 || !path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
         return false;
     }
     *left -= 1;
-    MARKS.iter().chain(&weights::FILES).any(|name| exists(&path.join(name)))
+    MARKERS.iter().chain(&weights::FILES).any(|name| exists(&path.join(name)))
 }

@@ -1,15 +1,16 @@
-//! What differs between two checkpoints of any formats, stages and worlds: structure first, then every element.
+//! Compares two checkpoints of any formats, ZeRO stages and numbers of ranks: first the tensors'
+//! names, shapes and dtypes, then every element.
 //!
-//! Streaming: each thread holds two windows of 4 MiB, whatever the size.
+//! Elements are streamed: each thread holds two windows of 4 MiB, for any size of checkpoint.
 mod stats;
 
-pub use self::stats::{At, Cast, Values};
+pub use self::stats::{ElementDiff, ElementPair, RoundingCast};
 
-use self::stats::Stats;
-use crate::catalog::{Role, TensorInfo, Tie};
+use self::stats::DiffStats;
+use crate::catalog::{TensorInfo, TensorRole, Tie};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::source::{Request, Source};
+use crate::source::{ReadRequest, TensorSource};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -17,54 +18,59 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Elements of each side compared at a time.
+/// Elements of each side that a thread compares at a time.
 const WINDOW: u64 = 1 << 20;
 /// Most threads.
 const THREADS: usize = 16;
 
-/// One of the two checkpoints.
+/// One of the two checkpoints that are compared.
 #[derive(Clone, Copy)]
 pub struct Side<'a> {
-    pub source: &'a dyn Source,
-    /// Second names of its weights.
+    /// The checkpoint.
+    pub source: &'a dyn TensorSource,
+    /// Second names of tied weights.
     pub ties: &'a [Tie],
 }
 
 /// Which tensors are compared.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiffOptions {
-    /// Weights and buffers only, no state of the optimizer.
+    /// Compare weights and buffers, and ignore optimizer states.
     pub weights_only: bool,
 }
 
 /// How two checkpoints differ.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiffReport {
+    /// Path of the first checkpoint.
     pub a: PathBuf,
+    /// Path of the second checkpoint.
     pub b: PathBuf,
     /// Pairs of tensors whose elements were compared.
     pub compared: u64,
-    /// Of those, with the same bits everywhere.
+    /// Compared pairs with equal bits in every element.
     pub equal: u64,
-    /// In the order of `a`.
+    /// Floating-point tensors with different elements, in the order of `a`.
     pub different: Vec<TensorDiff>,
-    /// `role/name` of what only one of them has.
+    /// `role/name` of tensors that only `a` has.
     pub only_a: Vec<String>,
+    /// `role/name` of tensors that only `b` has.
     pub only_b: Vec<String>,
-    /// Same name, other shape.
+    /// Tensors with equal names and different shapes.
     pub shapes: Vec<ShapeDiff>,
-    /// Stored in other element types, though perhaps with the same values.
+    /// Tensors with different dtypes, whose values may be equal.
     pub dtypes: Vec<DtypeDiff>,
-    /// Names that one side stores and the other has as a second name: compared with what that is tied to.
+    /// Names that one side stores and the other has as a tie; compared with the tied tensor.
     pub tied: Vec<String>,
-    /// No floating point numbers on one side alone: only their shapes were compared.
+    /// Tensors that are integers on one side only; their shapes were compared, but not their
+    /// elements.
     pub not_compared: Vec<String>,
-    /// No floating point numbers, and with other bytes.
+    /// Integer tensors with different bytes.
     pub other_bytes: Vec<BytesDiff>,
 }
 
 impl DiffReport {
-    /// Is there nothing to tell them apart but how they are stored?
+    /// Whether the checkpoints differ at most in dtypes and ties.
     pub fn is_equal(&self) -> bool {
         self.different.is_empty()
             && self.only_a.is_empty()
@@ -75,64 +81,76 @@ impl DiffReport {
     }
 }
 
-/// A tensor of integers or the like with different elements.
+/// An integer tensor with different elements.
 #[derive(Clone, Debug, Serialize)]
 pub struct BytesDiff {
-    /// `role/name`, as `a` calls it.
+    /// `role/name` in `a`.
     pub tensor: String,
+    /// Shape on both sides.
     pub shape: Vec<u64>,
+    /// Dtype on both sides.
     pub dtype: Dtype,
-    /// Row-major index of the first element with other bytes.
+    /// Row-major index of the first element with different bytes.
     pub first: u64,
+    /// Number of elements with different bytes.
     pub differing: u64,
 }
 
-/// A tensor with different elements.
+/// A floating-point tensor with different elements.
 #[derive(Clone, Debug, Serialize)]
 pub struct TensorDiff {
-    /// `role/name`, as `a` calls it.
+    /// `role/name` in `a`.
     pub tensor: String,
+    /// Shape on both sides.
     pub shape: Vec<u64>,
+    /// How the elements differ.
     #[serde(flatten)]
-    pub values: Values,
+    pub values: ElementDiff,
 }
 
-/// A tensor of two shapes.
+/// A tensor whose shapes differ.
 #[derive(Clone, Debug, Serialize)]
 pub struct ShapeDiff {
+    /// `role/name` in `a`.
     pub tensor: String,
+    /// Shape in `a`.
     pub a: Vec<u64>,
+    /// Shape in `b`.
     pub b: Vec<u64>,
 }
 
-/// A tensor of two element types.
+/// A tensor whose dtypes differ.
 #[derive(Clone, Debug, Serialize)]
 pub struct DtypeDiff {
+    /// `role/name` in `a`.
     pub tensor: String,
+    /// Dtype in `a`.
     pub a: Dtype,
+    /// Dtype in `b`.
     pub b: Dtype,
 }
 
-/// Compares every tensor that both have. `progress` gets (elements compared, elements to compare).
+/// Compares every tensor that both checkpoints have. `progress` gets (elements compared, total
+/// elements).
 ///
 /// # Errors
-/// Whatever keeps one of them from being read, damage above all.
+/// When one of the checkpoints can't be read, for example because of damage.
 pub fn diff(
     a: Side<'_>,
     b: Side<'_>,
     options: &DiffOptions,
     progress: impl FnMut(u64, u64) + Send,
 ) -> Result<DiffReport> {
-    let (mut report, pairs) = pair(a, b, options);
+    let (mut report, pairs) = pair_tensors(a, b, options);
     let (exact, pairs): (Vec<Pair>, Vec<Pair>) = pairs.into_iter().partition(|p| !p.a.dtype.is_float());
     for pair in &exact {
         report.compared += 1;
-        match bytes_of(a.source, b.source, pair)? {
+        match compare_bytes(a.source, b.source, pair)? {
             None => report.equal += 1,
-            Some(found) => report.other_bytes.push(found),
+            Some(difference) => report.other_bytes.push(difference),
         }
     }
-    let stats = compare(a.source, b.source, &pairs, progress)?;
+    let stats = compare_elements(a.source, b.source, &pairs, progress)?;
     for (pair, stats) in pairs.iter().zip(stats) {
         report.compared += 1;
         match stats.finish() {
@@ -153,18 +171,18 @@ fn label(info: &TensorInfo) -> String {
     format!("{}/{}", info.role, info.name)
 }
 
-/// The same tensor on both sides.
+/// A tensor that both sides have.
 struct Pair {
     a: TensorInfo,
     b: TensorInfo,
 }
 
-/// What belongs together, and what has no partner.
-fn pair(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport, Vec<Pair>) {
-    let wanted = |t: &TensorInfo| !options.weights_only || !t.role.is_optimizer_state();
-    let of = |side: Side<'_>| side.source.tensors().into_iter().filter(wanted).collect::<Vec<_>>();
-    let (of_a, of_b) = (of(a), of(b));
-    let (held_a, held_b) = (Held::new(&of_a, a.ties), Held::new(&of_b, b.ties));
+/// Pairs the tensors of both sides, and reports those without a partner.
+fn pair_tensors(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport, Vec<Pair>) {
+    let is_compared = |t: &TensorInfo| !options.weights_only || !t.role.is_optimizer_state();
+    let tensors = |side: Side<'_>| side.source.tensors().into_iter().filter(is_compared).collect::<Vec<_>>();
+    let (tensors_a, tensors_b) = (tensors(a), tensors(b));
+    let (index_a, index_b) = (TensorIndex::new(&tensors_a, a.ties), TensorIndex::new(&tensors_b, b.ties));
     let mut report = DiffReport {
         a: a.source.path().to_owned(),
         b: b.source.path().to_owned(),
@@ -181,25 +199,25 @@ fn pair(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport, Vec<Pai
     };
     let mut pairs = Vec::new();
     let mut covered = HashSet::new();
-    for info in &of_a {
-        match held_b.find(info) {
+    for info in &tensors_a {
+        match index_b.find(info) {
             None => report.only_a.push(label(info)),
             Some((other, tied)) => {
                 if tied {
                     report.tied.push(format!("{} = {} in b", label(info), label(other)));
                     covered.insert(label(other));
                 }
-                pairs.extend(report.judge(info, other));
+                pairs.extend(report.add_pair(info, other));
             }
         }
     }
-    for info in &of_b {
-        match held_a.find(info) {
+    for info in &tensors_b {
+        match index_a.find(info) {
             None => report.only_b.push(label(info)),
             Some((other, true)) => {
                 report.tied.push(format!("{} = {} in a", label(info), label(other)));
                 covered.insert(label(other));
-                pairs.extend(report.judge(other, info));
+                pairs.extend(report.add_pair(other, info));
             }
             Some((_, false)) => {}
         }
@@ -210,21 +228,21 @@ fn pair(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport, Vec<Pai
     (report, pairs)
 }
 
-/// Tensors by role and name, second names included.
-struct Held<'a> {
-    by_name: HashMap<(Role, &'a str), &'a TensorInfo>,
+/// Tensors by role and name, with tied names.
+struct TensorIndex<'a> {
+    by_name: HashMap<(TensorRole, &'a str), &'a TensorInfo>,
     aliases: HashMap<&'a str, &'a str>,
 }
 
-impl<'a> Held<'a> {
-    fn new(tensors: &'a [TensorInfo], ties: &'a [Tie]) -> Held<'a> {
-        Held {
+impl<'a> TensorIndex<'a> {
+    fn new(tensors: &'a [TensorInfo], ties: &'a [Tie]) -> TensorIndex<'a> {
+        TensorIndex {
             by_name: tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect(),
             aliases: ties.iter().map(|t| (t.alias.as_str(), t.target.as_str())).collect(),
         }
     }
 
-    /// The tensor of this role and name; `true`: it has the name through a tie.
+    /// Finds the tensor with this role and name; true when the name is a tie.
     fn find(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
         let by_name = |name: &str| self.by_name.get(&(info.role, name)).copied();
         by_name(&info.name).map(|t| (t, false)).or_else(|| {
@@ -235,8 +253,8 @@ impl<'a> Held<'a> {
 }
 
 impl DiffReport {
-    /// Notes what the catalogs tell; the pair when its elements can be compared.
-    fn judge(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<Pair> {
+    /// Compares dtype and shape of two tensors. Returns a pair when their elements can be compared.
+    fn add_pair(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<Pair> {
         if a.dtype != b.dtype {
             self.dtypes.push(DtypeDiff { tensor: label(a), a: a.dtype, b: b.dtype });
         }
@@ -252,8 +270,9 @@ impl DiffReport {
     }
 }
 
-/// How the bytes of a pair differ that are no floating point numbers; few tensors are none, and small.
-fn bytes_of(a: &dyn Source, b: &dyn Source, pair: &Pair) -> Result<Option<BytesDiff>> {
+/// Compares a pair of integer tensors by their bytes; `None` when they are equal. Such tensors are
+/// few and small, so one thread reads them.
+fn compare_bytes(a: &dyn TensorSource, b: &dyn TensorSource, pair: &Pair) -> Result<Option<BytesDiff>> {
     let (size, total) = (pair.a.dtype.size(), pair.a.elements());
     let (mut start, mut first, mut differing) = (0, None, 0);
     let (mut left, mut right) = (Vec::new(), Vec::new());
@@ -274,25 +293,25 @@ fn bytes_of(a: &dyn Source, b: &dyn Source, pair: &Pair) -> Result<Option<BytesD
     Ok(first.map(|first| BytesDiff { tensor: label(&pair.a), shape, dtype, first, differing }))
 }
 
-/// Some elements of a pair.
-struct Span {
+/// A range of elements of a pair.
+struct PairSpan {
     pair: usize,
     range: Range<u64>,
 }
 
-/// Windows of at most [`WINDOW`] elements over all pairs, in order.
-fn windows(pairs: &[Pair]) -> Vec<Vec<Span>> {
-    let (mut windows, mut open, mut room) = (Vec::new(), Vec::new(), WINDOW);
+/// Divides the elements of all pairs into windows of at most [`WINDOW`] elements, in order.
+fn divide_into_windows(pairs: &[Pair]) -> Vec<Vec<PairSpan>> {
+    let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW);
     for (pair, info) in pairs.iter().map(|p| &p.a).enumerate() {
         let (mut start, total) = (0, info.elements());
         while start < total {
-            let end = total.min(start + room);
-            open.push(Span { pair, range: start..end });
-            room -= end - start;
+            let end = total.min(start + free);
+            open.push(PairSpan { pair, range: start..end });
+            free -= end - start;
             start = end;
-            if room == 0 {
+            if free == 0 {
                 windows.push(std::mem::take(&mut open));
-                room = WINDOW;
+                free = WINDOW;
             }
         }
     }
@@ -300,26 +319,26 @@ fn windows(pairs: &[Pair]) -> Vec<Vec<Span>> {
     windows
 }
 
-/// Statistics of every pair, in their order.
-fn compare(
-    a: &dyn Source,
-    b: &dyn Source,
+/// Compares the elements of all pairs. Returns the statistics in the order of the pairs.
+fn compare_elements(
+    a: &dyn TensorSource,
+    b: &dyn TensorSource,
     pairs: &[Pair],
     progress: impl FnMut(u64, u64) + Send,
-) -> Result<Vec<Stats>> {
-    let windows = windows(pairs);
+) -> Result<Vec<DiffStats>> {
+    let windows = divide_into_windows(pairs);
     let total: u64 = pairs.iter().map(|p| p.a.elements()).sum();
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let done = Mutex::new((BTreeMap::new(), progress, 0u64));
     let worker = || -> Result<()> {
         let (mut left, mut right) = (Vec::new(), Vec::new());
-        while let Some((number, spans)) = take(&windows, &next, &failed) {
-            let found = window(a, b, pairs, spans, &mut left, &mut right).inspect_err(|_| {
+        while let Some((number, spans)) = take_window(&windows, &next, &failed) {
+            let stats = compare_window(a, b, pairs, spans, &mut left, &mut right).inspect_err(|_| {
                 failed.store(true, Ordering::Relaxed);
             })?;
             let elements: u64 = spans.iter().map(|s| s.range.end - s.range.start).sum();
-            let mut done = done.lock().map_err(|_| CkptError::invalid("a thread panicked"))?;
-            done.0.insert(number, found);
+            let mut done = done.lock().map_err(|_| CkptError::internal("a thread panicked"))?;
+            done.0.insert(number, stats);
             done.2 += elements;
             let so_far = done.2;
             (done.1)(so_far, total);
@@ -330,23 +349,24 @@ fn compare(
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
         let ended =
-            workers.into_iter().map(|w| w.join().map_err(|_| CkptError::invalid("a thread panicked")));
+            workers.into_iter().map(|w| w.join().map_err(|_| CkptError::internal("a thread panicked")));
         ended.collect::<Vec<_>>().into_iter().try_for_each(|result| result?)
     })?;
-    let (found, ..) = done.into_inner().map_err(|_| CkptError::invalid("a thread panicked"))?;
-    let mut all: Vec<Stats> = pairs.iter().map(|_| Stats::default()).collect();
-    // in the order of the windows: the sums don't depend on the threads
+    let (found, ..) = done.into_inner().map_err(|_| CkptError::internal("a thread panicked"))?;
+    let mut totals: Vec<DiffStats> = pairs.iter().map(|_| DiffStats::default()).collect();
+    // in the order of windows, so that sums don't depend on thread timing
     for (pair, stats) in found.into_values().flatten() {
-        all[pair].append(stats);
+        totals[pair].append(stats);
     }
-    Ok(all)
+    Ok(totals)
 }
 
-fn take<'a>(
-    windows: &'a [Vec<Span>],
+/// The next window and its number; `None` when all are taken or a thread has failed.
+fn take_window<'a>(
+    windows: &'a [Vec<PairSpan>],
     next: &AtomicUsize,
     failed: &AtomicBool,
-) -> Option<(usize, &'a [Span])> {
+) -> Option<(usize, &'a [PairSpan])> {
     if failed.load(Ordering::Relaxed) {
         return None;
     }
@@ -355,40 +375,46 @@ fn take<'a>(
 }
 
 /// Reads and compares one window.
-fn window(
-    a: &dyn Source,
-    b: &dyn Source,
+fn compare_window(
+    a: &dyn TensorSource,
+    b: &dyn TensorSource,
     pairs: &[Pair],
-    spans: &[Span],
+    spans: &[PairSpan],
     left: &mut Vec<f32>,
     right: &mut Vec<f32>,
-) -> Result<Vec<(usize, Stats)>> {
-    read(a, spans, |s| &pairs[s.pair].a, left)?;
-    read(b, spans, |s| &pairs[s.pair].b, right)?;
+) -> Result<Vec<(usize, DiffStats)>> {
+    read_spans(a, spans, |s| &pairs[s.pair].a, left)?;
+    read_spans(b, spans, |s| &pairs[s.pair].b, right)?;
     let (mut found, mut at) = (Vec::new(), 0);
     for span in spans {
         let count = (span.range.end - span.range.start) as usize;
         let (x, y) = (&left[at..at + count], &right[at..at + count]);
-        found.push((span.pair, Stats::of(span.range.start, x, y)));
+        found.push((span.pair, DiffStats::compare(span.range.start, x, y)));
         at += count;
     }
     Ok(found)
 }
 
-fn read<'a>(
-    source: &dyn Source,
-    spans: &[Span],
-    of: impl Fn(&Span) -> &'a TensorInfo,
+/// Reads the elements of `spans` from one side into `buffer`.
+fn read_spans<'a>(
+    source: &dyn TensorSource,
+    spans: &[PairSpan],
+    tensor_of: impl Fn(&PairSpan) -> &'a TensorInfo,
     buffer: &mut Vec<f32>,
 ) -> Result<()> {
     let total: u64 = spans.iter().map(|s| s.range.end - s.range.start).sum();
     buffer.resize(total as usize, 0.0);
     let (mut rest, mut requests) = (buffer.as_mut_slice(), Vec::new());
     for span in spans {
-        let info = of(span);
+        let info = tensor_of(span);
         let (out, tail) = rest.split_at_mut((span.range.end - span.range.start) as usize);
         rest = tail;
-        requests.push(Request { name: &info.name, role: info.role, start_element: span.range.start, out });
+        requests.push(ReadRequest {
+            name: &info.name,
+            role: info.role,
+            start_element: span.range.start,
+            out,
+        });
     }
     source.read_many(&mut requests)
 }

@@ -1,30 +1,45 @@
-//! Element types, by their names in safetensors.
+//! [`Dtype`]: the element types, named as in safetensors.
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Element type of a tensor at rest.
+/// Element type of a stored tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[allow(non_camel_case_types)]
 pub enum Dtype {
+    /// 64-bit float.
     F64,
+    /// 32-bit float.
     F32,
+    /// IEEE 16-bit float.
     F16,
+    /// bfloat16.
     BF16,
+    /// 8-bit float with 4 exponent bits.
     F8_E4M3,
+    /// 8-bit float with 5 exponent bits.
     F8_E5M2,
+    /// 64-bit signed integer.
     I64,
+    /// 32-bit signed integer.
     I32,
+    /// 16-bit signed integer.
     I16,
+    /// 8-bit signed integer.
     I8,
+    /// 64-bit unsigned integer.
     U64,
+    /// 32-bit unsigned integer.
     U32,
+    /// 16-bit unsigned integer.
     U16,
+    /// 8-bit unsigned integer.
     U8,
+    /// Boolean, one byte.
     BOOL,
 }
 
 impl Dtype {
-    /// True for what is read as F32 without loss.
+    /// True for F32, BF16 and F16, which convert to F32 without loss.
     pub fn is_float(self) -> bool {
         matches!(self, Dtype::F32 | Dtype::BF16 | Dtype::F16)
     }
@@ -40,7 +55,7 @@ impl Dtype {
         }
     }
 
-    /// Its name in PyTorch, as `config.json` wants it.
+    /// The name in PyTorch and in `config.json`, such as `bfloat16`.
     pub fn torch_name(self) -> &'static str {
         use Dtype::*;
         match self {

@@ -1,70 +1,174 @@
-//! Every way in which a checkpoint can't be written or used, each as one clear line.
-use serde::Serialize;
-use std::fmt;
+//! [`CkptError`]: why a checkpoint cannot be written, read, converted or gathered.
+//!
+//! Every error has a stable code ([`CkptError::code`]). [`diagnostic::Diagnostic`] is made from it at
+//! the boundary of this crate: the message, structured fields, and the advice as help texts.
+mod damage;
+mod parts;
+mod report;
+
+pub use damage::{Damage, DamageReason, ReadFailure};
+pub use parts::{MissingPart, OptionProblem, OutputProblem, RemoteShard, SaveProblem, UnsupportedFeature};
+pub(crate) use parts::{RANKS_LISTED, list_some};
+
+use crate::diagnosis::Diagnosis;
+use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Result of everything in this crate.
+/// Result of the operations of this crate.
 pub type Result<T> = std::result::Result<T, CkptError>;
 
-/// Bytes that are not what the manifest says.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Damage {
-    /// Name inside the folder.
-    pub file: String,
-    /// Index of the 1 MiB block in the file, when one block is meant.
-    pub block: Option<u64>,
-    /// `role/name` of every tensor with bytes in that block.
-    pub tensors: Vec<String>,
-    pub why: String,
-}
-
-impl fmt::Display for Damage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.file)?;
-        if let Some(block) = self.block {
-            write!(f, ", block {block}")?;
-        }
-        match self.tensors.as_slice() {
-            [] => {}
-            [one] => write!(f, " (holds {one})")?,
-            [one, two] => write!(f, " (holds {one} and {two})")?,
-            [one, two, more @ ..] => write!(f, " (holds {one}, {two} and {} more)", more.len())?,
-        }
-        write!(f, ": {}", self.why)
-    }
-}
-
-/// Why a checkpoint could not be written, read or gathered.
-#[derive(Debug)]
+/// Why a checkpoint cannot be written, read, converted or gathered.
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CkptError {
-    /// There is no checkpoint of ours at this path.
-    NotACheckpoint { path: PathBuf, why: String },
-    /// The bytes are not those that were saved.
-    Damaged { path: PathBuf, damage: Damage },
-    /// A file or tensor that belongs to the checkpoint is not there.
-    Missing { path: PathBuf, what: String },
-    /// Some shards lie on other hosts: (shard, host).
-    Elsewhere { path: PathBuf, shards: Vec<(String, String)> },
-    /// Blocks on another host could not be had, or are not what they should be.
-    Fetch { path: PathBuf, why: String },
-    /// The checkpoint is sound but of something else than was asked for.
-    Mismatch { path: PathBuf, what: String, expected: String, found: String },
-    /// It is sound, but of a form or with contents that this can't be done with.
-    Unsupported { path: PathBuf, what: String },
-    /// Not enough free space; found out before anything was written.
-    NoSpace { path: PathBuf, needed: u64, free: u64 },
-    /// Another process is writing into this directory.
-    Busy { path: PathBuf },
-    /// What the caller gave does not make a complete checkpoint.
-    Invalid { what: String },
-    /// The output folder may not be overwritten.
-    Refused { path: PathBuf, why: String },
-    /// A finite value has no finite value in the narrower dtype.
-    Overflow { tensor: String, element: u64, value: f32, dtype: &'static str },
-    /// The operating system refused.
-    Io { action: &'static str, path: PathBuf, source: io::Error },
+    /// Nothing has this path.
+    #[error("checkpoint {} does not exist", .path.display())]
+    NotFound {
+        /// The path that was given.
+        path: PathBuf,
+    },
+    /// The path exists, but no checkpoint that can be opened is there.
+    #[error("{} is not a checkpoint: {diagnosis}", .path.display())]
+    NotACheckpoint {
+        /// The path that was given.
+        path: PathBuf,
+        /// What the directory probably is instead.
+        diagnosis: Diagnosis,
+    },
+    /// The stored bytes are not those that were saved, or contradict each other.
+    #[error("checkpoint {} is damaged: {damage}", .path.display())]
+    Damaged {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// The file, the block and the reason.
+        damage: Box<Damage>,
+    },
+    /// A file or tensor that belongs to the checkpoint does not exist.
+    #[error("checkpoint {} is incomplete: missing {part}", .path.display())]
+    Missing {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// What is missing.
+        part: MissingPart,
+    },
+    /// Some shards are in the checkpoint directories of other hosts.
+    #[error("checkpoint {} has {} on other hosts: {}", .path.display(), parts::count(shards.len(), "shard"), parts::remote_shards(shards))]
+    ShardsOnOtherHosts {
+        /// The checkpoint directory on this host.
+        path: PathBuf,
+        /// The shards that this host lacks.
+        shards: Vec<RemoteShard>,
+    },
+    /// Blocks on another host cannot be fetched, or fail verification after the transfer.
+    #[error("cannot read checkpoint {} from the hosts that store it: {source}", .path.display())]
+    FetchFailed {
+        /// The checkpoint directory on this host.
+        path: PathBuf,
+        /// Why the transfer failed.
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// The checkpoint belongs to a model with other tensors.
+    #[error("checkpoint {} is of another model: tensor {tensor}: expected {expected}, found {found}", .path.display())]
+    ModelMismatch {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// The first tensor that differs.
+        tensor: String,
+        /// Name and shape in the model that reads the checkpoint.
+        expected: String,
+        /// Name and shape in the checkpoint.
+        found: String,
+    },
+    /// The checkpoint stores no tensor of this name and role.
+    #[error("checkpoint {} has no tensor {tensor}", .path.display())]
+    NoSuchTensor {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// `role/name` of the requested tensor.
+        tensor: String,
+    },
+    /// A request reaches beyond the end of a tensor.
+    #[error("checkpoint {}: {tensor} has {elements} elements, fewer than the {requested} requested", .path.display())]
+    RangeOutsideTensor {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// `role/name` of the tensor.
+        tensor: String,
+        /// Elements of the tensor.
+        elements: u64,
+        /// Index after the last requested element.
+        requested: u64,
+    },
+    /// The checkpoint is intact, but this operation does not support its form or contents.
+    #[error("checkpoint {} is not supported: {feature}", .path.display())]
+    Unsupported {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// What is not supported.
+        feature: UnsupportedFeature,
+    },
+    /// The file system has too little free space. Detected before anything is written.
+    #[error("not enough space in {}: {} needed, {} free", .path.display(), format_bytes(*needed), format_bytes(*free))]
+    InsufficientSpace {
+        /// The directory to write to.
+        path: PathBuf,
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes free.
+        free: u64,
+    },
+    /// Another process holds the lock of this directory.
+    #[error("another process is writing checkpoints to {}", .path.display())]
+    DirectoryBusy {
+        /// The locked directory.
+        path: PathBuf,
+    },
+    /// The data given to a save is not one complete checkpoint.
+    #[error("cannot save the checkpoint: {0}")]
+    InvalidSave(SaveProblem),
+    /// An option of a conversion or gather is invalid, or does not apply to the checkpoint.
+    #[error("{problem}")]
+    InvalidOption {
+        /// What is wrong with which option.
+        problem: OptionProblem,
+    },
+    /// A state that the code considers impossible, such as a thread that ended early.
+    #[error("internal error: {what}")]
+    Internal {
+        /// What happened.
+        what: &'static str,
+    },
+    /// The output path cannot be used.
+    #[error("cannot write to {}: {problem}", .path.display())]
+    OutputRejected {
+        /// The output path.
+        path: PathBuf,
+        /// Why the path is rejected.
+        problem: OutputProblem,
+    },
+    /// A finite value is outside of the range of the narrower dtype.
+    #[error("{tensor}, element {element}: {value:e} is outside of the range of {dtype}")]
+    ValueOverflow {
+        /// The tensor's name.
+        tensor: String,
+        /// Index of the element in the tensor.
+        element: u64,
+        /// The value.
+        value: f32,
+        /// PyTorch's name of the dtype that cannot represent the value.
+        dtype: &'static str,
+    },
+    /// A system call failed.
+    #[error("cannot {action} {}: {source}", .path.display())]
+    Io {
+        /// What was attempted, such as `open`.
+        action: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The error of the operating system.
+        source: io::Error,
+    },
 }
 
 impl CkptError {
@@ -78,126 +182,74 @@ impl CkptError {
         move |e| CkptError::Io { action, path, source: e.into() }
     }
 
-    pub(crate) fn invalid(what: impl Into<String>) -> CkptError {
-        CkptError::Invalid { what: what.into() }
+    /// The data of a save are not one complete checkpoint.
+    pub(crate) fn invalid_save(problem: impl Into<SaveProblem>) -> CkptError {
+        CkptError::InvalidSave(problem.into())
     }
 
-    pub(crate) fn damaged(path: &Path, file: impl Into<String>, why: impl Into<String>) -> CkptError {
-        let damage = Damage { file: file.into(), block: None, tensors: Vec::new(), why: why.into() };
-        CkptError::Damaged { path: path.to_owned(), damage }
+    pub(crate) fn invalid_option(problem: OptionProblem) -> CkptError {
+        CkptError::InvalidOption { problem }
     }
 
-    /// True when the checkpoint itself is at fault, so that another one may do (exit code 4); false when the caller, the
-    /// disk or the output is.
+    pub(crate) fn internal(what: &'static str) -> CkptError {
+        CkptError::Internal { what }
+    }
+
+    /// Damage of one file, without a block or tensors.
+    pub(crate) fn damaged(
+        path: &Path,
+        file: impl Into<String>,
+        reason: impl Into<DamageReason>,
+    ) -> CkptError {
+        let damage = Damage::of_file(file, reason);
+        CkptError::Damaged { path: path.to_owned(), damage: Box::new(damage) }
+    }
+
+    pub(crate) fn missing(path: &Path, part: impl Into<MissingPart>) -> CkptError {
+        CkptError::Missing { path: path.to_owned(), part: part.into() }
+    }
+
+    pub(crate) fn unsupported(path: &Path, feature: impl Into<UnsupportedFeature>) -> CkptError {
+        CkptError::Unsupported { path: path.to_owned(), feature: feature.into() }
+    }
+
+    pub(crate) fn not_a_checkpoint(path: &Path, diagnosis: Diagnosis) -> CkptError {
+        CkptError::NotACheckpoint { path: path.to_owned(), diagnosis }
+    }
+
+    pub(crate) fn output_rejected(path: &Path, problem: OutputProblem) -> CkptError {
+        CkptError::OutputRejected { path: path.to_owned(), problem }
+    }
+
+    /// True when the checkpoint itself is at fault, so that another one may work (exit code 4).
+    /// False when the caller, the disk or the output is at fault.
     pub fn is_checkpoint_at_fault(&self) -> bool {
         use CkptError::*;
         match self {
-            NotACheckpoint { .. }
+            NotFound { .. }
+            | NotACheckpoint { .. }
             | Damaged { .. }
             | Missing { .. }
-            | Elsewhere { .. }
-            | Fetch { .. }
-            | Mismatch { .. }
+            | ShardsOnOtherHosts { .. }
+            | FetchFailed { .. }
+            | ModelMismatch { .. }
+            | NoSuchTensor { .. }
+            | RangeOutsideTensor { .. }
             | Unsupported { .. } => true,
-            NoSpace { .. } | Busy { .. } | Invalid { .. } | Refused { .. } | Overflow { .. } | Io { .. } => {
-                false
-            }
+            InsufficientSpace { .. }
+            | DirectoryBusy { .. }
+            | InvalidSave(_)
+            | InvalidOption { .. }
+            | Internal { .. }
+            | OutputRejected { .. }
+            | ValueOverflow { .. }
+            | Io { .. } => false,
         }
     }
 }
 
-impl fmt::Display for CkptError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use CkptError::*;
-        match self {
-            NotACheckpoint { path, why } => write!(f, "no checkpoint at {}: {why}", path.display()),
-            Damaged { path, damage } => {
-                write!(f, "checkpoint {} is damaged: {damage}; use another checkpoint", path.display())
-            }
-            Missing { path, what } => write!(
-                f,
-                "checkpoint {} is not whole: {what} is missing; use another checkpoint or bring it back",
-                path.display()
-            ),
-            Elsewhere { path, shards } => {
-                let list: Vec<String> =
-                    shards.iter().take(3).map(|(shard, host)| format!("{shard} on host {host}")).collect();
-                let more = match shards.len().saturating_sub(3) {
-                    0 => String::new(),
-                    n => format!(" and {n} more"),
-                };
-                write!(
-                    f,
-                    "checkpoint {} is not all here: it lacks {}{more}; copy these files into the folder from there, or \
-                     go on with a job that has those hosts (it gathers the weights at its end)",
-                    path.display(),
-                    list.join(", ")
-                )
-            }
-            Fetch { path, why } => {
-                write!(f, "checkpoint {} can't be read from the hosts that have it: {why}", path.display())
-            }
-            Mismatch { path, what, expected, found } => write!(
-                f,
-                "checkpoint {} does not fit: {what}: expected {expected}, found {found}",
-                path.display()
-            ),
-            Unsupported { path, what } => {
-                write!(f, "checkpoint {} can't be used here: {what}", path.display())
-            }
-            NoSpace { path, needed, free } => write!(
-                f,
-                "not enough space in {}: {} needed, {} free; free some, or write to another disk",
-                path.display(),
-                bytes(*needed),
-                bytes(*free)
-            ),
-            Busy { path } => write!(
-                f,
-                "another process is writing checkpoints into {}; wait for it, end it, or use another directory",
-                path.display()
-            ),
-            Invalid { what } => write!(f, "the checkpoint can't be saved: {what}"),
-            Refused { path, why } => write!(f, "{} is not overwritten: {why}", path.display()),
-            Overflow { tensor, element, value, dtype } => write!(
-                f,
-                "{tensor}, element {element}: {value:e} is beyond the range of {dtype}; use a wider dtype (bf16 or fp32)"
-            ),
-            Io { action, path, source } => {
-                write!(f, "can't {action} {}: {source}{}", path.display(), advice(source))
-            }
-        }
-    }
-}
-
-impl std::error::Error for CkptError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            CkptError::Io { source, .. } => Some(source),
-            _ => None,
-        }
-    }
-}
-
-/// What to do about the errors of the operating system that people meet.
-fn advice(e: &io::Error) -> &'static str {
-    match e.kind() {
-        io::ErrorKind::StorageFull => {
-            "; free some space or lower checkpoint.keep (earlier checkpoints are intact)"
-        }
-        io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            "; raise the limit or use another directory (earlier checkpoints are intact)"
-        }
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "; give this user access or use another directory"
-        }
-        io::ErrorKind::NotADirectory => "; a file is in the way of a directory",
-        _ => "",
-    }
-}
-
-/// `1234567` as `1.23 MB`.
-pub(crate) fn bytes(n: u64) -> String {
+/// Formats a size with a decimal unit: `1234567` as `1.23 MB`.
+pub(crate) fn format_bytes(n: u64) -> String {
     const UNITS: [&str; 6] = ["kB", "MB", "GB", "TB", "PB", "EB"];
     if n < 1000 {
         return format!("{n} B");

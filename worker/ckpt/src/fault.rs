@@ -1,4 +1,4 @@
-//! Fault points: where a kill -9 could hit a save, so that tests can try every one of them.
+//! Fault points, at which tests kill a save with SIGKILL.
 //!
 //! [`point`] is called before and after every write, truncate, fsync, rename, mkdir and unlink. It costs one relaxed
 //! atomic load until [`arm`] is called.
@@ -9,7 +9,7 @@ static ARMED: AtomicBool = AtomicBool::new(false);
 static FATAL: AtomicU64 = AtomicU64::new(0);
 static PASSED: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
-/// From now on points are counted (from 1), and the `n`-th kills this process with SIGKILL; `n` = 0 only counts.
+/// Starts counting points from 1. The `n`-th point kills this process with SIGKILL; `n` = 0 only counts.
 pub fn arm(n: u64) {
     FATAL.store(n, Ordering::Relaxed);
     PASSED.lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -26,7 +26,7 @@ pub fn names() -> Vec<&'static str> {
     PASSED.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// A place at which the process may be killed. `name` says what happens there.
+/// Passes a fault point; `name` is the operation at this point.
 #[inline]
 pub fn point(name: &'static str) {
     if ARMED.load(Ordering::Relaxed) {
@@ -43,7 +43,7 @@ fn reached(name: &'static str) {
     }
 }
 
-/// `op` between two points of the same name.
+/// Runs `op` between two fault points of the same name.
 pub(crate) fn around<T>(name: &'static str, op: impl FnOnce() -> T) -> T {
     point(name);
     let result = op();

@@ -1,18 +1,18 @@
-//! A BLAKE3 hash that is lower-case hex in JSON and 32 bytes in binary formats.
+//! [`Hash`]: a BLAKE3 hash, serialized as hex digits in text formats and as 32 bytes in binary formats.
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 
-/// BLAKE3 of some bytes.
+/// A BLAKE3 hash.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Hash(pub [u8; 32]);
 
 impl Hash {
-    /// Of these bytes.
-    pub fn of(data: &[u8]) -> Hash {
+    /// Hashes these bytes.
+    pub fn digest(data: &[u8]) -> Hash {
         Hash(*blake3::hash(data).as_bytes())
     }
 
-    /// 64 lower-case hex digits.
+    /// The hash as 64 lower-case hex digits.
     pub(crate) fn hex(&self) -> String {
         blake3::Hash::from_bytes(self.0).to_hex().to_string()
     }

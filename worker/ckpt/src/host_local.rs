@@ -1,14 +1,15 @@
-//! Checkpoints of hosts that share no directory: each host keeps the shards of its own ranks and a copy of the manifest,
-//! which says on which host each shard lies.
+//! Host-local checkpoints, for hosts that do not share a checkpoint directory. Each host stores the shards
+//! of its own ranks and a copy of the manifest, which records the host of each shard.
 //!
-//! The commit has two phases. Every host prepares: its folder, still hidden, gets the manifest and is synced. Only when
-//! all have prepared does any host give its folder its name. A host that was killed in between finds its prepared folder
-//! at the next start, and completes it exactly when another host has completed the same ([`prepared`], [`roll_forward`]).
-use crate::catalog::Facts;
-use crate::commit::{self, Committed, Staging, Swap, publish, require_file};
-use crate::disk::{self, Folder};
-use crate::error::{CkptError, Result};
-pub use crate::host::Host;
+//! The commit has two phases. First, every host prepares: it writes the manifest to its staging directory
+//! and syncs it. When all hosts have prepared, each renames its staging directory. A host that was killed
+//! between the phases finds its prepared directory at the next start, and completes it if and only if
+//! another host has completed the same checkpoint ([`prepared`], [`roll_forward`]).
+use crate::catalog::RunFacts;
+use crate::commit::{self, CommittedCheckpoint, Staging, Swap, publish, require_file};
+use crate::disk::{self, Directory};
+use crate::error::{CkptError, Result, SaveProblem};
+pub use crate::host::StorageHost;
 use crate::host::{HOST, ID_LEN, NAME_MAX};
 use crate::manifest::{MANIFEST, Manifest};
 use crate::root::{self, SAVING, step_name};
@@ -18,21 +19,21 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// [`HOST`] before it is renamed.
+/// Temporary name of [`HOST`].
 const HOST_NEW: &str = ".host-new";
-/// The most checkpoints of a directory that are looked at, newest first.
+/// Limit on the checkpoints that are listed, newest first.
 const LISTED_MAX: usize = 4096;
 
-impl Host {
-    /// The host whose directory of checkpoints `root` is, with the name it has now. The id is made at first use.
-    pub fn here(root: &Path, name: &str) -> Result<Host> {
+impl StorageHost {
+    /// The host with the checkpoint directory `root`, under its current name. Creates the id at first use.
+    pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
-        let id = match Host::id_of(root)? {
+        let id = match StorageHost::read_id(root)? {
             Some(id) => id,
-            None => Host::make_id(root)?,
+            None => StorageHost::make_id(root)?,
         };
         let name: String = name.chars().filter(|c| !c.is_control()).take(NAME_MAX / 4).collect();
-        Ok(Host { id, name: if name.is_empty() { "unnamed".into() } else { name } })
+        Ok(StorageHost { id, name: if name.is_empty() { "unnamed".into() } else { name } })
     }
 
     fn make_id(root: &Path) -> Result<String> {
@@ -46,109 +47,114 @@ impl Host {
     }
 }
 
-/// The manifest of a checkpoint whose shard of rank r lies on `hosts[host_of[r]]`: the bytes that every host keeps.
+/// Makes the manifest, of which every host stores a copy. The shard of rank r is on
+/// `hosts[host_of_rank[r]]`.
 pub fn manifest(
-    facts: Facts,
+    facts: RunFacts,
     reports: Vec<ShardReport>,
-    hosts: Vec<Host>,
-    host_of: &[usize],
+    hosts: Vec<StorageHost>,
+    host_of_rank: &[usize],
 ) -> Result<Vec<u8>> {
-    let manifest = commit::assemble(facts, reports, None)?.scattered(hosts, host_of);
-    manifest.check().map_err(CkptError::invalid)?;
+    let manifest = commit::assemble(facts, reports, None)?.with_hosts(hosts, host_of_rank);
+    manifest.check().map_err(CkptError::invalid_save)?;
     manifest.encode()
 }
 
-/// A host's part of a checkpoint, durable under its hidden name. Dropping it leaves it there, since other hosts may
-/// complete theirs.
-pub struct Prepared {
+/// A host's prepared part of a checkpoint: durable under its hidden name. It is kept on drop, since other
+/// hosts may complete theirs.
+pub struct PreparedSave {
     staging: Staging,
     bytes: u64,
 }
 
-impl Prepared {
-    /// Phase one on host `id`: its shards are whole; the manifest is written beside them and everything synced.
-    pub fn new(mut staging: Staging, id: &str, text: Vec<u8>) -> Result<Prepared> {
+impl PreparedSave {
+    /// Phase one on host `id`: checks its shards, adds the manifest and syncs the directory.
+    pub fn new(mut staging: Staging, id: &str, text: Vec<u8>) -> Result<PreparedSave> {
         let manifest = Manifest::parse(&staging.dir, text.clone())?;
         if manifest.facts.step != staging.step {
-            let (begun, step) = (staging.step, manifest.facts.step);
-            return Err(CkptError::invalid(format!("begun at step {begun}, committed at step {step}")));
+            let (begun, committed) = (staging.step, manifest.facts.step);
+            return Err(CkptError::invalid_save(SaveProblem::StepMismatch { begun, committed }));
         }
-        let folder = Folder::open(&staging.dir)?;
+        let directory = Directory::open(&staging.dir)?;
         for (i, file) in manifest.files.iter().enumerate() {
-            if manifest.host_of(i).is_some_and(|h| h.id == id) {
-                require_file(&folder, file)?;
+            if manifest.shard_host(i).is_some_and(|h| h.id == id) {
+                require_file(&directory, file)?;
             }
         }
-        // From here on a kill must leave it: this host may be taken to have prepared.
+        // from here on the directory must survive a kill, since other hosts may consider this host prepared
         let bytes = manifest.bytes() + disk::write_file(staging.dir.join(MANIFEST), &text)?;
         disk::sync_dir(&staging.dir)?;
         disk::sync_dir(&staging.root)?;
         staging.prepared = true;
-        Ok(Prepared { staging, bytes })
+        Ok(PreparedSave { staging, bytes })
     }
 
-    /// Phase two, once every host has prepared: the folder gets its name, then `latest` moves.
-    pub fn complete(mut self) -> Result<Committed> {
+    /// Phase two, after every host has prepared: renames the directory and updates `latest`.
+    pub fn complete(mut self) -> Result<CommittedCheckpoint> {
         let Staging { root, dir, step, .. } = &self.staging;
         let path = root.join(step_name(*step));
         publish(dir, &path, Swap::Atomic)?;
-        commit::point_latest(root, *step)?;
-        // what was replaced now has the hidden name
+        commit::update_latest(root, *step)?;
+        // the replaced checkpoint now has the hidden name
         self.staging.prepared = false;
-        Ok(Committed { path, bytes: self.bytes })
+        Ok(CommittedCheckpoint { path, bytes: self.bytes })
     }
 
-    /// Removes it: a host could not prepare, so none completes.
+    /// Removes the prepared directory, since another host could not prepare.
     pub fn discard(mut self) {
         self.staging.prepared = false;
     }
 }
 
-/// A manifest in a directory: the hash says which checkpoint it is.
+/// Identifies a checkpoint by the hash of its manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Listed {
+pub struct ManifestId {
+    /// Step of the checkpoint.
     pub step: u64,
-    /// BLAKE3 of the manifest, hex.
+    /// BLAKE3 hash of the manifest, as hex digits.
     pub hash: String,
 }
 
-/// The checkpoints in a directory whose manifests are whole, newest first.
-pub fn listed(root: &Path) -> Result<Vec<Listed>> {
-    let all = root::list(root)?.into_iter().take(LISTED_MAX);
-    Ok(all.filter_map(|(step, path)| Some(Listed { step, hash: text_of(&path)?.0 })).collect())
+/// Lists the checkpoints in a directory that have a valid manifest, newest first.
+pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
+    let checkpoints = root::list(root)?.into_iter().take(LISTED_MAX);
+    Ok(checkpoints
+        .filter_map(|(step, path)| Some(ManifestId { step, hash: read_manifest(&path)?.0 }))
+        .collect())
 }
 
-/// Hash and text of the manifest in a folder, when it is whole.
-pub fn text_of(path: &Path) -> Option<(String, Vec<u8>)> {
-    let text = Folder::open(path).and_then(|f| Manifest::read(&f)).ok()?;
+/// Reads the manifest of a checkpoint: its hash and text, if the hash is valid.
+pub fn read_manifest(path: &Path) -> Option<(String, Vec<u8>)> {
+    let text = Directory::open(path).and_then(|f| Manifest::read(&f)).ok()?;
     let (hash, _) = Manifest::unsealed(text.clone()).ok()?;
     Some((hash, text))
 }
 
-/// Where a step's checkpoint is in this directory, or would be.
-pub fn place_of(root: &Path, step: u64) -> PathBuf {
+/// The path of a step's checkpoint in this directory, whether or not it exists.
+pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
     root::locate(root, step).unwrap_or_else(|| root.join(step_name(step)))
 }
 
-/// What a save that was cut short between its phases has left: prepared folders.
-pub fn prepared(root: &Path) -> Result<Vec<(Listed, PathBuf)>> {
+/// Lists the prepared directories of saves that were interrupted between the phases.
+pub fn list_prepared(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     if !disk::exists(root) {
         return Ok(Vec::new());
     }
     let mut found = Vec::new();
-    for name in Folder::open(root)?.names()?.into_iter().filter(|n| n.starts_with(SAVING)) {
+    for name in Directory::open(root)?.names()?.into_iter().filter(|n| n.starts_with(SAVING)) {
         let path = root.join(name);
-        let whole = text_of(&path).and_then(|(hash, text)| Some((hash, Manifest::parse(&path, text).ok()?)));
-        if let Some((hash, manifest)) = whole.filter(|(_, m)| !m.hosts.is_empty()) {
-            found.push((Listed { step: manifest.facts.step, hash }, path));
+        let valid =
+            read_manifest(&path).and_then(|(hash, text)| Some((hash, Manifest::parse(&path, text).ok()?)));
+        if let Some((hash, manifest)) = valid.filter(|(_, m)| !m.hosts.is_empty()) {
+            found.push((ManifestId { step: manifest.facts.step, hash }, path));
         }
     }
     Ok(found)
 }
 
-/// Completes a prepared folder, since another host has completed the same checkpoint.
+/// Completes a prepared directory, since another host has completed the same checkpoint.
 pub fn roll_forward(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::lock_dir(root)?;
     publish(path, &root.join(step_name(step)), Swap::Atomic)?;
-    commit::point_latest(root, step)
+    commit::update_latest(root, step)
 }

@@ -1,90 +1,94 @@
-//! `manifest.json`: which byte ranges of which file hold which tensor, a hash per block, and the facts.
+//! `manifest.json`: which byte ranges of which file hold which tensor, a hash per block, and facts about
+//! the run.
 //!
-//! The file begins `{"blake3":"<64 hex digits>",`; the hash is of the whole file with zeros in its own place, so a flip
-//! anywhere in it is found. A hash is no signature: everything is checked as if an enemy had written it.
-use crate::catalog::{Facts, Role, check_name, elements};
-use crate::cut;
-use crate::disk::{BLOCK, Folder};
+//! The file begins with `{"blake3":"<64 hex digits>",`. The hash is that of the whole file with zeros in
+//! place of the digits, so that every flipped bit is detected. A hash is not a signature, so all
+//! contents are checked as untrusted input.
+use crate::catalog::{RunFacts, TensorRole, check_name, elements};
+use crate::diagnosis::Diagnosis;
+use crate::disk::{BLOCK, Directory};
 use crate::dtype::Dtype;
-use crate::error::{CkptError, Result};
+use crate::error::{CkptError, Result, SaveProblem, UnsupportedFeature};
 use crate::formats::safetensors;
 use crate::hash::Hash;
-use crate::host::Host;
+use crate::host::StorageHost;
+use crate::manifest_error::ManifestError;
+use crate::partition;
 use crate::stripes;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-/// Its name; a folder without it is no checkpoint.
+/// Name of the file. A directory without it is not a native checkpoint.
 pub(crate) const MANIFEST: &str = "manifest.json";
-/// Larger ones are not read. 64 hex digits per MiB of state: enough for some 3 TB.
+/// Limit on the size of the file, bytes. 64 hex digits per MiB of state suffice for about 3 TB.
 const MANIFEST_MAX: u64 = 256 << 20;
 const FORMAT: &str = "launch checkpoint";
-/// Without parity; every version of the program reads it.
+/// Without parity; readable by every version of the program.
 const VERSION: u32 = 1;
-/// With parity, or with shards on several hosts: it says on which.
+/// With parity, or with the host of each shard.
 const EXTENDED_VERSION: u32 = 2;
-/// With weights in bf16, and what version 2 may have.
+/// With BF16 weights, and everything of version 2.
 const NARROW_VERSION: u32 = 3;
-/// The most hosts of one checkpoint.
+/// Limit on the hosts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
 const OPENING: &str = "{\"blake3\":\"";
 const HEX: Range<usize> = OPENING.len()..OPENING.len() + 64;
 
-/// All of it.
+/// The whole manifest.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
-    /// First, see the module.
+    /// Must be the first field; see the module documentation.
     blake3: String,
     format: String,
     version: u32,
-    pub(crate) facts: Facts,
+    pub(crate) facts: RunFacts,
     block_bytes: u64,
-    /// Where the shards lie when that is not one directory; empty in version 1.
+    /// The hosts that store the shards, when they share no directory; empty in version 1.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) hosts: Vec<Host>,
+    pub(crate) hosts: Vec<StorageHost>,
     pub(crate) files: Vec<FileEntry>,
     pub(crate) tensors: Vec<TensorEntry>,
-    /// A stripe of parity per rank; version 1 has none.
+    /// One parity file per rank; absent in version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
-/// The fields that every version has.
+/// The fields that all versions have.
 #[derive(Deserialize)]
 struct Head {
     format: String,
     version: u32,
 }
 
-/// One shard.
+/// A shard or parity file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FileEntry {
     pub(crate) name: String,
     pub(crate) bytes: u64,
-    /// BLAKE3 of each [`BLOCK`] of the file; the last may be shorter.
+    /// BLAKE3 hash of each [`BLOCK`] of the file; the last block may be shorter.
     pub(crate) blocks: Vec<Hash>,
-    /// Index into [`Manifest::hosts`]; not in version 1.
+    /// Index into [`Manifest::hosts`]; absent in version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) host: Option<usize>,
 }
 
-/// One logical tensor.
+/// A logical tensor.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TensorEntry {
     pub(crate) name: String,
-    pub(crate) role: Role,
+    pub(crate) role: TensorRole,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
-    /// Sorted by start; together they are the tensor.
+    /// Sorted by start; together they cover the tensor exactly once.
     pub(crate) pieces: Vec<Extent>,
 }
 
-/// Some elements of a tensor in one file.
+/// Consecutive elements of a tensor in one file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Extent {
@@ -104,7 +108,7 @@ impl Extent {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Bytes of the file.
+    /// Range of bytes in the file.
     pub(crate) fn bytes(&self, dtype: Dtype) -> Range<u64> {
         self.offset..self.offset.saturating_add(self.count.saturating_mul(dtype.size()))
     }
@@ -122,14 +126,14 @@ impl TensorEntry {
     }
 }
 
-/// Name of a rank's file.
+/// File name of a rank's shard.
 pub(crate) fn shard_name(rank: u32, world: u32) -> String {
     format!("shard-{rank:05}-of-{world:05}.safetensors")
 }
 
 impl Manifest {
     pub(crate) fn new(
-        facts: Facts,
+        facts: RunFacts,
         files: Vec<FileEntry>,
         tensors: Vec<TensorEntry>,
         parity: Option<Vec<FileEntry>>,
@@ -138,12 +142,12 @@ impl Manifest {
         let (block_bytes, hosts) = (BLOCK as u64, Vec::new());
         let mut manifest =
             Manifest { blake3, format, version: VERSION, facts, block_bytes, hosts, files, tensors, parity };
-        manifest.version = manifest.version_for();
+        manifest.version = manifest.needed_version();
         manifest
     }
 
-    /// The oldest version that can say all of it.
-    fn version_for(&self) -> u32 {
+    /// The oldest version that can represent the contents.
+    fn needed_version(&self) -> u32 {
         if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
             NARROW_VERSION
         } else if self.parity.is_some() || !self.hosts.is_empty() {
@@ -153,102 +157,101 @@ impl Manifest {
         }
     }
 
-    /// The same with the host of each shard, by rank.
-    pub(crate) fn scattered(mut self, hosts: Vec<Host>, host_of: &[usize]) -> Manifest {
+    /// Records the host of each shard, by rank.
+    pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
-        self.version = self.version_for();
+        self.version = self.needed_version();
         for (file, host) in self.files.iter_mut().zip(host_of) {
             file.host = Some(*host);
         }
         self
     }
 
-    /// Where this shard was written, when the manifest says so.
-    pub(crate) fn host_of(&self, file: usize) -> Option<&Host> {
+    /// The host that stores this shard, when the manifest records one.
+    pub(crate) fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.hosts.get(self.files.get(file)?.host?)
     }
 
-    /// The file's content.
+    /// Serializes the manifest with its hash.
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
-        let zeroed = Manifest::open_text(serde_json::to_vec(self));
-        let mut text = zeroed.map_err(|e| CkptError::invalid(format!("its facts are no JSON: {e}")))?;
+        let mut text = self.unsealed_text().map_err(CkptError::invalid_save)?;
         if text.len() as u64 > MANIFEST_MAX {
-            return Err(CkptError::invalid(format!(
-                "its manifest would have {} bytes, more than {MANIFEST_MAX}",
-                text.len()
-            )));
+            return Err(CkptError::invalid_save(SaveProblem::ManifestTooLarge {
+                bytes: text.len() as u64,
+                limit: MANIFEST_MAX,
+            }));
         }
         text[HEX].fill(b'0');
-        let hash = Hash::of(&text).hex();
+        let hash = Hash::digest(&text).hex();
         text[HEX].copy_from_slice(hash.as_bytes());
         Ok(text)
     }
 
-    fn open_text(text: serde_json::Result<Vec<u8>>) -> std::result::Result<Vec<u8>, String> {
-        let text = text.map_err(|e| e.to_string())?;
+    /// The JSON text, with zeros in place of the hash.
+    fn unsealed_text(&self) -> std::result::Result<Vec<u8>, ManifestError> {
+        let text = serde_json::to_vec(self)?;
         match text.starts_with(OPENING.as_bytes()) && text.len() > HEX.end {
             true => Ok(text),
-            false => Err("the hash is not its first field".into()),
+            false => Err(ManifestError::HashNotFirst),
         }
     }
 
-    /// Reads and checks everything that can be checked without the shards.
-    pub(crate) fn load(folder: &Folder) -> Result<Manifest> {
-        Manifest::parse(folder.path(), Manifest::read(folder)?)
+    /// Reads the manifest and checks everything that does not need the shards.
+    pub(crate) fn load(directory: &Directory) -> Result<Manifest> {
+        Manifest::parse(directory.path(), Manifest::read(directory)?)
     }
 
-    /// The file's content as it is.
-    pub(crate) fn read(folder: &Folder) -> Result<Vec<u8>> {
-        match folder.read(MANIFEST, MANIFEST_MAX) {
+    /// Reads the text of the manifest, unchecked.
+    pub(crate) fn read(directory: &Directory) -> Result<Vec<u8>> {
+        match directory.read(MANIFEST, MANIFEST_MAX) {
             Err(CkptError::Missing { path, .. }) => {
-                Err(CkptError::NotACheckpoint { path, why: format!("it has no {MANIFEST}") })
+                Err(CkptError::not_a_checkpoint(&path, Diagnosis::ManifestMissing))
             }
             other => other,
         }
     }
 
-    /// Puts the hash that fits into a manifest's text, if it is long enough to hold one.
+    /// Writes the matching hash into the text of a manifest, if the text is long enough.
     pub(crate) fn seal(text: &mut [u8]) {
         if text.get_mut(HEX).map(|hex| hex.fill(b'0')).is_some() {
-            let hash = Hash::of(text).hex();
+            let hash = Hash::digest(text).hex();
             text[HEX].copy_from_slice(hash.as_bytes());
         }
     }
 
-    /// The hash that a text says, which is the right one, and the text with zeros in its place.
-    pub(crate) fn unsealed(mut text: Vec<u8>) -> std::result::Result<(String, Vec<u8>), &'static str> {
-        let stored = text.get(HEX).ok_or("it is cut short")?.to_owned();
+    /// Verifies the hash of a text; returns the hash and the text with zeros in its place.
+    pub(crate) fn unsealed(mut text: Vec<u8>) -> std::result::Result<(String, Vec<u8>), ManifestError> {
+        let stored = text.get(HEX).ok_or(ManifestError::Truncated)?.to_owned();
         text[HEX].fill(b'0');
-        let hash = Hash::of(&text).hex();
+        let hash = Hash::digest(&text).hex();
         match text.starts_with(OPENING.as_bytes()) && hash.as_bytes() == stored {
             true => Ok((hash, text)),
-            false => Err("its content does not fit its own BLAKE3"),
+            false => Err(ManifestError::HashMismatch),
         }
     }
 
-    /// The same of the text of the manifest in `path`.
+    /// Parses and checks the text of the manifest of the checkpoint at `path`.
     pub(crate) fn parse(path: &Path, text: Vec<u8>) -> Result<Manifest> {
-        let bad = |why: String| CkptError::damaged(path, MANIFEST, why);
-        let (_, zeroed) = Manifest::unsealed(text).map_err(|why| bad(why.into()))?;
-        let head: Head = serde_json::from_slice(&zeroed).map_err(|e| bad(e.to_string()))?;
+        let damaged = |error: ManifestError| CkptError::damaged(path, MANIFEST, error);
+        let (_, zeroed) = Manifest::unsealed(text).map_err(damaged)?;
+        let head: Head = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
         if head.format != FORMAT || !(VERSION..=NARROW_VERSION).contains(&head.version) {
-            let what = format!(
-                "it is {:?} version {}, and this program reads {FORMAT:?} version {VERSION} to {NARROW_VERSION}",
-                head.format, head.version
-            );
-            return Err(CkptError::Unsupported { path: path.to_owned(), what });
+            let (format, version) = (head.format, head.version);
+            let (oldest, newest) = (VERSION, NARROW_VERSION);
+            let feature = UnsupportedFeature::FormatVersion { format, version, oldest, newest };
+            return Err(CkptError::unsupported(path, feature));
         }
-        let manifest: Manifest = serde_json::from_slice(&zeroed).map_err(|e| bad(e.to_string()))?;
-        manifest.check().map_err(bad)?;
+        let manifest: Manifest = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
+        manifest.check().map_err(damaged)?;
         Ok(manifest)
     }
 
-    /// Bytes of all shards.
+    /// Size of all shards, bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.files.iter().map(|f| f.bytes).sum()
     }
 
-    /// Shards, then parity.
+    /// The shards, then the parity files.
     pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().chain(self.parity.iter().flatten())
     }
@@ -267,16 +270,16 @@ impl Manifest {
             .collect()
     }
 
-    /// `Err` says what contradicts what.
-    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+    /// Rejects a manifest that contradicts itself.
+    pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         self.facts.check()?;
         if self.block_bytes != BLOCK as u64 {
-            return Err(format!("blocks of {} bytes, not {BLOCK}", self.block_bytes));
+            return Err(ManifestError::BlockSize { found: self.block_bytes, expected: BLOCK as u64 });
         }
         self.check_files()?;
-        let version = self.version_for();
+        let version = self.needed_version();
         if version != self.version {
-            return Err(format!("it says version {}, and has what is of version {version}", self.version));
+            return Err(ManifestError::Version { recorded: self.version, needed: version });
         }
         if let Some(parity) = &self.parity {
             let sizes: Vec<u64> = self.files.iter().map(|f| f.bytes).collect();
@@ -289,63 +292,59 @@ impl Manifest {
         for tensor in &self.tensors {
             self.check_tensor(tensor, &mut spans)?;
             if seen.insert((tensor.role, tensor.name.as_str()), tensor.shape.as_slice()).is_some() {
-                return Err(format!("{} is listed twice", tensor.label()));
+                return Err(ManifestError::Duplicate(tensor.label()));
             }
         }
         for (file, spans) in self.files.iter().zip(&mut spans) {
             spans.sort_by_key(|r| r.start);
             if let Some(w) = spans.windows(2).find(|w| w[0].end > w[1].start) {
-                return Err(format!(
-                    "bytes {}..{} of {} belong to two tensors",
-                    w[1].start, w[0].end, file.name
-                ));
+                return Err(ManifestError::Overlap { file: file.name.clone(), bytes: w[1].start..w[0].end });
             }
         }
         self.check_complete(&seen)
     }
 
-    fn check_files(&self) -> std::result::Result<(), String> {
+    fn check_files(&self) -> std::result::Result<(), ManifestError> {
         if self.files.len() as u64 != u64::from(self.facts.world) {
-            return Err(format!("{} shards of a world of {}", self.files.len(), self.facts.world));
+            return Err(ManifestError::ShardCount { shards: self.files.len(), world: self.facts.world });
         }
         let mut total = 0u64;
         for (rank, file) in self.files.iter().enumerate() {
             if file.name != shard_name(rank as u32, self.facts.world) {
-                return Err(format!("shard {rank} has the wrong name {:?}", file.name));
+                return Err(ManifestError::ShardName { rank, name: file.name.clone() });
             }
             if file.blocks.len() as u64 != file.bytes.div_ceil(BLOCK as u64) {
-                return Err(format!(
-                    "{} hashes for the {} bytes of {}",
-                    file.blocks.len(),
-                    file.bytes,
-                    file.name
-                ));
+                return Err(ManifestError::BlockCount {
+                    file: file.name.clone(),
+                    bytes: file.bytes,
+                    hashes: file.blocks.len(),
+                });
             }
-            total = total.checked_add(file.bytes).ok_or("sizes of shards that overflow")?;
+            total = total.checked_add(file.bytes).ok_or(ManifestError::SizeOverflow)?;
         }
         Ok(())
     }
 
-    /// With hosts it says of every shard on which of them it is.
-    fn check_hosts(&self) -> std::result::Result<(), String> {
+    /// When hosts are listed, every shard must be on one of them.
+    fn check_hosts(&self) -> std::result::Result<(), ManifestError> {
         if self.hosts.is_empty() {
             return match self.files.iter().all(|f| f.host.is_none()) {
                 true => Ok(()),
-                false => Err("shards on hosts that aren't listed".into()),
+                false => Err(ManifestError::NoHosts),
             };
         }
         if self.hosts.len() > HOSTS_MAX {
-            return Err(format!("{} hosts, not 1 to {HOSTS_MAX}", self.hosts.len()));
+            return Err(ManifestError::HostCount { found: self.hosts.len(), limit: HOSTS_MAX });
         }
         let mut seen = HashSet::new();
         for host in &self.hosts {
             host.check()?;
             if !seen.insert(&host.id) {
-                return Err(format!("host {} is listed twice", host.id));
+                return Err(ManifestError::Duplicate(format!("host {}", host.id)));
             }
         }
         match self.files.iter().find(|f| f.host.is_none_or(|h| h >= self.hosts.len())) {
-            Some(file) => Err(format!("{} is on no host that is listed", file.name)),
+            Some(file) => Err(ManifestError::ShardWithoutHost(file.name.clone())),
             None => Ok(()),
         }
     }
@@ -354,43 +353,44 @@ impl Manifest {
         &self,
         tensor: &TensorEntry,
         spans: &mut [Vec<Range<u64>>],
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<(), ManifestError> {
         check_name(&tensor.name)?;
         let label = tensor.label();
-        let narrow = tensor.role == Role::Weight && tensor.dtype == Dtype::BF16;
+        let narrow = tensor.role == TensorRole::Weight && tensor.dtype == Dtype::BF16;
         if tensor.dtype != Dtype::F32 && !narrow {
-            return Err(format!(
-                "{label} is {}, but state is kept as F32, weights also as BF16",
-                tensor.dtype
-            ));
+            return Err(ManifestError::Dtype { tensor: label, dtype: tensor.dtype });
         }
-        let total =
-            elements(&tensor.shape).ok_or(format!("{label} has the impossible shape {:?}", tensor.shape))?;
-        if let Some(flaw) = cut::flaw(total, tensor.pieces.iter().map(Extent::elements)) {
-            return Err(format!("{label}: {flaw}"));
+        let total = elements(&tensor.shape).ok_or_else(|| ManifestError::ImpossibleShape {
+            tensor: label.clone(),
+            shape: tensor.shape.clone(),
+        })?;
+        let error = partition::coverage_error(total, tensor.pieces.iter().map(Extent::elements));
+        if let Some(error) = error {
+            return Err(ManifestError::Coverage { tensor: label, error });
         }
         for piece in &tensor.pieces {
             let bytes = piece.bytes(tensor.dtype);
             match (self.files.get(piece.file), spans.get_mut(piece.file)) {
                 (Some(file), Some(spans)) if bytes.end <= file.bytes && bytes.start >= 8 => spans.push(bytes),
                 _ => {
-                    return Err(format!(
-                        "{label}: bytes {}..{} are not in shard {}",
-                        bytes.start, bytes.end, piece.file
-                    ));
+                    return Err(ManifestError::OutsideShard { tensor: label, bytes, shard: piece.file });
                 }
             }
         }
         Ok(())
     }
 
-    /// Every tensor that the model card and the optimizer state ask for is there, with the card's shape, and no other.
-    fn check_complete(&self, found: &HashMap<(Role, &str), &[u64]>) -> std::result::Result<(), String> {
+    /// Every tensor of the model and of the optimizer state is stored with the shape of the model, and no
+    /// other tensor is.
+    fn check_complete(
+        &self,
+        found: &HashMap<(TensorRole, &str), &[u64]>,
+    ) -> std::result::Result<(), ManifestError> {
         let card = &self.facts.model;
         let frozen: HashSet<&str> = card.frozen.iter().map(String::as_str).collect();
-        let mut expected: HashMap<(Role, &str), &[u64]> = HashMap::new();
-        for role in Role::ALL {
-            let listed = if role == Role::Buffer { &card.buffers } else { &card.weights };
+        let mut expected: HashMap<(TensorRole, &str), &[u64]> = HashMap::new();
+        for role in TensorRole::ALL {
+            let listed = if role == TensorRole::Buffer { &card.buffers } else { &card.weights };
             let any = role.is_optimizer_state() && found.keys().any(|(r, _)| *r == role);
             for t in listed {
                 let key = (role, t.name.as_str());
@@ -401,12 +401,15 @@ impl Manifest {
                 if wanted {
                     expected.insert(key, &t.shape);
                     match found.get(&key) {
-                        None => return Err(format!("{role}/{} is held by no shard", t.name)),
+                        None => {
+                            return Err(ManifestError::MissingTensor(format!("{role}/{}", t.name)));
+                        }
                         Some(shape) if **shape != *t.shape => {
-                            return Err(format!(
-                                "{role}/{} has the shape {shape:?}, not {:?}",
-                                t.name, t.shape
-                            ));
+                            return Err(ManifestError::Shape {
+                                tensor: format!("{role}/{}", t.name),
+                                found: shape.to_vec(),
+                                expected: t.shape.clone(),
+                            });
                         }
                         Some(_) => {}
                     }
@@ -414,12 +417,12 @@ impl Manifest {
             }
         }
         match found.keys().find(|k| !expected.contains_key(*k)) {
-            Some((role, name)) => Err(format!("{role}/{name} is no tensor of the model")),
+            Some((role, name)) => Err(ManifestError::UnknownTensor(format!("{role}/{name}"))),
             None => Ok(()),
         }
     }
 
-    /// What the header of a shard must say: key → (element type, elements, byte range in the file).
+    /// The expected header of a shard: dtype, elements and byte range in the file, by piece key.
     pub(crate) fn expected_header(&self, file: usize) -> HashMap<String, (Dtype, u64, Range<u64>)> {
         let mut expected = HashMap::new();
         for tensor in &self.tensors {

@@ -1,54 +1,55 @@
-//! What goes along when a checkpoint is written anew and [`crate::TrainingState`] has no words for: exact objects, as its files
-//! hold them.
-use crate::catalog::Facts;
+//! [`PassthroughState`]: objects that a conversion copies unchanged, since [`crate::TrainingState`] cannot
+//! represent them.
+use crate::catalog::RunFacts;
 use crate::dtype::Dtype;
 use crate::pickle::Object;
-use crate::state::Group;
+use crate::state::ParamGroupInfo;
 use std::collections::BTreeMap;
 
-/// Beside [`crate::TrainingState`]. What a format doesn't say is empty.
+/// State that a conversion copies unchanged, in addition to [`crate::TrainingState`]. Fields that a format
+/// does not have are empty.
 #[derive(Clone, Debug, Default)]
-pub struct Extras {
-    /// The optimizer's groups, in its own order, where the state doesn't say all of them.
+pub struct PassthroughState {
+    /// The parameter groups in the order of the optimizer, with values that JSON cannot represent.
     pub groups: Vec<ParamGroup>,
-    /// Names of the module's tensors in its own order, aliases and buffers too.
+    /// Names of the tensors of the module in its order, including aliases and buffers.
     pub module: Vec<String>,
-    /// Weights that were frozen after the optimizer was made, and are in a group.
+    /// Weights that were frozen after the optimizer was created, and are still in a parameter group.
     pub frozen_late: Vec<String>,
-    /// What the model computes in.
+    /// Dtype in which the model computes.
     pub precision: Option<Dtype>,
-    /// State of the learning rate scheduler, where it is more than JSON can say.
+    /// State of the learning rate scheduler, including values that JSON cannot represent.
     pub scheduler: Object,
-    /// Of a checkpoint of ours, all that it says.
-    pub native: Option<Box<Facts>>,
-    /// Steps skipped for overflows.
+    /// All facts of a native checkpoint.
+    pub native: Option<Box<RunFacts>>,
+    /// Steps skipped because of overflows.
     pub skipped: u64,
-    /// Other parts of DeepSpeed's model file: of the engine and of the client.
+    /// Other entries of DeepSpeed's model file, of the engine and the client state.
     pub model: Vec<(String, Object)>,
-    /// Other parts of DeepSpeed's optimizer file: loss scaler, clipping.
+    /// Other entries of DeepSpeed's optimizer file, such as loss scaler and clipping.
     pub optimizer: Vec<(String, Object)>,
-    /// Version of DeepSpeed that wrote it.
+    /// Version of DeepSpeed that wrote the checkpoint.
     pub version: Option<String>,
-    /// Name of the folder of the state.
+    /// Name of the tag.
     pub tag: Option<String>,
-    /// What could not be taken along.
+    /// Notices about entries that cannot be copied.
     pub notices: Vec<String>,
 }
 
-/// Parameters that share hyper-parameters.
+/// Parameters that share hyper-parameters, with exact values.
 #[derive(Clone, Debug, Default)]
 pub struct ParamGroup {
-    /// In the optimizer's order. Empty: the format doesn't say which.
+    /// Names in the order of the optimizer; empty when unknown.
     pub names: Vec<String>,
-    /// Updates that each of them has had; `None` where it isn't written down.
+    /// Number of updates of each parameter; `None` when not recorded.
     pub steps: Vec<Option<f64>>,
-    /// Hyper-parameters by their names in torch.
+    /// Hyper-parameters by torch's names.
     pub options: Vec<(String, Object)>,
 }
 
 impl ParamGroup {
-    /// A group with the updates that each of its weights has had.
-    pub(crate) fn of(group: &Group, steps: &BTreeMap<String, u64>) -> ParamGroup {
+    /// Makes a group, with the number of updates of each weight.
+    pub(crate) fn from_info(group: &ParamGroupInfo, steps: &BTreeMap<String, u64>) -> ParamGroup {
         ParamGroup {
             names: group.names.clone(),
             steps: group.names.iter().map(|name| steps.get(name).map(|&s| s as f64)).collect(),
@@ -56,15 +57,15 @@ impl ParamGroup {
         }
     }
 
-    /// Hyper-parameters that are known as JSON.
+    /// Converts hyper-parameters from JSON.
     fn from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, Object)> {
-        let of = |(key, value): (&String, &serde_json::Value)| match (key.as_str(), Object::from_json(value))
-        {
-            // our own name of the group
-            ("name", _) => None,
-            ("betas", Object::List(betas)) => Some((key.clone(), Object::Tuple(betas))),
-            (_, value) => Some((key.clone(), value)),
-        };
-        hyper.iter().filter_map(of).collect()
+        let convert =
+            |(key, value): (&String, &serde_json::Value)| match (key.as_str(), Object::from_json(value)) {
+                // the name of the group in native checkpoints
+                ("name", _) => None,
+                ("betas", Object::List(betas)) => Some((key.clone(), Object::Tuple(betas))),
+                (_, value) => Some((key.clone(), value)),
+            };
+        hyper.iter().filter_map(convert).collect()
     }
 }

@@ -1,63 +1,67 @@
-//! Folders of low-rank adapters as PEFT has them: `adapter_config.json` and `adapter_model.safetensors`.
+//! Reads and writes LoRA adapters in PEFT's format: `adapter_config.json` and
+//! `adapter_model.safetensors`.
 //!
-//! In a checkpoint an adapter of the matrix `X.weight` is the two tensors `X.lora_A.weight` `[rank, in]` and
-//! `X.lora_B.weight` `[out, rank]`; in PEFT's files their names begin with [`PREFIX`]. What a configuration says beside the
-//! numbers that are known here is refused by name wherever it changes the arithmetic.
-use crate::catalog::Role;
-use crate::disk::Folder;
-use crate::error::{CkptError, Result};
-use crate::external::{Foreign, draft::Draft};
+//! In a checkpoint, the adapter of the matrix `X.weight` consists of the tensors `X.lora_A.weight`
+//! `[rank, in]` and `X.lora_B.weight` `[out, rank]`. In PEFT's files their names begin with [`PREFIX`].
+//! A setting that is not known here and would change the arithmetic is rejected by its name.
+use crate::catalog::TensorRole;
+use crate::disk::Directory;
+use crate::error::{CkptError, MissingPart, Result, UnsupportedFeature};
+use crate::external::{ExternalCheckpoint, builder::CheckpointBuilder};
 use crate::formats::weights;
+use diagnostic::Code;
+use diagnostic::codes::checkpoint as codes;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// What the names in PEFT's files begin with.
+/// The prefix of tensor names in PEFT's files.
 pub const PREFIX: &str = "base_model.model.";
-/// The configuration.
+/// The file with the configuration.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// The weights, without their ending.
+/// The stem of the file with the weights.
 pub(crate) const STEM: &str = "adapter_model";
 const A: &str = ".lora_A.weight";
 const B: &str = ".lora_B.weight";
-/// Longest configuration, bytes.
+/// Limit on the configuration, bytes.
 const CONFIG_MAX: u64 = 1 << 20;
-/// Largest rank.
+/// Limit on the rank.
 const RANK_MAX: u64 = 1 << 16;
 
-/// Is this the name of an adapter's tensor?
+/// True for the name of a LoRA matrix.
 pub fn is_adapter(name: &str) -> bool {
     name.ends_with(A) || name.ends_with(B)
 }
 
-/// The names of both tensors of the adapter of a matrix, `….weight`.
-pub(crate) fn adapter_of(weight: &str) -> Option<[String; 2]> {
+/// The names of the two LoRA matrices of a weight, `….weight`.
+pub(crate) fn adapter_names(weight: &str) -> Option<[String; 2]> {
     let module = weight.strip_suffix(".weight")?;
     Some([format!("{module}{A}"), format!("{module}{B}")])
 }
 
-/// The matrix that an adapter's tensor belongs to.
-pub(crate) fn matrix_of(adapter: &str) -> Option<String> {
+/// The weight that a LoRA matrix belongs to.
+pub(crate) fn adapted_weight(adapter: &str) -> Option<String> {
     let module = adapter.strip_suffix(A).or_else(|| adapter.strip_suffix(B))?;
     Some(format!("{module}.weight"))
 }
 
-/// The numbers of a folder's adapters.
+/// The settings in `adapter_config.json`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterConfig {
+    /// Rank of the LoRA matrices.
     pub rank: u32,
-    /// What adapters give is multiplied by `alpha / rank`,
+    /// The output of an adapter is multiplied by `alpha / rank`.
     pub alpha: f64,
-    /// or by `alpha / √rank`.
+    /// The factor is `alpha / √rank` instead (rsLoRA).
     pub rslora: bool,
-    /// Share of an adapter's inputs that is dropped in training.
+    /// Dropout probability of the inputs of an adapter in training.
     pub dropout: f64,
-    /// Names of modules, or what follows a dot in them.
+    /// Names of modules, or suffixes of names after a dot.
     pub targets: Vec<String>,
-    /// The model keeps its matrices as `[in, out]`.
+    /// The model stores its matrices as `[in, out]`.
     pub fan_in_fan_out: bool,
 }
 
-/// What has no part in the arithmetic.
+/// Settings that do not influence the arithmetic.
 const IRRELEVANT: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
@@ -82,52 +86,60 @@ const KNOWN: &[&str] = &[
 ];
 
 impl AdapterConfig {
-    /// Reads `adapter_config.json` of a folder.
-    pub fn read(folder: &Path) -> Result<AdapterConfig> {
-        let text = Folder::open(folder)?.read(ADAPTER_CONFIG, CONFIG_MAX)?;
-        let wrong = |why: String| CkptError::damaged(folder, ADAPTER_CONFIG, why);
-        let map = object(&text).map_err(wrong)?;
-        AdapterConfig::parse(&map).map_err(|what| CkptError::Unsupported {
-            path: folder.to_owned(),
-            what: format!("{ADAPTER_CONFIG}: {what}"),
+    /// Reads `adapter_config.json` in a directory.
+    pub fn read(directory: &Path) -> Result<AdapterConfig> {
+        let text = Directory::open(directory)?.read(ADAPTER_CONFIG, CONFIG_MAX)?;
+        AdapterConfig::from_json(&text).map_err(|error| match error {
+            AdapterConfigError::Json(_) => CkptError::damaged(directory, ADAPTER_CONFIG, error),
+            error => CkptError::unsupported(directory, error),
         })
     }
 
-    /// The same from its content. `Err` says what is wrong or not supported.
-    pub fn parse(map: &Map<String, Value>) -> std::result::Result<AdapterConfig, String> {
+    /// Parses the text of `adapter_config.json`.
+    pub fn from_json(text: &[u8]) -> std::result::Result<AdapterConfig, AdapterConfigError> {
+        match serde_json::from_slice(text) {
+            Ok(Value::Object(map)) => AdapterConfig::parse(&map),
+            Ok(_) => Err(AdapterConfigError::Json("not an object".into())),
+            Err(error) => Err(AdapterConfigError::Json(error.to_string())),
+        }
+    }
+
+    /// Parses the object in `adapter_config.json`.
+    pub fn parse(map: &Map<String, Value>) -> std::result::Result<AdapterConfig, AdapterConfigError> {
         let get = |key: &str| map.get(key).filter(|v| !v.is_null());
         for (key, allowed) in [
             ("peft_type", vec![json!("LORA")]),
             ("task_type", vec![json!("CAUSAL_LM")]),
             ("bias", vec![json!("none")]),
-            // how new ones begin; the others change the model's own matrices
+            // initializations of new adapters; the other methods change the matrices of the model
             ("init_lora_weights", vec![json!(true), json!(false), json!("gaussian")]),
         ] {
             if let Some(v) = get(key).filter(|v| !allowed.contains(v)) {
-                return Err(format!("`{key}: {}` is not supported", shown(v)));
+                return Err(AdapterConfigError::unsupported(key, v));
             }
         }
         let flag = |key: &str| match get(key) {
             None => Ok(false),
             Some(Value::Bool(b)) => Ok(*b),
-            Some(v) => Err(format!("`{key}` is {}, not true or false", shown(v))),
+            Some(v) => Err(AdapterConfigError::invalid(key, v, "true or false")),
         };
-        let number = |key: &str, default: f64, fits: fn(f64) -> bool| match get(key) {
+        let number = |key: &str, default: f64, expected: &'static str, fits: fn(f64) -> bool| match get(key) {
             None => Ok(default),
             Some(v) => v
                 .as_f64()
                 .filter(|x| (*x as f32).is_finite() && fits(*x))
-                .ok_or_else(|| format!("`{key}` is {}, which it can't be", shown(v))),
+                .ok_or_else(|| AdapterConfigError::invalid(key, v, expected)),
         };
         let rank = get("r").map_or(Some(8), Value::as_u64).filter(|r| (1..=RANK_MAX).contains(r));
         let rank = rank.ok_or_else(|| {
-            format!("`r` is {}, not a number from 1 to {RANK_MAX}", get("r").map_or("absent".into(), shown))
+            let found = get("r").unwrap_or(&Value::Null);
+            AdapterConfigError::invalid("r", found, "a whole number from 1 to 65536")
         })?;
         let config = AdapterConfig {
             rank: rank as u32,
-            alpha: number("lora_alpha", 8.0, |x| x as f32 > 0.0)?,
+            alpha: number("lora_alpha", 8.0, "a positive number", |x| x as f32 > 0.0)?,
             rslora: flag("use_rslora")?,
-            dropout: number("lora_dropout", 0.0, |x| (0.0..1.0).contains(&x))?,
+            dropout: number("lora_dropout", 0.0, "a number from 0 to 1", |x| (0.0..1.0).contains(&x))?,
             targets: targets(get("target_modules"))?,
             fan_in_fan_out: flag("fan_in_fan_out")?,
         };
@@ -143,12 +155,12 @@ impl AdapterConfig {
             Some((key, v)) => {
                 let key = key.chars().take(60).collect::<String>();
                 let key = key.escape_debug();
-                Err(format!("`{key}: {}` is not supported", shown(v)))
+                Err(AdapterConfigError::unsupported(&key.to_string(), v))
             }
         }
     }
 
-    /// The content of `adapter_config.json`; `base`: the folder of the model that the adapters are for.
+    /// Makes the content of `adapter_config.json`; `base` is the directory of the base model.
     pub fn json(&self, base: Option<&str>) -> Value {
         let whole = self.alpha.fract() == 0.0 && self.alpha < 1e15;
         let alpha = if whole { json!(self.alpha as u64) } else { json!(self.alpha) };
@@ -161,36 +173,76 @@ impl AdapterConfig {
         })
     }
 
-    /// Factor of what adapters give.
+    /// The factor by which the output of an adapter is multiplied.
     pub fn scale(&self) -> f64 {
         let rank = f64::from(self.rank);
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
     }
 }
 
-/// A JSON object.
-pub(crate) fn object(text: &[u8]) -> std::result::Result<Map<String, Value>, String> {
-    match serde_json::from_slice(text).map_err(|e| e.to_string())? {
-        Value::Object(map) => Ok(map),
-        _ => Err("it is no JSON object".into()),
+/// Why an `adapter_config.json` is rejected.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdapterConfigError {
+    /// The file is not a JSON object.
+    #[error("invalid JSON: {0}")]
+    Json(String),
+    /// A setting has an unsupported value.
+    #[error("{ADAPTER_CONFIG}: `{key}: {value}` is not supported")]
+    Unsupported {
+        /// The setting.
+        key: String,
+        /// Its value as JSON, shortened.
+        value: String,
+    },
+    /// A setting has an invalid value.
+    #[error("{ADAPTER_CONFIG}: `{key}` is {value}, expected {expected}")]
+    Invalid {
+        /// The setting.
+        key: String,
+        /// Its value as JSON, shortened.
+        value: String,
+        /// What the value must be.
+        expected: &'static str,
+    },
+    /// `target_modules` is missing.
+    #[error("{ADAPTER_CONFIG} has no `target_modules`")]
+    NoTargets,
+}
+
+impl AdapterConfigError {
+    fn unsupported(key: &str, value: &Value) -> Self {
+        AdapterConfigError::Unsupported { key: key.to_owned(), value: shorten(value) }
+    }
+
+    fn invalid(key: &str, value: &Value, expected: &'static str) -> Self {
+        AdapterConfigError::Invalid { key: key.to_owned(), value: shorten(value), expected }
+    }
+
+    /// The stable code of this error.
+    pub fn code(&self) -> Code {
+        match self {
+            AdapterConfigError::Json(_) => codes::CHECKPOINT_JSON_INVALID,
+            _ => codes::ADAPTER_CONFIG_UNSUPPORTED,
+        }
     }
 }
 
-fn targets(v: Option<&Value>) -> std::result::Result<Vec<String>, String> {
-    let wrong =
-        |v: &Value| format!("`target_modules: {}` is not supported: it must be a list of names", shown(v));
-    let v = v.ok_or("it has no `target_modules`")?;
+fn targets(v: Option<&Value>) -> std::result::Result<Vec<String>, AdapterConfigError> {
+    let wrong = |v: &Value| AdapterConfigError::invalid("target_modules", v, "a list of names");
+    let v = v.ok_or(AdapterConfigError::NoTargets)?;
     let names = v.as_array().filter(|names| !names.is_empty()).ok_or_else(|| wrong(v))?;
     let text =
         |name: &Value| name.as_str().filter(|n| !n.is_empty()).map(str::to_owned).ok_or_else(|| wrong(v));
-    let mut names = names.iter().map(text).collect::<std::result::Result<Vec<String>, String>>()?;
-    // the file has them in no order
+    let mut names =
+        names.iter().map(text).collect::<std::result::Result<Vec<String>, AdapterConfigError>>()?;
+    // PEFT writes a set in arbitrary order
     names.sort();
     Ok(names)
 }
 
-/// A value, short enough for a message.
-fn shown(value: &Value) -> String {
+/// Formats a value as JSON, shortened for a message.
+fn shorten(value: &Value) -> String {
     let text = value.to_string();
     match text.chars().count() > 60 {
         true => text.chars().take(60).chain("…".chars()).collect(),
@@ -198,31 +250,38 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// The adapters of a folder, by their names in a checkpoint.
-pub fn open_adapters(path: &Path) -> Result<Foreign> {
-    let mut draft = Draft::new(path)?;
+/// Opens the adapters in a directory under their names in a checkpoint.
+pub fn open_adapters(path: &Path) -> Result<ExternalCheckpoint> {
+    let mut builder = CheckpointBuilder::new(path)?;
     let files = [format!("{STEM}.safetensors"), format!("{STEM}.bin")];
     let mut found = None;
     for file in &files {
-        if found.is_none() && draft.folder.size_of(file)?.is_some() {
+        if found.is_none() && builder.directory.size_of(file)?.is_some() {
             found = Some(file);
         }
     }
     let Some(file) = found else {
-        return Err(CkptError::Missing { path: path.to_owned(), what: files.join(" or ") });
+        return Err(CkptError::missing(path, MissingPart::AnyFileOf(files.to_vec())));
     };
-    weights::add_file(&mut draft, file)?;
-    for entry in &mut draft.entries {
+    weights::add_file(&mut builder, file)?;
+    for entry in &mut builder.entries {
         let info = &mut entry.info;
-        match info.name.strip_prefix(PREFIX).filter(|name| info.role == Role::Weight && is_adapter(name)) {
+        match info
+            .name
+            .strip_prefix(PREFIX)
+            .filter(|name| info.role == TensorRole::Weight && is_adapter(name))
+        {
             Some(name) => info.name = name.to_owned(),
             None => {
-                let what = format!("{file}: {}, which is no adapter's matrix,", info.name);
-                return Err(CkptError::Unsupported { path: path.to_owned(), what });
+                let (file, tensor) = (file.clone(), info.name.clone());
+                return Err(CkptError::unsupported(
+                    path,
+                    UnsupportedFeature::NotAnAdapterTensor { file, tensor },
+                ));
             }
         }
     }
-    draft.facts.kind = "PEFT adapter";
-    draft.facts.writer = "PEFT".into();
-    draft.finish()
+    builder.facts.kind = "PEFT adapter";
+    builder.facts.writer = "PEFT".into();
+    builder.finish()
 }

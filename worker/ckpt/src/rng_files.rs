@@ -1,21 +1,23 @@
-//! States of random generators as HF Trainer (`rng_state_R.pth`) and Accelerate (`random_states_R.pkl`) write them: read,
-//! written byte for byte as Python takes them back, and carried to another number of ranks by one rule.
+//! RNG state files of HF Trainer (`rng_state_R.pth`) and Accelerate (`random_states_R.pkl`): reads
+//! them, writes them so that Python loads them, and assigns their streams to another number of
+//! ranks.
 //!
-//! - [`streams`]: what one rank's file holds; every layout is checked as if an enemy had written it.
-//! - `parse`, `write`: files of `torch.save`.
-//! - [`rule`]: what happens to each kind of stream when N ranks become M. Pure.
-//! - `fill`: files of ranks that lost theirs.
-//! - [`folder`]: the files of a whole checkpoint.
-//! - [`prepare`]: a sibling folder from which an unmodified script resumes with another number of ranks.
-pub(crate) mod fill;
-pub mod folder;
-pub(crate) mod link;
-mod parse;
+//! - [`streams`]: the content of one rank's file, validated as untrusted input.
+//! - `decode`, `encode`: the files themselves, in the container of `torch.save`.
+//! - [`reconcile`]: the rule for each kind of stream when N ranks become M. Pure.
+//! - `missing_ranks`: creates the files of ranks whose files were lost.
+//! - [`rank_files`]: the files of all ranks in a checkpoint directory.
+//! - [`prepare`]: a sibling directory from which an unmodified script resumes with M ranks.
+//! - `reshard`, `scheduler`: the parts of such a directory that depend on the number of ranks.
+mod decode;
+mod encode;
+pub(crate) mod link_tree;
+pub(crate) mod missing_ranks;
 pub mod prepare;
-mod rewrite;
-pub mod rule;
-mod scheduler;
+pub mod rank_files;
+pub mod reconcile;
+mod reshard;
+pub(crate) mod scheduler;
 pub mod streams;
 #[cfg(test)]
 mod tests;
-mod write;

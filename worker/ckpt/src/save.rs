@@ -1,8 +1,8 @@
-//! Each rank's shard of a save, in the hidden folder that is committed afterwards.
-use crate::catalog::Role;
-use crate::disk::{FileWriter, WritePath};
+//! Writes a rank's shard to the staging directory of a save.
+use crate::catalog::TensorRole;
+use crate::disk::{FileWriter, IoMode};
 use crate::dtype::Dtype;
-use crate::error::{CkptError, Result};
+use crate::error::{CkptError, Result, SaveProblem};
 use crate::formats::safetensors::{self, Planned};
 use crate::hash::Hash;
 use crate::manifest::shard_name;
@@ -10,21 +10,25 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// Some elements of a logical tensor that this rank holds.
+/// Consecutive elements of a logical tensor, stored by this rank.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
+    /// Name of the tensor.
     pub name: &'a str,
-    pub role: Role,
-    /// Index in the whole tensor of the first element of `data`.
+    /// Purpose of the tensor.
+    pub role: TensorRole,
+    /// Index of the first element of `data` in the tensor.
     pub start_element: u64,
+    /// The elements.
     pub data: Elements<'a>,
 }
 
-/// Elements as a shard keeps them.
+/// Elements in the dtype in which the shard stores them.
 #[derive(Clone, Copy, Debug)]
 pub enum Elements<'a> {
+    /// F32.
     F32(&'a [f32]),
-    /// Of weights only: those of a run that has no others.
+    /// BF16; only for weights, of a run without FP32 masters.
     Bf16(&'a [u16]),
 }
 
@@ -57,35 +61,46 @@ impl Elements<'_> {
     }
 }
 
-/// Where a piece lies in its shard.
+/// The position of a piece in its shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PieceReport {
+    /// Name of the tensor.
     pub name: String,
-    pub role: Role,
+    /// Purpose of the tensor.
+    pub role: TensorRole,
+    /// Stored dtype.
     pub dtype: Dtype,
+    /// Index of the first element in the tensor.
     pub start: u64,
+    /// Number of elements.
     pub count: u64,
     /// Byte offset in the file.
     pub offset: u64,
 }
 
-/// What rank 0 needs to know of a written shard; small, and serialisable in any serde format.
+/// Describes a written shard to rank 0. Small, and serializable in any serde format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardReport {
+    /// Rank that wrote the shard.
     pub rank: u32,
+    /// World size.
     pub world: u32,
+    /// Name of the file.
     pub file: String,
+    /// Size of the file.
     pub bytes: u64,
-    /// BLAKE3 of each MiB of the file.
+    /// BLAKE3 hash of each MiB of the file.
     pub blocks: Vec<Hash>,
+    /// The pieces in the file.
     pub pieces: Vec<PieceReport>,
 }
 
-/// Writes this rank's shard into the folder of [`crate::Staging::path`] and makes it durable: a safetensors file with a tensor
-/// `role/name@start` per piece, in the order given. Empty pieces are left out. Needs 24 MiB beside the pieces.
+/// Writes this rank's shard to the directory [`crate::Staging::path`] and makes it durable. The shard is a
+/// safetensors file with one tensor `role/name@start` per piece, in the given order. Empty pieces are
+/// omitted. Needs 24 MiB in addition to the pieces.
 pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) -> Result<ShardReport> {
     if rank >= world {
-        return Err(CkptError::invalid(format!("rank {rank} of a world of {world}")));
+        return Err(CkptError::invalid_save(SaveProblem::RankOutsideWorld { rank, world }));
     }
     let pieces: Vec<&Piece<'_>> = pieces.iter().filter(|p| p.data.len() > 0).collect();
     let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
@@ -97,12 +112,12 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) 
         .collect();
     let mut seen = HashSet::new();
     if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {
-        return Err(CkptError::invalid(format!("rank {rank} gives {} twice", twice.name)));
+        return Err(CkptError::invalid_save(SaveProblem::DuplicatePiece { rank, piece: twice.name.clone() }));
     }
-    let header = safetensors::shard_header(rank, world, &planned).map_err(CkptError::invalid)?;
+    let header = safetensors::shard_header(rank, world, &planned).map_err(CkptError::invalid_save)?;
 
     let file = shard_name(rank, world);
-    let mut writer = FileWriter::create(staging.join(&file), WritePath::Direct, true)?;
+    let mut writer = FileWriter::create(staging.join(&file), IoMode::Direct, true)?;
     let mut offset = header.len() as u64;
     writer.write(&header)?;
     let mut reports = Vec::with_capacity(pieces.len());

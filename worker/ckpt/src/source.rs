@@ -1,100 +1,102 @@
-//! What weights can be gathered from: a checkpoint of ours or of others.
-use crate::catalog::{Role, TensorInfo, TextFile};
+//! A common interface to the tensors and the state of checkpoints of all formats.
+use crate::catalog::{TensorInfo, TensorRole, TextFile};
 use crate::dtype::Dtype;
-use crate::error::{CkptError, Result};
-use crate::passthrough::Extras;
+use crate::error::{CkptError, Result, UnsupportedFeature};
+use crate::passthrough::PassthroughState;
 use crate::state::TrainingState;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// A range of a tensor to read, for [`crate::Checkpoint::read_many`].
+/// A request to read a range of a tensor.
 #[derive(Debug)]
-pub struct Request<'a> {
+pub struct ReadRequest<'a> {
+    /// Name of the tensor.
     pub name: &'a str,
-    pub role: Role,
-    /// Index in the whole tensor of the first element wanted.
+    /// Purpose of the tensor.
+    pub role: TensorRole,
+    /// Index of the first element to read.
     pub start_element: u64,
-    /// Filled; its length says how many elements are wanted.
+    /// The buffer to fill; its length is the number of elements to read.
     pub out: &'a mut [f32],
 }
 
-/// A checkpoint of any format: tensors by role and name, read as f32 in any ranges.
-pub trait Source: Sync {
-    /// Its folder.
+/// A checkpoint of any format, whose tensors are read as F32 in any ranges.
+pub trait TensorSource: Sync {
+    /// The checkpoint directory.
     fn path(&self) -> &Path;
 
     /// Every tensor, weights first.
     fn tensors(&self) -> Vec<TensorInfo>;
 
-    /// Fills all requests. After an error the contents of the outputs mean nothing.
-    fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()>;
+    /// Reads all requests. After an error the contents of the outputs are undefined.
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
 
-    /// As [`Source::read_many`], but what is wrong with the bytes may be found by [`Source::settle`] only: each byte is read
-    /// once. For results that are thrown away when that fails.
-    fn read_unchecked(&self, requests: &mut [Request<'_>]) -> Result<()> {
+    /// Reads all requests without verifying the bytes first, so that each byte is read only once. The
+    /// results must be discarded when [`TensorSource::verify_reads`] fails afterwards.
+    fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_many(requests)
     }
 
-    /// Checks what [`Source::read_unchecked`] has given since it was opened; with `all`, everything that it could give.
-    fn settle(&self, all: bool) -> Result<()> {
+    /// Verifies everything that [`TensorSource::read_unchecked`] has read; with `all`, all stored bytes.
+    fn verify_reads(&self, all: bool) -> Result<()> {
         let _ = all;
         Ok(())
     }
 
-    /// Fills `out` with elements from `start_element` on of a tensor of any type, as they are stored (little-endian).
-    fn read_raw(&self, name: &str, role: Role, start_element: u64, out: &mut [u8]) -> Result<()> {
+    /// Reads elements of a tensor of any dtype from `start_element` on, in the stored little-endian form.
+    fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
         let _ = (start_element, out);
-        let what = format!("{role}/{name} is no tensor of floating point numbers");
-        Err(CkptError::Unsupported { path: self.path().to_owned(), what })
+        let tensor = format!("{role}/{name}");
+        Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
     }
 
-    /// What a training state has beside tensors.
-    fn extras(&self) -> Result<Extras> {
-        Ok(Extras::default())
+    /// State that a conversion copies unchanged.
+    fn passthrough(&self) -> Result<PassthroughState> {
+        Ok(PassthroughState::default())
     }
 
-    /// Optimizer steps done, where it says so.
+    /// Completed optimizer steps, if recorded.
     fn step(&self) -> Option<u64>;
 
-    /// The type that its weights are gathered in unless another is asked for: BF16 when it has no more of them.
+    /// The default dtype for exporting the weights: BF16 when all weights are stored as BF16.
     fn weights_dtype(&self) -> Dtype {
         Dtype::F32
     }
 
-    /// What it says of itself beside its tensors.
+    /// The training state apart from tensors.
     fn state(&self) -> TrainingState;
 
-    /// True when it holds weights and nothing of a training state, neither whole nor in part.
+    /// True for a checkpoint with weights and no part of a training state.
     fn is_weights_alone(&self) -> bool {
         false
     }
 
-    /// Why states of an optimizer that are there aren't among the tensors.
-    fn unread(&self) -> Option<&str> {
+    /// Why an existing optimizer state is not among the tensors.
+    fn ignored_optimizer(&self) -> Option<&str> {
         None
     }
 
-    /// Tokens trained on, where it says so.
+    /// Number of trained tokens, if recorded.
     fn tokens(&self) -> Option<u64> {
         None
     }
 
-    /// What goes into `config.json`; `None` when it isn't there.
+    /// Content of `config.json`; `None` when there is none.
     fn hf_config(&self) -> Option<&Map<String, Value>> {
         None
     }
 
-    /// PEFT's `adapter_config.json` of a model with low-rank adapters.
+    /// PEFT's `adapter_config.json`, for a model with LoRA adapters.
     fn adapter(&self) -> Option<&Value> {
         None
     }
 
-    /// Tokenizer files and other texts that go beside the weights.
+    /// Tokenizer files and other texts that are exported with the weights.
     fn texts(&self) -> &[TextFile] {
         &[]
     }
 
-    /// Refuses a checkpoint that is known to lack weights.
+    /// Rejects a checkpoint that is known to lack weights.
     fn require_weights(&self) -> Result<()> {
         Ok(())
     }

@@ -1,40 +1,43 @@
-//! What a training state says of itself beside its tensors, in the same words whatever program wrote it.
+//! [`TrainingState`]: the training state apart from tensors, in a form common to all formats.
 use crate::catalog::Tie;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// A group of the optimizer: its hyper-parameters and the weights that it trains.
+/// A parameter group of the optimizer: hyper-parameters and weights.
 ///
-/// As JSON it is one object: the hyper-parameters and `params`, the names.
+/// In JSON it is one object with the hyper-parameters and `params`, the names.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Group {
-    /// As torch calls them (`lr`, `betas`, `eps`, `weight_decay`, …); empty where the checkpoint has none.
+pub struct ParamGroupInfo {
+    /// Hyper-parameters by torch's names (`lr`, `betas`, `eps`, `weight_decay`, …); empty when the checkpoint
+    /// has none.
     #[serde(flatten)]
     pub hyper: Map<String, Value>,
-    /// Weights in the group's own order.
+    /// Names of the weights, in the order of the group.
     #[serde(rename = "params", default)]
     pub names: Vec<String>,
 }
 
-/// What every training state has beside its tensors, as far as its checkpoint says it.
+/// A training state apart from tensors, as far as the checkpoint records it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TrainingState {
-    /// Steps done, skipped ones included.
+    /// Completed steps, including skipped ones.
     pub step: Option<u64>,
     /// Samples consumed by all ranks together.
     pub samples: Option<u64>,
-    /// Ranks that wrote it.
+    /// Number of ranks that wrote the checkpoint.
     pub world: Option<u32>,
     /// ZeRO stage.
     pub stage: Option<u8>,
-    pub groups: Vec<Group>,
-    /// Updates that the optimizer made to each weight.
+    /// Parameter groups.
+    pub groups: Vec<ParamGroupInfo>,
+    /// Number of optimizer updates of each weight.
     pub steps: BTreeMap<String, u64>,
-    /// State of the learning rate scheduler, as torch's `state_dict` has it; null when there is none.
+    /// State of the learning rate scheduler, in the form of torch's `state_dict`; null when there is none.
     pub scheduler: Value,
-    /// State of the loss scaler of fp16, as its program has it; null when there is none.
+    /// State of the FP16 loss scaler, in the form of the program that wrote it; null when there is none.
     pub loss_scaler: Value,
+    /// Tied weights.
     pub ties: Vec<Tie>,
     /// Weights that are not trained.
     pub frozen: Vec<String>,
@@ -42,22 +45,24 @@ pub struct TrainingState {
     pub buffers: Vec<String>,
 }
 
-/// Where the loss scale of fp16 stands.
+/// The dynamic loss scale of FP16 training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
+    /// The factor of the loss.
     pub scale: f64,
-    /// Steps since it last changed.
+    /// Steps since the factor last changed.
     pub steps: u64,
 }
 
 impl TrainingState {
-    /// What DeepSpeed's `DynamicLossScaler`, torch's `GradScaler` or a run of ours says of it. `None`: there is none, or one
-    /// that is always the same.
+    /// The loss scale of DeepSpeed's `DynamicLossScaler`, torch's `GradScaler` or a native checkpoint. `None`
+    /// when there is none, or a constant one.
     pub fn loss_scale(&self) -> Option<LossScale> {
         let number = |key: &str| self.loss_scaler.get(key).and_then(Value::as_f64);
         let count = |key: &str| number(key).filter(|n| (0.0..9e15).contains(n)).map(|n| n as u64);
         if let Some(scale) = number("cur_scale") {
-            // DeepSpeed counts from the last overflow, -1 before any, and changes the scale every so many steps
+            // DeepSpeed stores the iteration of the last overflow (-1 before any), and changes the scale after
+            // every `scale_window` steps
             let since = number("cur_iter")? - number("last_overflow_iter")? - 1.0;
             let window = count("scale_window").filter(|w| *w > 0)?;
             return Some(LossScale { scale, steps: since.clamp(0.0, 9e15) as u64 % window });
@@ -72,23 +77,24 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn loss_scales_of_every_program() {
-        let of = |loss_scaler: Value| TrainingState { loss_scaler, ..TrainingState::default() }.loss_scale();
+    fn loss_scales_of_every_program_are_read() {
+        let parse =
+            |loss_scaler: Value| TrainingState { loss_scaler, ..TrainingState::default() }.loss_scale();
         let deepspeed = |iter: i64, overflow: i64| {
-            of(
+            parse(
                 json!({"cur_scale": 256.0, "cur_iter": iter, "last_overflow_iter": overflow, "scale_window": 4, "dynamic": true}),
             )
         };
         assert_eq!(deepspeed(3, -1), Some(LossScale { scale: 256.0, steps: 3 }));
         assert_eq!(deepspeed(9, 2), Some(LossScale { scale: 256.0, steps: 2 }));
         let torch = json!({"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7});
-        assert_eq!(of(torch), Some(LossScale { scale: 65536.0, steps: 7 }));
+        assert_eq!(parse(torch), Some(LossScale { scale: 65536.0, steps: 7 }));
         assert_eq!(
-            of(json!({"scale": 8.0, "steps": 1, "skipped": 3})),
+            parse(json!({"scale": 8.0, "steps": 1, "skipped": 3})),
             Some(LossScale { scale: 8.0, steps: 1 })
         );
         for none in [Value::Null, json!({"cur_scale": 128.0, "dynamic": false}), json!({"scale": "much"})] {
-            assert_eq!(of(none.clone()), None, "{none}");
+            assert_eq!(parse(none.clone()), None, "{none}");
         }
     }
 }

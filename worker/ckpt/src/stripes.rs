@@ -1,38 +1,41 @@
-//! Where the stripes of parity lie (pure).
+//! Which blocks of the parity each rank stores. Free of I/O.
 use crate::disk::BLOCK;
+use crate::manifest_error::ManifestError;
 use std::ops::Range;
 
-/// Name of a rank's stripe.
+/// The file name of a rank's parity stripe.
 pub(crate) fn parity_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// Blocks of the parity that stripe `rank` holds, and its size in bytes; `sizes` are those of the shards.
+/// The parity blocks in the stripe of `rank`, and the size of the stripe in bytes; `sizes` are those
+/// of the shards.
 pub(crate) fn stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
-    let all = longest.div_ceil(block);
-    let each = all.div_ceil(sizes.len().max(1) as u64);
-    let start = u64::from(rank).saturating_mul(each).min(all);
-    let end = start.saturating_add(each).min(all);
+    let blocks = longest.div_ceil(block);
+    let per_rank = blocks.div_ceil(sizes.len().max(1) as u64);
+    let start = u64::from(rank).saturating_mul(per_rank).min(blocks);
+    let end = start.saturating_add(per_rank).min(blocks);
     let bytes = end.saturating_mul(block).min(longest) - start.saturating_mul(block).min(longest);
     (start..end, bytes)
 }
 
-/// `Err`: what of the parity files, each with its name, size and number of blocks, doesn't fit shards of these sizes.
+/// Rejects parity files (name, size and number of blocks of each) that do not match shards of these
+/// sizes.
 pub(crate) fn check<'a>(
     sizes: &[u64],
     parity: impl ExactSizeIterator<Item = (&'a str, u64, u64)>,
-) -> Result<(), String> {
-    let world = u32::try_from(sizes.len()).map_err(|e| e.to_string())?;
+) -> Result<(), ManifestError> {
+    let world = u32::try_from(sizes.len()).map_err(|_| ManifestError::SizeOverflow)?;
     if parity.len() != sizes.len() {
-        return Err(format!("{} parity files for {world} shards", parity.len()));
+        return Err(ManifestError::ParityCount { parity: parity.len(), shards: sizes.len() });
     }
     for (rank, (name, size, count)) in (0..world).zip(parity) {
         let (blocks, bytes) = stripe(sizes, rank);
         let fits = name == parity_name(rank, world) && size == bytes && count == blocks.end - blocks.start;
         if !fits {
-            return Err(format!("parity file {rank} ({name}) doesn't fit the shards"));
+            return Err(ManifestError::ParityFile { rank, name: name.to_owned() });
         }
     }
     Ok(())

@@ -1,11 +1,11 @@
-//! Checkpoints as they land in a directory, whoever writes them.
+//! [`DirectoryWatch`]: reports new checkpoints in a directory, written by any program.
 //!
-//! A directory is looked at again and again: file systems that several hosts share tell nobody of what the others write.
-//! One look costs a listing and a stat per file. What is complete is decided by content (every file opens, none is
-//! missing, a torch file's directory is its last bytes), and only once nothing has changed between two looks.
-use crate::disk::{Folder, exists};
+//! The directory is polled, since shared file systems do not notify other hosts of changes. A poll lists
+//! the directory and calls stat on every file. A checkpoint is complete when every file can be opened and
+//! none is missing (a torch file ends with its zip directory), and nothing changed between two polls.
+use crate::disk::{Directory, exists};
 use crate::error::Result;
-use crate::external;
+use crate::external::{self, StatePart};
 use crate::formats::deepspeed;
 use crate::root::{list, step_of};
 use serde::Serialize;
@@ -15,99 +15,125 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Deepest folder of a checkpoint whose files are looked at.
+/// Depth of the subdirectories of a checkpoint whose files are checked for changes.
 const DEPTH: u32 = 4;
-/// Most files of a checkpoint that are looked at.
+/// Limit on the files of a checkpoint.
 const FILES_MAX: usize = 1 << 20;
-/// Parts of a training state that programs write last: without one of them a folder may still be written.
-const LATE: [&str; 3] = ["optimizer state", "scheduler", "random state"];
+/// True for parts of a training state that programs write last: without one of them a save may still
+/// be in progress.
+fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
+    match part {
+        StatePart::OptimizerState => true,
+        // DeepSpeed keeps the scheduler in its model files, and saves no random states
+        StatePart::Scheduler | StatePart::RandomStates | StatePart::RandomState { .. } => !is_deepspeed,
+        StatePart::Config | StatePart::Tokenizer => false,
+    }
+}
 
-/// What became of a folder.
+/// The status of a directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Landed {
-    /// It is a whole checkpoint. `missing`: parts of a training state that it hasn't and that were waited for.
-    Complete { step: Option<u64>, missing: Vec<String> },
-    /// Nothing has changed in it for the limit, and it isn't whole. It is looked at again when it changes.
-    Incomplete { why: String },
+pub enum DirectoryStatus {
+    /// The directory is a complete checkpoint.
+    Complete {
+        /// Step of the checkpoint, if known.
+        step: Option<u64>,
+        /// Parts of a training state that did not appear within the limit.
+        missing: Vec<String>,
+    },
+    /// The checkpoint is not complete, and nothing changed within the limit. Checked again when it changes.
+    Incomplete {
+        /// What is missing or damaged.
+        why: String,
+    },
 }
 
-/// A folder of which something is to be said; each is said once, and again when it was changed.
+/// A new or changed directory with its status.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Sighting {
+pub struct DirectoryReport {
+    /// The directory.
     pub path: PathBuf,
+    /// Its status.
     #[serde(flatten)]
-    pub landed: Landed,
+    pub status: DirectoryStatus,
 }
 
-/// What was seen of a folder last.
-struct Seen {
-    /// Names, sizes and times of its files.
-    look: Vec<(PathBuf, u64, i64, i64)>,
+/// The state of a directory at the last poll.
+struct DirectoryState {
+    /// Names, sizes and modification times of the files.
+    snapshot: Snapshot,
+    /// When the snapshot was first equal.
     since: Instant,
-    /// What was said of it.
-    told: bool,
+    /// The status was reported.
+    reported: bool,
 }
 
-/// A directory under watch. It needn't exist yet, and may go and come back.
-pub struct Watch {
+/// Watches a directory for checkpoints. The directory may not exist yet, or may be removed and recreated.
+pub struct DirectoryWatch {
     root: PathBuf,
     settle: Duration,
     limit: Duration,
-    seen: BTreeMap<PathBuf, Seen>,
+    states: BTreeMap<PathBuf, DirectoryState>,
 }
 
-impl Watch {
-    /// A checkpoint of another program counts as complete once nothing has changed for `settle`; one that isn't whole, or
-    /// lacks what is written last, is waited for until nothing has changed for `limit`.
-    pub fn new(root: &Path, settle: Duration, limit: Duration) -> Watch {
-        Watch { root: root.to_owned(), settle, limit, seen: BTreeMap::new() }
+impl DirectoryWatch {
+    /// An external checkpoint is complete when nothing changed for `settle`. If it is incomplete, or lacks what
+    /// is written last, it is reported when nothing changed for `limit`.
+    pub fn new(root: &Path, settle: Duration, limit: Duration) -> DirectoryWatch {
+        DirectoryWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }
 
-    /// Looks at the directory now, and says what has landed since the last look, the oldest first.
+    /// Polls the directory; returns new reports, oldest step first.
     ///
     /// # Errors
-    /// Only when the directory is there and can't be listed.
-    pub fn look(&mut self, now: Instant) -> Result<Vec<Sighting>> {
-        let mut sightings = Vec::new();
+    /// Only when the directory exists and cannot be listed.
+    pub fn poll(&mut self, now: Instant) -> Result<Vec<DirectoryReport>> {
+        let mut reports = Vec::new();
         let found = match self.root.is_dir() {
             true => match candidates(&self.root) {
-                // it went while it was listed
+                // the directory was removed during the poll
                 Err(_) if !self.root.is_dir() => Vec::new(),
                 other => other?,
             },
             false => Vec::new(),
         };
-        self.seen.retain(|path, _| found.contains(path));
+        self.states.retain(|path, _| found.contains(path));
         for path in found {
-            // one that is being removed is none
-            let Some(look) = look_at(&path) else { continue };
-            let fresh = || Seen { look: look.clone(), since: now, told: false };
-            let seen = self.seen.entry(path.clone()).or_insert_with(fresh);
-            if seen.look != look {
-                *seen = fresh();
+            // a directory that is being removed is skipped
+            let Some(snapshot) = take_snapshot(&path) else { continue };
+            let fresh = || DirectoryState { snapshot: snapshot.clone(), since: now, reported: false };
+            let state = self.states.entry(path.clone()).or_insert_with(fresh);
+            if state.snapshot != snapshot {
+                *state = fresh();
             }
-            if seen.told {
+            if state.reported {
                 continue;
             }
-            let quiet = now.saturating_duration_since(seen.since);
-            if let Some(landed) = judge(&path, quiet, self.settle, self.limit) {
-                seen.told = true;
-                sightings.push(Sighting { path, landed });
+            let quiet = now.saturating_duration_since(state.since);
+            if let Some(status) = directory_status(&path, quiet, self.settle, self.limit) {
+                state.reported = true;
+                reports.push(DirectoryReport { path, status });
             }
         }
-        Ok(sightings)
+        Ok(reports)
     }
 }
 
-/// What can be said of a folder in which nothing has changed for `quiet`.
-fn judge(path: &Path, quiet: Duration, settle: Duration, limit: Duration) -> Option<Landed> {
-    let ours = path.file_name().is_some_and(|n| step_of(&n.to_string_lossy()).is_some());
-    if ours {
-        // it got its name when it was complete
+/// The status of a directory in which nothing changed for `quiet`; `None` when it is not known yet.
+fn directory_status(
+    path: &Path,
+    quiet: Duration,
+    settle: Duration,
+    limit: Duration,
+) -> Option<DirectoryStatus> {
+    let is_native = path.file_name().is_some_and(|n| step_of(&n.to_string_lossy()).is_some());
+    if is_native {
+        // a native checkpoint gets its name when it is complete
         return Some(match crate::Checkpoint::open(path) {
-            Ok(checkpoint) => Landed::Complete { step: Some(checkpoint.facts().step), missing: Vec::new() },
-            Err(e) => Landed::Incomplete { why: e.to_string() },
+            Ok(checkpoint) => {
+                DirectoryStatus::Complete { step: Some(checkpoint.facts().step), missing: Vec::new() }
+            }
+            Err(e) => DirectoryStatus::Incomplete { why: e.to_string() },
         });
     }
     if quiet < settle {
@@ -116,49 +142,50 @@ fn judge(path: &Path, quiet: Duration, settle: Duration, limit: Duration) -> Opt
     match external::open(path) {
         Ok(Some(found)) => {
             let facts = found.facts();
-            // DeepSpeed by itself keeps the scheduler in its model files, and no random states
-            let expected = if facts.kind.starts_with("DeepSpeed") { &LATE[..1] } else { &LATE[..] };
-            let late = |m: &&String| expected.iter().any(|part| m.starts_with(part));
-            let mut missing: Vec<String> = facts.missing.iter().filter(late).cloned().collect();
-            missing.extend(facts.lost.iter().map(|name| format!("the weight {name}")));
-            if facts.kind == "weights" || unfinished(path) {
+            let is_deepspeed = facts.kind.starts_with("DeepSpeed");
+            let late = facts.missing.iter().filter(|part| is_written_late(part, is_deepspeed));
+            let mut missing: Vec<String> = late.map(StatePart::to_string).collect();
+            missing.extend(facts.lost.iter().map(|name| format!("weight {name}")));
+            if facts.kind == "weights" || lacks_trainer_state(path) {
                 missing.push("trainer state".into());
             }
             let done = missing.is_empty() || quiet >= limit;
-            done.then_some(Landed::Complete { step: facts.step, missing })
+            done.then_some(DirectoryStatus::Complete { step: facts.step, missing })
         }
-        Ok(None) if quiet >= limit => Some(Landed::Incomplete { why: crate::diagnosis::seems(path) }),
-        Err(e) if quiet >= limit => Some(Landed::Incomplete { why: e.to_string() }),
+        Ok(None) if quiet >= limit => {
+            Some(DirectoryStatus::Incomplete { why: crate::diagnosis::diagnose(path).to_string() })
+        }
+        Err(e) if quiet >= limit => Some(DirectoryStatus::Incomplete { why: e.to_string() }),
         Ok(None) | Err(_) => None,
     }
 }
 
-/// HF Trainer writes its state last of all, and only it names folders so.
-fn unfinished(path: &Path) -> bool {
+/// HF Trainer writes its state last. Only HF Trainer uses these directory names.
+fn lacks_trainer_state(path: &Path) -> bool {
     let trainer = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("checkpoint-"));
     trainer && !exists(&path.join("trainer_state.json"))
 }
 
-/// Folders in the directory that are checkpoints or may become some, the oldest step first.
+/// Subdirectories that are checkpoints or may become complete, oldest step first.
 fn candidates(root: &Path) -> Result<Vec<PathBuf>> {
     let mut found: Vec<(u64, PathBuf)> = list(root)?;
-    let folder = Folder::open(root)?;
-    for name in folder.names()? {
+    let directory = Directory::open(root)?;
+    for name in directory.names()? {
         let path = root.join(&name);
         let step = ["checkpoint-", "checkpoint_"].iter().find_map(|p| name.strip_prefix(p)?.parse().ok());
         let base = name.strip_suffix("_universal").unwrap_or(&name);
         let tagged = || base.strip_prefix("global_step").and_then(|n| n.parse().ok());
-        let of_deepspeed = || deepspeed::is_tag(&path) || deepspeed::universal::is(&path);
-        // Accelerate puts its numbered folders into one of this name
+        let is_deepspeed = || deepspeed::is_tag(&path) || deepspeed::universal::is_universal(&path);
+        // Accelerate puts its numbered directories into a directory of this name
         if name == "checkpoints" && path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
-            for inner in Folder::open(&path)?.names()? {
+            for inner in Directory::open(&path)?.names()? {
                 if let Some(step) = inner.strip_prefix("checkpoint_").and_then(|n| n.parse().ok()) {
                     found.push((step, path.join(inner)));
                 }
             }
         } else if let Some(step) = step.or_else(tagged) {
             found.push((step, path));
-        } else if of_deepspeed() {
+        } else if is_deepspeed() {
             found.push((u64::MAX, path));
         }
     }
@@ -167,24 +194,27 @@ fn candidates(root: &Path) -> Result<Vec<PathBuf>> {
     Ok(found.into_iter().map(|(_, path)| path).collect())
 }
 
-/// Name, size and time of each file in a folder; `None` when it goes meanwhile.
-fn look_at(path: &Path) -> Option<Vec<(PathBuf, u64, i64, i64)>> {
-    let mut all = Vec::new();
-    let mut folders = vec![(path.to_owned(), DEPTH)];
-    while let Some((folder, depth)) = folders.pop() {
-        for entry in fs::read_dir(&folder).ok()? {
+/// Name, size, and modification time (seconds, nanoseconds) of each file.
+type Snapshot = Vec<(PathBuf, u64, i64, i64)>;
+
+/// Takes a snapshot of a directory; `None` when it is removed meanwhile.
+fn take_snapshot(path: &Path) -> Option<Snapshot> {
+    let mut files = Vec::new();
+    let mut directories = vec![(path.to_owned(), DEPTH)];
+    while let Some((directory, depth)) = directories.pop() {
+        for entry in fs::read_dir(&directory).ok()? {
             let path = entry.ok()?.path();
             let m = path.symlink_metadata().ok()?;
             match m.is_dir() {
-                true if depth > 0 => folders.push((path, depth - 1)),
+                true if depth > 0 => directories.push((path, depth - 1)),
                 true => {}
-                false => all.push((path, m.size(), m.mtime(), m.mtime_nsec())),
+                false => files.push((path, m.size(), m.mtime(), m.mtime_nsec())),
             }
-            if all.len() > FILES_MAX {
+            if files.len() > FILES_MAX {
                 return None;
             }
         }
     }
-    all.sort();
-    Some(all)
+    files.sort();
+    Some(files)
 }

@@ -8,15 +8,15 @@
 use device::{Dtype, View, ViewMut};
 
 mod call;
-mod common;
 pub mod local;
 pub mod nccl;
+mod shared_window;
 pub mod shm;
 pub mod staged;
 mod sum;
 pub mod tcp;
 
-pub use common::{Common, Whole};
+pub use shared_window::{SharedView, SharedWindow};
 
 /// The most bytes that one rank gives to [`Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;
@@ -93,7 +93,7 @@ pub trait Comm: Send + Sync {
 
     /// Memory that all ranks have in common: `counts[r]` elements of rank r, zeros at first, one rank's after the other's.
     /// Each rank writes its own and reads all; a barrier has to lie between. `None`: these ranks have none; then no rank waited.
-    fn common(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<Common>> {
+    fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
         let _ = (dtype, counts);
         Ok(None)
     }

@@ -5,9 +5,9 @@
 //! addresses sound: **no rank leaves an exchange while a peer still reads**, not even when the group was aborted. After
 //! an abort nobody begins to read, and those who read already never wait for anybody, so that wait ends.
 use crate::{
-    Comm, CommError, Common, Result, Sink,
+    Comm, CommError, Result, SharedWindow, Sink,
     call::{self, Call, Place},
-    common::Pages,
+    shared_window::Pages,
     sum::tree_sum,
 };
 use device::{Buf, Dtype, View, ViewMut};
@@ -507,7 +507,7 @@ impl Comm for LocalComm {
         Ok(all)
     }
 
-    fn common(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<Common>> {
+    fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
         let call = Call::common(self.at, counts, dtype.size());
         let (mut turn, call) = self.enter(call)?;
         if self.at.rank == 0 {
@@ -522,7 +522,7 @@ impl Comm for LocalComm {
         let region = region.ok_or_else(|| self.disagree("rank 0 gave no common memory".into()))?;
         let start = region.start;
         // SAFETY: the region has this many elements of this type: all ranks gave the same counts.
-        Ok(Some(unsafe { Common::new(region, start, dtype, counts, self.at.rank) }))
+        Ok(Some(unsafe { SharedWindow::new(region, start, dtype, counts, self.at.rank) }))
     }
 
     fn barrier(&self) -> Result<()> {

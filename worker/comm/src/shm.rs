@@ -10,7 +10,7 @@
 //! buffer of at most 8 × staging or two of the largest pieces, whichever is more: see `fold.rs`. Pages of the segment are
 //! taken when they are first touched; a machine that has none left then ends the rank with SIGBUS.
 use crate::{
-    Comm, CommError, Common, Result, Sink,
+    Comm, CommError, Result, SharedWindow, Sink,
     call::{self, Call, Place},
 };
 use device::{Buf, Dtype, View, ViewMut};
@@ -462,7 +462,7 @@ impl Comm for ShmComm {
         Ok(all)
     }
 
-    fn common(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<Common>> {
+    fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
         let (mut turn, call) = self.enter(Call::common(self.at, counts, dtype.size()))?;
         let bytes = counts.iter().sum::<usize>() * dtype.size();
         let (at, end) = self.seg.behind(turn.common, bytes)?;
@@ -473,7 +473,7 @@ impl Comm for ShmComm {
         self.meet(&turn, &call)?;
         let start = map.start();
         // SAFETY: mapped with this length; page-aligned; all ranks gave the same counts and element.
-        Ok(Some(unsafe { Common::new(Arc::new(map), start, dtype, counts, self.at.rank) }))
+        Ok(Some(unsafe { SharedWindow::new(Arc::new(map), start, dtype, counts, self.at.rank) }))
     }
 
     fn barrier(&self) -> Result<()> {

@@ -114,7 +114,7 @@ impl Comm for Staged {
         let mut end = 0;
         for partial in partials {
             end += partial.len();
-            storage.copy(out.part(end - partial.len()..end), *partial);
+            storage.copy(out.slice_mut(end - partial.len()..end), *partial);
         }
         let (mut rest, mut sent) = (out.as_view(), Vec::with_capacity(partials.len()));
         for partial in partials {
@@ -122,7 +122,7 @@ impl Comm for Staged {
             rest = rest.slice(partial.len()..rest.len());
         }
         self.inner.reduce_scatter_fold(&sent, counts, &mut |from, index, part| {
-            sink(from, index, storage.at_hand(part, piece));
+            sink(from, index, storage.to_device(part, piece));
         })
     }
 

@@ -78,9 +78,9 @@ pub struct Group {
     pub members: Vec<Member>,
     /// The run's name.
     pub run: String,
-    /// Connections of another epoch of the run are refused.
-    pub epoch: u32,
-    /// What the ranks of this epoch know and nobody else.
+    /// Connections of another attempt of the run are refused.
+    pub attempt: u32,
+    /// What the ranks of this attempt know and nobody else.
     pub key: [u8; KEY],
 }
 
@@ -155,7 +155,7 @@ impl Endpoint {
         let id = Identity {
             key: group.key,
             run: *blake3::hash(group.run.as_bytes()).as_bytes(),
-            epoch: group.epoch,
+            attempt: group.attempt,
             rank: group.rank as u32,
             world: topology.world() as u32,
         };

@@ -1,4 +1,5 @@
-//! The limit that benchmarks quote: `fma_peak THREADS SECONDS` prints the measured f32 multiply-add peak, GFLOP/s.
+//! `fma_peak THREADS SECONDS` measures the peak of f32 multiply-add in GFLOP/s, which benchmarks
+//! compare with.
 use std::{env, time::Duration};
 
 fn main() {

@@ -1,4 +1,4 @@
-//! Speed of every op at the shapes of a small Llama, beside what the machine can do at most.
+//! Measures every CPU op at the shapes of a small Llama, compared with the machine's peak.
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT] [--level NAME]]`
 use device::ops::{AdamW, AttentionShape, ClassifierGrads, Group, NORM_BLOCK, Write};
@@ -355,7 +355,7 @@ impl Bench<'_> {
         }
     }
 
-    /// Two of eight experts for each row, whose matrices come from memory each time: other layers' lie between.
+    /// Two of eight experts for each row, whose matrices are read from memory each time, because those of other layers are in between.
     fn experts(&self) {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {

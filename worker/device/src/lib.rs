@@ -1,4 +1,5 @@
-//! Crate `device`: buffers, and the forward and backward of every op, on each kind of device.
+//! Crate `device`: buffers, and the forward and backward pass of every op, on CPUs ([`Cpu`]) and
+//! NVIDIA GPUs ([`Cuda`]).
 pub mod cpu;
 pub mod cuda;
 pub mod fp8;
@@ -14,4 +15,4 @@ pub use cuda::Cuda;
 pub use fp8::Fp8;
 pub use mem::{Buf, Dtype, View, ViewMut};
 pub use ops::Ops;
-pub use storage::{Storage, needed_for};
+pub use storage::{Storage, with_alloc_label};

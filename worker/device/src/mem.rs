@@ -1,11 +1,13 @@
-//! Memory of a device: owned buffers and the ranges of them that ops read and write.
+//! [`Buf`]: an owned buffer of a device, and [`View`] and [`ViewMut`]: the ranges of buffers that ops
+//! read and write.
 //!
-//! A view is an address, a length, an element type and a lifetime, so the same op signatures serve host and device memory
-//! and every precision. On the CPU backend a view of `f32` *is* a slice: [`View::host`] costs nothing.
+//! A view is an address, a length, an element type and a lifetime. The same op signatures therefore
+//! serve host and device memory in every precision. On the host a view of `f32` is a slice:
+//! [`View::host`] costs nothing.
 use crate::huge;
 use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 
-/// Alignment of every buffer, bytes: one cache line, one AVX-512 register.
+/// Alignment of every host buffer in bytes: one cache line, one AVX-512 register.
 pub const ALIGN: usize = 64;
 
 /// Element type of a buffer.
@@ -13,14 +15,14 @@ pub const ALIGN: usize = 64;
 pub enum Dtype {
     /// IEEE single precision.
     F32,
-    /// The upper half of an `f32`: 8 bits of exponent, 7 of mantissa.
+    /// bfloat16, the upper half of an `f32`: 8 bits of exponent, 7 of mantissa.
     Bf16,
     /// IEEE half precision: 5 bits of exponent, 10 of mantissa.
     F16,
 }
 
 impl Dtype {
-    /// Bytes per element.
+    /// Bytes of an element.
     pub fn size(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -29,81 +31,100 @@ impl Dtype {
     }
 }
 
-/// Memory that isn't the allocator's, to which buffers on it are given back.
-pub(crate) trait Memory: Send + Sync {
-    /// Takes back what a buffer had: its address and bytes.
-    fn take_back(&self, address: u64, bytes: usize);
+/// The owner of a buffer's memory, if that is not the Rust allocator.
+pub(crate) trait MemoryOwner: Send + Sync {
+    /// Frees the memory of a dropped buffer.
+    fn release(&self, address: u64, bytes: usize);
 }
 
-/// An owned, zero-initialised buffer: on the host (64-byte aligned) or in the memory of a card.
+/// An owned buffer, on the host (aligned to [`ALIGN`]) or in GPU memory.
 pub struct Buf {
     ptr: NonNull<u8>,
     len: usize,
     dtype: Dtype,
     on_host: bool,
-    /// Whose the memory is. None: this program's own allocator.
-    home: Option<Arc<dyn Memory>>,
+    /// The owner of the memory; `None` for the Rust allocator.
+    owner: Option<Arc<dyn MemoryOwner>>,
 }
 
-// SAFETY: Buf owns its memory exclusively, as Vec<f32> does.
+// SAFETY: a Buf owns its memory exclusively, as a Vec does.
 unsafe impl Send for Buf {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// `len` zeros of `f32`. Aborts the process when memory is exhausted, as Vec does; sizes are judged beforehand by
-    /// `launch plan`.
+    /// `len` zeros of `f32` on the host. Aborts the process when memory is exhausted, as `Vec`
+    /// does. `launch plan` estimates the memory beforehand.
     pub fn zeroed(len: usize) -> Self {
         Self::zeroed_as(Dtype::F32, len)
     }
 
-    /// `len` zeros of this type.
+    /// `len` zeros of this type on the host, allocated as by [`Buf::zeroed`].
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
-            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, home: None };
+            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, owner: None };
         }
         let layout = Self::layout(len, dtype);
-        if layout.size() >= huge::PAGE {
-            let Some((home, ptr)) = huge::zeroed(layout.size()) else { alloc::handle_alloc_error(layout) };
-            return Buf { ptr, len, dtype, on_host: true, home: Some(home) };
+        if layout.size() >= huge::HUGE_PAGE_BYTES {
+            let Some((owner, ptr)) = huge::zeroed(layout.size()) else { alloc::handle_alloc_error(layout) };
+            return Buf { ptr, len, dtype, on_host: true, owner: Some(owner) };
         }
         // SAFETY: the layout's size is not zero.
         let raw = unsafe { alloc::alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { alloc::handle_alloc_error(layout) };
-        Buf { ptr, len, dtype, on_host: true, home: None }
+        Buf { ptr, len, dtype, on_host: true, owner: None }
     }
 
-    /// A buffer over memory of a card that `home` gave for it; no elements need no memory.
-    pub(crate) fn on(home: Arc<dyn Memory>, address: u64, dtype: Dtype, len: usize) -> Self {
+    /// A buffer over GPU memory that `owner` allocated for it. The address is ignored if `len` is
+    /// 0.
+    pub(crate) fn from_device_allocation(
+        owner: Arc<dyn MemoryOwner>,
+        address: u64,
+        dtype: Dtype,
+        len: usize,
+    ) -> Self {
         let ptr = NonNull::new(address as *mut u8).unwrap_or(NonNull::<u64>::dangling().cast());
-        Buf { ptr, len, dtype, on_host: false, home: Some(home) }
+        Buf { ptr, len, dtype, on_host: false, owner: Some(owner) }
     }
 
-    /// The same over memory of the host that `home` gave for it: zeros, aligned as every buffer.
-    pub(crate) fn on_host_of(home: Arc<dyn Memory>, ptr: NonNull<u8>, dtype: Dtype, len: usize) -> Self {
-        Buf { ptr, len, dtype, on_host: true, home: Some(home) }
+    /// A buffer over host memory that `owner` allocated for it. The memory is zero and aligned to
+    /// [`ALIGN`].
+    pub(crate) fn from_host_allocation(
+        owner: Arc<dyn MemoryOwner>,
+        ptr: NonNull<u8>,
+        dtype: Dtype,
+        len: usize,
+    ) -> Self {
+        Buf { ptr, len, dtype, on_host: true, owner: Some(owner) }
     }
 
-    /// `len` elements of the host's memory at `ptr`, which `home` keeps for as long as the buffer lives.
+    /// A buffer of `len` elements of host memory at `ptr`. The memory stays valid as long as
+    /// `owner` lives, which the buffer keeps.
     ///
     /// # Safety
-    /// They are valid, aligned to their type, and nobody else reads or writes them while a view of the buffer is used.
-    pub unsafe fn kept_by(home: Arc<dyn Send + Sync>, ptr: NonNull<u8>, dtype: Dtype, len: usize) -> Self {
-        struct Kept(#[allow(dead_code)] Arc<dyn Send + Sync>); // dropped with the buffer, which is all that it is for
-        impl Memory for Kept {
-            fn take_back(&self, _: u64, _: usize) {}
+    /// The elements are valid and aligned to their type, and are not accessed in any other way
+    /// while a view of the buffer is in use.
+    pub unsafe fn from_raw_parts(
+        owner: Arc<dyn Send + Sync>,
+        ptr: NonNull<u8>,
+        dtype: Dtype,
+        len: usize,
+    ) -> Self {
+        struct SharedOwner(#[allow(dead_code)] Arc<dyn Send + Sync>); // held to be dropped with the buffer
+        impl MemoryOwner for SharedOwner {
+            fn release(&self, _: u64, _: usize) {}
         }
-        Self::on_host_of(Arc::new(Kept(home)), ptr, dtype, len)
+        Self::from_host_allocation(Arc::new(SharedOwner(owner)), ptr, dtype, len)
     }
 
-    /// A copy of `src`.
+    /// A copy of `src` on the host.
     pub fn from_slice(src: &[f32]) -> Self {
         let mut b = Self::zeroed(src.len());
         b.host_mut().copy_from_slice(src);
         b
     }
 
-    /// A copy of `src`, of its type.
+    /// A copy on the host of `src`, which is in host memory, in its type.
     pub fn from_view(src: View) -> Self {
         let mut b = Self::zeroed_as(src.dtype, src.len);
         b.view_mut().bytes().copy_from_slice(src.bytes());
@@ -123,7 +144,7 @@ impl Buf {
         self.len
     }
 
-    /// No element?
+    /// True if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -133,7 +154,7 @@ impl Buf {
         self.dtype
     }
 
-    /// All of it, to read.
+    /// The whole buffer, to read.
     pub fn view(&self) -> View<'_> {
         View {
             ptr: self.ptr.as_ptr(),
@@ -144,7 +165,7 @@ impl Buf {
         }
     }
 
-    /// All of it, to write.
+    /// The whole buffer, to write.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         ViewMut {
             ptr: self.ptr.as_ptr(),
@@ -155,13 +176,13 @@ impl Buf {
         }
     }
 
-    /// The elements of a buffer of `f32`, host memory only.
+    /// The elements of a host buffer of `f32`. Panics for other buffers.
     #[track_caller]
     pub fn host(&self) -> &[f32] {
         self.view().host()
     }
 
-    /// The elements of a buffer of `f32`, host memory only.
+    /// The elements of a host buffer of `f32`, to write. Panics for other buffers.
     #[track_caller]
     pub fn host_mut(&mut self) -> &mut [f32] {
         self.view_mut().host()
@@ -179,10 +200,10 @@ impl Drop for Buf {
         if self.len == 0 {
             return;
         }
-        if let Some(home) = &self.home {
-            home.take_back(self.ptr.as_ptr() as u64, self.len * self.dtype.size());
+        if let Some(owner) = &self.owner {
+            owner.release(self.ptr.as_ptr() as u64, self.len * self.dtype.size());
         } else {
-            // SAFETY: allocated in `zeroed_as` with this layout.
+            // SAFETY: `zeroed_as` allocated it with this layout.
             unsafe { alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len, self.dtype)) }
         }
     }
@@ -194,16 +215,16 @@ impl std::fmt::Debug for Buf {
     }
 }
 
-/// Stops the program when memory of a card is used as the host's.
+/// Panics if GPU memory is accessed as host memory.
 #[track_caller]
 fn expect_host(on_host: bool) {
-    assert!(on_host, "a buffer in a GPU's memory is used as the host's");
+    assert!(on_host, "a buffer in GPU memory is used as host memory");
 }
 
-/// Stops the program when elements are asked for as a type that they are not.
+/// Panics if elements are accessed as another type than theirs.
 #[track_caller]
-fn expect_dtype(is: bool, dtype: Dtype, wanted: &str) {
-    assert!(is, "a buffer of {dtype:?} is used as {wanted}");
+fn expect_dtype(is_expected: bool, dtype: Dtype, expected: &str) {
+    assert!(is_expected, "a buffer of {dtype:?} is used as {expected}");
 }
 
 /// A range of a buffer, to read.
@@ -216,9 +237,9 @@ pub struct View<'a> {
     life: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: as &[f32].
+// SAFETY: a shared view only reads, like `&[u8]`.
 unsafe impl Send for View<'_> {}
-// SAFETY: as &[f32].
+// SAFETY: a shared view only reads, like `&[u8]`.
 unsafe impl Sync for View<'_> {}
 
 impl<'a> View<'a> {
@@ -227,7 +248,7 @@ impl<'a> View<'a> {
         self.len
     }
 
-    /// No element?
+    /// True if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -237,45 +258,45 @@ impl<'a> View<'a> {
         self.dtype
     }
 
-    /// Is it the host's memory?
+    /// True if the elements are in host memory.
     pub fn is_on_host(&self) -> bool {
         self.on_host
     }
 
-    /// Where it begins, in whichever memory that is.
+    /// The address of the first element, in host or GPU memory.
     pub fn address(&self) -> u64 {
         self.ptr as u64
     }
 
-    /// A part of it. Panics when the range is outside, as slicing does.
+    /// A range of the view. Panics if it is out of bounds, like slicing.
     pub fn slice(self, r: Range<usize>) -> View<'a> {
-        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} outside 0..{}", self.len);
-        // SAFETY: inside the allocation.
+        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
+        // SAFETY: within the allocation.
         View { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
-    /// The elements of a view of `f32`, host memory only.
+    /// The elements of a host view of `f32`. Panics for other views.
     #[track_caller]
     pub fn host(self) -> &'a [f32] {
         expect_host(self.on_host);
         expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
-        // SAFETY: made from f32s of this length that outlive 'a.
+        // SAFETY: `len` elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
     }
 
-    /// The elements of a 16-bit view as they are, host memory only.
+    /// The bit patterns of a host view of 16-bit elements. Panics for other views.
     #[track_caller]
     pub fn halves(self) -> &'a [u16] {
         expect_host(self.on_host);
         expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
-        // SAFETY: made from a 16-bit buffer of this length that outlives 'a; buffers are aligned.
+        // SAFETY: `len` aligned elements of 16 bits that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
     }
 
-    /// Its bytes, host memory only.
+    /// The bytes of a host view. Panics for a view of GPU memory.
     pub fn bytes(self) -> &'a [u8] {
         expect_host(self.on_host);
-        // SAFETY: elements have no padding and outlive 'a.
+        // SAFETY: the elements have no padding and outlive 'a.
         unsafe { std::slice::from_raw_parts(self.ptr, self.len * self.dtype.size()) }
     }
 }
@@ -286,7 +307,7 @@ impl<'a> From<&'a [f32]> for View<'a> {
     }
 }
 
-/// A range of a buffer, to write; exclusive like `&mut [f32]`.
+/// An exclusive range of a buffer, to read and write.
 pub struct ViewMut<'a> {
     ptr: *mut u8,
     len: usize,
@@ -295,9 +316,9 @@ pub struct ViewMut<'a> {
     life: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: as &mut [f32].
+// SAFETY: an exclusive view, like `&mut [u8]`.
 unsafe impl Send for ViewMut<'_> {}
-// SAFETY: as &mut [f32].
+// SAFETY: an exclusive view, like `&mut [u8]`.
 unsafe impl Sync for ViewMut<'_> {}
 
 impl<'a> ViewMut<'a> {
@@ -306,7 +327,7 @@ impl<'a> ViewMut<'a> {
         self.len
     }
 
-    /// No element?
+    /// True if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -316,20 +337,20 @@ impl<'a> ViewMut<'a> {
         self.dtype
     }
 
-    /// A part of it. Panics when the range is outside, as slicing does.
+    /// A range of the view. Panics if it is out of bounds, like slicing.
     pub fn slice(self, r: Range<usize>) -> ViewMut<'a> {
-        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} outside 0..{}", self.len);
-        // SAFETY: inside the allocation.
+        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
+        // SAFETY: within the allocation.
         ViewMut { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
-    /// Two parts, split at `mid`.
+    /// The ranges before and after index `mid`.
     pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
-        assert!(mid <= self.len, "split at {mid} outside 0..{}", self.len);
-        // SAFETY: inside the allocation; the parts don't overlap.
-        let behind = unsafe { self.ptr.add(mid * self.dtype.size()) };
+        assert!(mid <= self.len, "split index {mid} is outside 0..{}", self.len);
+        // SAFETY: within the allocation; the parts do not overlap.
+        let second = unsafe { self.ptr.add(mid * self.dtype.size()) };
         let rest = ViewMut {
-            ptr: behind,
+            ptr: second,
             len: self.len - mid,
             dtype: self.dtype,
             on_host: self.on_host,
@@ -338,48 +359,50 @@ impl<'a> ViewMut<'a> {
         (ViewMut { len: mid, ..self }, rest)
     }
 
-    /// A part of it for a shorter time.
-    pub fn part(&mut self, r: Range<usize>) -> ViewMut<'_> {
+    /// Borrows a range of the view.
+    pub fn slice_mut(&mut self, r: Range<usize>) -> ViewMut<'_> {
         self.reborrow().slice(r)
     }
 
-    /// The same range for a shorter time.
+    /// Borrows the whole view.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// The same range, only to read from now on.
+    /// Converts it into a read-only view.
     pub fn into_view(self) -> View<'a> {
         View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// The same range, to read.
+    /// Borrows the whole view, to read.
     pub fn as_view(&self) -> View<'_> {
         View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// The elements of a view of `f32`, host memory only.
+    /// The elements of a host view of `f32`. Panics for other views.
     #[track_caller]
     pub fn host(self) -> &'a mut [f32] {
         expect_host(self.on_host);
         expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
-        // SAFETY: made from exclusive f32s of this length that outlive 'a.
+        // SAFETY: `len` exclusive elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
     }
 
-    /// The elements of a 16-bit view as they are, host memory only.
+    /// The bit patterns of a host view of 16-bit elements. Panics for other views.
     #[track_caller]
     pub fn halves(self) -> &'a mut [u16] {
         expect_host(self.on_host);
         expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
-        // SAFETY: made from an exclusive 16-bit buffer of this length that outlives 'a; buffers are aligned.
+        // SAFETY: `len` exclusive aligned elements of 16 bits that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
     }
 
-    /// Its bytes, host memory only; every pattern of bits is an element.
+    /// The bytes of a host view, to write; every bit pattern is a valid element. Panics for a view
+    /// of GPU memory.
     pub fn bytes(self) -> &'a mut [u8] {
         expect_host(self.on_host);
-        // SAFETY: elements have no padding, any bytes are elements, and the range is exclusive for 'a.
+        // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for
+        // 'a.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len * self.dtype.size()) }
     }
 }

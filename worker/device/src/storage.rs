@@ -1,173 +1,261 @@
-//! The memory that a backend computes in, and the way between it and the host's.
+//! [`Storage`]: the memory that a backend computes in, and copies between it and the host's memory.
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use std::{any::Any, cell::Cell, ops::Range, sync::Arc, time::Duration};
+use diagnostic::Diagnostic;
+use std::{any::Any, cell::Cell, fmt, ops::Range, sync::Arc, time::Duration};
 
-/// Memory of a backend. Everything happens in the order of the calls, those of the ops included, whichever thread they come
-/// from; but what a thread asks for in a stream of its own ([`Storage::in_own_stream`]) is in order with itself alone, and with what
-/// [`Mark`]s say. On the CPU it is the host's memory and nothing is copied twice.
+/// Memory and streams of a backend.
+///
+/// Calls take effect in the order in which they are made, from whichever thread, together with
+/// those of [`crate::Ops`]. The exception is a thread in [`Storage::with_separate_stream`]: its
+/// calls are ordered among themselves, and relative to other streams only by [`Event`]s. The CPU
+/// backend computes in the host's memory and makes no second copy of anything.
 pub trait Storage: Send + Sync {
-    /// Does the backend compute in the host's memory?
+    /// True if the backend computes in the host's memory.
     fn is_host(&self) -> bool;
-    /// `len` zeros where ops compute. When memory is full the worker stops with one message, which says what it was
-    /// [`needed_for`].
+    /// Allocates `len` zeros where ops compute. Panics with a [`DeviceError`] when memory is full;
+    /// the error names the label set by [`with_alloc_label`].
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf;
-    /// Zeros on the host that copies from and to the backend's memory are fastest with.
+    /// Allocates `len` zeros on the host, in memory that copies to and from the backend are fastest
+    /// with (pinned memory on GPUs).
     fn staging(&self, dtype: Dtype, len: usize) -> Buf;
-    /// `to = from`, of the same type and length; either may lie on the host. A copy from or to the host is done on return.
+    /// Copies `from` to `to`. Both have the same type and length, and either may be on the host. A
+    /// copy to or from the host is complete on return.
     fn copy(&self, to: ViewMut, from: View);
-    /// Zeros.
+    /// Sets every element to zero.
     fn clear(&self, x: ViewMut);
-    /// Elements `from` of `x` come to lie at `to`, which is not behind them.
+    /// Moves the elements `from` of `x` to start at `to`, where `to <= from.start`.
     fn move_down(&self, x: ViewMut, from: Range<usize>, to: usize);
-    /// Waits until everything that was asked for in this thread's stream is done.
-    fn wait(&self);
-    /// Runs `work` with a stream of its own for what this thread asks for meanwhile, and waits for that. Memory that is used in
-    /// two streams, or given back in another than where it was used, is in order by marks.
-    fn in_own_stream(&self, work: &mut dyn FnMut()) {
-        work(); // what was asked for is done on return
+    /// Blocks until all work of this thread's stream is complete.
+    fn synchronize(&self);
+    /// Runs `work` with a separate stream for this thread's calls, and waits for that stream.
+    ///
+    /// Events order memory that is used in two streams, or freed in another stream than it was used
+    /// in.
+    fn with_separate_stream(&self, work: &mut dyn FnMut()) {
+        work(); // this backend's calls are complete on return
     }
-    /// The end of what was asked for so far in this thread's stream.
-    fn mark(&self) -> Event {
+    /// Records an event after all work that this thread's stream was given so far.
+    fn record_event(&self) -> Event {
         Event::default()
     }
-    /// As [`Mark::follow`], for a mark that may be some: [`Storage::stood_still`] counts the wait.
-    fn follow_timed(&self, mark: &Event) {
-        mark.follow();
+    /// Makes this thread's stream wait for an event, and adds the time that the stream stood still
+    /// to [`Storage::stall_seconds`].
+    fn wait_event_timed(&self, event: &Event) {
+        event.stream_wait();
     }
-    /// Seconds that streams stood still in [`Storage::follow_timed`], of the waits that ended since this was asked last.
-    fn stood_still(&self) -> f64 {
+    /// Returns and resets the seconds that streams stood still in [`Storage::wait_event_timed`].
+    /// Waits that have not ended yet are counted by a later call.
+    fn stall_seconds(&self) -> f64 {
         0.0
     }
-    /// Begins to copy between the host's memory and the backend's, beside what this thread asks for from now on, behind what it
-    /// asked for before and behind `behind`. Until the returned mark `from` must not be written nor `to` touched, and neither
-    /// given back. With memory of the host that [`Storage::staging`] didn't give this may return no earlier than that.
-    fn copy_beside(&self, to: ViewMut, from: View, _behind: &[Event]) -> Event {
+    /// Starts a copy between the host and the backend that runs concurrently with later calls.
+    ///
+    /// The copy starts after all earlier calls of this thread and after the events `after`. Until
+    /// the returned event, `from` must not be written, `to` must not be accessed, and neither may
+    /// be freed. With host memory that is not from [`Storage::staging`] the call may block until
+    /// then.
+    fn copy_async(&self, to: ViewMut, from: View, _after: &[Event]) -> Event {
         self.copy(to, from);
         Event::default()
     }
-    /// Begins to copy `from` to the host, into memory of the same types and lengths; as [`Storage::copy_beside`].
+    /// Starts a copy of `from` to the host, into buffers of the same types and lengths, as
+    /// [`Storage::copy_async`] does.
     fn download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
-        assert!(from.len() == to.len(), "download: {} to {}", from.len(), to.len());
-        let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_beside(to.view_mut(), *from, &[]));
-        let done = copies.filter(|mark| mark.0.is_some()).last().unwrap_or_default(); // in order
+        assert!(from.len() == to.len(), "download: {} views into {} buffers", from.len(), to.len());
+        let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_async(to.view_mut(), *from, &[]));
+        // copies complete in order, so the last event covers them all
+        let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
         Download { bufs: to, done }
     }
-    /// A step took so long. A backend that can go about its work in several ways goes on in the faster one; what there is to say
-    /// about it, once.
-    fn step_took(&self, _took: Duration) -> Option<Said> {
+    /// Reports the duration of a training step. A backend with several ways to run a step uses the
+    /// fastest from then on, and returns what it decided, once.
+    fn after_step(&self, _duration: Duration) -> Option<BackendNotice> {
         None
     }
-    /// The most bytes of the backend's own memory that were in use at once, by this process; 0 where it is the host's.
+    /// The largest number of bytes of the backend's memory that this process had allocated at one
+    /// time; 0 if the backend computes in the host's memory.
     fn peak_memory(&self) -> u64;
 
-    /// A copy where ops compute.
-    fn copied(&self, from: View) -> Buf {
+    /// A copy of `from` where ops compute.
+    fn device_copy(&self, from: View) -> Buf {
         let mut buf = self.zeroed(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
         buf
     }
 
-    /// A copy on the host.
-    fn downloaded(&self, from: View) -> Buf {
+    /// A copy of `from` on the host.
+    fn host_copy(&self, from: View) -> Buf {
         let mut buf = Buf::zeroed_as(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
         buf
     }
 
-    /// `x` on the host: itself when it lies there, else a copy in `room`, which grows to it.
-    fn shown<'a>(&self, x: View<'a>, room: &'a mut Buf) -> View<'a> {
+    /// `x` on the host: `x` itself if it is there, otherwise a copy in `staging`, which grows as
+    /// needed.
+    fn to_host<'a>(&self, x: View<'a>, staging: &'a mut Buf) -> View<'a> {
         if x.is_on_host() {
             return x;
         }
-        if room.len() < x.len() || room.dtype() != x.dtype() {
-            *room = self.staging(x.dtype(), x.len());
+        if staging.len() < x.len() || staging.dtype() != x.dtype() {
+            *staging = self.staging(x.dtype(), x.len());
         }
-        self.copy(room.view_mut().slice(0..x.len()), x);
-        room.view().slice(0..x.len())
+        self.copy(staging.view_mut().slice(0..x.len()), x);
+        staging.view().slice(0..x.len())
     }
 
-    /// `x` where ops compute: itself when it lies there, else a copy in `room`, which grows to it.
-    fn at_hand<'a>(&self, x: View<'a>, room: &'a mut Buf) -> View<'a> {
+    /// `x` where ops compute: `x` itself if it is there, otherwise a copy in `buf`, which grows as
+    /// needed.
+    fn to_device<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if x.is_on_host() == self.is_host() {
             return x;
         }
-        if room.len() < x.len() || room.dtype() != x.dtype() {
-            *room = self.zeroed(x.dtype(), x.len());
+        if buf.len() < x.len() || buf.dtype() != x.dtype() {
+            *buf = self.zeroed(x.dtype(), x.len());
         }
-        self.copy(room.view_mut().slice(0..x.len()), x);
-        room.view().slice(0..x.len())
+        self.copy(buf.view_mut().slice(0..x.len()), x);
+        buf.view().slice(0..x.len())
     }
 }
 
-/// What a backend found out about itself; the job goes on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Said {
-    /// Which way is the faster one. The others of the job will have found the same.
-    Found(String),
-    /// What doesn't work here.
-    Failed(String),
+/// What a backend decided or had to give up while training; the job continues.
+#[derive(Clone, Debug, PartialEq)]
+pub enum BackendNotice {
+    /// CUDA graphs are not used, because each call keeps the GPU busy for long.
+    GraphsNotNeeded {
+        /// Mean seconds of GPU work for each call.
+        seconds_per_call: f64,
+    },
+    /// Steps were timed with and without CUDA graphs; the faster way is used from now on.
+    GraphsMeasured {
+        /// True if CUDA graphs are used from now on.
+        enabled: bool,
+        /// Median seconds of a step with CUDA graphs.
+        step_seconds_with: f64,
+        /// Median seconds of a step without CUDA graphs.
+        step_seconds_without: f64,
+    },
+    /// An attention shape was timed with cuDNN and with this program's kernels; the faster one
+    /// computes it from now on.
+    AttentionMeasured {
+        /// Shape and direction, such as `attention of 2 × 2048 tokens, …: forward`.
+        attention: String,
+        /// cuDNN's version.
+        cudnn_version: String,
+        /// Seconds that cuDNN's fastest plan takes.
+        cudnn_seconds: f64,
+        /// Seconds that this program's kernels take.
+        built_in_seconds: f64,
+    },
+    /// Something does not work on this rank, and training continues without it.
+    Degraded(Diagnostic),
 }
 
-/// A place in a stream's work that other streams can go on from; the default is one that lies behind them all.
-#[derive(Clone, Default)]
-pub struct Event(Option<Arc<dyn Point>>);
+impl BackendNotice {
+    /// True if only this rank may have found it. Other notices are alike on all ranks.
+    pub fn is_rank_local(&self) -> bool {
+        matches!(self, BackendNotice::Degraded(_))
+    }
+}
 
-/// What a backend's mark is.
-pub(crate) trait Point: Send + Sync {
-    /// As [`Mark::follow`].
-    fn follow(&self);
-    /// Waits here until it is reached, or says what failed before.
-    fn wait(&self) -> Result<(), Stopped>;
+impl fmt::Display for BackendNotice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            BackendNotice::GraphsNotNeeded { seconds_per_call } => {
+                write!(
+                    f,
+                    "CUDA graphs are off: each call keeps the GPU busy for {:.0} µs",
+                    1e6 * seconds_per_call
+                )
+            }
+            BackendNotice::GraphsMeasured { enabled, step_seconds_with, step_seconds_without } => write!(
+                f,
+                "CUDA graphs are {}: a step takes {:.2} ms with them, {:.2} ms without",
+                if *enabled { "on" } else { "off" },
+                1e3 * step_seconds_with,
+                1e3 * step_seconds_without
+            ),
+            BackendNotice::AttentionMeasured {
+                attention,
+                cudnn_version,
+                cudnn_seconds,
+                built_in_seconds,
+            } => {
+                write!(f, "{attention} uses ")?;
+                if cudnn_seconds < built_in_seconds {
+                    write!(f, "cuDNN {cudnn_version}")?;
+                } else {
+                    f.write_str("launch's own kernels")?;
+                }
+                let [cudnn, built_in] = [cudnn_seconds, built_in_seconds].map(|seconds| 1e6 * seconds);
+                write!(f, " ({cudnn:.0} µs with cuDNN, {built_in:.0} µs with launch's own kernels)")
+            }
+            BackendNotice::Degraded(diagnostic) => diagnostic.fmt(f),
+        }
+    }
+}
+
+/// A point in a stream's work that other streams and the host can wait for. The default event is
+/// always complete.
+#[derive(Clone, Default)]
+pub struct Event(Option<Arc<dyn BackendEvent>>);
+
+/// A backend's implementation of [`Event`].
+pub(crate) trait BackendEvent: Send + Sync {
+    /// Makes this thread's stream wait for the event.
+    fn stream_wait(&self);
+    /// Blocks until the event is reached. Fails if work before it failed.
+    fn synchronize(&self) -> Result<(), DeviceError>;
 }
 
 impl Event {
-    pub(crate) fn of(point: impl Point + 'static) -> Self {
-        Event(Some(Arc::new(point)))
+    pub(crate) fn new(event: impl BackendEvent + 'static) -> Self {
+        Event(Some(Arc::new(event)))
     }
 
-    /// Is it the default, which nobody waits for?
-    pub fn is_behind_all(&self) -> bool {
+    /// True for the default event, which never has to be waited for.
+    pub fn is_immediate(&self) -> bool {
         self.0.is_none()
     }
 
-    /// What this thread asks for from now on happens after the mark. Nothing waits here.
-    pub fn follow(&self) {
-        if let Some(point) = &self.0 {
-            point.follow();
+    /// Makes this thread's stream wait for the event before its next work. The host does not block.
+    pub fn stream_wait(&self) {
+        if let Some(event) = &self.0 {
+            event.stream_wait();
         }
     }
 
-    /// Waits here until the mark is reached.
-    pub fn wait(&self) {
-        self.reached().unwrap_or_else(|failed| std::panic::panic_any(failed));
+    /// Blocks until the event is reached. Panics with a [`DeviceError`] if work before it failed.
+    pub fn synchronize(&self) {
+        self.synchronize_checked().unwrap_or_else(|error| std::panic::panic_any(error));
     }
 
-    /// Waits here until the mark is reached, or for what failed before it.
-    pub fn reached(&self) -> Result<(), Stopped> {
-        self.0.as_ref().map_or(Ok(()), |point| point.wait())
+    /// Blocks until the event is reached. Fails if work before it failed.
+    pub fn synchronize_checked(&self) -> Result<(), DeviceError> {
+        self.0.as_ref().map_or(Ok(()), |event| event.synchronize())
     }
 }
 
-/// Copies on their way to the host.
+/// Copies to the host that are in progress, and the buffers that they fill.
 pub struct Download {
     bufs: Vec<Buf>,
     done: Event,
 }
 
 impl Download {
-    /// The end of them.
-    pub fn mark(&self) -> Event {
+    /// The event after the last copy.
+    pub fn done_event(&self) -> Event {
         self.done.clone()
     }
 
-    /// Waits for them.
+    /// Waits for the copies and returns the filled buffers. Panics with a [`DeviceError`] if a copy
+    /// failed.
     pub fn wait(mut self) -> Vec<Buf> {
         let bufs = std::mem::take(&mut self.bufs);
-        match self.done.reached() {
+        match self.done.synchronize_checked() {
             Ok(()) => bufs,
-            Err(failed) => {
-                std::mem::forget(bufs); // as in drop
-                std::panic::panic_any(failed)
+            Err(error) => {
+                std::mem::forget(bufs); // the copies may still be running
+                std::panic::panic_any(error)
             }
         }
     }
@@ -175,41 +263,44 @@ impl Download {
 
 impl Drop for Download {
     fn drop(&mut self) {
-        if !self.bufs.is_empty() && self.done.reached().is_err() {
-            // who knows whether the copies still go on
+        if !self.bufs.is_empty() && self.done.synchronize_checked().is_err() {
+            // The copies may still be running, so the buffers must not be freed.
             std::mem::forget(std::mem::take(&mut self.bufs));
         }
     }
 }
 
 thread_local! {
-    static PURPOSE: Cell<&'static str> = const { Cell::new("") };
+    static ALLOC_LABEL: Cell<&'static str> = const { Cell::new("") };
 }
 
-/// Says what memory is needed for that `f` asks for, should there be none.
-pub fn needed_for<T>(what: &'static str, f: impl FnOnce() -> T) -> T {
-    struct Before(&'static str);
-    impl Drop for Before {
+/// Labels the allocations that `f` makes, for the error message when memory is full.
+pub fn with_alloc_label<T>(label: &'static str, f: impl FnOnce() -> T) -> T {
+    struct Restore(&'static str);
+    impl Drop for Restore {
         fn drop(&mut self) {
-            PURPOSE.set(self.0);
+            ALLOC_LABEL.set(self.0);
         }
     }
-    let _before = Before(PURPOSE.replace(what));
+    let _restore = Restore(ALLOC_LABEL.replace(label));
     f()
 }
 
-/// What this thread's next memory is for; empty: not said.
-pub(crate) fn purpose() -> &'static str {
-    PURPOSE.get()
+/// The label of this thread's allocations; empty if none is set.
+pub(crate) fn alloc_label() -> &'static str {
+    ALLOC_LABEL.get()
 }
 
-/// What stopped a backend, as the panic's payload that its ops end with: they can't return errors.
-#[derive(Clone, Debug)]
-pub struct Stopped(pub String);
+/// The failure of a backend's op. Ops return no errors, so it is the payload of a panic.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error(transparent)]
+pub struct DeviceError(#[from] pub Diagnostic);
 
-/// What a panic said.
-pub fn said(panic: &(dyn Any + Send)) -> String {
-    let stopped = panic.downcast_ref::<Stopped>().map(|Stopped(why)| why.as_str());
-    let text = stopped.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without a text").to_owned()
+/// The text of a panic's payload.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    if let Some(error) = panic.downcast_ref::<DeviceError>() {
+        return error.to_string();
+    }
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic without a message").to_owned()
 }

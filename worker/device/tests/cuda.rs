@@ -1,52 +1,54 @@
-//! The CUDA backend on the emulated card: results beside the CPU's, finding libraries, the kernel cache.
-mod card;
+//! The CUDA backend on the emulated GPU: results compared with the CPU's, the search for libraries,
+//! the kernel cache.
+mod emulated_gpu;
 
-use device::cuda::{self, CudaError, Places};
+use device::cuda::{self, CudaError, CudaLibrary, LibraryPaths};
 use device::ops::Write;
 use device::{Buf, Cuda, Dtype, Ops, Storage, View, parity};
 use std::sync::OnceLock;
 
-/// Only the emulated libraries.
-fn places() -> Places {
-    Places { job: vec![card::folder().to_owned()], ..Places::default() }
+/// The paths of the emulated libraries only.
+fn library_paths() -> LibraryPaths {
+    LibraryPaths { configured: vec![emulated_gpu::library_directory().to_owned()], ..LibraryPaths::default() }
 }
 
 fn cuda() -> &'static Cuda {
     static CUDA: OnceLock<Cuda> = OnceLock::new();
-    CUDA.get_or_init(|| Cuda::open(&places(), 0, None).expect("the emulated card"))
+    CUDA.get_or_init(|| Cuda::open(&library_paths(), 0, None).expect("the emulated GPU"))
 }
 
 #[test]
-fn every_op_is_the_cpus() {
+fn every_op_matches_the_cpu() {
     let rows = parity::run(cuda(), 1, 5);
     assert_eq!(rows.len(), 11);
     assert!(rows.iter().all(|row| row.failed.is_none() && row.shapes >= 5), "{rows:#?}");
-    // Rounding is seen: the 16-bit cases were 16 bits wide. Only the embedding rounds nothing.
+    // The 16-bit cases show rounding, so they did run in 16 bits. Only the embedding rounds
+    // nothing.
     let rounded = rows.iter().filter(|row| row.worst.bf16 > row.worst.f16 && row.worst.f16 > row.worst.f32);
     assert_eq!(rounded.count(), 10, "{rows:#?}");
-    // Only a real card may sum products of fp8 less exactly.
-    let fp8 = rows.iter().find(|row| row.what == "products in fp8").expect("the card has fp8");
+    // Only a real GPU may sum fp8 terms with less precision.
+    let fp8 = rows.iter().find(|row| row.what == "products in fp8").expect("the GPU has fp8");
     assert!(fp8.worst.f32 < 1e-5, "{fp8:?}");
 }
 
-fn to_host(from: View) -> Vec<f32> {
+fn to_f32(from: View) -> Vec<f32> {
     let mut wide = cuda().zeroed(Dtype::F32, from.len());
     cuda().cast(wide.view_mut(), from);
-    cuda().downloaded(wide.view()).host().to_vec()
+    cuda().host_copy(wide.view()).host().to_vec()
 }
 
-/// The values as this type keeps them.
-fn through(dtype: Dtype, values: &[f32]) -> Vec<f32> {
-    let wide = cuda().copied(values.into());
+/// The values converted to a type and back.
+fn round_trip(dtype: Dtype, values: &[f32]) -> Vec<f32> {
+    let wide = cuda().device_copy(values.into());
     let mut buf = cuda().zeroed(dtype, values.len());
     cuda().cast(buf.view_mut(), wide.view());
-    to_host(buf.view())
+    to_f32(buf.view())
 }
 
-/// Nothing to do is nothing done, also where a launch without blocks would be an error.
+/// Ops on empty shapes launch no kernel, because a grid without blocks is an error.
 #[test]
-fn empty_shapes() {
-    let poisoned = cuda().copied((&[f32::NAN; 12][..]).into());
+fn empty_shapes_have_no_effect() {
+    let poisoned = cuda().device_copy((&[f32::NAN; 12][..]).into());
     let (mut none, mut dw) = (cuda().zeroed(Dtype::F32, 0), poisoned);
     let (none2, w) = (cuda().zeroed(Dtype::F32, 0), cuda().zeroed(Dtype::F32, 12));
     cuda().matmul_forward(none.view_mut(), none2.view(), w.view(), 0, 3, 4, Write::Set);
@@ -55,7 +57,7 @@ fn empty_shapes() {
     cuda().embedding_forward(none.view_mut(), w.view(), &[], 4);
     cuda().norm_blocks(&mut [], none2.view());
     cuda().swiglu_forward(none.view_mut(), none2.view(), 0, 7);
-    assert_eq!(to_host(dw.view()), [0.0; 12]);
+    assert_eq!(to_f32(dw.view()), [0.0; 12]);
 }
 
 #[test]
@@ -74,83 +76,82 @@ fn casts_round_to_the_nearest_even() {
         -0.0,
         f32::INFINITY,
     ];
-    let bf16 = through(Dtype::Bf16, &values);
-    let f16 = through(Dtype::F16, &values);
+    let bf16 = round_trip(Dtype::Bf16, &values);
+    let f16 = round_trip(Dtype::F16, &values);
     assert_eq!(bf16[..3], [1.0, 1.0, 1.015625]);
-    assert!(bf16[4].is_infinite() && bf16[11].is_infinite() && through(Dtype::Bf16, &[f32::NAN])[0].is_nan());
+    assert!(
+        bf16[4].is_infinite() && bf16[11].is_infinite() && round_trip(Dtype::Bf16, &[f32::NAN])[0].is_nan()
+    );
     assert_eq!(f16[5..8], [65504.0, 65504.0, f32::INFINITY]);
     assert_eq!((f16[8], f16[9], f16[10].to_bits()), (2f32.powi(-24), 0.0, (-0.0f32).to_bits()));
-    assert!(through(Dtype::F16, &[f32::NAN])[0].is_nan());
+    assert!(round_trip(Dtype::F16, &[f32::NAN])[0].is_nan());
 }
 
 #[test]
-fn a_machine_without_a_gpu_says_what_was_looked_for_and_where() {
-    let empty = tempfile::tempdir().expect("a folder");
-    let places = Places { library_path: vec![empty.path().to_owned()], ..Places::default() };
-    match Cuda::open(&places, 0, None).map(|_| ()) {
-        Err(e @ CudaError::NotFound { .. }) => {
-            let text = e.to_string();
-            let folder = empty.path().display().to_string();
-            for part in
-                ["the NVIDIA driver", "libcuda.so.1", &folder, "/usr/local/nvidia/lib64", "nvidia-smi"]
-            {
-                assert!(text.contains(part), "{part} is missing in: {text}");
+fn missing_libraries_are_reported_with_the_searched_directories() {
+    let empty = tempfile::tempdir().expect("a directory");
+    let paths = LibraryPaths { ld_library_path: vec![empty.path().to_owned()], ..LibraryPaths::default() };
+    match Cuda::open(&paths, 0, None).map(|_| ()) {
+        Err(CudaError::LibraryNotFound { library, file_names, searched }) => {
+            assert_eq!((library, file_names.as_str()), (CudaLibrary::Driver, "libcuda.so.1"));
+            for directory in [&*empty.path().display().to_string(), "/usr/local/nvidia/lib64"] {
+                assert!(searched.iter().any(|s| s == directory), "{directory} is missing in {searched:?}");
             }
         }
         other => eprintln!("this machine has a driver: {other:?}"),
     }
-    // A driver and nothing else: the compiler is what is missing.
-    std::os::unix::fs::symlink(card::folder().join("libcuda.so.1"), empty.path().join("libcuda.so.1"))
-        .expect("a link");
-    if let Err(CudaError::NotFound { what, .. }) = Cuda::open(&places, 0, None).map(|_| ()) {
-        assert!(what.starts_with("NVRTC"), "{what}");
+    // With a driver only, the next library is missing.
+    let driver = emulated_gpu::library_directory().join("libcuda.so.1");
+    std::os::unix::fs::symlink(driver, empty.path().join("libcuda.so.1")).expect("a link");
+    if let Err(CudaError::LibraryNotFound { library, .. }) = Cuda::open(&paths, 0, None).map(|_| ()) {
+        assert_eq!(library, CudaLibrary::Nvrtc);
     }
 }
 
 #[test]
-fn what_was_found_is_told() {
-    let facts = cuda().facts();
+fn properties_and_libraries_are_reported() {
+    let properties = cuda().properties();
     assert_eq!(
-        (facts.name.as_str(), facts.arch().as_str(), facts.driver),
-        ("Emulated card", "sm_90", (13, 0))
+        (properties.name.as_str(), properties.architecture().as_str(), properties.driver_version),
+        ("Emulated GPU", "sm_90", (13, 0))
     );
-    let libraries = cuda().libraries();
-    assert_eq!((libraries.compiler.0, libraries.blas.0), ((13, 0), 130_100));
-    assert_eq!(libraries.blas.1, card::folder().join("libcublasLt.so.13"));
-    let Err(e) = Cuda::open(&places(), 3, None).map(|_| ()) else { panic!("there is no such card") };
-    assert_eq!(e.to_string(), "there is no GPU 3: the driver sees 1, counted from 0");
+    let libraries = cuda().loaded_libraries();
+    assert_eq!((libraries.nvrtc.0, libraries.cublas_lt.0), ((13, 0), 130_100));
+    assert_eq!(libraries.cublas_lt.1, emulated_gpu::library_directory().join("libcublasLt.so.13"));
+    let error = Cuda::open(&library_paths(), 3, None).map(|_| ()).expect_err("there is one GPU");
+    assert_eq!(error, CudaError::GpuNotFound { index: 3, count: 1 });
 }
 
 #[test]
-fn compiled_kernels_are_kept() {
-    let cache = tempfile::tempdir().expect("a folder");
-    let open = || Cuda::open(&places(), 0, Some(cache.path().join("kernels"))).expect("opened");
-    open().warm_up().expect("compiled");
+fn compiled_kernels_are_cached() {
+    let cache = tempfile::tempdir().expect("a directory");
+    let open = || Cuda::open(&library_paths(), 0, Some(cache.path().join("kernels"))).expect("opened");
+    open().load_kernels().expect("compiled");
     let files = || {
         let mut names: Vec<_> = std::fs::read_dir(cache.path().join("kernels"))
-            .expect("kept")
+            .expect("the cache")
             .map(|e| e.expect("entry").path())
             .collect();
         names.sort();
         names
     };
-    let kept = files();
-    assert_eq!(kept.len(), 8, "{kept:?}");
-    for file in &kept {
+    let cached = files();
+    assert_eq!(cached.len(), 8, "{cached:?}");
+    for file in &cached {
         std::fs::write(file, "damaged").expect("written");
     }
-    open().warm_up().expect("compiled again");
-    assert_eq!(files(), kept);
-    assert!(kept.iter().all(|f| std::fs::metadata(f).expect("there").len() > 48));
+    open().load_kernels().expect("compiled again");
+    assert_eq!(files(), cached);
+    assert!(cached.iter().all(|f| std::fs::metadata(f).expect("a file").len() > 48));
 }
 
-/// The emulated library suggests a slow algorithm, a quick one, and one that refuses.
+/// The emulated library suggests a slow algorithm, a fast one, and one that fails.
 #[test]
-fn the_fastest_algorithm_is_found_and_kept() {
-    let cache = tempfile::tempdir().expect("a folder");
-    let multiply = |write| {
-        let cuda = Cuda::open(&places(), 0, Some(cache.path().to_owned())).expect("opened");
-        cuda.time_products();
+fn the_fastest_algorithm_is_found_and_stored() {
+    let cache = tempfile::tempdir().expect("a directory");
+    let run_matmul = |write| {
+        let cuda = Cuda::open(&library_paths(), 0, Some(cache.path().to_owned())).expect("opened");
+        cuda.enable_matmul_autotuning();
         let mut buffers = [1.0f32, 2.0, 3.0].map(|x| {
             let mut buf = cuda.zeroed(Dtype::F32, 64);
             cuda.offset(buf.view_mut(), x);
@@ -158,46 +159,47 @@ fn the_fastest_algorithm_is_found_and_kept() {
         });
         let [y, x, w] = &mut buffers;
         cuda.matmul_forward(y.view_mut(), x.view(), w.view(), 8, 8, 8, write);
-        cuda.downloaded(y.view()).host().to_vec()
+        cuda.host_copy(y.view()).host().to_vec()
     };
-    let chosen = || {
-        let files = std::fs::read_dir(cache.path()).expect("kept").map(|e| e.expect("entry").path());
-        let of_products = files.filter(|f| f.extension().is_some_and(|e| e == "algorithm"));
-        of_products.map(|f| (std::fs::read(&f).expect("read"), f)).collect::<Vec<_>>()
+    let stored_choices = || {
+        let files = std::fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry").path());
+        let choices = files.filter(|f| f.extension().is_some_and(|e| e == "algorithm"));
+        choices.map(|f| (std::fs::read(&f).expect("read"), f)).collect::<Vec<_>>()
     };
-    assert_eq!(multiply(Write::Set), [48.0; 64]);
-    let [(bytes, file)] = &chosen()[..] else { panic!("one choice: {:?}", chosen()) };
+    assert_eq!(run_matmul(Write::Set), [48.0; 64]);
+    let [(bytes, file)] = &stored_choices()[..] else { panic!("not one choice: {:?}", stored_choices()) };
     let which = u64::from_ne_bytes(bytes[48 + 5 * 8..][..8].try_into().expect("eight bytes"));
-    assert_eq!(which, 1, "the quick one");
-    // A file that isn't whole, or names what isn't suggested, is made anew.
+    assert_eq!(which, 1, "the fast one");
+    // A file that is damaged, or names an algorithm that is not suggested, is replaced.
     for damaged in [&bytes[..60], b"", &[0; 112]] {
         std::fs::write(file, damaged).expect("written");
-        assert_eq!(multiply(Write::Set), [48.0; 64]);
+        assert_eq!(run_matmul(Write::Set), [48.0; 64]);
         assert_eq!(std::fs::read(file).expect("read"), *bytes);
     }
-    // Timing leaves what is added to as it was.
-    assert_eq!(multiply(Write::Add), [49.0; 64]);
-    assert_eq!(chosen().len(), 2);
+    // Timing does not change a result that is added to.
+    assert_eq!(run_matmul(Write::Add), [49.0; 64]);
+    assert_eq!(stored_choices().len(), 2);
 }
 
-/// A library may have no algorithm for 16-bit operands in odd places, or none that adds a bias: then they go other ways.
+/// The library may have no algorithm for unaligned 16-bit operands, or none that adds a bias. Other
+/// algorithms and kernels are used then.
 #[test]
-fn products_that_the_library_lacks() {
-    for lacks in ["", "odd"] {
+fn matmuls_work_without_unaligned_and_bias_algorithms() {
+    for lacking in ["", "odd"] {
         let mut child = std::process::Command::new(std::env::current_exe().expect("our own path"));
         child
-            .args(["odd_products", "--exact", "--nocapture"])
-            .env("BLAS_LACKS", lacks)
-            .env("ODD_PRODUCTS", "1");
+            .args(["unaligned_matmuls", "--exact", "--nocapture"])
+            .env("BLAS_LACKS", lacking)
+            .env("UNALIGNED_MATMULS", "1");
         let output = child.output().expect("a process");
-        assert!(output.status.success(), "{lacks}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{lacking}: {}", String::from_utf8_lossy(&output.stderr));
     }
 }
 
-/// The other test's child.
+/// Runs in a child process of the test above.
 #[test]
-fn odd_products() {
-    if std::env::var_os("ODD_PRODUCTS").is_none() {
+fn unaligned_matmuls() {
+    if std::env::var_os("UNALIGNED_MATMULS").is_none() {
         return;
     }
     let number = |i: usize| ((i * 37 + 11) % 29) as f32 / 16.0 - 0.75;
@@ -206,58 +208,57 @@ fn odd_products() {
             let put = |len: usize, from: usize| {
                 let values: Vec<f32> = (0..len).map(|i| number(i + from)).collect();
                 let (wide, mut buf) =
-                    (cuda().copied((&values[..]).into()), cuda().zeroed(dtype, len + shift));
+                    (cuda().device_copy((&values[..]).into()), cuda().zeroed(dtype, len + shift));
                 cuda().cast(buf.view_mut().slice(shift..len + shift), wide.view());
                 (values, buf)
             };
-            let ((x, x_there), (w, w_there), (bias, bias_there)) = (put(m * k, 0), put(n * k, 5), put(n, 9));
+            let ((x, x_buf), (w, w_buf), (bias, bias_buf)) = (put(m * k, 0), put(n * k, 5), put(n, 9));
             let mut y = cuda().zeroed(dtype, m * n);
-            let [x_view, w_view, bias_view] = [&x_there, &w_there, &bias_there].map(|buf| {
-                let all = buf.view();
-                all.slice(shift..all.len())
+            let [x_view, w_view, bias_view] = [&x_buf, &w_buf, &bias_buf].map(|buf| {
+                let view = buf.view();
+                view.slice(shift..view.len())
             });
             cuda().matmul_bias_forward(y.view_mut(), x_view, w_view, Some(bias_view), m, n, k);
             cuda().matmul_forward(y.view_mut(), x_view, w_view, m, n, k, Write::Add);
-            for (i, got) in to_host(y.view()).into_iter().enumerate() {
+            for (i, result) in to_f32(y.view()).into_iter().enumerate() {
                 let sum: f32 = (0..k).map(|j| x[i / n * k + j] * w[i % n * k + j]).sum();
-                let want = 2.0 * sum + bias[i % n];
+                let expected = 2.0 * sum + bias[i % n];
                 assert!(
-                    (got - want).abs() < 0.02 * (1.0 + want.abs()),
-                    "{dtype:?} {m} {n} {k}: {got}, {want}"
+                    (result - expected).abs() < 0.02 * (1.0 + expected.abs()),
+                    "{dtype:?} {m} {n} {k}: {result}, expected {expected}"
                 );
             }
         }
     }
 }
 
-/// A home that can't be written is no reason not to train.
 #[test]
-fn kernels_that_cant_be_kept_are_used() {
-    let cache = tempfile::tempdir().expect("a folder");
+fn an_unwritable_kernel_cache_is_reported_and_harmless() {
+    let cache = tempfile::tempdir().expect("a directory");
     let file = cache.path().join("kernels");
-    std::fs::write(&file, "no folder").expect("written");
-    let cuda = Cuda::open(&places(), 0, Some(file.clone())).expect("opened");
-    cuda.warm_up().expect("compiled");
-    assert!(
-        cuda.unkept_kernels().is_some_and(|why| why.contains("kernels/flat-sm_90")),
-        "{:?}",
-        cuda.unkept_kernels()
-    );
-    assert_eq!(std::fs::read(&file).expect("untouched"), b"no folder");
+    std::fs::write(&file, "not a directory").expect("written");
+    let cuda = Cuda::open(&library_paths(), 0, Some(file.clone())).expect("opened");
+    cuda.load_kernels().expect("compiled");
+    let Some(CudaError::KernelCacheWrite { path, .. }) = cuda.kernel_cache_error() else {
+        panic!("{:?}", cuda.kernel_cache_error());
+    };
+    let name = path.file_name().expect("a name").to_string_lossy();
+    assert!(path.starts_with(&file) && name.starts_with("flat-sm_90"), "{}", path.display());
+    assert_eq!(std::fs::read(&file).expect("untouched"), b"not a directory");
 }
 
 #[test]
-fn memory_of_the_one_is_never_used_as_the_others() {
-    let (here, there) = (Buf::zeroed(4), cuda().zeroed(Dtype::F32, 4));
-    let refused = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
-    assert!(refused(&|| assert_eq!(there.view().host(), [0.0; 4])));
-    assert!(refused(&|| cuda().scale(Buf::zeroed(4).view_mut(), 1.0)));
-    assert!(!refused(&|| assert_eq!(here.view().host(), [0.0; 4])));
+fn host_and_gpu_memory_are_not_interchangeable() {
+    let (host, device) = (Buf::zeroed(4), cuda().zeroed(Dtype::F32, 4));
+    let panics = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
+    assert!(panics(&|| assert_eq!(device.view().host(), [0.0; 4])));
+    assert!(panics(&|| cuda().scale(Buf::zeroed(4).view_mut(), 1.0)));
+    assert!(!panics(&|| assert_eq!(host.view().host(), [0.0; 4])));
 }
 
-/// Kernels of an image (ELF) and the bytes of shared memory that each has whatever its launch says. Since sm_90 the first 1024 are the
-/// system's, which the card's maximum doesn't count.
-fn static_shared(image: &[u8]) -> Vec<(String, u64)> {
+/// The kernels of an image (ELF), each with the bytes of its static shared memory. Since sm_90 the
+/// first 1024 bytes are reserved by the system and not counted in the GPU's maximum.
+fn static_shared_memory(image: &[u8]) -> Vec<(String, u64)> {
     let number = |at: u64, bytes: usize| {
         let at = at as usize;
         image[at..at + bytes].iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))
@@ -276,28 +277,32 @@ fn static_shared(image: &[u8]) -> Vec<(String, u64)> {
     (0..count).filter_map(kernel).collect()
 }
 
-/// The real compiler, for each kind of card: no GPU is needed for that.
+/// Compiles with NVIDIA's NVRTC, which needs no GPU.
 #[test]
-fn kernels_compile_for_each_kind_of_card() {
-    let Some(folder) = card::nvrtc() else { return };
-    let places = Places { job: vec![folder], ..Places::default() };
-    for arch in ["sm_80", "sm_90", "sm_100"] {
-        let images = cuda::compile_all(&places, arch).expect("compiles");
+fn kernels_compile_for_each_architecture() {
+    let Some(directory) = emulated_gpu::nvrtc_directory() else { return };
+    let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
+    for architecture in ["sm_80", "sm_90", "sm_100"] {
+        let images = cuda::compile_all(&paths, architecture).expect("compiles");
         assert_eq!(images.len(), 8);
-        assert!(images.iter().all(|(_, image)| image.starts_with(b"\x7fELF")), "{arch}");
-        let reserved = if arch == "sm_80" { 0 } else { 1024 };
+        assert!(images.iter().all(|(_, image)| image.starts_with(b"\x7fELF")), "{architecture}");
+        let reserved = if architecture == "sm_80" { 0 } else { 1024 };
         for (file, image) in &images {
-            let arrays = static_shared(image).into_iter().filter(|(_, bytes)| *bytes > reserved);
-            // A launch with dynamic shared memory asks for all that a block may have: none is left for static arrays.
+            let arrays = static_shared_memory(image).into_iter().filter(|(_, bytes)| *bytes > reserved);
+            // A kernel with dynamic shared memory may use the GPU's maximum, so it must have no static
+            // arrays.
             let is_dynamic = ["flash.cu", "attention.cu"].contains(file);
             assert!(
                 !is_dynamic || arrays.clone().count() == 0,
-                "{file} for {arch}: {:?}",
+                "{file} for {architecture}: {:?}",
                 arrays.collect::<Vec<_>>()
             );
-            assert!(*file != "norm.cu" || arrays.count() > 0, "sections of {file} for {arch} aren't found");
+            assert!(
+                *file != "norm.cu" || arrays.count() > 0,
+                "sections of {file} for {architecture} are not found"
+            );
         }
     }
-    let Err(e) = cuda::compile_all(&places, "sm_12") else { panic!("there is no such card") };
-    assert!(e.to_string().contains("gpu-architecture"), "{e}");
+    let error = cuda::compile_all(&paths, "sm_12").expect_err("sm_12 does not exist");
+    assert!(matches!(error, CudaError::KernelCompile { .. }), "{error:?}");
 }

@@ -1,37 +1,42 @@
-//! Attention by the emulated cuDNN, which does each operation of a graph by its definition: results beside the CPU's, and which
-//! of the two kinds of kernels a shape gets.
-#[path = "card/calls.rs"]
-mod calls;
-mod card;
+//! Attention by the emulated cuDNN, which executes each operation of a graph by its definition:
+//! results compared with the CPU's, and the choice between cuDNN and this program's kernels.
+#[path = "emulated_gpu/call_counts.rs"]
+mod call_counts;
+mod emulated_gpu;
 
-use calls::calls;
-use device::cuda::{Attention, Places};
+use call_counts::calls;
+use device::cuda::{AttentionBackend, CudaError, LibraryPaths};
 use device::ops::AttentionShape;
+use device::storage::{BackendNotice, DeviceError};
 use device::{Buf, Cuda, Dtype, Ops, Storage, parity};
+use diagnostic::codes::device::CUDNN_ATTENTION_UNSUPPORTED;
 use std::time::Duration;
 
-fn places() -> Places {
-    let card = card::folder();
-    Places { job: vec![card.to_owned(), card.join("cudnn")], ..Places::default() }
+fn library_paths() -> LibraryPaths {
+    let directory = emulated_gpu::library_directory();
+    LibraryPaths {
+        configured: vec![directory.to_owned(), directory.join("cudnn")],
+        ..LibraryPaths::default()
+    }
 }
 
-fn cuda(how: Attention) -> Cuda {
-    let cuda = Cuda::open(&places(), 0, None).expect("the emulated card");
-    cuda.choose_attention(how, &places()).expect("the emulated cuDNN");
+fn cuda(backend: AttentionBackend) -> Cuda {
+    let cuda = Cuda::open(&library_paths(), 0, None).expect("the emulated GPU");
+    cuda.set_attention_backend(backend, &library_paths()).expect("the emulated cuDNN");
     cuda
 }
 
 #[test]
-fn attention_is_the_cpus() {
+fn cudnn_attention_matches_the_cpu() {
     let before = calls("cudnnBackendExecute");
-    let row = parity::by_cudnn(&cuda(Attention::Dnn), 1, 12);
+    let row = parity::by_cudnn(&cuda(AttentionBackend::Cudnn), 1, 12);
     assert!(row.failed.is_none() && row.shapes == 16 && row.worst.bf16 > 1e-4, "{row:#?}");
-    // forward and backward, from two places
+    // forward and backward, at two addresses each
     assert_eq!(calls("cudnnBackendExecute") - before, 16 * 4);
 }
 
-/// Everything that an op of attention has, in bf16, and the op itself.
-struct Attended {
+/// The buffers of an attention, and the op itself.
+struct Attention {
     shape: AttentionShape,
     starts: Vec<u32>,
     qkv: Buf,
@@ -41,18 +46,19 @@ struct Attended {
     dqkv: Buf,
 }
 
-impl Attended {
+impl Attention {
     fn new(cuda: &Cuda, dtype: Dtype, shape: AttentionShape) -> Self {
         let (rows, width) = (shape.b * shape.t, (shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         let values = |len: usize, seed: usize| {
-            let all: Vec<f32> = (0..len).map(|i| ((i * 7919 + seed) % 1000) as f32 / 500.0 - 1.0).collect();
-            let wide = cuda.copied((&all[..]).into());
+            let values: Vec<f32> =
+                (0..len).map(|i| ((i * 7919 + seed) % 1000) as f32 / 500.0 - 1.0).collect();
+            let wide = cuda.device_copy((&values[..]).into());
             let mut buf = cuda.zeroed(dtype, len);
             cuda.cast(buf.view_mut(), wide.view());
             buf
         };
         let out = rows * shape.heads * shape.head_dim;
-        Attended {
+        Attention {
             shape,
             starts: vec![0; rows],
             qkv: values(rows * width, 1),
@@ -63,9 +69,9 @@ impl Attended {
         }
     }
 
-    /// The output and the gradient.
+    /// Runs both passes. Returns the output and the gradient.
     fn run(&mut self, cuda: &Cuda) -> [Vec<f32>; 2] {
-        let Attended { shape, starts, qkv, o, lse, d_o, dqkv } = self;
+        let Attention { shape, starts, qkv, o, lse, d_o, dqkv } = self;
         cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, *shape);
         cuda.attention_backward(
             dqkv.view_mut(),
@@ -79,7 +85,7 @@ impl Attended {
         [&*o, &*dqkv].map(|buf| {
             let mut wide = cuda.zeroed(Dtype::F32, buf.len());
             cuda.cast(wide.view_mut(), buf.view());
-            cuda.downloaded(wide.view()).host().to_vec()
+            cuda.host_copy(wide.view()).host().to_vec()
         })
     }
 }
@@ -95,97 +101,111 @@ const SHAPE: AttentionShape = AttentionShape {
     dropout: None,
 };
 
-fn said(cuda: &Cuda) -> Vec<String> {
-    std::iter::from_fn(|| cuda.step_took(Duration::from_millis(1))).map(|said| format!("{said:?}")).collect()
+/// Every notice that is pending.
+fn notices(cuda: &Cuda) -> Vec<BackendNotice> {
+    std::iter::from_fn(|| cuda.after_step(Duration::from_millis(1))).collect()
 }
 
 #[test]
-fn the_clock_chooses() {
-    let fastest = cuda(Attention::Fastest);
-    let mut small = Attended::new(&fastest, Dtype::Bf16, SHAPE);
-    let first = small.run(&fastest);
-    let told = said(&fastest);
-    assert_eq!(told.len(), 2, "one for each direction: {told:?}");
-    for (said, direction) in told.iter().zip(["forward", "backward"]) {
-        assert!(said.contains("attention of 2 × 24 tokens, 4 and 2 heads of 16"), "{said}");
-        assert!(
-            said.contains(direction) && said.contains("µs by cuDNN") && said.contains("µs by launch"),
-            "{said}"
-        );
+fn auto_uses_the_faster_backend() {
+    let auto = cuda(AttentionBackend::Auto);
+    let mut small = Attention::new(&auto, Dtype::Bf16, SHAPE);
+    let first = small.run(&auto);
+    let notices_of_first = notices(&auto);
+    let mut expected_calls = 0;
+    let [forward, backward] = &notices_of_first[..] else {
+        panic!("one notice per direction: {notices_of_first:?}")
+    };
+    for (notice, direction) in [(forward, "forward"), (backward, "backward")] {
+        let BackendNotice::AttentionMeasured { attention, cudnn_version, cudnn_seconds, built_in_seconds } =
+            notice
+        else {
+            panic!("{notice:?}")
+        };
+        let expected = format!("attention of 2 × 24 tokens, 4 and 2 heads of 16, {direction}");
+        assert_eq!((attention.as_str(), cudnn_version.as_str()), (expected.as_str(), "9.19.0"));
+        expected_calls += i64::from(cudnn_seconds < built_in_seconds);
     }
-    // Chosen once.
+    // The second run uses the decision.
     let before = calls("cudnnBackendExecute");
-    assert_eq!(small.run(&fastest), first);
-    let by_cudnn = told.iter().filter(|said| said.contains("by cuDNN 9.19.0 (")).count() as i64;
-    assert_eq!(calls("cudnnBackendExecute") - before, by_cudnn);
-    assert_eq!(said(&fastest), [] as [&str; 0]);
+    assert_eq!(small.run(&auto), first);
+    assert_eq!(calls("cudnnBackendExecute") - before, expected_calls);
+    assert_eq!(notices(&auto), []);
 }
 
 #[test]
-fn what_no_graph_says_goes_without() {
-    let fastest = cuda(Attention::Fastest);
+fn auto_falls_back_where_cudnn_has_no_graph() {
+    let auto = cuda(AttentionBackend::Auto);
     let before = calls("cudnnBackendExecute");
-    let mut documents = Attended::new(&fastest, Dtype::Bf16, SHAPE);
+    let mut documents = Attention::new(&auto, Dtype::Bf16, SHAPE);
     documents.starts[10..24].fill(10);
-    let capped = Attended::new(&fastest, Dtype::Bf16, AttentionShape { softcap: Some(2.0), ..SHAPE });
-    let wide = Attended::new(&fastest, Dtype::F32, SHAPE);
-    let odd = Attended::new(&fastest, Dtype::Bf16, AttentionShape { head_dim: 12, ..SHAPE });
-    let short = Attended::new(&fastest, Dtype::Bf16, AttentionShape { t: 1, ..SHAPE });
-    let mut all = [documents, capped, wide, odd, short];
-    let given = all.each_mut().map(|one| one.run(&fastest));
+    let capped = Attention::new(&auto, Dtype::Bf16, AttentionShape { softcap: Some(2.0), ..SHAPE });
+    let wide = Attention::new(&auto, Dtype::F32, SHAPE);
+    let odd = Attention::new(&auto, Dtype::Bf16, AttentionShape { head_dim: 12, ..SHAPE });
+    let short = Attention::new(&auto, Dtype::Bf16, AttentionShape { t: 1, ..SHAPE });
+    let mut unsupported = [documents, capped, wide, odd, short];
+    let results = unsupported.each_mut().map(|one| one.run(&auto));
     assert_eq!(calls("cudnnBackendExecute"), before);
-    let own = Cuda::open(&places(), 0, None).expect("the emulated card");
-    for (one, given) in all.iter().zip(given) {
+    let built_in = Cuda::open(&library_paths(), 0, None).expect("the emulated GPU");
+    for (one, result) in unsupported.iter().zip(results) {
         let dtype = one.qkv.dtype();
-        let mut again = Attended { starts: one.starts.clone(), ..Attended::new(&own, dtype, one.shape) };
-        assert_eq!(again.run(&own), given, "{:?}", one.shape);
+        let again = Attention::new(&built_in, dtype, one.shape);
+        let mut again = Attention { starts: one.starts.clone(), ..again };
+        assert_eq!(again.run(&built_in), result, "{:?}", one.shape);
     }
 }
 
-/// Asked for alone, it is had or refused.
 #[test]
-fn cudnn_alone_is_had_or_refused() {
-    let alone = cuda(Attention::Dnn);
-    let refused = |shape: AttentionShape, dtype, starts: Option<usize>| {
-        let mut one = Attended::new(&alone, dtype, shape);
+fn the_cudnn_backend_rejects_what_cudnn_cannot_compute() {
+    let cudnn = cuda(AttentionBackend::Cudnn);
+    let rejection = |shape: AttentionShape, dtype, starts: Option<usize>| {
+        let mut one = Attention::new(&cudnn, dtype, shape);
         if let Some(at) = starts {
             one.starts[at..].fill(at as u32);
         }
-        let run = std::panic::AssertUnwindSafe(|| one.run(&alone));
-        let panic = std::panic::catch_unwind(run).expect_err("refused");
-        device::storage::said(panic.as_ref())
+        let run = std::panic::AssertUnwindSafe(|| one.run(&cudnn));
+        let panic = std::panic::catch_unwind(run).expect_err("rejected");
+        let DeviceError(diagnostic) = *panic.downcast::<DeviceError>().expect("a device error");
+        diagnostic
     };
-    for said in [
-        refused(SHAPE, Dtype::F32, None),
-        refused(AttentionShape { softcap: Some(2.0), ..SHAPE }, Dtype::Bf16, None),
-        refused(AttentionShape { b: 1, ..SHAPE }, Dtype::Bf16, Some(9)),
-        refused(AttentionShape { head_dim: 136, ..SHAPE }, Dtype::Bf16, None),
-    ] {
-        assert!(
-            said.contains("cuDNN 9.19.0 has no plan for") && said.contains("train.attention: auto"),
-            "{said}"
-        );
+    let rejections = [
+        rejection(SHAPE, Dtype::F32, None),
+        rejection(AttentionShape { softcap: Some(2.0), ..SHAPE }, Dtype::Bf16, None),
+        rejection(AttentionShape { b: 1, ..SHAPE }, Dtype::Bf16, Some(9)),
+        rejection(AttentionShape { head_dim: 136, ..SHAPE }, Dtype::Bf16, None),
+    ];
+    for rejection in &rejections {
+        assert_eq!(rejection.code(), CUDNN_ATTENTION_UNSUPPORTED);
     }
-    let without = Places { job: vec![card::folder().to_owned()], ..Places::default() };
-    let card = Cuda::open(&without, 0, None).expect("the emulated card");
-    let error = card.choose_attention(Attention::Dnn, &without).expect_err("no cuDNN").to_string();
-    assert!(error.contains("cuDNN, NVIDIA's attention (libcudnn.so.9) was not found"), "{error}");
-    // Where it is only the faster of two it isn't missed.
-    card.choose_attention(Attention::Fastest, &without).expect("own kernels");
-    Attended::new(&card, Dtype::Bf16, SHAPE).run(&card);
+    let messages: Vec<String> = rejections.iter().map(|r| diagnostic::render(r, false)).collect();
+    insta::assert_snapshot!(messages.concat());
+    let without_cudnn = LibraryPaths {
+        configured: vec![emulated_gpu::library_directory().to_owned()],
+        ..LibraryPaths::default()
+    };
+    let cuda = Cuda::open(&without_cudnn, 0, None).expect("the emulated GPU");
+    let error = cuda.set_attention_backend(AttentionBackend::Cudnn, &without_cudnn).expect_err("no cuDNN");
+    assert!(
+        matches!(&error, CudaError::LibraryNotFound { file_names, .. } if file_names == "libcudnn.so.9"),
+        "{error:?}"
+    );
+    // With the backend auto, cuDNN is optional.
+    let reason =
+        cuda.set_attention_backend(AttentionBackend::Auto, &without_cudnn).expect("built-in kernels");
+    assert_eq!(reason, None);
+    Attention::new(&cuda, Dtype::Bf16, SHAPE).run(&cuda);
 }
 
-/// With graphs on what cuDNN does is part of them.
 #[test]
-fn cuda_graphs_have_it() {
-    let plain = cuda(Attention::Dnn);
-    let expected = Attended::new(&plain, Dtype::Bf16, SHAPE).run(&plain);
-    let graphs = cuda(Attention::Dnn);
-    let mut one = Attended::new(&graphs, Dtype::Bf16, SHAPE);
-    graphs.use_graphs(true);
+fn cuda_graphs_contain_cudnn_plans() {
+    let direct = cuda(AttentionBackend::Cudnn);
+    let expected = Attention::new(&direct, Dtype::Bf16, SHAPE).run(&direct);
+    let with_graphs = cuda(AttentionBackend::Cudnn);
+    let mut one = Attention::new(&with_graphs, Dtype::Bf16, SHAPE);
+    with_graphs.set_graphs_enabled(true);
     for _ in 0..5 {
-        assert_eq!(one.run(&graphs), expected);
+        assert_eq!(one.run(&with_graphs), expected);
     }
-    let replayed = graphs.replayed();
-    assert!(replayed.launches > 0, "{replayed:?}");
+    let stats = with_graphs.graph_stats();
+    assert!(stats.launches > 0, "{stats:?}");
 }

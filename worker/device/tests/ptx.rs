@@ -1,26 +1,32 @@
-//! The CUDA backend on the emulated card, its kernels as NVIDIA's compiler made them: PTX, run instruction by instruction. And that
-//! this way of running them sees what compute-sanitizer would.
-mod card;
+//! The CUDA backend on the emulated GPU with the PTX that NVIDIA's compiler generates for the
+//! kernels, interpreted instruction by instruction. The interpreter detects what compute-sanitizer
+//! would.
+mod emulated_gpu;
 
-use device::cuda::Places;
+use device::cuda::LibraryPaths;
 use device::ops::{LayerNorm, Write};
 use device::{Buf, Cuda, Dtype, Ops, Storage, ViewMut, parity};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::process::Command;
 
 #[test]
-fn every_op_as_it_was_compiled_is_the_cpus() {
-    let Some(folder) = card::compiled_folder() else { return };
-    let places = Places { job: vec![folder], ..Places::default() };
-    let cuda = Cuda::open(&places, 0, None).expect("the emulated card");
+fn every_compiled_op_matches_the_cpu() {
+    let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
+    let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
+    let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
     let rows = parity::run(&cuda, 1, 2);
     assert_eq!(rows.len(), 11);
     assert!(rows.iter().all(|row| row.failed.is_none() && row.shapes >= 2), "{rows:#?}");
 }
 
-/// A kernel of 64 threads with 64 words of shared memory: thread `%r0` has its word's address there in `%r1`, its neighbour's in the warp
-/// in `%r2`, that of its like in the other warp in `%r3`; `%rd0` is where 64 words lie on the card, `%p0` is true for the lower half of
-/// a warp, `%p1` for the first warp.
+/// The beginning of a kernel of 64 threads with 64 words of shared memory.
+///
+/// - `%r0`: index of the thread.
+/// - `%r1`: address of the thread's word in shared memory.
+/// - `%r2`: address of the word of its neighbour in the warp.
+/// - `%r3`: address of the word of the corresponding thread in the other warp.
+/// - `%rd0`: address of 64 words of global memory; `%rd1`: address of the thread's word there.
+/// - `%p0`: true in the lower half of a warp; `%p1`: true in the first warp.
 const BEGIN: &str = "
 .version 9.0
 .target sm_90
@@ -49,7 +55,7 @@ const BEGIN: &str = "
     add.s64 %rd1, %rd0, %rd1;
 ";
 
-/// What the kernel does then, and what is said of it: nothing where it is right.
+/// The rest of a kernel, and the error that the emulator reports; `None` for a correct kernel.
 const KERNELS: [(&str, Option<&str>); 19] = [
     ("st.shared.u32 [%r1], %r0; bar.sync 0; ld.shared.u32 %r9, [%r3]; st.global.u32 [%rd1], %r9;", None),
     ("st.shared.u32 [%r1], %r0; bar.warp.sync -1; ld.shared.u32 %r9, [%r2];", None),
@@ -70,72 +76,73 @@ const KERNELS: [(&str, Option<&str>); 19] = [
     ("st.shared.u32 [words], %r0;", Some("writes what was written by thread")),
     (
         "cp.async.ca.shared.global [%r1], [%rd1], 4, 4; cp.async.commit_group; cp.async.wait_group 1; ld.shared.u32 %r9, [%r1];",
-        Some("reads what is being copied"),
+        Some("reads the target of a copy in progress"),
     ),
     (
         "cp.async.ca.shared.global [%r1], [%rd1], 4, 4; cp.async.commit_group;",
-        Some("ended before its copies were there"),
+        Some("ended before its asynchronous copies completed"),
     ),
     ("st.shared.u32 [%r1+4], %r0;", Some("beyond its array in shared memory")),
-    ("ld.global.u32 %r9, [%rd1+4];", Some("isn't in the card's memory")),
-    ("ld.global.v2.u32 {%r9, %r10}, [%rd1];", Some("an address isn't aligned")),
+    ("ld.global.u32 %r9, [%rd1+4];", Some("outside of GPU memory")),
+    ("ld.global.v2.u32 {%r9, %r10}, [%rd1];", Some("an address is misaligned")),
     (
         "@%p0 bra $L1; ret; $L1: shfl.sync.bfly.b32 %r9|%p2, %r0, 1, 31, -1;",
-        Some("lanes that ended are waited for"),
+        Some("a collective instruction includes lanes that ended"),
     ),
     (
         "@%p0 bra $L1; bar.sync 0; ret; $L1: shfl.sync.bfly.b32 %r9|%p2, %r0, 1, 31, -1;",
-        Some("lanes wait for others of their warp that never come"),
+        Some("lanes wait for lanes of their warp that never arrive"),
     ),
     ("@%p0 bra $L1; bar.sync 0; ret; $L1: bar.sync 0;", Some("lanes of a warp wait at different barriers")),
 ];
 
 #[test]
-fn what_a_card_would_do_wrong_sometimes_is_always_seen() {
+fn races_and_invalid_accesses_are_always_detected() {
     for (i, (kernel, expected)) in KERNELS.iter().enumerate() {
         let mut child = Command::new(std::env::current_exe().expect("our own path"));
-        child.args(["one_kernel", "--exact", "--nocapture"]).env("PTX_TEST_KERNEL", i.to_string());
+        child.args(["run_one_kernel", "--exact", "--nocapture"]).env("PTX_TEST_KERNEL", i.to_string());
         let output = child.output().expect("a process");
-        let said = String::from_utf8_lossy(&output.stderr);
+        let stderr = String::from_utf8_lossy(&output.stderr);
         match expected {
-            None => assert!(output.status.success(), "{kernel}: {said}"),
+            None => assert!(output.status.success(), "{kernel}: {stderr}"),
             Some(expected) => {
-                assert!(!output.status.success() && said.contains(expected), "{kernel}: {said}")
+                assert!(!output.status.success() && stderr.contains(expected), "{kernel}: {stderr}")
             }
         }
     }
 }
 
-/// The other test's child: one of the kernels, whose fault ends the process.
+/// Runs one of the kernels in a child process of the test above, because an error ends the process.
 #[test]
-fn one_kernel() {
-    let Ok(which) = std::env::var("PTX_TEST_KERNEL") else { return };
-    let (body, _) = KERNELS[which.parse::<usize>().expect("a number")];
+fn run_one_kernel() {
+    let Ok(index) = std::env::var("PTX_TEST_KERNEL") else { return };
+    let (body, _) = KERNELS[index.parse::<usize>().expect("a number")];
     let image = CString::new(format!("{BEGIN}{body}\nret;\n}}\n")).expect("a text");
     assert_eq!(launch(&image), 0);
 }
 
-type Any = *mut c_void;
+type Pointer = *mut c_void;
 
-/// The driver's answer to a launch of `f` in a module of this image.
+/// Launches the kernel `f` of this image and returns the driver's status.
 fn launch(image: &CString) -> c_int {
-    // SAFETY: the emulated driver, its functions as NVIDIA's declares them; the one argument is an address.
+    // SAFETY: the emulated driver declares its functions like NVIDIA's. The one argument is an
+    // address.
     unsafe {
-        let driver =
-            libloading::Library::new(card::folder().join("libcuda.so.1")).expect("the emulated driver");
-        let call = |name: &str| {
-            driver.get::<Any>(name.as_bytes()).expect("a function").try_as_raw_ptr().expect("an address")
+        let driver = libloading::Library::new(emulated_gpu::library_directory().join("libcuda.so.1"))
+            .expect("the emulated driver");
+        let symbol = |name: &str| {
+            driver.get::<Pointer>(name.as_bytes()).expect("a function").try_as_raw_ptr().expect("an address")
         };
-        let new_stream: extern "C" fn(*mut Any, c_uint) -> c_int =
-            std::mem::transmute(call("cuStreamCreate"));
-        let allocate: extern "C" fn(*mut u64, usize, Any) -> c_int =
-            std::mem::transmute(call("cuMemAllocAsync"));
-        let load: extern "C" fn(*mut Any, *const c_char) -> c_int =
-            std::mem::transmute(call("cuModuleLoadData"));
-        let find: extern "C" fn(*mut Any, Any, *const c_char) -> c_int =
-            std::mem::transmute(call("cuModuleGetFunction"));
+        let create_stream: extern "C" fn(*mut Pointer, c_uint) -> c_int =
+            std::mem::transmute(symbol("cuStreamCreate"));
+        let allocate: extern "C" fn(*mut u64, usize, Pointer) -> c_int =
+            std::mem::transmute(symbol("cuMemAllocAsync"));
+        let load: extern "C" fn(*mut Pointer, *const c_char) -> c_int =
+            std::mem::transmute(symbol("cuModuleLoadData"));
+        let find: extern "C" fn(*mut Pointer, Pointer, *const c_char) -> c_int =
+            std::mem::transmute(symbol("cuModuleGetFunction"));
         type Launch = extern "C" fn(
-            Any,
+            Pointer,
             c_uint,
             c_uint,
             c_uint,
@@ -143,14 +150,14 @@ fn launch(image: &CString) -> c_int {
             c_uint,
             c_uint,
             c_uint,
-            Any,
-            *mut Any,
-            *mut Any,
+            Pointer,
+            *mut Pointer,
+            *mut Pointer,
         ) -> c_int;
-        let launch: Launch = std::mem::transmute(call("cuLaunchKernel"));
+        let launch: Launch = std::mem::transmute(symbol("cuLaunchKernel"));
         let (mut stream, mut module, mut function, mut words) =
             (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut(), 0u64);
-        assert_eq!(new_stream(&mut stream, 0), 0);
+        assert_eq!(create_stream(&mut stream, 0), 0);
         assert_eq!(allocate(&mut words, 256, stream), 0);
         assert_eq!(load(&mut module, image.as_ptr()), 0);
         assert_eq!(find(&mut function, module, c"f".as_ptr()), 0);
@@ -159,46 +166,49 @@ fn launch(image: &CString) -> c_int {
     }
 }
 
-/// Which kernel an op takes depends on where its memory lies; what it computes doesn't.
+/// The alignment of an op's memory decides which kernel it uses, but not the results.
 #[test]
-fn the_same_bits_wherever_memory_begins() {
-    let Some(folder) = card::compiled_folder() else { return };
-    let places = Places { job: vec![folder], ..Places::default() };
-    let cuda = Cuda::open(&places, 0, None).expect("the emulated card");
+fn results_do_not_depend_on_alignment() {
+    let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
+    let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
+    let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
     for (m, d) in [(3, 64), (2, 1032), (1, 4104)] {
-        let near = layer(&cuda, m, d, 0);
-        let odd = layer(&cuda, m, d, 1);
-        for (i, (near, odd)) in near.iter().zip(&odd).enumerate() {
-            let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            assert!(near.iter().all(|x| x.is_finite()) && near.iter().any(|x| *x != 0.0), "{i}");
-            assert_eq!(bits(near), bits(odd), "{i} of {m} × {d}");
+        let aligned = layer(&cuda, m, d, 0);
+        let shifted = layer(&cuda, m, d, 1);
+        for (i, (aligned, shifted)) in aligned.iter().zip(&shifted).enumerate() {
+            let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(aligned.iter().all(|x| x.is_finite()) && aligned.iter().any(|x| *x != 0.0), "{i}");
+            assert_eq!(bits(aligned), bits(shifted), "buffer {i} of {m} × {d}");
         }
     }
 }
 
-/// What the ops of a layer leave in their buffers, which begin `shift` elements after their memory.
+/// The contents of every buffer after the ops of a layer. Views begin `shift` elements into the
+/// buffers.
 fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
-    let mut turn = 0u32;
+    let mut random = 0u32;
     let mut buffers: Vec<(Buf, usize)> = Vec::new();
     let sizes = [m * d, m * d, m * d, d, d, m * d, m * d, 2 * m * d, m * d, 2 * m * d, m * d, m * d];
     for (i, len) in sizes.into_iter().enumerate() {
         let values: Vec<f32> = (0..shift + len)
             .map(|_| {
-                turn = turn.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (turn >> 8) as f32 / 4e6 - 2.0
+                random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (random >> 8) as f32 / 4e6 - 2.0
             })
             .collect();
-        // the same values wherever they begin
-        turn = i as u32;
-        let wide = cuda.copied((&values[..]).into());
+        // the same values for every shift
+        random = i as u32;
+        let wide = cuda.device_copy((&values[..]).into());
         let mut buf = cuda.zeroed(if i == 6 { Dtype::F32 } else { Dtype::Bf16 }, shift + len);
-        let room = shift + len;
-        cuda.cast(buf.view_mut().slice(shift..room), wide.view().slice(0..len));
+        cuda.cast(buf.view_mut().slice(shift..shift + len), wide.view().slice(0..len));
         buffers.push((buf, shift));
     }
-    let statistics = || cuda.zeroed(Dtype::F32, 2 * m);
-    let (mut rstd, mut stats, mut dw, mut db) =
-        (cuda.zeroed(Dtype::F32, m), statistics(), cuda.zeroed(Dtype::F32, d), cuda.zeroed(Dtype::F32, d));
+    let (mut rstd, mut stats, mut dw, mut db) = (
+        cuda.zeroed(Dtype::F32, m),
+        cuda.zeroed(Dtype::F32, 2 * m),
+        cuda.zeroed(Dtype::F32, d),
+        cuda.zeroed(Dtype::F32, d),
+    );
     let mut views: Vec<ViewMut> = buffers
         .iter_mut()
         .map(|(buf, shift)| {
@@ -256,7 +266,7 @@ fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
         .map(|(buf, shift)| {
             let mut wide = cuda.zeroed(Dtype::F32, buf.len() - shift);
             cuda.cast(wide.view_mut(), buf.view().slice(*shift..buf.len()));
-            cuda.downloaded(wide.view()).host().to_vec()
+            cuda.host_copy(wide.view()).host().to_vec()
         })
         .collect()
 }

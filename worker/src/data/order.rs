@@ -1,6 +1,6 @@
 //! In which order the samples of one source are visited: a pure function of (seed, source, number of samples, position), so a cursor is one
 //! number and any number of workers, stopped and resumed anywhere, visits the same samples.
-use crate::rng::{Purpose, Stream};
+use crate::rng::{Purpose, RandomStream};
 
 /// Most samples an order can hold.
 const MAX_SAMPLES: u64 = 1 << 48;
@@ -18,7 +18,7 @@ pub(crate) struct Permutation {
     /// Bits of half an index; the network permutes `2 * half_bits` bits.
     half_bits: u32,
     /// Absent: samples in their own order.
-    stream: Option<Stream>,
+    stream: Option<RandomStream>,
 }
 
 impl Permutation {
@@ -28,7 +28,7 @@ impl Permutation {
     pub(crate) fn new(seed: u64, name: &str, n: u64, shuffle: bool) -> Self {
         assert!((1..=MAX_SAMPLES).contains(&n), "{n} samples can't be put in order");
         let bits = 64 - (n - 1).leading_zeros();
-        let stream = shuffle.then(|| Stream::new(seed, Purpose::DataOrder, name));
+        let stream = shuffle.then(|| RandomStream::new(seed, Purpose::DataOrder, name));
         Permutation { n, half_bits: bits.div_ceil(2), stream }
     }
 
@@ -49,7 +49,7 @@ impl Permutation {
     }
 
     /// The Feistel network: a bijection of `0..2^(2 * half_bits)`.
-    fn permute(&self, stream: &Stream, epoch: u64, index: u64) -> u64 {
+    fn permute(&self, stream: &RandomStream, epoch: u64, index: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (index >> self.half_bits, index & mask);
         for round in 0..ROUNDS {

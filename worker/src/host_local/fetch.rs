@@ -1,94 +1,108 @@
-//! Fetching blocks from the hosts that have them, over the collectives: bounded rounds, every block verified on arrival.
+//! Fetches blocks of a checkpoint from the hosts that store them, over the collectives, in rounds
+//! of bounded memory. Every block is verified on arrival.
 use super::{
-    Scattered,
-    rounds::{Rounds, Transfer},
+    HostLocalCheckpoint,
+    fetch_schedule::{FetchSchedule, Transfer},
 };
 use crate::{
-    agree::agree,
-    error::{Error, Result},
+    consensus::exchange_values,
+    error::{Error, Result, unreadable_checkpoint},
 };
-use ckpt::{CkptError, Dtype, Run, Sink, Source, TensorInfo, TextFile, TrainingState};
+use ckpt::{BlockRange, BlockSink, CkptError, Dtype, TensorInfo, TensorSource, TextFile, TrainingState};
 use device::Buf;
+use diagnostic::{Diagnostic, codes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::{path::Path, sync::PoisonError};
 
-/// Elements of a block: 1 MiB as f32, which carries any bytes.
+/// Elements of a block: 1 MiB as `f32`. The collectives move `f32` without changing any bits.
 const BLOCK_ELEMENTS: usize = (1 << 20) / 4;
 
-/// What a rank says at the beginning of each fetch.
+/// What a rank requests at the beginning of a fetch.
 #[derive(Default, Serialize, Deserialize)]
-struct Ask {
-    /// Rank 0 alone: nothing more will be read.
+struct FetchRequest {
+    /// Set by rank 0 when it has read everything.
     end: bool,
-    lacking: Vec<Run>,
+    /// The blocks that this rank needs and its host does not have.
+    missing: Vec<BlockRange>,
 }
 
-impl Scattered {
-    /// Hands others what they lack until rank 0 says [`Scattered::end`].
+impl HostLocalCheckpoint {
+    /// Sends blocks to other ranks until rank 0 calls [`HostLocalCheckpoint::end`]. Collective.
     pub(crate) fn serve(&self) -> Result<()> {
-        while !self.fetch(Ask::default(), &mut |_, _, _| Ok(()))? {}
-        self.unbroken()
+        while !self.fetch(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
+        self.check_collectives()
     }
 
-    /// Rank 0 has read all; ends [`Scattered::serve`] on the others.
+    /// Ends [`HostLocalCheckpoint::serve`] on the other ranks when rank 0 has read everything.
+    /// Collective.
     pub(crate) fn end(&self) -> Result<()> {
-        self.unbroken()?;
-        self.fetch(Ask { end: true, lacking: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
+        self.check_collectives()?;
+        self.fetch(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
     }
 
-    fn unbroken(&self) -> Result<()> {
-        let broken = self.broken.lock().unwrap_or_else(PoisonError::into_inner);
-        broken.clone().map_or(Ok(()), Err)
+    /// The first failure of a collective, if there was one.
+    fn check_collectives(&self) -> Result<()> {
+        let error = self.collective_error.lock().unwrap_or_else(PoisonError::into_inner);
+        error.clone().map_or(Ok(()), Err)
     }
 
-    /// One fetch of all ranks; true when it was the last. A block that a sender can't read, or that is not what it should
-    /// be, ends the fetch of nobody: the error is given when all have what they can have.
-    fn fetch(&self, ask: Ask, sink: &mut Sink<'_>) -> Result<bool> {
+    /// Performs one fetch of all ranks. Returns whether it was the last. Collective.
+    ///
+    /// An unreadable or invalid block does not interrupt the fetch of other blocks; the error is
+    /// returned at the end.
+    fn fetch(&self, request: FetchRequest, sink: &mut BlockSink<'_>) -> Result<bool> {
         let rank = self.queue.comm().rank();
-        let asks = agree(&self.queue, Ok(ask))?;
-        if asks.first().is_some_and(|a| a.end) {
+        let requests = exchange_values(&self.queue, Ok(request))?;
+        if requests.first().is_some_and(|r| r.end) {
             return Ok(true);
         }
-        let lacking: Vec<Vec<Run>> = asks.into_iter().map(|a| a.lacking).collect();
-        let anything = lacking.iter().any(|l| !l.is_empty());
+        let missing: Vec<Vec<BlockRange>> = requests.into_iter().map(|r| r.missing).collect();
+        let is_needed = missing.iter().any(|m| !m.is_empty());
         let blocks = self.checkpoint.blocks();
-        let mut rounds = Rounds::new(lacking, &self.holders, &blocks).map_err(Error::failed)?;
-        let (mut unread, mut refused) = (None, None);
+        let mut schedule = FetchSchedule::new(missing, &self.holders, &blocks)?;
+        let (mut read_error, mut sink_error) = (None, None);
         loop {
-            let round = rounds.next();
+            let round = schedule.next_round();
             if round.is_empty() {
                 break;
             }
-            let (send, send_counts) = self.outgoing(rank, &round, &mut unread);
-            let received = self.swap(rank, &round, send, send_counts)?;
-            let taken = self.take(rank, &round, &received, &mut |file, block, bytes| match refused {
+            let (send, send_counts) = self.read_outgoing(rank, &round, &mut read_error);
+            let received = self.exchange_blocks(rank, &round, send, send_counts)?;
+            let result = self.deliver(rank, &round, &received, &mut |file, block, bytes| match sink_error {
                 None => sink(file, block, bytes),
                 Some(_) => Ok(()),
             });
-            refused = refused.or(taken.err());
+            sink_error = sink_error.or(result.err());
         }
-        if anything {
-            // the sender knows why; without its word a receiver knows only that bytes are wrong
-            let said = agree(&self.queue, Ok(unread))?;
-            if let Some(why) = said.into_iter().flatten().next() {
-                return Err(Error::checkpoint(why));
+        if is_needed {
+            // The sender knows why a block is unreadable; a receiver only sees wrong bytes.
+            let read_errors: Vec<Option<Diagnostic>> = exchange_values(&self.queue, Ok(read_error))?;
+            if let Some(error) = read_errors.into_iter().flatten().next() {
+                return Err(error.into());
             }
         }
-        refused.map_or(Ok(false), |e: CkptError| Err(Error::checkpoint(e.to_string())))
+        sink_error.map_or(Ok(false), |e: CkptError| Err(unreadable_checkpoint(e)))
     }
 
-    /// What this rank sends in a round, in the order of receivers. What can't be read is sent as zeros.
-    fn outgoing(&self, rank: usize, round: &[Transfer], unread: &mut Option<String>) -> (Buf, Vec<usize>) {
+    /// Reads the blocks that this rank sends in a round, in the order of the receivers. Unreadable
+    /// blocks are sent as zeros, and the first error is stored in `read_error`.
+    fn read_outgoing(
+        &self,
+        rank: usize,
+        round: &[Transfer],
+        read_error: &mut Option<Diagnostic>,
+    ) -> (Buf, Vec<usize>) {
         let mine: Vec<&Transfer> = round.iter().filter(|t| t.from == rank).collect();
         let mut counts = vec![0; self.queue.comm().world()];
         for t in &mine {
             counts[t.to] += elements(&t.run);
         }
         let mut send = Buf::zeroed(counts.iter().sum());
-        let mut at = 0;
+        let mut offset = 0;
         for t in mine {
-            let out = bytemuck::cast_slice_mut::<f32, u8>(&mut send.host_mut()[at..at + elements(&t.run)]);
+            let elements = elements(&t.run);
+            let out = bytemuck::cast_slice_mut::<f32, u8>(&mut send.host_mut()[offset..offset + elements]);
             let first = t.run.blocks.start;
             let read = self.checkpoint.read_blocks(&t.run, &mut |_, block, bytes| {
                 let start = (block - first) as usize * BLOCK_ELEMENTS * 4;
@@ -96,14 +110,21 @@ impl Scattered {
                 Ok(())
             });
             if let Err(e) = read {
-                unread.get_or_insert_with(|| format!("rank {rank}: {e}"));
+                read_error.get_or_insert_with(|| unreadable_block(rank, e));
             }
-            at += elements(&t.run);
+            offset += elements;
         }
         (send, counts)
     }
 
-    fn swap(&self, rank: usize, round: &[Transfer], send: Buf, send_counts: Vec<usize>) -> Result<Received> {
+    /// Sends and receives the blocks of a round. Collective.
+    fn exchange_blocks(
+        &self,
+        rank: usize,
+        round: &[Transfer],
+        send: Buf,
+        send_counts: Vec<usize>,
+    ) -> Result<Received> {
         let mut counts = vec![0; self.queue.comm().world()];
         for t in round.iter().filter(|t| t.to == rank) {
             counts[t.from] += elements(&t.run);
@@ -115,42 +136,50 @@ impl Scattered {
         })?)
     }
 
-    /// Gives what has arrived to `sink`, in the order in which it was asked for.
-    fn take(
+    /// Passes the received blocks to `sink`, in the order in which they were requested.
+    fn deliver(
         &self,
         rank: usize,
         round: &[Transfer],
         received: &Received,
-        sink: &mut Sink<'_>,
+        sink: &mut BlockSink<'_>,
     ) -> ckpt::Result<()> {
         let sizes: Vec<u64> = self.checkpoint.files().map(|(_, bytes)| bytes).collect();
         let mut next: Vec<usize> =
             received.counts.iter().scan(0, |at, n| Some(std::mem::replace(at, *at + n))).collect();
         for t in round.iter().filter(|t| t.to == rank) {
-            let at = &mut next[t.from];
+            let offset = &mut next[t.from];
             for block in t.run.blocks.clone() {
-                let bytes: &[u8] = bytemuck::cast_slice(&received.buf.host()[*at..*at + BLOCK_ELEMENTS]);
-                *at += BLOCK_ELEMENTS;
-                let left = sizes[t.run.file].saturating_sub(block * bytes.len() as u64);
-                sink(t.run.file, block, &bytes[..(bytes.len() as u64).min(left) as usize])?;
+                let values = &received.buf.host()[*offset..*offset + BLOCK_ELEMENTS];
+                let bytes: &[u8] = bytemuck::cast_slice(values);
+                *offset += BLOCK_ELEMENTS;
+                let remaining = sizes[t.run.file].saturating_sub(block * bytes.len() as u64);
+                sink(t.run.file, block, &bytes[..(bytes.len() as u64).min(remaining) as usize])?;
             }
         }
         Ok(())
     }
 }
 
-/// Of one round, by sender.
+/// The blocks received in one round, ordered by sender.
 struct Received {
     buf: Buf,
+    /// For each sender: its number of elements.
     counts: Vec<usize>,
 }
 
-/// Elements that carry these blocks; the last block of a file is sent whole, too.
-fn elements(run: &Run) -> usize {
+fn unreadable_block(rank: usize, error: CkptError) -> Diagnostic {
+    let message = format!("rank {rank} cannot read its blocks of the checkpoint");
+    let diagnostic = Diagnostic::error(codes::training::RESUME_FETCH_FAILED, message);
+    diagnostic.with_field("rank", rank).with_cause(&error)
+}
+
+/// Number of elements that hold these blocks. The last block of a file is sent in full length.
+fn elements(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_ELEMENTS
 }
 
-impl Source for Scattered {
+impl TensorSource for HostLocalCheckpoint {
     fn path(&self) -> &Path {
         self.checkpoint.path()
     }
@@ -159,25 +188,27 @@ impl Source for Scattered {
         self.checkpoint.tensors().collect()
     }
 
-    /// Collective: every rank calls it, or [`Scattered::serve`].
-    fn read_many(&self, requests: &mut [ckpt::Request<'_>]) -> ckpt::Result<()> {
-        let fetch = |lacking: Vec<Run>, sink: &mut Sink<'_>| {
-            self.fetch(Ask { end: false, lacking }, sink).map(drop).map_err(|e| self.explain(e))
+    /// Collective: every rank calls it or [`HostLocalCheckpoint::serve`].
+    fn read_many(&self, requests: &mut [ckpt::ReadRequest<'_>]) -> ckpt::Result<()> {
+        let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
+            let request = FetchRequest { end: false, missing };
+            self.fetch(request, sink).map(drop).map_err(|e| self.fetch_error(e))
         };
-        let mut fetched = false;
-        let read = self.checkpoint.read_many_with(requests, &mut |lacking, sink| {
-            fetched = true;
-            fetch(lacking, sink)
+        let mut has_fetched = false;
+        let read = self.checkpoint.read_many_with(requests, &mut |missing, sink| {
+            has_fetched = true;
+            fetch(missing, sink)
         });
-        if !fetched {
-            // the others wait for this rank, whatever it could not do
+        if !has_fetched {
+            // The other ranks wait for this one, even if it failed. Its own error is returned
+            // below.
             let _ = fetch(Vec::new(), &mut |_, _, _| Ok(()));
         }
         read
     }
 
     fn step(&self) -> Option<u64> {
-        Source::step(&self.checkpoint)
+        TensorSource::step(&self.checkpoint)
     }
 
     fn weights_dtype(&self) -> Dtype {
@@ -189,7 +220,7 @@ impl Source for Scattered {
     }
 
     fn tokens(&self) -> Option<u64> {
-        Source::tokens(&self.checkpoint)
+        TensorSource::tokens(&self.checkpoint)
     }
 
     fn hf_config(&self) -> Option<&Map<String, Value>> {
@@ -205,13 +236,14 @@ impl Source for Scattered {
     }
 }
 
-impl Scattered {
-    /// An error of a fetch as one of reading; one of the collectives is kept, since no later one can be had.
-    fn explain(&self, e: Error) -> CkptError {
-        let message = e.message.clone();
-        if e.exit != contract::exit::WorkerExit::Checkpoint {
-            *self.broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
+impl HostLocalCheckpoint {
+    /// Converts an error of [`HostLocalCheckpoint::fetch`] to one of reading. The first failure of
+    /// a collective is kept, because no further collective is possible.
+    fn fetch_error(&self, e: Error) -> CkptError {
+        let source = Box::new(e.diagnostic().clone());
+        if e.exit() != contract::exit::WorkerExit::Checkpoint {
+            *self.collective_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
         }
-        CkptError::Fetch { path: self.checkpoint.path().to_owned(), why: message }
+        CkptError::FetchFailed { path: self.checkpoint.path().to_owned(), source }
     }
 }

@@ -177,11 +177,11 @@ impl Model for Decoder {
         let wanted = |(l, u): (usize, &Unit)| {
             let sparse = self.n.is_sparse(l);
             Wanted {
-                qkv: u.trains(s.qkv.clone()),
-                o: u.trains(s.o.clone()),
-                gate_up: !sparse && u.trains(s.gate_up.clone()),
-                down: !sparse && u.trains(s.down.clone()),
-                router: sparse && u.trains(self.router()),
+                qkv: u.has_trained_in(s.qkv.clone()),
+                o: u.has_trained_in(s.o.clone()),
+                gate_up: !sparse && u.has_trained_in(s.gate_up.clone()),
+                down: !sparse && u.has_trained_in(s.down.clone()),
+                router: sparse && u.has_trained_in(self.router()),
             }
         };
         let layers = 1..units.len() - 1;
@@ -307,7 +307,7 @@ impl Model for Decoder {
             for run in batch.tokens.chunk_by(|a, b| (*a == padding) == (*b == padding)) {
                 end += run.len();
                 if run[0] == padding {
-                    ops.clear(dx.part((end - run.len()) * d..end * d));
+                    ops.clear(dx.slice_mut((end - run.len()) * d..end * d));
                 }
             }
         }
@@ -337,7 +337,7 @@ impl Model for Decoder {
     ) {
         let mut g = grads;
         for span in self.spans.summed() {
-            ops.clear(g.part(span));
+            ops.clear(g.slice_mut(span));
         }
         self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
         self.attention_backward(ops, input, &mut g, dx, saved, scratch);

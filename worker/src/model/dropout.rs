@@ -1,7 +1,7 @@
 //! Modules that drop a share of what they get, in training alone. What is dropped is a function of the run's seed, the module, the
 //! sample's number in the run and the place in the sample (docs/numerics.md), so a backward makes it anew.
 use super::Batch;
-use crate::rng::{Purpose, Stream};
+use crate::rng::{Purpose, RandomStream};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{AttentionDropout, Dropout},
@@ -11,13 +11,13 @@ use device::{
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Module {
     rate: f64,
-    stream: Stream,
+    stream: RandomStream,
 }
 
 impl Module {
     /// `name`: of the module in transformers.
     pub(super) fn new(rate: f64, seed: u64, name: &str) -> Self {
-        Module { rate, stream: Stream::new(seed, Purpose::Dropout, name) }
+        Module { rate, stream: RandomStream::new(seed, Purpose::Dropout, name) }
     }
 
     /// The number of the first sample, where something is dropped.

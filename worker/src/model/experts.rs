@@ -176,7 +176,7 @@ pub struct ExpertRows<'a> {
     /// The experts' parameters, flat.
     pub params: View<'a>,
     /// Of each expert.
-    pub of: &'a [Range<usize>],
+    pub expert_ranges: &'a [Range<usize>],
     /// `[rows, hidden]`
     pub rows: View<'a>,
 }
@@ -192,10 +192,10 @@ pub fn experts_forward(
 ) {
     let (d, f) = (shape.hidden, shape.intermediate);
     let n = e.rows.len() / d;
-    ops.grouped_forward(gate_up.reborrow(), e.rows, e.params, &shape.ups(e.of), 2 * f, d);
+    ops.grouped_forward(gate_up.reborrow(), e.rows, e.params, &shape.ups(e.expert_ranges), 2 * f, d);
     let Some((out, mut act)) = out else { return };
     ops.swiglu_forward(act.reborrow(), gate_up.as_view(), n, f);
-    ops.grouped_forward(out, act.as_view(), e.params, &shape.downs(e.of), d, f);
+    ops.grouped_forward(out, act.as_view(), e.params, &shape.downs(e.expert_ranges), d, f);
 }
 
 /// Buffers of the experts' backward.
@@ -229,13 +229,13 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertRows, b: Ex
     let (d, f) = (shape.hidden, shape.intermediate);
     let n = b.dweights.len();
     let (act, mut dact, mut dgate_up) = (b.act, b.dact, b.dgate_up);
-    ops.grouped_backward_input(dact.reborrow(), b.dy, e.params, &shape.downs(e.of), d, f);
+    ops.grouped_backward_input(dact.reborrow(), b.dy, e.params, &shape.downs(e.expert_ranges), d, f);
     // The output itself is not kept: dy · (W a) is (dy W) · a.
     ops.row_dots(b.dweights, dact.as_view(), act.as_view(), f);
     ops.scale_rows(act, b.weights, f);
     ops.scale_rows(dact.reborrow(), b.weights, f);
     ops.swiglu_backward(dgate_up.reborrow(), dact, b.gate_up, n, f);
-    ops.grouped_backward_input(b.drows, dgate_up.as_view(), e.params, &shape.ups(e.of), 2 * f, d);
+    ops.grouped_backward_input(b.drows, dgate_up.as_view(), e.params, &shape.ups(e.expert_ranges), 2 * f, d);
 }
 
 /// What [`experts_backward`] left for the parameters' gradients.
@@ -302,7 +302,7 @@ impl Tally {
     /// Notes what the `index`-th layer with experts did; a later note replaces it.
     pub fn note(&mut self, ops: &dyn Ops, index: usize, routing: &Routing) {
         let [probs, lse] = &mut self.room;
-        let (probs, lse) = (ops.shown(routing.probs.view(), probs), ops.shown(routing.lse.view(), lse));
+        let (probs, lse) = (ops.to_host(routing.probs.view(), probs), ops.to_host(routing.lse.view(), lse));
         let t = &mut self.layers[index];
         t.chosen.fill(0);
         t.probs.fill(0.0);

@@ -244,8 +244,8 @@ impl Model for Gpt2 {
         let layers = 1..units.len() - 1;
         self.wanted = units[layers].iter().map(|u| self.spans.wanted(u)).collect();
         self.head_wanted = match (units.first(), units.last()) {
-            (Some(embedding), _) if self.tied() => embedding.trains(0..self.table()),
-            (_, Some(head)) => head.trains(2 * self.n.hidden..head.len()),
+            (Some(embedding), _) if self.tied() => embedding.has_trained_in(0..self.table()),
+            (_, Some(head)) => head.has_trained_in(2 * self.n.hidden..head.len()),
             _ => true,
         };
     }
@@ -357,7 +357,7 @@ impl Model for Gpt2 {
     ) {
         let mut g = grads;
         for span in self.spans.summed() {
-            ops.clear(g.part(span));
+            ops.clear(g.slice_mut(span));
         }
         self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
         self.attention_backward(ops, input, &mut g, dx, saved, scratch);

@@ -6,7 +6,7 @@
 use super::Batch;
 use crate::{
     params::{Init, ParamSpec, Unit},
-    rng::{Purpose, Stream},
+    rng::{Purpose, RandomStream},
 };
 use contract::job::{LoraSpec, LoraTargets};
 use device::{
@@ -70,7 +70,7 @@ struct Adapter {
     b: Range<usize>,
     /// Columns of the group's output.
     out: Range<usize>,
-    dropped: Stream,
+    dropped: RandomStream,
 }
 
 /// The adapters of matrices that are multiplied as one.
@@ -152,7 +152,7 @@ impl Adapters {
                 let bound = 1.0 / (t.inp as f32).sqrt();
                 let a = add("lora_A", [rank, t.inp], Init::Uniform(bound));
                 let b = add("lora_B", [out, rank], Init::Zeros);
-                let dropped = Stream::new(lora.seed, Purpose::Dropout, &module);
+                let dropped = RandomStream::new(lora.seed, Purpose::Dropout, &module);
                 adapters.push(Adapter { a, b, out: columns, dropped });
             }
             groups.push(Group { inp: t.inp, width, adapters });
@@ -204,14 +204,14 @@ impl Adapters {
             let mut d_wide = s.d_wide.view_mut().slice(0..g.width * r);
             ops.matmul_backward_weight(d_wide.reborrow(), dy, low, m, g.width, r, Write::Set);
             let own = d_wide.as_view().slice(ad.out.start * r..ad.out.end * r);
-            ops.copy(grads.part(ad.b.clone()), own);
-            ops.scale(grads.part(ad.b.clone()), self.scale);
+            ops.copy(grads.slice_mut(ad.b.clone()), own);
+            ops.scale(grads.slice_mut(ad.b.clone()), self.scale);
             self.widen(ops, g, ad, p, s.wide);
             let mut d_low = s.d_low.view_mut().slice(i * m * r..(i + 1) * m * r);
             let wide = s.wide.view().slice(0..g.width * r);
             ops.matmul_backward_input(d_low.reborrow(), dy, wide, m, g.width, r, Write::Set);
             let x = if dropped { s.input.view().slice(0..m * g.inp) } else { x };
-            let da = grads.part(ad.a.clone());
+            let da = grads.slice_mut(ad.a.clone());
             ops.matmul_backward_weight(da, d_low.as_view(), x, m, r, g.inp, Write::Set);
         }
     }

@@ -226,7 +226,7 @@ impl Tables {
     /// Moves them to where ops compute.
     pub(super) fn place(&mut self, ops: &dyn Ops) {
         if !ops.is_host() {
-            (self.cos, self.sin) = (ops.copied(self.cos.view()), ops.copied(self.sin.view()));
+            (self.cos, self.sin) = (ops.device_copy(self.cos.view()), ops.device_copy(self.sin.view()));
         }
     }
 

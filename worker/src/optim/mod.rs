@@ -1,92 +1,97 @@
-//! Optimizer states of this rank's part and their update.
+//! The optimizer: states of the shards that this rank updates, and their update rules.
 mod muon;
-mod narrow;
-mod place;
-mod rooms;
 pub mod schedule;
+mod staging;
+mod state_storage;
+mod stochastic_bf16;
 
-pub use narrow::room_len;
-pub use place::States;
+pub use state_storage::StateVector;
+pub use stochastic_bf16::chunk_len;
 
 use crate::{
-    error::Fault,
     model::Tie,
+    param_groups::{self, GroupHyperparams, ParamGroups},
     params::{Unit, canonical_order},
-    trained::{self, Groups, Numbers},
 };
 use contract::job::{Offload, OptimizerName, OptimizerSpec};
 use device::{
     Ops, View, ViewMut,
     ops::{AdamW, Lion, Sgd},
 };
-use narrow::{Narrow, in_f32};
-use rooms::Rooms;
+use diagnostic::Diagnostic;
+use staging::StagingBuffers;
 use std::{collections::HashMap, io, ops::Range, path::PathBuf};
+use stochastic_bf16::{StochasticUpdate, in_f32};
 
-/// Parameters that share hyper-parameters, as checkpoints list them.
+/// Parameters that share hyper-parameters, in the form that checkpoints store.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-pub struct Group {
-    /// `decay`, `no_decay`, or an item of `optimizer.groups`.
+pub struct ParamGroup {
+    /// `decay`, `no_decay`, or the name of an item of `optimizer.groups`.
     pub name: String,
-    /// Base learning rate, before the schedule.
+    /// The learning rate before the schedule.
     pub lr: f64,
-    /// AdamW and Lion.
+    /// Decay rates of the moments (AdamW, Lion).
     pub betas: (f64, f64),
-    /// AdamW.
+    /// The constant added to the root of the second moment (AdamW).
     pub eps: f64,
-    /// SGD and Muon.
+    /// The momentum factor (SGD, Muon).
     pub momentum: f64,
-    /// Decoupled (AdamW, Lion, Muon) or added to the gradient (SGD).
+    /// The weight decay: decoupled for AdamW, Lion and Muon, added to the gradient for SGD.
     pub weight_decay: f64,
-    /// Names of its parameters.
+    /// The names of the group's parameters.
     pub params: Vec<String>,
 }
 
-/// What varies from step to step.
+/// The inputs of an update that change with every step.
 #[derive(Clone, Copy, Debug)]
-pub struct StepFacts {
-    /// Learning rate of this step, of a group that has none of its own.
+pub struct StepParams {
+    /// The learning rate of this step for groups with a scale of 1.
     pub lr: f64,
-    /// 1-based.
+    /// The number of the step, from 1.
     pub step: u64,
-    /// Factor of the summed gradient: mean over targets, clipping.
+    /// The factor of the summed gradient: mean over targets times clipping.
     pub grad_scale: f32,
 }
 
-/// The optimizer bound to the units and ranges that this rank updates.
+/// The optimizer of the unit ranges that this rank updates.
 pub struct Optimizer {
     spec: OptimizerSpec,
-    /// Numbers of each group.
-    groups: Vec<Numbers>,
-    /// Per unit, per parameter: its group.
+    /// The hyper-parameters of each group.
+    groups: Vec<GroupHyperparams>,
+    /// The group of each parameter, by unit.
     group_of: Vec<Vec<usize>>,
-    /// Per unit, per parameter: does it move as a whole matrix (Muon)?
+    /// Whether each parameter, by unit, is a matrix that Muon updates.
     whole: Vec<Vec<bool>>,
-    /// Per unit, per parameter: updates that it has had fewer than the run has done steps.
+    /// By how many updates each parameter, by unit, lags behind the steps of the run.
     late: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
-    /// Of weights in bf16 that have no masters.
-    narrow: Option<Narrow>,
-    /// Behind the units: these wait for copies to and from the rooms when they are dropped.
-    rooms: Rooms,
+    /// Stochastic rounding of bf16 weights without master weights.
+    narrow: Option<StochasticUpdate>,
+    /// Declared after `units`, because dropping a state vector waits for its copies to these
+    /// buffers.
+    staging: StagingBuffers,
 }
 
-/// States of the range of one unit that this rank updates: vectors of its trained tensors alone.
+/// The optimizer states of one unit on this rank. The vectors contain trained elements only.
 pub struct UnitStates {
-    /// Flat range of the unit.
+    /// The flat range of the unit that this rank updates.
     pub range: Range<usize>,
-    /// The same in the unit's trained vector.
+    /// The corresponding range of the unit's trained elements.
     pub trained: Range<usize>,
-    /// AdamW's first moment, Lion's, or the momentum of SGD (empty without momentum) and Muon.
-    pub first: States,
-    /// AdamW's second moment; empty for others. With Muon matrices leave theirs at zero.
-    pub second: States,
+    /// The first moment of AdamW and Lion, or the momentum of SGD and Muon. Empty for SGD without
+    /// momentum.
+    pub first: StateVector,
+    /// The second moment of AdamW; empty for other optimizers. Matrices that Muon updates leave
+    /// theirs at zero.
+    pub second: StateVector,
 }
 
 impl Optimizer {
-    /// Zero states for the given range of each unit. `rounding`: the run's seed, where weights in bf16 have no masters and are
-    /// rounded stochastically.
-    pub fn bind(
+    /// Creates zero states for the given range of each unit. `rounding` is the run's seed when bf16
+    /// weights have no master weights and are rounded stochastically.
+    ///
+    /// Errors: invalid parameter groups, or offload storage that cannot be created.
+    pub fn new(
         ops: &dyn Ops,
         spec: &OptimizerSpec,
         units: &[Unit],
@@ -94,19 +99,20 @@ impl Optimizer {
         ranges: impl Iterator<Item = Range<usize>>,
         offload: Option<&Offload>,
         rounding: Option<u64>,
-    ) -> Result<Self, Vec<Fault>> {
-        let Groups { numbers, of } = trained::groups(spec, units, ties)?;
+    ) -> Result<Self, Vec<Diagnostic>> {
+        let ParamGroups { hyperparams: numbers, group_of: of } =
+            param_groups::assign_groups(spec, units, ties)?;
         let (first, second) = state_vectors(spec);
         let states = ranges.zip(units).map(|(range, unit)| -> io::Result<UnitStates> {
             let trained = unit.trained_range(range.clone());
-            let vector = |kept: bool| States::zeroed(ops, if kept { trained.len() } else { 0 }, offload);
+            let vector = |kept: bool| StateVector::zeroed(ops, if kept { trained.len() } else { 0 }, offload);
             Ok(UnitStates { first: vector(first)?, second: vector(second)?, range, trained })
         });
-        let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![no_place(offload, &e)])?;
-        let whole = whole_matrices(spec, units);
+        let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![offload_error(offload, &e)])?;
+        let whole = muon_matrices(spec, units);
         let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
-        let narrow = rounding.map(|seed| Narrow::new(ops, seed, units, &states));
-        let rooms = Rooms::of(ops, &states);
+        let narrow = rounding.map(|seed| StochasticUpdate::new(ops, seed, units, &states));
+        let staging = StagingBuffers::new(ops, &states);
         Ok(Optimizer {
             spec: spec.clone(),
             groups: numbers,
@@ -115,67 +121,73 @@ impl Optimizer {
             late,
             units: states,
             narrow,
-            rooms,
+            staging,
         })
     }
 
-    /// Says by how many updates parameters are behind the run; those not named are not. (A group that another program
-    /// added to the optimizer later has its own count, which decides its bias correction.)
-    pub fn set_late(&mut self, units: &[Unit], late: &HashMap<String, u64>) {
-        let of = |u: &Unit| u.params.iter().map(|p| late.get(&p.name).copied().unwrap_or(0)).collect();
-        self.late = units.iter().map(of).collect();
+    /// Sets by how many updates the named parameters lag behind the steps of the run; other
+    /// parameters have no lag. A group that was added to the optimizer later has a separate count
+    /// of updates, which its bias correction depends on.
+    pub fn set_step_lag(&mut self, units: &[Unit], late: &HashMap<String, u64>) {
+        let lags = |u: &Unit| u.params.iter().map(|p| late.get(&p.name).copied().unwrap_or(0)).collect();
+        self.late = units.iter().map(lags).collect();
     }
 
-    /// Trained parameters that are behind the run, with the number of updates.
-    pub fn late(&self, units: &[Unit]) -> HashMap<String, u64> {
-        let all = units.iter().zip(&self.late).flat_map(|(u, late)| {
+    /// The trained parameters that lag behind the steps of the run, with the number of missing
+    /// updates.
+    pub fn step_lag(&self, units: &[Unit]) -> HashMap<String, u64> {
+        let lags = units.iter().zip(&self.late).flat_map(|(u, late)| {
             (0..u.params.len()).filter(|&i| u.is_trained(i)).map(|i| (u.params[i].name.clone(), late[i]))
         });
-        all.filter(|(_, late)| *late > 0).collect()
+        lags.filter(|(_, late)| *late > 0).collect()
     }
 
-    /// States of unit `u`.
+    /// The states of unit `u`.
     pub fn states(&self, u: usize) -> &UnitStates {
         &self.units[u]
     }
 
-    /// The states of unit `u` are updated soon: wherever they lie, they begin to come to where that happens.
-    pub fn expect(&mut self, ops: &dyn Ops, u: usize) {
+    /// Starts to copy the states of unit `u` to the device, because they are updated soon.
+    pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
-        [&st.first, &st.second].into_iter().for_each(States::expect);
-        self.rooms.bring(ops, u, st);
+        [&st.first, &st.second].into_iter().for_each(StateVector::advise_needed);
+        self.staging.prefetch(ops, u, st);
     }
 
-    /// The states of unit `u` were updated, and begin to go back to where they lie.
-    pub fn put_away(&mut self, ops: &dyn Ops, u: usize) {
+    /// Starts to copy the updated states of unit `u` back to their storage.
+    pub fn write_back_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
-        self.rooms.take_back(ops, u, st);
-        self.let_go(u);
+        self.staging.write_back(ops, u, st);
+        self.evict_states(u);
     }
 
-    /// The states of unit `u` aren't used for a while.
-    pub fn let_go(&self, u: usize) {
-        self.units.get(u).into_iter().flat_map(|st| [&st.first, &st.second]).for_each(States::put_away);
+    /// Allows the system to write file-backed states of unit `u` and drop them from memory.
+    pub fn evict_states(&self, u: usize) {
+        self.units
+            .get(u)
+            .into_iter()
+            .flat_map(|st| [&st.first, &st.second])
+            .for_each(StateVector::advise_unneeded);
     }
 
-    /// States of unit `u`, to spread them.
+    /// The states of unit `u` for modification.
     pub fn states_mut(&mut self, u: usize) -> &mut UnitStates {
         &mut self.units[u]
     }
 
-    /// States of every unit, to load them.
+    /// The states of every unit for modification.
     pub fn all_states_mut(&mut self) -> impl Iterator<Item = &mut UnitStates> {
         self.units.iter_mut()
     }
 
-    /// The optimizer's numbers.
+    /// The optimizer's settings in the job.
     pub fn spec(&self) -> &OptimizerSpec {
         &self.spec
     }
 
-    /// The parameter groups, for checkpoints.
-    pub fn groups(&self, units: &[Unit]) -> Vec<Group> {
-        let mut groups: Vec<Group> = self.groups.iter().map(|n| self.group(n)).collect();
+    /// The parameter groups in the form that checkpoints store.
+    pub fn groups(&self, units: &[Unit]) -> Vec<ParamGroup> {
+        let mut groups: Vec<ParamGroup> = self.groups.iter().map(|n| self.group(n)).collect();
         for (u, i) in canonical_order(units).into_iter().filter(|&(u, i)| units[u].is_trained(i)) {
             groups[self.group_of[u][i]].params.push(units[u].params[i].name.clone());
         }
@@ -183,55 +195,62 @@ impl Optimizer {
         groups
     }
 
-    fn group(&self, n: &Numbers) -> Group {
+    fn group(&self, n: &GroupHyperparams) -> ParamGroup {
         let params = Vec::new();
-        let Numbers { name, betas, eps, momentum, weight_decay, .. } = n.clone();
-        Group { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
+        let GroupHyperparams { name, betas, eps, momentum, weight_decay, .. } = n.clone();
+        ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Has unit `u` matrices that move as a whole?
-    pub fn moves_whole(&self, u: usize) -> bool {
+    /// Whether Muon updates a matrix of unit `u`.
+    pub fn has_muon_matrices(&self, u: usize) -> bool {
         self.whole[u].contains(&true)
     }
 
-    /// Makes of the gradient of the bound range of unit `u` the directions of its whole matrices, which
-    /// [`Optimizer::update`] then wants of the whole unit.
-    pub fn direct(&mut self, ops: &dyn Ops, u: usize, unit: &Unit, mut grad: ViewMut, step: StepFacts) {
+    /// Replaces the gradient of Muon's matrices in the range of unit `u` by their Nesterov
+    /// momentum. [`Optimizer::update`] takes the momentum of the whole unit.
+    pub fn muon_momentum(
+        &mut self,
+        ops: &dyn Ops,
+        u: usize,
+        unit: &Unit,
+        mut grad: ViewMut,
+        step: StepParams,
+    ) {
         let st = &mut self.units[u];
         let segments = unit.trained_segments(st.range.clone());
-        let [mut first, _] = self.rooms.at_hand(ops, u, st);
+        let [mut first, _] = self.staging.on_device(ops, u, st);
         let mut at = 0;
         for seg in segments {
             let r = at..at + seg.flat.len();
             at = r.end;
             if self.whole[u][seg.param] {
                 let mu = self.groups[self.group_of[u][seg.param]].momentum;
-                ops.nesterov(first.part(r.clone()), grad.part(r), mu, step.grad_scale);
+                ops.nesterov(first.slice_mut(r.clone()), grad.slice_mut(r), mu, step.grad_scale);
             }
         }
     }
 
-    /// Moves the parts of whole matrices of unit `u` that the bound range has. `directions`: the unit's whole trained
-    /// vector.
-    fn move_whole(
+    /// Updates the elements of Muon's matrices in the range of unit `u`. `directions` is the
+    /// momentum of all trained elements of the unit.
+    fn update_muon_matrices(
         &mut self,
         ops: &dyn Ops,
         u: usize,
         unit: &Unit,
         params: &mut ViewMut,
         directions: View,
-        step: StepFacts,
+        step: StepParams,
     ) {
         let st = &self.units[u];
         for seg in unit.trained_segments(st.range.clone()).into_iter().filter(|s| self.whole[u][s.param]) {
             let (spec, n) = (&unit.params[seg.param], &self.groups[self.group_of[u][seg.param]]);
             let (rows, columns) = (spec.shape[0], spec.shape[1]);
-            let of = unit.trained_range(unit.range(seg.param));
-            let direction = muon::orthogonal(ops, directions.slice(of), rows, columns);
+            let matrix = unit.trained_range(unit.range(seg.param));
+            let direction = muon::orthogonalize(ops, directions.slice(matrix), rows, columns);
             let lr = step.lr * n.lr_scale;
             let (keep, by) =
                 ((1.0 - lr * n.weight_decay) as f32, (lr * muon::lr_factor(rows, columns)) as f32);
-            let p = params.part(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
+            let p = params.slice_mut(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
             let direction = direction.view().slice(seg.elements.clone());
             in_f32(&mut self.narrow, ops, (u, &seg), step.step, p, |p, r| {
                 ops.blend(p, keep, direction.slice(r), -by);
@@ -239,8 +258,9 @@ impl Optimizer {
         }
     }
 
-    /// Updates `params` of unit `u`: `params` covers the bound range, `grad` its trained part. `directions`: of a unit whose
-    /// matrices move whole, what [`Optimizer::direct`] made of the gradient, of the whole unit.
+    /// Updates the parameters of unit `u`. `params` covers the range of this optimizer and `grad`
+    /// its trained elements. `directions` is the result of [`Optimizer::muon_momentum`], gathered
+    /// for the whole unit, when the unit has Muon matrices.
     pub fn update(
         &mut self,
         ops: &dyn Ops,
@@ -249,18 +269,18 @@ impl Optimizer {
         mut params: ViewMut,
         grad: View,
         directions: Option<View>,
-        step: StepFacts,
+        step: StepParams,
     ) {
         if let Some(directions) = directions {
-            self.move_whole(ops, u, unit, &mut params, directions, step);
+            self.update_muon_matrices(ops, u, unit, &mut params, directions, step);
         }
         let st = &mut self.units[u];
         assert!(params.len() == st.range.len() && grad.len() == st.trained.len(), "update of another range");
         let (range, segments) = (st.range.clone(), unit.trained_segments(st.range.clone()));
-        let mut states = self.rooms.at_hand(ops, u, st);
+        let mut states = self.staging.on_device(ops, u, st);
         let mut at = 0;
         for seg in segments {
-            let p = params.part(seg.flat.start - range.start..seg.flat.end - range.start);
+            let p = params.slice_mut(seg.flat.start - range.start..seg.flat.end - range.start);
             let r = at..at + seg.flat.len();
             at = r.end;
             if self.whole[u][seg.param] {
@@ -268,67 +288,69 @@ impl Optimizer {
             }
             let n = &self.groups[self.group_of[u][seg.param]];
             let own_step = step.step.saturating_sub(self.late[u][seg.param]).max(1);
-            let own = StepFacts { step: own_step, lr: step.lr * n.lr_scale, ..step };
+            let param_step = StepParams { step: own_step, lr: step.lr * n.lr_scale, ..step };
             in_f32(&mut self.narrow, ops, (u, &seg), step.step, p, |p, piece| {
                 let r = r.start + piece.start..r.start + piece.end;
-                update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, own);
+                update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, param_step);
             });
         }
     }
 }
 
-/// There is no place for the states.
-fn no_place(offload: Option<&Offload>, e: &io::Error) -> Fault {
+/// The error of offload storage that cannot be created.
+fn offload_error(offload: Option<&Offload>, e: &io::Error) -> Diagnostic {
     let directory =
         offload.cloned().map(|place| PathBuf::from(place).display().to_string()).unwrap_or_default();
     let message =
         format!("no file for the optimizer's states can be made in {directory}: {e}; name another directory");
-    Fault { key: "train.zero.offload", message }
+    let code = diagnostic::codes::training::OFFLOAD_STORAGE_UNUSABLE;
+    Diagnostic::error(code, message).with_subject("train.zero.offload")
 }
 
-/// Per unit, per parameter: Muon moves the matrices of layers and experts; embedding and head are AdamW's, and so is
-/// everything that is no matrix.
-pub(crate) fn whole_matrices(spec: &OptimizerSpec, units: &[Unit]) -> Vec<Vec<bool>> {
+/// Whether Muon updates each parameter, by unit: it updates the matrices of layers and experts.
+/// AdamW updates embedding, head and everything that is not a matrix.
+pub(crate) fn muon_matrices(spec: &OptimizerSpec, units: &[Unit]) -> Vec<Vec<bool>> {
     let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
-    let of = |(u, unit): (usize, &Unit)| -> Vec<bool> {
+    let is_matrix = |(u, unit): (usize, &Unit)| -> Vec<bool> {
         let layer = spec.name == OptimizerName::Muon && u != 0 && u != head;
         (0..unit.params.len())
             .map(|i| layer && unit.is_trained(i) && unit.params[i].shape.len() == 2)
             .collect()
     };
-    units.iter().enumerate().map(of).collect()
+    units.iter().enumerate().map(is_matrix).collect()
 }
 
-/// One tensor's part `p` with its gradient; `r`: where its states are in both vectors.
+/// Updates the elements `p` of one tensor with their gradient `g`. `r` is the range of their states
+/// in both vectors.
 fn update_segment(
     ops: &dyn Ops,
     name: OptimizerName,
-    n: &Numbers,
+    n: &GroupHyperparams,
     p: ViewMut,
     g: View,
     [first, second]: &mut [ViewMut; 2],
     r: Range<usize>,
-    step: StepFacts,
+    step: StepParams,
 ) {
-    let StepFacts { lr, step, grad_scale } = step;
+    let StepParams { lr, step, grad_scale } = step;
     let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
     match name {
         OptimizerName::Adamw | OptimizerName::Muon => {
             let h = AdamW { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };
-            ops.adamw(p, g, first.part(r.clone()), second.part(r), &h);
+            ops.adamw(p, g, first.slice_mut(r.clone()), second.slice_mut(r), &h);
         }
         OptimizerName::Sgd => {
             let h = Sgd { lr, momentum: n.momentum, weight_decay, grad_scale };
             let buffer = if n.momentum == 0.0 { 0..0 } else { r };
-            ops.sgd(p, g, first.part(buffer), &h);
+            ops.sgd(p, g, first.slice_mut(buffer), &h);
         }
         OptimizerName::Lion => {
-            ops.lion(p, g, first.part(r), &Lion { lr, beta1, beta2, weight_decay, grad_scale });
+            ops.lion(p, g, first.slice_mut(r), &Lion { lr, beta1, beta2, weight_decay, grad_scale });
         }
     }
 }
 
-/// Which state vectors the optimizer keeps: (first, second).
+/// Whether the optimizer needs the first and the second state vector.
 pub fn state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
     match spec.name {
         OptimizerName::Adamw | OptimizerName::Muon => (true, true),

@@ -1,39 +1,42 @@
-//! Muon (Jordan et al. 2024): a matrix moves along its momentum made orthogonal, by five Newton–Schulz steps in fp32.
+//! Muon (Jordan et al. 2024): updates a matrix along its orthogonalized momentum, computed by five
+//! Newton–Schulz iterations in fp32.
 //!
-//! As torch.optim.Muon with Nesterov momentum and `adjust_lr_fn="match_rms_adamw"`: the learning rate is multiplied by
-//! 0.2·√max(rows, columns), so that one that suits AdamW suits Muon. A matrix is made orthogonal whole, by every rank that
-//! updates some of it: the same arithmetic on the same numbers, whatever the sharding.
-use device::{Buf, Dtype, Ops, View, needed_for, ops::Write};
+//! The formula is that of torch.optim.Muon with Nesterov momentum and
+//! `adjust_lr_fn="match_rms_adamw"`: the learning rate is multiplied by 0.2·√max(rows, columns), so
+//! that a learning rate for AdamW suits Muon. Every rank that updates a part of a matrix
+//! orthogonalizes the whole matrix, so the result does not depend on the sharding.
+use device::{Buf, Dtype, Ops, View, ops::Write, with_alloc_label};
 
-/// Steps of the iteration.
+/// The number of Newton–Schulz iterations.
 const STEPS: usize = 5;
-/// Coefficients of its polynomial a·x + b·x³ + c·x⁵.
+/// The coefficients of the iteration's polynomial a·x + b·x³ + c·x⁵.
 const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
-/// Below it a norm is taken for this.
+/// The smallest norm that a matrix is divided by.
 const EPS: f64 = 1e-7;
 
-/// What the learning rate of a matrix of this shape is multiplied by.
+/// The factor of the learning rate for a matrix of this shape.
 pub(super) fn lr_factor(rows: usize, columns: usize) -> f64 {
     0.2 * (rows.max(columns) as f64).sqrt()
 }
 
-/// The nearest orthogonal matrix to `x[rows, columns]`, roughly: its singular values come to lie around 1.
-pub(super) fn orthogonal(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
+/// An approximation of the orthogonal matrix nearest to `x[rows, columns]`; its singular values are
+/// close to 1.
+pub(super) fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
     let norm = ops.sum_of_squares(x).sqrt().max(EPS);
-    let room = |len: usize| needed_for("Muon's matrices", || ops.zeroed(Dtype::F32, len));
+    let allocate = |len: usize| with_alloc_label("Muon's matrices", || ops.zeroed(Dtype::F32, len));
     let tall = rows > columns;
     let (m, n) = if tall { (columns, rows) } else { (rows, columns) };
-    let mut wide = room(m * n);
+    let mut wide = allocate(m * n);
     match tall {
         true => ops.transpose(wide.view_mut(), x, rows, columns),
         false => ops.copy(wide.view_mut(), x),
     }
     ops.scale(wide.view_mut(), (1.0 / norm) as f32);
-    let (mut gram, mut square, mut next) = (room(m * m), room(m * m), room(m * n));
+    let (mut gram, mut square, mut next) = (allocate(m * m), allocate(m * m), allocate(m * n));
     let (a, b, c) = COEFFICIENTS;
     for _ in 0..STEPS {
         ops.matmul_forward(gram.view_mut(), wide.view(), wide.view(), m, m, n, Write::Set);
-        // it is symmetric: its transpose is itself
+        // the Gram matrix is symmetric, so it equals its transpose
         ops.matmul_forward(square.view_mut(), gram.view(), gram.view(), m, m, m, Write::Set);
         ops.blend(square.view_mut(), c, gram.view(), b);
         ops.matmul_backward_input(next.view_mut(), square.view(), wide.view(), m, m, n, Write::Set);
@@ -51,28 +54,28 @@ mod tests {
     use super::*;
     use device::cpu::Cpu;
 
-    fn of(ops: &dyn Ops, x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
-        orthogonal(ops, x.into(), rows, columns).host().to_vec()
+    fn orthogonalized(ops: &dyn Ops, x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+        orthogonalize(ops, x.into(), rows, columns).host().to_vec()
     }
 
-    /// `[rows, columns]` to `[columns, rows]`.
+    /// The transpose of `x[rows, columns]`.
     fn transposed(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         (0..x.len()).map(|i| x[i % rows * columns + i / rows]).collect()
     }
 
     #[test]
-    fn singular_values_come_to_lie_around_one() {
+    fn singular_values_become_close_to_one() {
         for (rows, columns) in [(1, 1), (3, 8), (8, 3), (17, 17), (1, 9)] {
-            // rows that are nearly independent
+            // nearly independent rows
             let x: Vec<f32> = (0..rows * columns).map(|i| ((i * i * 7 + 3 * i) % 23) as f32 - 11.0).collect();
-            let y = of(&Cpu::new(1), &x, rows, columns);
-            let flipped = of(&Cpu::new(2), &transposed(&x, rows, columns), columns, rows);
-            // a tall one is computed as a wide one; a square one as it is
+            let y = orthogonalized(&Cpu::new(1), &x, rows, columns);
+            let flipped = orthogonalized(&Cpu::new(2), &transposed(&x, rows, columns), columns, rows);
+            // a tall matrix is computed through its transpose
             if rows != columns {
                 assert_eq!(
                     transposed(&flipped, columns, rows),
                     y,
-                    "{rows} x {columns}: that of the transpose"
+                    "{rows} x {columns}: differs from the transpose's"
                 );
             }
             // the sum of the squared singular values
@@ -80,6 +83,6 @@ mod tests {
             let rank = rows.min(columns) as f32;
             assert!((0.3 * rank..1.6 * rank).contains(&squares), "{rows} x {columns}: {squares}");
         }
-        assert_eq!(of(&Cpu::new(1), &[0.0; 6], 2, 3), [0.0; 6]);
+        assert_eq!(orthogonalized(&Cpu::new(1), &[0.0; 6], 2, 3), [0.0; 6]);
     }
 }

@@ -1,19 +1,24 @@
-//! The learning rate over steps. Each formula is that of `transformers`' `get_*_schedule*`, with `min_lr` as the floor where it has one.
+//! The learning rate as a function of the step. The formulas are those of the `get_*_schedule*`
+//! functions of transformers, with `min_lr` as the lower limit.
 //!
-//! With `s` the 0-based step about to be done, `w` the warm-up steps, `T` all steps, and `f` the factor of the distance between `min_lr` and the base:
+//! `s` is the step about to be computed, from 0; `w` is the number of warm-up steps; `T` is
+//! `train.steps`. During warm-up (`s < w`) the rate is `lr · s/w`, for wsd
+//! `min_lr + (lr − min_lr) · s/w`. Afterwards:
 //!
-//! | name | warm-up, `s < w` | then |
-//! |---|---|---|
-//! | constant | `lr · s/w` | `lr` |
-//! | linear | `lr · s/w` | `min_lr + (lr − min_lr) · f`, `f = (T − s)/(T − w)`: `get_linear_schedule_with_warmup` when `min_lr` is 0 |
-//! | cosine | `lr · s/w` | the same, `f = ½(1 + cos(π(s − w)/(T − w)))`: `get_cosine_with_min_lr_schedule_with_warmup` |
-//! | wsd | `min_lr + (lr − min_lr) · s/w` | `lr` until `T − decay_steps`, then the same, `f = ½(1 + cos(π(s − (T − decay_steps))/decay_steps))`: `get_wsd_schedule` |
+//! - constant: `lr`
+//! - linear: `min_lr + (lr − min_lr) · (T − s)/(T − w)`, which is
+//!   `get_linear_schedule_with_warmup` when `min_lr` is 0
+//! - cosine: `min_lr + (lr − min_lr) · ½(1 + cos(π(s − w)/(T − w)))`, which is
+//!   `get_cosine_with_min_lr_schedule_with_warmup`
+//! - wsd: `lr` until `d = T − decay_steps`, then
+//!   `min_lr + (lr − min_lr) · ½(1 + cos(π(s − d)/decay_steps))`, which is `get_wsd_schedule`
 //!
-//! So the first step of a schedule with warm-up has learning rate 0 (wsd: `min_lr`), as it has there. From `T` on the rate stays at the floor
-//! (constant: at `lr`). When warm-up and decay of wsd overlap, warm-up goes first and the rest of the decay follows.
+//! The first step of a schedule with warm-up therefore has learning rate 0 (wsd: `min_lr`). From
+//! step `T` the rate stays at `min_lr` (constant: `lr`). When warm-up and decay of wsd overlap, the
+//! rest of the decay follows the warm-up.
 use contract::job::{ScheduleName, ScheduleSpec};
 
-/// Learning rate of step `step` (0-based, about to be done) of `total_steps`.
+/// The learning rate of step `step`, counted from 0, of `total_steps`.
 pub fn lr_at(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {
     let warm = spec.warmup_steps;
     let above = |floor: f64, factor: f64| floor + (base_lr - floor) * factor;
@@ -35,7 +40,7 @@ pub fn lr_at(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> 
     }
 }
 
-/// How far `step` is from `from` (0.0) to `to` (1.0, also beyond).
+/// The progress of `step` between `from` (0.0) and `to` (1.0 there and beyond).
 fn progress(step: u64, from: u64, to: u64) -> f64 {
     if step >= to {
         return 1.0;
@@ -43,7 +48,7 @@ fn progress(step: u64, from: u64, to: u64) -> f64 {
     step.saturating_sub(from) as f64 / (to - from) as f64
 }
 
-/// 1 at 0, 0 at 1. `libm`'s cosine: the same bits on every machine.
+/// Half a cosine wave from 1 at 0 to 0 at 1. `libm` gives the same bits on every machine.
 fn half_cosine(progress: f64) -> f64 {
     0.5 * (1.0 + libm::cos(std::f64::consts::PI * progress))
 }
@@ -90,7 +95,7 @@ mod tests {
     fn wsd() {
         let want = [0.1, 0.55, 1.0, 1.0, 1.0, 0.775, 0.325, 0.1, 0.1];
         close(&table(ScheduleName::Wsd, 2, 0.1, 3, 7), &want);
-        // no stable part, and no decay at all
+        // without a constant part, and without decay
         close(&table(ScheduleName::Wsd, 0, 0.0, 2, 2), &[1.0, 0.5, 0.0, 0.0]);
         close(&table(ScheduleName::Wsd, 0, 0.0, 0, 2), &[1.0, 1.0, 0.0, 0.0]);
     }
@@ -106,9 +111,9 @@ mod tests {
         }
     }
 
-    /// Golden values of `transformers` 5.23 (LambdaLR with lr 3e-4): see the table's columns.
+    /// Compares with the values of transformers 5.23 (LambdaLR with lr 3e-4).
     #[test]
-    fn as_transformers() {
+    fn rates_equal_those_of_transformers() {
         let lr = |name, min_lr, decay_steps, step| {
             lr_at(&ScheduleSpec { name, warmup_steps: 20, min_lr, decay_steps }, 3e-4, 200, step)
         };
@@ -123,7 +128,8 @@ mod tests {
         }
     }
 
-    /// step, cosine (min 3e-5), linear, wsd (50 decay steps, min 3e-5); 20 warm-up steps of 200.
+    /// Step, cosine (min_lr 3e-5), linear, wsd (50 decay steps, min_lr 3e-5); 20 warm-up steps of
+    /// 200.
     const GOLDEN: &[(u64, f64, f64, f64)] = &[
         (0, 0.0, 0.0, 2.9999999999999997e-05),
         (1, 1.4999999999999999e-05, 1.4999999999999999e-05, 4.35e-05),

@@ -1,68 +1,79 @@
-//! Adapters that training begins with: the folder that `train.lora.from` names.
-use super::fit::some;
+//! Pretrained adapters: the directory that `train.lora.from` names.
+use super::weight_match::list_names;
 use crate::{
-    agree::agree,
-    error::{Error, Result},
+    consensus::exchange_values,
+    error::{Result, adapter_diagnostic, unreadable_checkpoint},
+    param_groups::LORA_FROM,
     params::Unit,
-    stages::ScheduleBound,
-    state::{Reading, read_own, spread},
-    trained::LORA_FROM,
+    stages::ReadyTrainer,
+    state::{ReadPlan, read_owned_ranges, sync_replicas},
 };
 use ckpt::{
-    Foreign, Source,
+    ExternalCheckpoint, TensorSource,
     peft::{is_adapter, open_adapters},
 };
+use diagnostic::{Diagnostic, codes};
 use std::{
     collections::{HashMap, HashSet},
     path::Path,
 };
 
-/// Opens the folder and finds out whether its adapters are those that the model has: the same names, the same shapes.
-pub fn check_adapters(folder: &Path, units: &[Unit]) -> std::result::Result<Foreign, String> {
-    let source = open_adapters(folder).map_err(|e| e.to_string())?;
+/// Opens the directory and checks that its adapters have the names and shapes of the model's.
+pub fn check_adapters(directory: &Path, units: &[Unit]) -> diagnostic::Result<ExternalCheckpoint> {
+    let source = open_adapters(directory).map_err(|e| adapter_diagnostic(e, LORA_FROM))?;
     let tensors = source.tensors();
-    let mut there: HashMap<&str, &[u64]> =
+    let mut stored: HashMap<&str, &[u64]> =
         tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
-    let (mut lacking, mut shapes) = (Vec::new(), Vec::new());
+    let (mut missing, mut shapes) = (Vec::new(), Vec::new());
     for p in units.iter().flat_map(|u| &u.params).filter(|p| is_adapter(&p.name)) {
-        match there.remove(p.name.as_str()) {
-            None => lacking.push(p.name.clone()),
+        match stored.remove(p.name.as_str()) {
+            None => missing.push(p.name.clone()),
             Some(shape) if !shape.iter().copied().eq(p.shape.iter().map(|&n| n as u64)) => {
-                shapes.push(format!("{} {shape:?} (the model: {:?})", p.name, p.shape));
+                shapes.push(format!("{} {shape:?} (model: {:?})", p.name, p.shape));
             }
             Some(_) => {}
         }
     }
-    let mut more: Vec<String> = there.into_keys().map(str::to_owned).collect();
-    more.sort();
-    let parts =
-        [("they lack", lacking), ("of other shapes are", shapes), ("the model has no place for", more)];
-    let said: Vec<String> = parts
+    let mut extra: Vec<String> = stored.into_keys().map(str::to_owned).collect();
+    extra.sort();
+    let kinds = [("missing", &missing), ("of another shape", &shapes), ("not in the model", &extra)];
+    let parts: Vec<String> = kinds
         .iter()
         .filter(|(_, names)| !names.is_empty())
-        .map(|(what, names)| format!("{what} {}", some(names)))
+        .map(|(kind, names)| format!("{kind}: {}", list_names(names)))
         .collect();
-    match said.is_empty() {
-        true => Ok(source),
-        false => Err(format!(
-            "the adapters in {} are of another model than train.model.from: {}",
-            folder.display(),
-            said.join("; ")
-        )),
+    if parts.is_empty() {
+        return Ok(source);
     }
+    let message = format!(
+        "the adapters in {} belong to another model than `train.model.from`; {}",
+        directory.display(),
+        parts.join("; ")
+    );
+    Err(Diagnostic::error(codes::training::ADAPTER_MODEL_MISMATCH, message)
+        .with_subject(LORA_FROM)
+        .with_field("path", directory.display().to_string())
+        .with_field("missing", missing)
+        .with_field("shapes", shapes)
+        .with_field("extra", extra))
 }
 
-/// Loads them, where the job names a folder: each rank reads its own part. Collective.
-pub(super) fn load_adapters(bound: &mut ScheduleBound) -> Result<()> {
-    let Some(folder) = bound.train().lora.as_ref().and_then(|l| l.from.clone()) else { return Ok(()) };
-    let units: Vec<Unit> = bound.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let opened = check_adapters(&folder, &units).map_err(|why| Error::job(format!("{LORA_FROM}: {why}")));
-    agree(bound.trainer.engine.queue(), opened.as_ref().map(|_| ()).map_err(Clone::clone))?;
+/// Loads the adapters if the job names a directory: each rank reads its owned ranges. Collective.
+pub(super) fn load_adapters(ready: &mut ReadyTrainer) -> Result<()> {
+    let Some(directory) = ready.train().lora.as_ref().and_then(|l| l.from.clone()) else { return Ok(()) };
+    let units: Vec<Unit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let opened = check_adapters(&directory, &units).map_err(crate::error::Error::from);
+    let result = opened.as_ref().map(|_| ()).map_err(Clone::clone);
+    exchange_values(ready.trainer.engine.queue(), result)?;
     let source = opened?;
-    let (renamed, anew) = (HashMap::new(), HashSet::new());
-    let reading =
-        Reading { source: &source, renamed: &renamed, states: false, anew: &anew, meant: is_adapter };
-    let read = read_own(bound, &reading).map_err(|e| Error::checkpoint(format!("{LORA_FROM}: {e}")));
-    agree(bound.trainer.engine.queue(), read)?;
-    spread(bound)
+    let plan = ReadPlan {
+        source: &source,
+        renamed: &HashMap::new(),
+        with_states: false,
+        reset_states: &HashSet::new(),
+        selects: is_adapter,
+    };
+    let read = read_owned_ranges(ready, &plan).map_err(unreadable_checkpoint);
+    exchange_values(ready.trainer.engine.queue(), read)?;
+    sync_replicas(ready)
 }

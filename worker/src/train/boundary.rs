@@ -1,10 +1,10 @@
-//! What ranks agree on at a step boundary: one word of bits, or'ed over all ranks with the losses.
+//! Flags that ranks exchange with the losses at a step boundary; a flag of one rank applies to all.
 
-/// Save and leave.
+/// Save and stop.
 pub const STOP: u64 = 1;
-/// Save and go on.
+/// Save and continue.
 pub const SAVE: u64 = 2;
-/// Rank 0 has new values of the job file: they are exchanged after this step and hold for all ranks.
+/// Rank 0 has reloaded the job file; its values are exchanged after this step.
 pub const RELOAD: u64 = 8;
-/// This rank's background writer has not finished.
+/// The background writer of this rank is still writing a checkpoint.
 pub const WRITING: u64 = 4;

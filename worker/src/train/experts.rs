@@ -1,16 +1,17 @@
-//! Layers with experts in a step: rows travel to the ranks that have their experts, are computed there, and travel back.
+//! Mixture-of-experts layers in a step: rows are dispatched to the ranks of their experts, computed
+//! there, and combined.
 //!
-//! Which collectives take place, and in which order, never depends on the routing, nor on whether this rank has a slot: a rank
-//! whose experts get no row takes part with nothing. Rows of each slot stay apart in the experts' gradients, which are folded
-//! in the order of the slots like all others (docs/numerics.md).
+//! The sequence of collectives depends neither on the routing nor on whether this rank has a sample
+//! slot: a rank whose experts receive no rows takes part with empty buffers. The gradients of
+//! experts are computed per slot and summed in the order of the slots (docs/numerics.md).
 use super::{
-    roads::{Cargo, Roads},
+    dispatch::{Payload, TokenDispatcher},
     step::Trainer,
     workspace::Workspace,
 };
 use crate::{
     error::Result,
-    experts::{Placement, Receiving, Sending},
+    expert_layout::{ExpertLayout, RecvPlan, SendPlan},
     model::{
         LayerInput, Model,
         experts::{
@@ -20,71 +21,71 @@ use crate::{
     },
     params::Unit,
     zero::{
-        engine::{Engine, Held},
-        pool,
+        buffer_pool,
+        engine::{Engine, ParamsGuard},
     },
 };
 use contract::job::Recompute;
-use device::{Buf, Dtype, Ops, ViewMut, needed_for};
+use device::{Buf, Dtype, Ops, ViewMut, with_alloc_label};
 use std::sync::Arc;
 
-/// What a trainer of a model with experts has beside the rest.
-pub struct Experts {
+/// The state of a trainer that mixture-of-experts layers need.
+pub struct MoeTrainer {
     shape: ExpertShape,
-    /// By layer; `None`: it has no experts.
-    layers: Vec<Option<Layer>>,
-    /// What the routers of this rank's slot did.
-    tally: Tally,
-    /// Of each layer with experts; one for all when layers are recomputed.
-    saved: Vec<Saved>,
-    room: Room,
-    roads: Roads,
+    /// The plan of each layer; `None` for a dense layer.
+    layers: Vec<Option<MoeLayerPlan>>,
+    /// The router statistics of this rank's slot.
+    router_stats: Tally,
+    /// The saved activations of each layer with experts; one set for all with recomputation.
+    saved: Vec<SavedMoeLayer>,
+    workspace: MoeWorkspace,
+    dispatcher: TokenDispatcher,
 }
 
-/// A layer with experts.
+/// Where the experts of one layer are.
 #[derive(Clone)]
-pub(super) struct Layer {
-    /// How many layers with experts come before.
+pub(super) struct MoeLayerPlan {
+    /// The number of layers with experts before this one.
     index: usize,
-    /// The unit of those that lie here.
+    /// The parameter unit of this rank's experts.
     unit: usize,
-    /// Experts in the order in which their rows travel.
+    /// The experts in the order in which their rows are sent.
     order: Vec<usize>,
-    /// Experts of each rank of the group.
+    /// The number of experts of each rank of the group.
     pub(super) per_rank: Vec<usize>,
 }
 
-/// What a layer's forward leaves for its backward.
-struct Saved {
+/// The activations that a layer's forward pass saves for its backward pass.
+struct SavedMoeLayer {
     routing: Routing,
-    sending: Sending,
-    receiving: Receiving,
-    /// Rows of the experts that lie here, sorted by expert.
+    sending: SendPlan,
+    receiving: RecvPlan,
+    /// The rows of this rank's experts, sorted by expert.
     rows: Buf,
     gate_up: Buf,
 }
 
-/// Buffers that layers share; they grow to what the routing asks for.
-struct Room {
-    /// The experts' output; gradients of tokens.
+/// Buffers that all layers share. They grow as the routing requires.
+struct MoeWorkspace {
+    /// The output of experts, or the gradients of their outputs.
     out: Buf,
-    /// Gradients of rows.
+    /// The gradients of rows.
     drows: Buf,
     act: Buf,
     dact: Buf,
     dgate_up: Buf,
-    /// Weights, their gradients and `choices` are `f32` in every precision.
+    /// The router weights of rows; `f32` in every precision, as are the next two buffers.
     weights: Buf,
     dweights: Buf,
-    /// Gradient of the weights, by choice.
+    /// The gradients of router weights in the order of the tokens' choices.
     choices: Buf,
 }
 
-impl Room {
-    /// Nothing yet. `dtype`: of rows.
-    fn of(ops: &dyn Ops, dtype: Dtype) -> Self {
+impl MoeWorkspace {
+    /// Empty buffers; `dtype` is the type of rows.
+    fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         let rows = || ops.zeroed(dtype, 0);
-        Room {
+        MoeWorkspace {
             out: rows(),
             drows: rows(),
             act: rows(),
@@ -97,81 +98,91 @@ impl Room {
     }
 }
 
-/// The first `len` elements of a buffer of rows, whatever they hold.
-pub(super) fn grow<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
-    needed_for("rows of experts", || pool::grow(ops, buf, len))
+/// The first `len` elements of a buffer of rows, with unspecified content.
+pub(super) fn resized_rows<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
+    with_alloc_label("MoE activations", || buffer_pool::resized(ops, buf, len))
 }
 
-impl Experts {
-    /// For micro-batches of `rows` tokens. `None`: the model has no experts.
+impl MoeTrainer {
+    /// The state for micro-batches of `rows` tokens; `None` for a dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &dyn Model,
-        placement: Option<&Placement>,
+        placement: Option<&ExpertLayout>,
         engine: &Engine,
         rows: usize,
         recompute: Recompute,
     ) -> Option<Self> {
         let (sparse, placement) = (model.sparse()?, placement?);
         let (shape, rank, dtype) = (sparse.shape(), engine.rank(), engine.weights().dtype);
-        let layers = of_layers(sparse, placement, engine, rank % placement.parallel);
+        let layers = plan_layers(sparse, placement, engine, rank % placement.parallel);
         let count = layers.iter().flatten().count();
         let sets = if recompute == Recompute::None { count } else { count.min(1) };
-        let saved = || Saved {
+        let saved = || SavedMoeLayer {
             routing: Routing::new(ops.as_ref(), shape, rows),
-            sending: Sending::default(),
-            receiving: Receiving::default(),
+            sending: SendPlan::default(),
+            receiving: RecvPlan::default(),
             rows: ops.zeroed(dtype, 0),
             gate_up: ops.zeroed(dtype, 0),
         };
-        let group = placement.group(rank);
-        let roads = Roads::new(ops.clone(), engine, group, rows * shape.per_token, shape.hidden);
-        Some(Experts {
+        let group = placement.group_ranks(rank);
+        let dispatcher =
+            TokenDispatcher::new(ops.clone(), engine, group, rows * shape.per_token, shape.hidden);
+        Some(MoeTrainer {
             shape,
-            tally: Tally::new(sparse, layers.len(), rows),
+            router_stats: Tally::new(sparse, layers.len(), rows),
             layers,
             saved: (0..sets).map(|_| saved()).collect(),
-            room: Room::of(ops.as_ref(), dtype),
-            roads,
+            workspace: MoeWorkspace::new(ops.as_ref(), dtype),
+            dispatcher: dispatcher,
         })
     }
 
-    /// The unit of this rank's experts of layer `l`.
+    /// The parameter unit of this rank's experts of layer `l`.
     pub fn unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// What the routers add to the mean loss of this rank's slot.
-    pub fn loss(&self) -> f64 {
-        self.tally.loss()
+    /// The router losses that are added to the mean loss of this rank's slot.
+    pub fn router_loss(&self) -> f64 {
+        self.router_stats.loss()
     }
 
-    /// How often each expert of each layer with experts was chosen by the slot that this rank computed last.
-    pub fn chosen(&self) -> Vec<Vec<u64>> {
-        self.tally.chosen().map(<[u64]>::to_vec).collect()
+    /// How often the last slot of this rank selected each expert, for each layer with experts.
+    pub fn expert_counts(&self) -> Vec<Vec<u64>> {
+        self.router_stats.chosen().map(<[u64]>::to_vec).collect()
     }
 
-    /// Layer `l` and what it saves.
-    fn layer(&mut self, l: usize) -> (Layer, &mut Saved, &mut Room, &mut Roads, &mut Tally) {
-        let layer = self.layers[l].clone().expect("only a layer with experts is asked for them");
+    /// The plan, saved activations and shared state of layer `l`.
+    fn layer(
+        &mut self,
+        l: usize,
+    ) -> (MoeLayerPlan, &mut SavedMoeLayer, &mut MoeWorkspace, &mut TokenDispatcher, &mut Tally) {
+        let layer = self.layers[l].clone().expect("a layer with experts");
         let set = layer.index.min(self.saved.len() - 1);
-        (layer, &mut self.saved[set], &mut self.room, &mut self.roads, &mut self.tally)
+        (layer, &mut self.saved[set], &mut self.workspace, &mut self.dispatcher, &mut self.router_stats)
     }
 }
 
-/// The layers with their units, which lie behind the model's own: layer by layer, one for each rank of a group.
-fn of_layers(sparse: &dyn Sparse, p: &Placement, engine: &Engine, number: usize) -> Vec<Option<Layer>> {
+/// The plan of every layer. The units of experts follow the model's other units: layer by layer,
+/// one unit for each rank of a group.
+fn plan_layers(
+    sparse: &dyn Sparse,
+    p: &ExpertLayout,
+    engine: &Engine,
+    number: usize,
+) -> Vec<Option<MoeLayerPlan>> {
     let layers = engine.shards.iter().filter(|s| !s.unit.holds_experts()).count() - 2;
     let mut index = 0;
     let layer = |l: usize| {
         sparse.is_sparse(l).then(|| {
             let first = layers + 2 + index * p.parallel;
             index += 1;
-            Layer {
+            MoeLayerPlan {
                 index: index - 1,
                 unit: first + number,
-                order: p.order(l),
-                per_rank: (0..p.parallel).map(|r| p.of(l, r).len()).collect(),
+                order: p.dispatch_order(l),
+                per_rank: (0..p.parallel).map(|r| p.experts_on(l, r).len()).collect(),
             }
         })
     };
@@ -179,12 +190,13 @@ fn of_layers(sparse: &dyn Sparse, p: &Placement, engine: &Engine, number: usize)
 }
 
 impl Trainer {
-    /// The unit of this rank's experts of layer `l`.
+    /// The parameter unit of this rank's experts of layer `l`, if the layer has experts.
     pub(super) fn expert_unit(&self, l: usize) -> Option<usize> {
         self.experts.as_ref().and_then(|e| e.unit(l))
     }
 
-    /// A layer with experts, forward. Without `compute` only the experts that lie here work, for others.
+    /// The forward pass of a layer with experts. Without `compute` this rank has no slot, and its
+    /// experts only compute rows of other ranks.
     pub(super) fn sparse_forward(&mut self, l: usize, unit: usize, compute: bool) -> Result<()> {
         let held = self.engine.fetch(l + 1)?;
         if compute {
@@ -197,60 +209,64 @@ impl Trainer {
         Ok(())
     }
 
-    /// Attention and router.
-    fn route_forward(&mut self, l: usize, held: &Held) {
+    /// The forward pass of attention and router.
+    fn route_forward(&mut self, l: usize, held: &ParamsGuard) {
         let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return };
-        let (layer, saved, _, _, tally) = x.layer(l);
+        let (layer, saved, _, _, stats) = x.layer(l);
         let (w, ops, batch) = (&mut self.work, self.ops.as_ref(), &self.batch);
         let set = w.saved_index(l);
         self.engine.with_params(held, |params| {
             let input = LayerInput { params, batch, x: w.x[l].view(), layer: l };
             sparse.route_forward(ops, &input, &mut saved.routing, &mut w.saved[set], &mut w.scratch);
         });
-        tally.note(ops, layer.index, &saved.routing);
+        stats.note(ops, layer.index, &saved.routing);
     }
 
-    /// Rows to their experts, and with `output` what those make of them back into the next layer's input.
-    fn experts_forward(&mut self, l: usize, held: &Held, compute: bool, output: bool) -> Result<()> {
+    /// Dispatches rows to their experts and computes them. With `output`, combines the results into
+    /// the input of the next layer.
+    fn experts_forward(&mut self, l: usize, held: &ParamsGuard, compute: bool, output: bool) -> Result<()> {
         let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return Ok(()) };
         let shape = x.shape;
-        let (layer, saved, room, roads, _) = x.layer(l);
+        let (layer, saved, workspace, dispatcher, _) = x.layer(l);
         let (w, ops) = (&mut self.work, self.ops.as_ref());
         match compute {
             true => saved.sending.sort(&saved.routing.chosen, shape.per_token, &layer.order),
             false => saved.sending.clear(shape.experts),
         }
-        saved.receiving = roads.announce(&layer, &saved.sending)?;
-        let (ways, normed) = ((&saved.sending, &saved.receiving), sparse.normed(&w.scratch));
-        let tokens = &saved.sending.tokens;
-        roads.leave(&layer, ways, Cargo::Rows, &mut saved.rows, |to| {
+        saved.receiving = dispatcher.exchange_counts(&layer, &saved.sending)?;
+        let (plan, normed) = ((&saved.sending, &saved.receiving), sparse.normed(&w.scratch));
+        let tokens = &saved.sending.row_tokens;
+        dispatcher.dispatch(&layer, plan, Payload::Rows, &mut saved.rows, |to| {
             ops.gather_rows(to, normed, tokens, shape.hidden);
         });
-        roads.arrive(ways, Cargo::Rows, &mut saved.rows)?;
+        dispatcher.wait_dispatched(plan, Payload::Rows, &mut saved.rows)?;
         let n = saved.receiving.rows();
-        let gate_up = grow(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
+        let gate_up = resized_rows(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
         let out = output.then(|| {
-            (grow(ops, &mut room.out, n * shape.hidden), grow(ops, &mut room.act, n * shape.intermediate))
+            (
+                resized_rows(ops, &mut workspace.out, n * shape.hidden),
+                resized_rows(ops, &mut workspace.act, n * shape.intermediate),
+            )
         });
-        let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * shape.hidden));
+        let (ranges, rows) = (saved.receiving.expert_ranges(), saved.rows.view().slice(0..n * shape.hidden));
         self.engine.with_params(held, |params| {
-            experts_forward(ops, shape, &ExpertRows { params, of: &of, rows }, gate_up, out);
+            experts_forward(ops, shape, &ExpertRows { params, expert_ranges: &ranges, rows }, gate_up, out);
         });
         if !output {
             return Ok(());
         }
-        roads.turn_back(&layer, ways, Cargo::Rows, &room.out);
-        let rows = roads.returned(ways, Cargo::Rows, &room.out)?;
+        dispatcher.combine(&layer, plan, Payload::Rows, &workspace.out);
+        let rows = dispatcher.wait_combined(plan, Payload::Rows, &workspace.out)?;
         if compute {
             let set = w.saved_index(l);
             let Workspace { x, saved: kept, .. } = w;
-            let places = &saved.sending.places;
+            let places = &saved.sending.choice_rows;
             sparse.combine_forward(ops, x[l + 1].view_mut(), rows, places, &saved.routing, &mut kept[set]);
         }
         Ok(())
     }
 
-    /// A layer with experts, backward, with the reductions of its gradients.
+    /// The backward pass of a layer with experts, with the reductions of its gradients.
     pub(super) fn sparse_backward(
         &mut self,
         l: usize,
@@ -269,8 +285,8 @@ impl Trainer {
         self.experts_backward(l, &experts)?;
         self.engine.release(experts);
         self.reduce_experts(l, unit, round, compute)?;
-        self.experts_return(l)?;
-        let mut grad = compute.then(|| self.engine.gradient(l + 1));
+        self.combine_gradients(l)?;
+        let mut grad = compute.then(|| self.engine.take_gradient_buffer(l + 1));
         if let Some(g) = &mut grad {
             self.route_backward(l, &held, g)?;
         }
@@ -278,102 +294,112 @@ impl Trainer {
         Ok(self.engine.reduce(l + 1, round, grad)?)
     }
 
-    /// Gradients of tokens to their experts, and through them; those of rows and weights are then on their way back.
-    fn experts_backward(&mut self, l: usize, held: &Held) -> Result<()> {
+    /// Dispatches the gradients of outputs to the experts, computes their backward pass, and starts
+    /// to send the gradients of rows and weights back.
+    fn experts_backward(&mut self, l: usize, held: &ParamsGuard) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (layer, saved, room, roads, _) = x.layer(l);
+        let (layer, saved, workspace, dispatcher, _) = x.layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
-        let (ways, tokens) = ((&saved.sending, &saved.receiving), &saved.sending.tokens);
+        let (plan, tokens) = ((&saved.sending, &saved.receiving), &saved.sending.row_tokens);
         let dx = self.work.dx.view();
-        roads.leave(&layer, ways, Cargo::Rows, &mut room.out, |to| ops.gather_rows(to, dx, tokens, d));
+        dispatcher.dispatch(&layer, plan, Payload::Rows, &mut workspace.out, |to| {
+            ops.gather_rows(to, dx, tokens, d)
+        });
         let (weights, choices) = (saved.routing.weights.view(), saved.sending.choices());
-        roads.leave(&layer, ways, Cargo::Weights, &mut room.weights, |to| {
+        dispatcher.dispatch(&layer, plan, Payload::Weights, &mut workspace.weights, |to| {
             ops.gather_rows(to, weights, &choices, 1);
         });
         let n = saved.receiving.rows();
         let gate_up = saved.gate_up.view().slice(0..n * 2 * f);
-        activate(ops, shape, gate_up, grow(ops, &mut room.act, n * f));
-        roads.arrive(ways, Cargo::Rows, &mut room.out)?;
-        roads.arrive(ways, Cargo::Weights, &mut room.weights)?;
-        let (of, rows) = (saved.receiving.experts(), saved.rows.view().slice(0..n * d));
+        activate(ops, shape, gate_up, resized_rows(ops, &mut workspace.act, n * f));
+        dispatcher.wait_dispatched(plan, Payload::Rows, &mut workspace.out)?;
+        dispatcher.wait_dispatched(plan, Payload::Weights, &mut workspace.weights)?;
+        let (of, rows) = (saved.receiving.expert_ranges(), saved.rows.view().slice(0..n * d));
         let back = ExpertBackward {
             gate_up,
-            dy: room.out.view().slice(0..n * d),
-            weights: room.weights.view().slice(0..n),
-            dweights: grow(ops, &mut room.dweights, n),
-            drows: grow(ops, &mut room.drows, n * d),
-            act: grow(ops, &mut room.act, n * f),
-            dact: grow(ops, &mut room.dact, n * f),
-            dgate_up: grow(ops, &mut room.dgate_up, n * 2 * f),
+            dy: workspace.out.view().slice(0..n * d),
+            weights: workspace.weights.view().slice(0..n),
+            dweights: resized_rows(ops, &mut workspace.dweights, n),
+            drows: resized_rows(ops, &mut workspace.drows, n * d),
+            act: resized_rows(ops, &mut workspace.act, n * f),
+            dact: resized_rows(ops, &mut workspace.dact, n * f),
+            dgate_up: resized_rows(ops, &mut workspace.dgate_up, n * 2 * f),
         };
         self.engine.with_params(held, |params| {
-            experts_backward(ops, shape, &ExpertRows { params, of: &of, rows }, back);
+            experts_backward(ops, shape, &ExpertRows { params, expert_ranges: &of, rows }, back);
         });
-        roads.turn_back(&layer, ways, Cargo::Rows, &room.drows);
-        roads.turn_back(&layer, ways, Cargo::Weights, &room.dweights);
+        dispatcher.combine(&layer, plan, Payload::Rows, &workspace.drows);
+        dispatcher.combine(&layer, plan, Payload::Weights, &workspace.dweights);
         Ok(())
     }
 
-    /// The experts' own gradients by slot, each by the rows of that slot alone.
+    /// Computes and reduces the gradients of the experts' parameters, separately for each slot.
     fn reduce_experts(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (_, saved, room, roads, _) = x.layer(l);
+        let (_, saved, workspace, dispatcher, _) = x.layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let shards = self.engine.shards.clone();
         let held = &shards[unit].unit;
         let (n, len) = (saved.receiving.rows(), held.len());
         let given = ExpertGradients {
             rows: saved.rows.view().slice(0..n * d),
-            dy: room.out.view().slice(0..n * d),
-            act: room.act.view().slice(0..n * f),
-            dgate_up: room.dgate_up.view().slice(0..n * 2 * f),
+            dy: workspace.out.view().slice(0..n * d),
+            act: workspace.act.view().slice(0..n * f),
+            dgate_up: workspace.dgate_up.view().slice(0..n * 2 * f),
         };
         let write = |sender: usize, grads: &mut Buf| {
-            let of = saved.receiving.experts_from(sender);
-            expert_gradients(ops, shape, &of, &given, grads.view_mut().slice(0..len), |m| held.trains(m));
+            let ranges = saved.receiving.expert_ranges_from(sender);
+            expert_gradients(ops, shape, &ranges, &given, grads.view_mut().slice(0..len), |m| {
+                held.has_trained_in(m)
+            });
         };
-        if roads.local() {
+        if dispatcher.is_local() {
             let trained = held.any_trained();
-            let mut grad = (compute && trained).then(|| self.engine.gradient(unit));
+            let mut grad = (compute && trained).then(|| self.engine.take_gradient_buffer(unit));
             if let Some(g) = &mut grad {
                 write(0, g);
             }
             return Ok(self.engine.reduce(unit, round, grad)?);
         }
-        let mut runs = self.engine.runs(unit);
-        for (sender, rank) in roads.group.clone().enumerate() {
+        let mut runs = self.engine.take_run_sums(unit);
+        for (sender, rank) in dispatcher.group.clone().enumerate() {
             let Some(slot) = self.engine.slots.slot(rank, round) else { continue };
-            self.engine.push_run(unit, &mut runs, slot, |grads| write(sender, grads));
+            self.engine.push_slot_gradient(unit, &mut runs, slot, |grads| write(sender, grads));
         }
         Ok(self.engine.reduce_runs(unit, round, runs)?)
     }
 
-    /// Waits for the gradients of rows and weights: rows stay on the road, weights are put in the order of the choices.
-    fn experts_return(&mut self, l: usize) -> Result<()> {
+    /// Waits for the gradients of rows and weights, and sorts those of weights by the tokens'
+    /// choices.
+    fn combine_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
-        let (_, saved, room, roads, _) = x.layer(l);
-        let ways = (&saved.sending, &saved.receiving);
-        roads.returned(ways, Cargo::Rows, &room.drows)?;
-        let (ops, places) = (self.ops.as_ref(), &saved.sending.places);
-        let dweights = roads.returned(ways, Cargo::Weights, &room.dweights)?;
-        ops.gather_rows(grow(ops, &mut room.choices, dweights.len()), dweights, places, 1);
+        let (_, saved, workspace, dispatcher, _) = x.layer(l);
+        let plan = (&saved.sending, &saved.receiving);
+        dispatcher.wait_combined(plan, Payload::Rows, &workspace.drows)?;
+        let (ops, places) = (self.ops.as_ref(), &saved.sending.choice_rows);
+        let dweights = dispatcher.wait_combined(plan, Payload::Weights, &workspace.dweights)?;
+        ops.gather_rows(resized_rows(ops, &mut workspace.choices, dweights.len()), dweights, places, 1);
         Ok(())
     }
 
-    /// Router and attention backward, from what came back.
-    fn route_backward(&mut self, l: usize, held: &Held, grad: &mut Buf) -> Result<()> {
+    /// The backward pass of router and attention, from the combined gradients.
+    fn route_backward(&mut self, l: usize, held: &ParamsGuard, grad: &mut Buf) -> Result<()> {
         let positions = self.global_batch() as f64 * self.batch.t as f64;
         let scale = f64::from(self.loss_scale.factor()) * self.batch.targets() as f64 / positions;
         let (Some(x), Some(sparse)) = (&mut self.experts, self.model.sparse()) else { return Ok(()) };
-        let (_, saved, room, roads, tally) = x.layer(l);
-        let (balance, z) = tally.gradient(scale);
-        let n = saved.sending.tokens.len();
+        let (_, saved, workspace, dispatcher, stats) = x.layer(l);
+        let (balance, z) = stats.gradient(scale);
+        let n = saved.sending.row_tokens.len();
         let back = Returned {
-            rows: roads.returned((&saved.sending, &saved.receiving), Cargo::Rows, &room.drows)?,
-            places: &saved.sending.places,
-            dweights: room.choices.view().slice(0..n),
+            rows: dispatcher.wait_combined(
+                (&saved.sending, &saved.receiving),
+                Payload::Rows,
+                &workspace.drows,
+            )?,
+            places: &saved.sending.choice_rows,
+            dweights: workspace.choices.view().slice(0..n),
             balance: &balance,
             z,
         };
@@ -390,9 +416,10 @@ impl Trainer {
     }
 }
 
-/// Bytes of everything here, for the estimate; `dtype` of rows, `parallel` ranks of a group. A router may send one rank all rows of its
-/// group: what is planned is half again as many as an even spread, between what untrained ones do to the layers of a model.
-pub fn bytes(
+/// The memory of these buffers for the estimate, bytes. `dtype` is the type of rows, `parallel` the
+/// number of ranks of a group. A router may send all rows of a group to one rank; the estimate
+/// assumes one and a half times an even distribution, as untrained routers typically need.
+pub fn buffer_bytes(
     model: &dyn Model,
     units: &[Unit],
     rows: usize,
@@ -409,8 +436,8 @@ pub fn bytes(
     let came = if parallel > 1 { sent + sent / 2 } else { sent };
     let kept =
         4 * (Routing::elements(s, rows) + sent * 3) + came * (s.hidden + 2 * s.intermediate) * dtype.size();
-    let room = came * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 2) + 4 * 2 * sent;
-    // On their way to other ranks rows and weights lie in two buffers more.
-    let lanes = if parallel > 1 { (sent + came) * (s.hidden * dtype.size() + 4) } else { 0 };
-    sets * kept + room + lanes
+    let workspace = came * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 2) + 4 * 2 * sent;
+    // exchanges between ranks need two more buffers for rows and weights
+    let exchange = if parallel > 1 { (sent + came) * (s.hidden * dtype.size() + 4) } else { 0 };
+    sets * kept + workspace + exchange
 }

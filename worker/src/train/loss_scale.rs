@@ -1,57 +1,64 @@
-//! fp16: the loss is multiplied by a power of two, so that small gradients don't vanish in 16 bits. The factor halves when
-//! a gradient overflows, which costs the step, and doubles after many steps without. Every rank sees the same norm, so all
-//! of them have the same factor.
+//! The dynamic loss scale of fp16: the loss is multiplied by a power of two, so that small
+//! gradients do not underflow. The scale is halved when a gradient overflows, which skips the step,
+//! and doubled after many steps without overflow. Every rank computes the same gradient norm and so
+//! the same scale.
 use contract::job::LossScaleSpec;
+use diagnostic::{Diagnostic, codes};
 use serde::{Deserialize, Serialize};
 
-/// The factor never exceeds this, so that it stays finite in `f32`.
-const MOST: f64 = (1u64 << 60) as f64;
+/// The largest scale; it is finite in `f32`.
+const MAX_SCALE: f64 = (1u64 << 60) as f64;
 
-/// What goes on across a resume.
+/// The part of a loss scale that checkpoints store.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct State {
-    /// The factor.
+pub struct LossScaleState {
+    /// The factor of the loss, a power of two.
     pub scale: f64,
-    /// Steps since it last changed.
+    /// The number of steps since the scale changed.
     pub steps: u64,
-    /// Steps skipped since the run began.
+    /// The number of steps that were skipped since step 0.
     pub skipped: u64,
 }
 
-/// The factor of the loss, and when it changes.
+/// The factor of the loss, and the rule by which it changes.
 pub struct LossScale {
-    /// `None`: the factor is 1, always.
+    /// `None` for a precision without loss scale; the factor is then always 1.
     spec: Option<LossScaleSpec>,
-    state: State,
+    state: LossScaleState,
 }
 
 impl LossScale {
-    /// `None`: a precision that needs none.
+    /// A loss scale with its initial factor, or the constant 1 for `None`.
     pub fn new(spec: Option<LossScaleSpec>) -> Self {
         let scale = spec.as_ref().map_or(1.0, |s| f64::from(s.initial_scale_power).exp2());
-        LossScale { spec, state: State { scale, steps: 0, skipped: 0 } }
+        LossScale { spec, state: LossScaleState { scale, steps: 0, skipped: 0 } }
     }
 
-    /// What the loss is multiplied by.
+    /// The factor of the loss.
     pub fn factor(&self) -> f32 {
         self.state.scale as f32
     }
 
-    /// Does an overflow cost only the step?
+    /// Whether an overflow skips the step instead of ending the run.
     pub fn is_dynamic(&self) -> bool {
         self.spec.is_some()
     }
 
-    /// For checkpoints; `None` where there is nothing to keep.
-    pub fn state(&self) -> Option<State> {
+    /// The state for checkpoints; `None` for a precision without loss scale.
+    pub fn state(&self) -> Option<LossScaleState> {
         self.spec.is_some().then_some(self.state)
     }
 
-    /// Goes on from a checkpoint's state; without a loss scale here it has no use.
-    pub fn restore(&mut self, state: State) -> Result<(), String> {
+    /// Continues with the state of a checkpoint, which is ignored for a precision without loss
+    /// scale.
+    ///
+    /// Errors: a scale that is not a power of two between the smallest normal `f32` and 2⁶⁰.
+    pub fn restore(&mut self, state: LossScaleState) -> diagnostic::Result<()> {
         let bits = state.scale.to_bits() & ((1 << 52) - 1);
-        if bits != 0 || !(f64::from(f32::MIN_POSITIVE)..=MOST).contains(&state.scale) {
-            return Err(format!("the loss scale {} is no power of two in its range", state.scale));
+        if bits != 0 || !(f64::from(f32::MIN_POSITIVE)..=MAX_SCALE).contains(&state.scale) {
+            let message = format!("loss scale {} is not a power of two from 2^-126 to 2^60", state.scale);
+            return Err(Diagnostic::error(codes::training::RESUME_POSITION_INVALID, message)
+                .with_field("loss_scale", state.scale));
         }
         if self.spec.is_some() {
             self.state = state;
@@ -59,24 +66,26 @@ impl LossScale {
         Ok(())
     }
 
-    /// After a step without overflow.
-    pub fn good_step(&mut self) {
+    /// Counts a step without overflow and doubles the scale when it is due.
+    pub fn record_step(&mut self) {
         let Some(spec) = &self.spec else { return };
         self.state.steps += 1;
         if self.state.steps >= spec.loss_scale_window {
-            self.state = State { scale: (self.state.scale * 2.0).min(MOST), steps: 0, ..self.state };
+            self.state =
+                LossScaleState { scale: (self.state.scale * 2.0).min(MAX_SCALE), steps: 0, ..self.state };
         }
     }
 
-    /// After a step whose gradients overflowed: halves the factor. `false` where it can't get smaller.
+    /// Counts a step whose gradients overflowed and halves the scale. Returns `false` when the
+    /// scale is already at its minimum.
     #[must_use]
-    pub fn overflow(&mut self) -> bool {
+    pub fn record_overflow(&mut self) -> bool {
         let least = self.spec.as_ref().map_or(1.0, |s| s.min_loss_scale);
         self.state.skipped += 1;
         if self.state.scale / 2.0 < least {
             return false;
         }
-        self.state = State { scale: self.state.scale / 2.0, steps: 0, ..self.state };
+        self.state = LossScaleState { scale: self.state.scale / 2.0, steps: 0, ..self.state };
         true
     }
 }
@@ -90,31 +99,31 @@ mod tests {
     }
 
     #[test]
-    fn it_halves_at_an_overflow_and_doubles_after_a_window() {
+    fn the_scale_is_halved_by_an_overflow_and_doubled_after_a_window() {
         let mut s = LossScale::new(spec(4, 3, 2.0));
         assert_eq!(s.factor(), 16.0);
-        s.good_step();
-        s.good_step();
-        assert!(s.overflow());
-        assert_eq!(s.state(), Some(State { scale: 8.0, steps: 0, skipped: 1 }));
-        s.good_step();
-        s.good_step();
-        assert_eq!(s.factor(), 8.0, "the window begins again at an overflow");
-        s.good_step();
-        assert_eq!(s.state(), Some(State { scale: 16.0, steps: 0, skipped: 1 }));
-        assert!(s.overflow() && s.overflow() && s.overflow());
-        assert!(!s.overflow(), "2 is the least");
-        assert_eq!(s.state(), Some(State { scale: 2.0, steps: 0, skipped: 5 }));
+        s.record_step();
+        s.record_step();
+        assert!(s.record_overflow());
+        assert_eq!(s.state(), Some(LossScaleState { scale: 8.0, steps: 0, skipped: 1 }));
+        s.record_step();
+        s.record_step();
+        assert_eq!(s.factor(), 8.0, "an overflow restarts the window");
+        s.record_step();
+        assert_eq!(s.state(), Some(LossScaleState { scale: 16.0, steps: 0, skipped: 1 }));
+        assert!(s.record_overflow() && s.record_overflow() && s.record_overflow());
+        assert!(!s.record_overflow(), "2 is the minimum");
+        assert_eq!(s.state(), Some(LossScaleState { scale: 2.0, steps: 0, skipped: 5 }));
     }
 
     #[test]
-    fn a_state_is_restored_or_refused() {
+    fn a_state_is_restored_or_rejected() {
         let mut s = LossScale::new(spec(16, 2000, 1.0));
-        let state = State { scale: 256.0, steps: 7, skipped: 3 };
+        let state = LossScaleState { scale: 256.0, steps: 7, skipped: 3 };
         assert_eq!(s.restore(state), Ok(()));
         assert_eq!(s.state(), Some(state));
         for scale in [0.0, -2.0, 3.0, f64::NAN, f64::INFINITY, 2f64.powi(61), 2f64.powi(-200)] {
-            assert!(s.restore(State { scale, ..state }).is_err(), "{scale}");
+            assert!(s.restore(LossScaleState { scale, ..state }).is_err(), "{scale}");
         }
         let mut none = LossScale::new(None);
         assert_eq!(none.restore(state), Ok(()));

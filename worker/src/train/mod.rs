@@ -1,8 +1,8 @@
-//! A training step and what surrounds it.
+//! The training loop: one step, and the saves, evaluations and reloads between steps.
 pub mod boundary;
+mod dispatch;
 pub mod experts;
 pub mod loss_scale;
-mod roads;
 pub mod run;
 pub mod sample;
 pub mod step;

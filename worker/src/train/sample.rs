@@ -1,35 +1,36 @@
-//! A few tokens that the model goes on with: a smoke signal beside the held-out loss, no way to serve a model. Each token
-//! costs a whole forward pass.
+//! Generates a few tokens after an evaluation (`train.eval.sample`), as a plausibility check next
+//! to the eval loss. Each token needs a whole forward pass, so this is not meant for serving a
+//! model.
 use super::step::Trainer;
 use crate::{
     error::Result,
     model::HeadParams,
-    rng::{Purpose, Stream},
-    zero::engine::Held,
+    rng::{Purpose, RandomStream},
+    zero::engine::ParamsGuard,
 };
 use device::{Buf, Dtype, ops::IGNORE};
 
-/// What is asked for.
+/// Which tokens to generate.
 #[derive(Clone, Debug)]
-pub struct Sampling {
-    /// The prompt's tokens, at least one.
+pub struct SampleRequest {
+    /// The tokens of the prompt, at least one.
     pub prompt: Vec<u32>,
-    /// How many more.
+    /// The number of tokens to generate.
     pub tokens: u32,
-    /// 0: always the likeliest token.
+    /// The sampling temperature; 0 always selects the most probable token.
     pub temperature: f64,
-    /// Which numbers decide otherwise.
-    pub stream: Stream,
+    /// The random numbers for sampling.
+    pub stream: RandomStream,
 }
 
-impl Sampling {
-    /// `seed`: the run's.
+impl SampleRequest {
+    /// A request whose random numbers derive from the run's seed.
     pub fn new(prompt: Vec<u32>, tokens: u32, temperature: f64, seed: u64) -> Self {
-        Sampling { prompt, tokens, temperature, stream: Stream::new(seed, Purpose::Sample, "") }
+        SampleRequest { prompt, tokens, temperature, stream: RandomStream::new(seed, Purpose::Sample, "") }
     }
 
-    /// The `i`-th token after the prompt, at an optimizer step.
-    fn choose(&self, logits: &[f32], i: u64, step: u64) -> u32 {
+    /// The `i`-th token after the prompt, given its logits, at a step of the run.
+    fn choose_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
         let better = |best: usize, x: usize| if logits[x] > logits[best] { x } else { best };
         let likeliest = (1..logits.len()).fold(0, better);
         if self.temperature == 0.0 {
@@ -37,10 +38,10 @@ impl Sampling {
         }
         let most = f64::from(logits[likeliest]);
         let share = |l: &f32| libm::exp((f64::from(*l) - most) / self.temperature);
-        let all: f64 = logits.iter().map(share).sum();
-        // one number decides: where it falls among the shares laid side by side
+        let total: f64 = logits.iter().map(share).sum();
+        // one random number selects the token whose interval of the cumulative weights contains it
         let word = self.stream.words(i, 0, step)[0];
-        let mut left = (f64::from(word) + 0.5) / 4_294_967_296.0 * all;
+        let mut left = (f64::from(word) + 0.5) / 4_294_967_296.0 * total;
         for (token, l) in logits.iter().enumerate() {
             left -= share(l);
             if left < 0.0 {
@@ -52,33 +53,35 @@ impl Sampling {
 }
 
 impl Trainer {
-    /// The tokens after the prompt, on rank 0; the others help and get none. Where prompt and tokens are longer than a
-    /// sample, the model sees as many of the last as a sample holds. Collective.
-    pub fn sample(&mut self, asked: &Sampling, step: u64) -> Result<Vec<u32>> {
+    /// Generates the tokens after the prompt. Every rank must call this; only rank 0 receives
+    /// tokens. When prompt and tokens are longer than a sample, the model sees the last tokens of a
+    /// sample's length.
+    pub fn sample(&mut self, request: &SampleRequest, step: u64) -> Result<Vec<u32>> {
         let (compute, t) = (self.engine.rank() == 0, self.batch.t);
-        let order: Vec<usize> = (0..asked.tokens).flat_map(|_| self.pass_order(false)).collect();
-        self.engine.announce(order);
+        let order: Vec<usize> = (0..request.tokens).flat_map(|_| self.pass_order(false)).collect();
+        self.engine.begin_pass(order);
         self.batch.first = None;
         let (mut tokens, mut logits) =
-            (asked.prompt.clone(), self.ops.zeroed(Dtype::F32, self.model.vocab()));
+            (request.prompt.clone(), self.ops.zeroed(Dtype::F32, self.model.vocab()));
         let mut room = Buf::default();
-        for i in 0..u64::from(asked.tokens) {
+        for i in 0..u64::from(request.tokens) {
             let seen = tokens.len().min(t);
             if compute {
-                self.show(&tokens[tokens.len() - seen..]);
+                self.set_prompt(&tokens[tokens.len() - seen..]);
             }
             self.forward(compute)?;
             self.last_logits(compute.then_some(seen - 1), &mut logits)?;
             if compute {
-                let logits = self.ops.shown(logits.view(), &mut room).host();
-                tokens.push(asked.choose(logits, i, step));
+                let logits = self.ops.to_host(logits.view(), &mut room).host();
+                tokens.push(request.choose_token(logits, i, step));
             }
         }
-        Ok(tokens.split_off(asked.prompt.len()))
+        Ok(tokens.split_off(request.prompt.len()))
     }
 
-    /// A micro-batch whose first sequence begins with these tokens; what follows isn't seen by them.
-    fn show(&mut self, tokens: &[u32]) {
+    /// Sets a micro-batch whose first sequence begins with these tokens. They do not attend to the
+    /// padding that follows.
+    fn set_prompt(&mut self, tokens: &[u32]) {
         let b = &mut self.batch;
         b.tokens.fill(0);
         b.labels.fill(IGNORE);
@@ -89,19 +92,25 @@ impl Trainer {
         }
     }
 
-    /// Logits of the given row, where there is one to compute.
+    /// Writes the logits of `row` to `out`; ranks without a row only take part in collectives.
     fn last_logits(&mut self, row: Option<usize>, out: &mut Buf) -> Result<()> {
         let head = self.engine.fetch(self.head_unit())?;
         let embedding = if self.model.tied() { Some(self.engine.fetch(0)?) } else { None };
         if let Some(row) = row {
-            self.logits_of(row, &head, embedding.as_ref(), out);
+            self.compute_logits(row, &head, embedding.as_ref(), out);
         }
         self.engine.release(head);
         embedding.into_iter().for_each(|held| self.engine.release(held));
         Ok(())
     }
 
-    fn logits_of(&mut self, row: usize, head: &Held, embedding: Option<&Held>, out: &mut Buf) {
+    fn compute_logits(
+        &mut self,
+        row: usize,
+        head: &ParamsGuard,
+        embedding: Option<&ParamsGuard>,
+        out: &mut Buf,
+    ) {
         let (w, m, ops, engine) = (&mut self.work, &self.model, self.ops.as_ref(), &self.engine);
         let d = m.hidden();
         let x = w.x.last().expect("a workspace has the head's input").view().slice(row * d..(row + 1) * d);
@@ -119,23 +128,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_come_as_often_as_their_shares_say() {
+    fn tokens_are_sampled_with_their_probabilities() {
         let logits = [0.0, 1.0, -2.0, 1.5, f32::NEG_INFINITY];
-        let greedy = Sampling::new(vec![0], 1, 0.0, 7);
-        assert_eq!(greedy.choose(&logits, 5, 9), 3);
-        assert_eq!(greedy.choose(&[2.0, 2.0], 0, 0), 0, "the first of equals");
-        let warm = Sampling { temperature: 0.8, ..greedy };
+        let greedy = SampleRequest::new(vec![0], 1, 0.0, 7);
+        assert_eq!(greedy.choose_token(&logits, 5, 9), 3);
+        assert_eq!(greedy.choose_token(&[2.0, 2.0], 0, 0), 0, "the first of equal logits");
+        let warm = SampleRequest { temperature: 0.8, ..greedy };
         let mut counts = [0u32; 5];
         for i in 0..20_000 {
-            counts[warm.choose(&logits, i, 3) as usize] += 1;
+            counts[warm.choose_token(&logits, i, 3) as usize] += 1;
         }
         let shares: Vec<f64> = logits.iter().map(|l| (f64::from(*l) / 0.8).exp()).collect();
-        let all: f64 = shares.iter().sum();
+        let total: f64 = shares.iter().sum();
         for (count, share) in counts.iter().zip(&shares) {
-            assert!((f64::from(*count) / 20_000.0 - share / all).abs() < 0.01, "{counts:?}");
+            assert!((f64::from(*count) / 20_000.0 - share / total).abs() < 0.01, "{counts:?}");
         }
-        assert_eq!(warm.choose(&logits, 11, 3), warm.choose(&logits, 11, 3));
-        let at = |step| (0..50).map(|i| warm.choose(&logits, i, step)).collect::<Vec<_>>();
-        assert_ne!(at(3), at(4), "another step, other tokens");
+        assert_eq!(warm.choose_token(&logits, 11, 3), warm.choose_token(&logits, 11, 3));
+        let at = |step| (0..50).map(|i| warm.choose_token(&logits, i, step)).collect::<Vec<_>>();
+        assert_ne!(at(3), at(4), "tokens depend on the step");
     }
 }

@@ -1,29 +1,33 @@
-//! Activations of one micro-batch: allocated once, used by every step.
+//! The activation buffers of one micro-batch, allocated once and used by every step.
 use crate::model::{Activations, Model};
 use contract::job::Recompute;
 use device::{Buf, Dtype, Ops};
 
-/// Everything between the tokens and the loss.
+/// The activations between the tokens and the loss.
 pub struct Workspace {
-    /// Input of layer `l` at `x[l]`; the head's input last. `[rows, hidden]` each.
+    /// `x[l]` is the input of layer `l`, and the last element is the input of the head; each is
+    /// `[rows, hidden]`.
     pub x: Vec<Buf>,
-    /// What each layer left for its backward; one for all when layers are recomputed.
+    /// The activations that each layer saves for its backward pass; one set for all layers with
+    /// recomputation.
     pub saved: Vec<Activations>,
-    /// Shared by all layers.
+    /// Scratch memory that all layers share.
     pub scratch: Activations,
-    /// Gradient of the residual stream, `[rows, hidden]`: `f32` in every precision, since every layer adds to it.
+    /// The gradient of the residual stream, `[rows, hidden]`, `f32` in every precision because
+    /// every layer adds to it.
     pub dx: Buf,
-    /// Loss of each row.
+    /// The loss of each row.
     pub loss: Buf,
-    /// The same on the host, where it doesn't lie there.
+    /// A host copy of `loss` when the backend is not the host.
     pub losses: Buf,
-    /// Layers below this one need no backward and keep nothing for it.
+    /// The first layer with a backward pass; lower layers save no activations.
     first: usize,
 }
 
-/// Lengths of all buffers of a [`Workspace`], for allocation and for the estimate. `first`: the first layer that needs a
-/// backward.
-pub fn lengths(
+/// The buffer lengths of a [`Workspace`]: of each element of `x`, the number of saved sets, and the
+/// buffers of a saved set and of the scratch memory. `b` sequences of `t` tokens form a
+/// micro-batch; `first` is the first layer with a backward pass.
+pub fn buffer_lengths(
     model: &dyn Model,
     layers: usize,
     b: usize,
@@ -39,7 +43,8 @@ pub fn lengths(
 }
 
 impl Workspace {
-    /// For micro-batches of `b` sequences of `t` tokens; `dtype` of all that isn't a statistic.
+    /// Allocates buffers for micro-batches of `b` sequences of `t` tokens. `dtype` is the type of
+    /// all buffers except statistics, which are `f32`.
     pub fn new(
         ops: &dyn Ops,
         model: &dyn Model,
@@ -50,7 +55,7 @@ impl Workspace {
         first: usize,
         dtype: Dtype,
     ) -> Self {
-        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute, first);
+        let (x, sets, saved, scratch) = buffer_lengths(model, layers, b, t, recompute, first);
         let statistics = model.statistics();
         Workspace {
             x: (0..=layers).map(|_| ops.zeroed(dtype, x)).collect(),
@@ -63,13 +68,14 @@ impl Workspace {
         }
     }
 
-    /// The saved set of layer `l`. Layers without a backward share one with the first that has one.
+    /// The index of the saved set of layer `l`. Layers without a backward pass share the set of the
+    /// first layer that has one.
     pub fn saved_index(&self, l: usize) -> usize {
         l.saturating_sub(self.first).min(self.saved.len() - 1)
     }
 
-    /// Bytes of all buffers.
-    pub fn bytes(
+    /// The total size of the buffers, bytes.
+    pub fn buffer_bytes(
         model: &dyn Model,
         layers: usize,
         b: usize,
@@ -78,7 +84,7 @@ impl Workspace {
         first: usize,
         dtype: Dtype,
     ) -> u64 {
-        let (x, sets, saved, scratch) = lengths(model, layers, b, t, recompute, first);
+        let (x, sets, saved, scratch) = buffer_lengths(model, layers, b, t, recompute, first);
         let statistics = model.statistics();
         let bytes = |lengths: &[usize], statistics: &[usize]| -> usize {
             let size = |i: usize| if statistics.contains(&i) { 4 } else { dtype.size() };

@@ -1,93 +1,100 @@
-//! ZeRO: who owns which part of every unit, and how the parts come together when they are needed.
+//! ZeRO: which rank owns which shard of every parameter unit, and how shards are gathered and
+//! reduced.
 //!
-//! Knows units of parameters, never a model family.
+//! This module works on parameter units and does not know model families.
+pub mod buffer_pool;
+pub mod collective_queue;
 pub mod engine;
-pub mod fold;
-pub mod groups;
-pub mod live;
+pub mod gather_retention;
+pub mod owner_groups;
 pub mod partition;
-pub mod pool;
-pub mod queue;
+pub mod slot_sums;
 
-use contract::job::{Numerics, TrainSpec};
-use fold::FoldStack;
+use contract::job::TrainSpec;
+use slot_sums::SlotSums;
 
-/// What a ZeRO stage means, as three independent choices, and how gradients are summed.
+/// What the ranks shard, as three independent choices, and how gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Policy {
-    /// Stage, for messages and checkpoints.
+pub struct ShardingPolicy {
+    /// The ZeRO stage, for messages and checkpoints.
     pub stage: u8,
-    /// Each rank keeps optimizer states of its own part only.
+    /// Each rank keeps the optimizer states of the shards that it owns.
     pub shard_optimizer: bool,
-    /// Gradients are reduced to their owner during each backward; else kept whole until the last micro-batch.
+    /// Gradients are reduced to their owner during each backward pass. Otherwise they are kept
+    /// whole until the last micro-batch.
     pub shard_gradients: bool,
-    /// Parameters are gathered before use and released after.
+    /// Parameters are gathered before use and released afterwards.
     pub shard_parameters: bool,
-    /// Gradients of several slots are added up as they come, not by the fixed tree.
-    pub in_order: bool,
+    /// Gradients of several sample slots are added in the order in which they are computed, not by
+    /// the fixed tree.
+    pub sums_in_arrival_order: bool,
 }
 
-impl Policy {
+impl ShardingPolicy {
     /// The policy of stage 0, 1, 2 or 3.
-    pub fn of_stage(stage: u8) -> Self {
-        Policy {
+    pub fn for_stage(stage: u8) -> Self {
+        ShardingPolicy {
             stage,
             shard_optimizer: stage >= 1,
             shard_gradients: stage >= 2,
             shard_parameters: stage >= 3,
-            in_order: false,
+            sums_in_arrival_order: false,
         }
     }
 
-    /// What a job asks for.
-    pub fn of(train: &TrainSpec) -> Self {
-        let in_order = train.numerics == Numerics::Fast;
-        Policy {
-            in_order,
-            ..Policy::of_stage(train.zero.stage).with_experts(train.experts.parallel as usize)
+    /// The policy that a job's `train` section selects.
+    pub fn for_job(train: &TrainSpec) -> Self {
+        let sums_in_arrival_order = !train.deterministic;
+        ShardingPolicy {
+            sums_in_arrival_order,
+            ..ShardingPolicy::for_stage(train.zero.stage)
+                .with_expert_parallelism(train.experts.expert_parallel_size as usize)
         }
     }
 
-    /// Where gradients of `len` elements are summed over slots.
-    fn sums(&self, len: usize) -> FoldStack {
-        if self.in_order { FoldStack::in_order(len) } else { FoldStack::new(len) }
+    /// Empty sums over sample slots of gradients with `len` elements.
+    fn new_gradient_sums(&self, len: usize) -> SlotSums {
+        if self.sums_in_arrival_order { SlotSums::in_arrival_order(len) } else { SlotSums::new(len) }
     }
 
-    /// The same when experts are spread over groups of `parallel` ranks: a rank then has gradients of its experts for slots of
-    /// its whole group in each round, so gradients are reduced at once in every stage.
-    pub fn with_experts(self, parallel: usize) -> Self {
-        Policy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
+    /// Adapts the policy to experts that are distributed over groups of `parallel` ranks. A rank
+    /// then computes gradients of its experts for the slots of its whole group in each round, so
+    /// gradients are reduced during the backward pass at every stage.
+    pub fn with_expert_parallelism(self, parallel: usize) -> Self {
+        ShardingPolicy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
     }
 
-    /// Does a rank keep the parameters that are updated of its own part alone? `f32` masters of 16-bit ones belong to the
-    /// optimizer's states.
-    pub fn keeps_own(&self, masters: bool) -> bool {
+    /// Whether a rank keeps the updated parameters of the shards that it owns. With `masters`,
+    /// these are the fp32 master weights, which are sharded like optimizer states.
+    pub fn shards_updated_params(&self, masters: bool) -> bool {
         if masters { self.shard_optimizer } else { self.shard_parameters }
     }
 }
 
-/// Which logical slots of a global batch a rank computes, and when (docs/numerics.md).
+/// Which sample slots of a global batch each rank computes in which round (docs/numerics.md).
 ///
-/// The sum over slots is one fixed tree, so the assignment changes no bit; it only decides what must be kept. With
-/// sharded gradients slots are dealt out round by round, so that each round's pieces can be folded at their owner at once;
-/// else each rank takes a contiguous run and folds it by itself.
+/// The sum over slots is one fixed tree, so the assignment does not affect any bit. It decides
+/// which partial sums must be kept. With sharded gradients, consecutive slots go to different
+/// ranks, so that the owner can sum each round's gradients at once. Otherwise each rank computes a
+/// contiguous run of slots and sums it locally.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slots {
-    /// Logical slots per global batch.
+pub struct SlotSchedule {
+    /// Sample slots per global batch.
     pub slots: usize,
-    /// Ranks.
+    /// Number of ranks.
     pub world: usize,
-    /// Dealt out round by round.
+    /// Whether consecutive slots go to different ranks.
     pub interleaved: bool,
 }
 
-impl Slots {
-    /// Forward/backward rounds per optimizer step (the same on every rank).
+impl SlotSchedule {
+    /// Forward and backward passes of each rank per step; equal on every rank.
     pub fn rounds(&self) -> usize {
         self.slots.div_ceil(self.world)
     }
 
-    /// The slot that `rank` computes in `round`; `None`: it only takes part in collectives.
+    /// The slot that `rank` computes in `round`. With `None` the rank only takes part in
+    /// collectives.
     pub fn slot(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {
             let s = round * self.world + rank;
@@ -108,7 +115,7 @@ mod tests {
         for slots in 1..=20 {
             for world in 1..=16 {
                 for interleaved in [false, true] {
-                    let s = Slots { slots, world, interleaved };
+                    let s = SlotSchedule { slots, world, interleaved };
                     let mut seen = vec![0; slots];
                     let mut in_rank_order = Vec::new();
                     for rank in 0..world {

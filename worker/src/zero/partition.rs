@@ -1,13 +1,13 @@
-//! Who owns which elements of a unit's flat vector. Pure.
+//! Which rank owns which elements of a unit's flat vector. Pure.
 //!
-//! Cuts lie only at multiples of [`NORM_BLOCK`] inside a tensor or at a tensor's end, so each block that is summed for the
-//! gradient norm belongs to one rank and its sum has the same bits for every number of ranks. Parts may be unequal by up to
-//! one block, or empty.
+//! Shards end only at multiples of [`NORM_BLOCK`] inside a tensor or at the end of a tensor. Each
+//! block that is summed for the gradient norm therefore belongs to one rank, and its sum has the
+//! same bits for every number of ranks. Shards may differ by up to one block, and may be empty.
 use crate::params::Unit;
 use device::ops::NORM_BLOCK;
 use std::ops::Range;
 
-/// The cuts of one unit: rank r owns `cuts[r]..cuts[r+1]`.
+/// The shard boundaries of one unit: rank r owns the elements `cuts[r]..cuts[r+1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     cuts: Vec<usize>,
@@ -15,12 +15,13 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Cuts `unit` into parts of nearly equal size for its owners among `world` ranks; the other ranks' are empty.
+    /// Divides `unit` into shards of nearly equal size for its owners among `world` ranks. The
+    /// shards of other ranks are empty.
     pub fn new(unit: &Unit, world: usize) -> Self {
         let len = unit.len();
-        let parts = unit.owners.below(world);
+        let parts = unit.owners.count_below(world);
         assert!(parts > 0, "{} has no owner among {world} ranks", unit.name);
-        let cut = |r: usize| match unit.owners.below(r) {
+        let cut = |r: usize| match unit.owners.count_below(r) {
             part if part == parts => len,
             part => nearest_cut(unit, (len as u128 * part as u128 / parts as u128) as usize),
         };
@@ -29,23 +30,23 @@ impl Partition {
         Partition { cuts, counts }
     }
 
-    /// The part of `rank`.
+    /// The elements that `rank` owns.
     pub fn range(&self, rank: usize) -> Range<usize> {
         self.cuts[rank]..self.cuts[rank + 1]
     }
 
-    /// Elements per rank.
+    /// The number of elements of each rank's shard.
     pub fn counts(&self) -> &[usize] {
         &self.counts
     }
 
-    /// The largest part.
+    /// The number of elements of the largest shard.
     pub fn largest(&self) -> usize {
         self.counts.iter().copied().max().unwrap_or(0)
     }
 }
 
-/// The allowed cut nearest to `at`; the lower one when two are equally near.
+/// The allowed boundary nearest to element `at`; the lower one of two that are equally near.
 fn nearest_cut(unit: &Unit, at: usize) -> usize {
     let tensor = (0..unit.params.len()).map(|i| unit.range(i)).find(|r| r.contains(&at));
     let Some(r) = tensor else { return unit.len() };
@@ -68,7 +69,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_are_disjoint_cover_everything_and_never_cut_a_norm_block(
+        fn shards_are_disjoint_cover_the_unit_and_never_split_a_norm_block(
             sizes in prop::collection::vec(1usize..30_000, 1..8), world in 1usize..17
         ) {
             let u = unit(&sizes);
@@ -91,16 +92,17 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_of_some_ranks_is_cut_as_if_they_were_all() {
-        use crate::params::Owners;
-        let all = unit(&[9000, 50_000, 3]);
+    fn a_unit_that_some_ranks_own_is_divided_as_if_they_were_the_world() {
+        use crate::params::OwnerRanks;
+        let every_rank = unit(&[9000, 50_000, 3]);
         for (stride, world) in [(1, 4), (2, 4), (2, 8), (3, 9), (4, 4)] {
             for first in 0..stride {
-                let mut some = all.clone();
-                some.owners = Owners { first, stride };
-                let (parts, whole) = (Partition::new(&some, world), Partition::new(&all, world / stride));
+                let mut some = every_rank.clone();
+                some.owners = OwnerRanks { first, stride };
+                let (parts, whole) =
+                    (Partition::new(&some, world), Partition::new(&every_rank, world / stride));
                 for r in 0..world {
-                    match some.owners.has(r) {
+                    match some.owners.contains(r) {
                         true => assert_eq!(parts.range(r), whole.range(r / stride)),
                         false => assert!(parts.range(r).is_empty()),
                     }

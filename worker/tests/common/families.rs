@@ -4,7 +4,7 @@ use super::{
     *,
 };
 use std::path::PathBuf;
-use worker::{resume::Origin, stages::Cursor};
+use worker::{resume::PretrainedModel, stages::Cursor};
 
 pub(crate) const CASES: [&str; 18] = [
     "gemma2",
@@ -43,9 +43,9 @@ pub(crate) fn load(name: &str) -> Case {
 }
 
 /// A run at step 0 with the folder's weights, each rank's part read by itself.
-pub(crate) fn started(spec: &TrainSpec, comm: Arc<dyn Comm>) -> Running {
-    let mut origin = Origin::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
+pub(crate) fn started(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
+    let mut origin = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
     let mut bound = build(spec, comm, 1);
     origin.load(&mut bound, &mut |event| panic!("{event:?}")).unwrap();
-    bound.resumed(Cursor::default())
+    bound.start_at(Cursor::default())
 }

@@ -17,7 +17,7 @@ pub(crate) struct Case {
     pub(crate) spec: TrainSpec,
 }
 
-impl Source for Case {
+impl SampleSource for Case {
     /// Golden batch i is step i's only slot.
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
         let [tokens, labels, starts] = &self.batches[first as usize / batch.b];
@@ -112,7 +112,7 @@ pub(crate) fn close(what: &str, ours: &[f32], theirs: &[f32]) {
 }
 
 /// Visits every parameter of a one-rank run: its name and its values.
-pub(crate) fn params(running: &Running, mut f: impl FnMut(&str, &[f32])) {
+pub(crate) fn params(running: &RunningTrainer, mut f: impl FnMut(&str, &[f32])) {
     for (u, s) in running.trainer.engine.shards.iter().enumerate() {
         let p = running.trainer.engine.params(u);
         for (i, spec) in s.unit.params.iter().enumerate() {
@@ -122,15 +122,15 @@ pub(crate) fn params(running: &Running, mut f: impl FnMut(&str, &[f32])) {
 }
 
 /// Compares everything; `make` gives a run at step 0 with the golden weights.
-pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
+pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> RunningTrainer) {
     let mut running = make(case);
-    let outcome = running.trainer.accumulate(case, 0, Word::default()).unwrap();
+    let outcome = running.trainer.accumulate(case, 0, StepReport::default()).unwrap();
     close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
     close("loss_per_token", running.trainer.work.loss.host(), &case.tensors["loss_per_token"]);
     close("logits", &logits(&running, case), &case.tensors["logits"]);
     let mean = (case.spec.batch.global * case.spec.data.seq_len) as f32 / outcome.targets as f32;
     for u in 0..running.trainer.engine.shards.len() {
-        let g = running.trainer.engine.finish(u).unwrap();
+        let g = running.trainer.engine.finish_gradient(u).unwrap();
         let unit = &running.trainer.engine.shards[u].unit;
         let mut rest = g.host();
         for spec in unit.trained_params() {
@@ -146,7 +146,7 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
     let mut before = BTreeMap::new();
     params(&running, |name, values| drop(before.insert(name.to_string(), values.to_vec())));
     for i in 0..10 {
-        let (o, _) = running.step(case, Word::default()).unwrap();
+        let (o, _) = running.step(case, StepReport::default()).unwrap();
         close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
         close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
     }
@@ -171,7 +171,7 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> Running) {
 }
 
 /// Logits of the batch that was just computed, from the head's input, with weights as ops compute with them.
-pub(crate) fn logits(running: &Running, case: &Case) -> Vec<f32> {
+pub(crate) fn logits(running: &RunningTrainer, case: &Case) -> Vec<f32> {
     let t = &running.trainer;
     let (m, d, v, dtype) = (t.batch.rows(), t.model.hidden(), t.model.vocab(), t.engine.weights().dtype);
     let mut weights: BTreeMap<String, Buf> = BTreeMap::new();

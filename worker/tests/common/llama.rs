@@ -35,9 +35,9 @@ pub(crate) fn load(name: &str) -> Case {
 }
 
 /// A one-rank run at step 0 with the golden weights.
-pub(crate) fn with_golden_weights(case: &Case) -> Running {
+pub(crate) fn with_golden_weights(case: &Case) -> RunningTrainer {
     let comm = Arc::new(comm::local::group(1).remove(0));
-    let running = build(&case.spec, comm, 1).fresh();
+    let running = build(&case.spec, comm, 1).start_fresh();
     let engine = &running.trainer.engine;
     for (u, s) in engine.shards.iter().enumerate() {
         engine.with_resident(u, |p| {
@@ -45,7 +45,7 @@ pub(crate) fn with_golden_weights(case: &Case) -> Running {
                 p.host_mut()[s.unit.range(i)].copy_from_slice(&case.tensors[&spec.name]);
             }
         });
-        engine.refresh(u);
+        engine.refresh_compute_copy(u);
     }
     running
 }

@@ -15,11 +15,11 @@ use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
     error::Result,
     model::Batch,
-    save::{Identity, Saver},
-    stages::{Running, ScheduleBound, Spec},
-    state::model_card,
-    storage::Layout,
-    train::step::{Outcome, Source, Word},
+    save::{CheckpointSaver, RunMetadata},
+    stages::{ReadyTrainer, ResolvedSpec, RunningTrainer},
+    state::checkpoint_model_spec,
+    storage_layout::StorageLayout,
+    train::step::{SampleSource, StepOutcome, StepReport},
 };
 
 /// A tiny model whose sizes nothing divides.
@@ -91,7 +91,7 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         steps: 20,
         seed: 7,
         recompute: Recompute::None,
-        numerics: Numerics::default(),
+        deterministic: true,
         attention: Attention::default(),
         cuda_graphs: CudaGraphs::default(),
         eval: None,
@@ -106,7 +106,7 @@ pub(crate) struct MadeUp {
     pub(crate) vocab: u32,
 }
 
-impl Source for MadeUp {
+impl SampleSource for MadeUp {
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
         let t = batch.t;
         for j in 0..batch.b {
@@ -136,7 +136,7 @@ pub(crate) struct Learnable {
     pub(crate) ignored: Option<u32>,
 }
 
-impl Source for Learnable {
+impl SampleSource for Learnable {
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
         for (at, token) in batch.tokens.iter_mut().enumerate() {
             let (sample, i) = (first + (at / batch.t) as u64, (at % batch.t) as u64);
@@ -151,13 +151,13 @@ impl Source for Learnable {
     }
 }
 
-pub(crate) fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ScheduleBound {
+pub(crate) fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ReadyTrainer {
     build_on(spec, comm, Arc::new(Cpu::new(threads)))
 }
 
-pub(crate) fn build_on(spec: &TrainSpec, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> ScheduleBound {
-    let spec = Spec::new(spec, spec.model.vocab_size).unwrap();
-    spec.parameters().unwrap().shard(comm, ops).unwrap().bind_optimizer().unwrap().bind_schedule()
+pub(crate) fn build_on(spec: &TrainSpec, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> ReadyTrainer {
+    let spec = ResolvedSpec::new(spec, spec.model.vocab_size).unwrap();
+    spec.build_model().unwrap().shard(comm, ops).unwrap().create_optimizer().unwrap().set_schedule()
 }
 
 /// Runs `f` as every rank of `world`; results by rank.
@@ -190,7 +190,7 @@ pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T 
             .enumerate()
             .map(|(rank, endpoint)| {
                 let group =
-                    Group { rank, members: members.clone(), run: "test".into(), epoch: 0, key: [1; 32] };
+                    Group { rank, members: members.clone(), run: "test".into(), attempt: 0, key: [1; 32] };
                 let memory = memory[hosts[rank]].try_clone().unwrap();
                 let f = &f;
                 s.spawn(move || {
@@ -204,11 +204,12 @@ pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T 
 }
 
 /// Takes `steps` steps; losses and norms as bits.
-pub(crate) fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
+pub(crate) fn steps(running: &mut RunningTrainer, steps: u64) -> Vec<(u64, u64)> {
     let source = MadeUp { vocab: running.train().model.vocab_size };
     (0..steps)
         .map(|_| {
-            let (Outcome { loss, grad_norm, .. }, _) = running.step(&source, Word::default()).unwrap();
+            let (StepOutcome { loss, grad_norm, .. }, _) =
+                running.step(&source, StepReport::default()).unwrap();
             (loss.to_bits(), grad_norm.to_bits())
         })
         .collect()
@@ -216,20 +217,22 @@ pub(crate) fn steps(running: &mut Running, steps: u64) -> Vec<(u64, u64)> {
 
 /// Losses and norms of a fresh run; all ranks must agree.
 pub(crate) fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) -> Vec<(u64, u64)> {
-    let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).fresh(), n));
+    let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).start_fresh(), n));
     assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
     all.into_iter().next().unwrap()
 }
 
 /// Slope of the first global batch's loss along its gradient, by differences over `step`, and the gradient's norm.
-pub(crate) fn slope_and_norm(running: &mut Running, step: f64) -> (f64, f64) {
+pub(crate) fn slope_and_norm(running: &mut RunningTrainer, step: f64) -> (f64, f64) {
     let source = MadeUp { vocab: running.train().model.vocab_size };
     let units = running.trainer.engine.shards.len();
     let positions = (running.trainer.global_batch() * running.trainer.batch.t as u64) as f64;
-    let outcome = running.trainer.accumulate(&source, 0, Word::default()).unwrap();
+    let outcome = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap();
     let scale = (positions / outcome.targets as f64) as f32;
     let gradients: Vec<Vec<f32>> = (0..units)
-        .map(|u| running.trainer.engine.finish(u).unwrap().host().iter().map(|g| g * scale).collect())
+        .map(|u| {
+            running.trainer.engine.finish_gradient(u).unwrap().host().iter().map(|g| g * scale).collect()
+        })
         .collect();
     let norm = gradients.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
     assert!(norm > 1e-3, "{norm}");
@@ -246,8 +249,8 @@ pub(crate) fn slope_and_norm(running: &mut Running, step: f64) -> (f64, f64) {
                 }
             });
         }
-        let found = running.trainer.accumulate(&source, 0, Word::default()).unwrap().loss;
-        (0..units).for_each(|u| drop(running.trainer.engine.finish(u).unwrap()));
+        let found = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap().loss;
+        (0..units).for_each(|u| drop(running.trainer.engine.finish_gradient(u).unwrap()));
         found
     };
     let (up, down) = (shifted(step), shifted(-2.0 * step));
@@ -268,16 +271,16 @@ pub(crate) fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec 
 }
 
 /// Saves under `root`.
-pub(crate) fn saver(running: &Running, job: &JobSpec, root: &Path) -> Saver {
+pub(crate) fn saver(running: &RunningTrainer, job: &JobSpec, root: &Path) -> CheckpointSaver {
     let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let identity = Identity {
-        model: model_card(running.trainer.model.as_ref(), &units, running.train(), 0),
+    let identity = RunMetadata {
+        model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train(), 0),
         tokenizer: Vec::new(),
         job: job.clone(),
         data_digest: "made up".into(),
         rng_generation: 0,
         rng_decision: serde_json::Value::Null,
     };
-    let layout = Layout::shared(running.trainer.engine.world());
-    Saver::new(root.into(), job.checkpoint.clone(), identity, None, layout)
+    let layout = StorageLayout::shared(running.trainer.engine.world());
+    CheckpointSaver::new(root.into(), job.checkpoint.clone(), identity, None, layout)
 }

@@ -1,7 +1,7 @@
 //! Ranks whose threads share an emulated card, or CPUs, and what they do in tests.
 #![allow(dead_code)] // not every file of tests uses all of it
-#[path = "../../device/tests/card/mod.rs"]
-pub(crate) mod card;
+#[path = "../../device/tests/emulated_gpu/mod.rs"]
+pub(crate) mod emulated_gpu;
 #[path = "../../comm/tests/nccl/stand_in.rs"]
 pub(crate) mod stand_in;
 
@@ -12,7 +12,7 @@ use comm::{
     staged::Staged,
 };
 use contract::job::*;
-use device::{Cpu, Cuda, Ops, cuda::Places};
+use device::{Cpu, Cuda, Ops, cuda::LibraryPaths};
 use std::{
     path::Path,
     sync::{
@@ -22,8 +22,8 @@ use std::{
     time::Duration,
 };
 use worker::{
-    resume::{Place, resume},
-    storage::Layout,
+    resume::{CheckpointDirs, resume},
+    storage_layout::StorageLayout,
 };
 
 /// Losses and norms of some steps, as bits.
@@ -33,9 +33,12 @@ pub(crate) type Curve = Vec<(u64, u64)>;
 pub(crate) static GRAPHS: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn cuda() -> Arc<Cuda> {
-    let places = Places { job: vec![card::folder().to_owned()], ..Places::default() };
+    let places = LibraryPaths {
+        configured: vec![emulated_gpu::library_directory().to_owned()],
+        ..LibraryPaths::default()
+    };
     let cuda = Cuda::open(&places, 0, None).unwrap();
-    cuda.use_graphs(GRAPHS.load(Relaxed));
+    cuda.set_graphs_enabled(GRAPHS.load(Relaxed));
     Arc::new(cuda)
 }
 
@@ -77,7 +80,7 @@ pub(crate) fn on_card<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>, Arc<dyn O
 }
 
 pub(crate) fn run(spec: &TrainSpec, world: usize, n: u64) -> Curve {
-    let all = on_card(world, |comm, ops| steps(&mut build_on(spec, comm, ops).fresh(), n));
+    let all = on_card(world, |comm, ops| steps(&mut build_on(spec, comm, ops).start_fresh(), n));
     assert!(all.iter().all(|curve| *curve == all[0]), "ranks disagree");
     all.into_iter().next().unwrap()
 }
@@ -102,7 +105,7 @@ pub(crate) fn run_over_nccl(spec: &TrainSpec, world: usize, n: u64) -> Curve {
     let all = on_ranks(world, |hosts| {
         let cuda = cuda();
         let comm = NcclComm::meet(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap();
-        steps(&mut build_on(spec, Arc::new(comm), cuda).fresh(), n)
+        steps(&mut build_on(spec, Arc::new(comm), cuda).start_fresh(), n)
     });
     assert!(all.iter().all(|curve| *curve == all[0]), "ranks disagree");
     all.into_iter().next().unwrap()
@@ -121,7 +124,7 @@ pub(crate) const AFTER: u64 = 2;
 pub(crate) fn train_and_save(on: On<()>, spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
     let job = job(spec, root, asynchronous);
     on(world, &|comm, ops| {
-        let mut running = build_on(spec, comm, ops).fresh();
+        let mut running = build_on(spec, comm, ops).start_fresh();
         steps(&mut running, BEFORE);
         let mut saver = saver(&running, &job, root);
         saver.begin(&mut running).unwrap();
@@ -137,9 +140,9 @@ pub(crate) fn resume_and_train(on: On<Curve>, spec: &TrainSpec, world: usize, ro
     let job = job(spec, root, false);
     let all = on(world, &|comm, ops| {
         let mut bound = build_on(spec, comm, ops);
-        let place = Place { root, workdir: root, layout: &Layout::shared(world) };
+        let place = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
         let resumed = resume(&mut bound, &job, &place, "made up", &mut |_| Ok(())).unwrap();
-        steps(&mut bound.resumed(resumed.unwrap().cursor), AFTER)
+        steps(&mut bound.start_at(resumed.unwrap().cursor), AFTER)
     });
     all.into_iter().next().unwrap()
 }

@@ -1,68 +1,61 @@
-//! DeepSpeed's filters: `worker-0@worker-1:0,2` includes (or excludes) all of worker-0 and two slots of worker-1.
-use super::expand;
+//! DeepSpeed's filters: `worker-0@worker-1:0,2` includes (or excludes) worker-0 and two slots of
+//! worker-1.
+use super::{FilterError, FilterProblem, expand_ranges};
 use std::collections::{BTreeMap, HashMap};
 
-/// Most slots that a filter may number.
-const MAX_SLOT: u32 = 1023;
+/// Largest number of a slot.
+pub(super) const MAX_SLOT: u32 = 1023;
 
 /// Which slots of a host are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Slots {
-    /// As many as the job says or the host has.
+pub enum HostSlots {
+    /// All of them; their number follows from the job or the host.
     Auto,
-    /// The first so many.
+    /// The slots from 0 to one less than this number.
     Count(u32),
-    /// These, ascending; never empty.
-    These(Vec<u32>),
+    /// The slots with these numbers, ascending; never empty.
+    Selected(Vec<u32>),
 }
 
-impl Slots {
-    /// How many, where that is known without asking the host.
+impl HostSlots {
+    /// The number of slots, where it is known without the host.
     pub fn count(&self) -> Option<u32> {
         match self {
-            Slots::Auto => None,
-            Slots::Count(n) => Some(*n),
-            Slots::These(list) => Some(list.len() as u32),
+            HostSlots::Auto => None,
+            HostSlots::Count(n) => Some(*n),
+            HostSlots::Selected(list) => Some(list.len() as u32),
         }
     }
 }
 
-/// A host that is left, by its number in what was given.
-pub type Filtered = (usize, Slots);
+/// The index of a remaining host in the given list, and its remaining slots.
+pub type SelectedHost = (usize, HostSlots);
 
-/// What is wrong with the filters.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FilterFault {
-    /// In `exclude`, not in `include`.
-    pub exclude: bool,
-    /// Number of the text in its list; `None`: all of them together.
-    pub item: Option<usize>,
-    pub message: String,
-}
+/// The slots that a filter names, by the index of their host; an empty list stands for all slots.
+type NamedSlots = BTreeMap<usize, Vec<u32>>;
 
-/// Host → slots; an empty set means all of it.
-type Named = BTreeMap<usize, Vec<u32>>;
-
-/// Applies the filters to hosts, given by name with their slots; their order stays.
+/// Applies the filters to hosts, which are given by name with their slots. Their order stays.
 ///
-/// A host may be named with the port it was given with (`a:2222`); what else stands after a colon are slots.
-pub fn filter(
-    hosts: &[(String, Slots)],
+/// A filter names a host by its whole name, port included (`a:2222`); a further colon introduces
+/// slots.
+pub fn filter_hosts(
+    hosts: &[(String, HostSlots)],
     include: &[String],
     exclude: &[String],
-) -> Result<Vec<Filtered>, FilterFault> {
-    let whole = |exclude, message: &str| FilterFault { exclude, item: None, message: message.to_owned() };
+) -> Result<Vec<SelectedHost>, FilterError> {
+    let error = |exclude, problem| FilterError { exclude, item: None, problem };
     if !include.is_empty() && !exclude.is_empty() {
-        return Err(whole(true, "can't be given beside `cluster.include`: each names what is left"));
+        return Err(error(true, FilterProblem::IncludeAndExclude));
     }
     let is_exclude = include.is_empty();
-    // A filter may name as many hosts as there are: each is looked up at once. A name that is there twice is the first of its hosts.
+    // A filter may name every host, so names are looked up in a map. A duplicate name stands for
+    // its first host.
     let by_name: HashMap<&str, usize> =
         hosts.iter().enumerate().rev().map(|(index, (host, _))| (host.as_str(), index)).collect();
-    let mut named = Named::new();
+    let mut named = NamedSlots::new();
     for (item, text) in include.iter().chain(exclude).enumerate() {
-        let fault = |message| FilterFault { exclude: is_exclude, item: Some(item), message };
-        name(hosts, &by_name, text, &mut named).map_err(fault)?;
+        let in_item = |problem| FilterError { exclude: is_exclude, item: Some(item), problem };
+        parse_filter(hosts, &by_name, text, &mut named).map_err(in_item)?;
     }
     let mut left = Vec::new();
     for (index, (host, slots)) in hosts.iter().enumerate() {
@@ -70,79 +63,79 @@ pub fn filter(
         let kept = match (is_exclude, picked) {
             (true, None) | (false, Some([])) => Some(slots.clone()),
             (true, Some([])) | (false, None) => None,
-            (false, Some(these)) => Some(Slots::These(these.to_vec())),
+            (false, Some(these)) => Some(HostSlots::Selected(these.to_vec())),
             (true, Some(these)) => {
-                let all = numbers(slots).ok_or_else(|| {
-                    let message = format!("leaves out slots of {host}, which doesn't say how many it has");
-                    whole(true, &format!("{message}: write `{host} slots=N` in a hostfile"))
-                })?;
-                let rest: Vec<u32> = all.into_iter().filter(|slot| !these.contains(slot)).collect();
-                (!rest.is_empty()).then_some(Slots::These(rest))
+                let host_slots = slot_numbers(slots)
+                    .ok_or_else(|| error(true, FilterProblem::SlotCountUnknown(host.clone())))?;
+                let rest: Vec<u32> = host_slots.into_iter().filter(|slot| !these.contains(slot)).collect();
+                (!rest.is_empty()).then_some(HostSlots::Selected(rest))
             }
         };
         left.extend(kept.map(|slots| (index, slots)));
     }
     match left.is_empty() && !hosts.is_empty() {
-        true => Err(whole(is_exclude, "leaves no host")),
+        true => Err(error(is_exclude, FilterProblem::NothingLeft)),
         false => Ok(left),
     }
 }
 
-fn numbers(slots: &Slots) -> Option<Vec<u32>> {
+/// The numbers of the slots, where they are known.
+fn slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     match slots {
-        Slots::Auto => None,
-        Slots::Count(n) => Some((0..*n).collect()),
-        Slots::These(list) => Some(list.clone()),
+        HostSlots::Auto => None,
+        HostSlots::Count(n) => Some((0..*n).collect()),
+        HostSlots::Selected(list) => Some(list.clone()),
     }
 }
 
-/// Adds what one text names.
-fn name(
-    hosts: &[(String, Slots)],
+/// Adds the hosts and slots of one filter to `named`.
+fn parse_filter(
+    hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
     text: &str,
-    named: &mut Named,
-) -> Result<(), String> {
+    named: &mut NamedSlots,
+) -> Result<(), FilterProblem> {
     for part in text.split('@') {
         let known = |name: &str| by_name.get(name).copied();
         let (names, slots) = match known(part) {
             Some(_) => (part, None),
             None => part.rsplit_once(':').map_or((part, None), |(name, slots)| (name, Some(slots))),
         };
-        let slots = slots.map_or(Ok(Vec::new()), slot_list)?;
+        let slots = slots.map_or(Ok(Vec::new()), parse_slots)?;
         for name in expand_name(names)? {
             let Some(index) = known(&name) else {
-                return Err(format!("names the host `{}`, which the job doesn't have", name.escape_debug()));
+                return Err(FilterProblem::HostUnknown(name));
             };
-            add(&hosts[index], index, &slots, named)?;
+            add_slots(&hosts[index], index, &slots, named)?;
         }
     }
     Ok(())
 }
 
-fn expand_name(text: &str) -> Result<Vec<String>, String> {
+fn expand_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     match text {
-        "" => Err("has an empty host name: hosts are separated by one `@`".to_owned()),
+        "" => Err(FilterProblem::HostEmpty),
         _ if text.matches(':').count() > 1 => Ok(vec![text.to_owned()]),
-        _ => expand(text).map_err(|f| f.message),
+        _ => expand_ranges(text).map_err(|error| FilterProblem::HostInvalid(error.problem)),
     }
 }
 
-fn add(
-    (host, slots): &(String, Slots),
+/// Adds slots of one host to `named`.
+fn add_slots(
+    (host, slots): &(String, HostSlots),
     index: usize,
     these: &[u32],
-    named: &mut Named,
-) -> Result<(), String> {
-    if let Some(has) = numbers(slots)
-        && let Some(lacks) = these.iter().find(|slot| !has.contains(slot))
+    named: &mut NamedSlots,
+) -> Result<(), FilterProblem> {
+    if let Some(available) = slot_numbers(slots)
+        && let Some(slot) = these.iter().find(|slot| !available.contains(slot))
     {
-        return Err(format!("names slot {lacks} of {host}, which has {} slots", has.len()));
+        return Err(FilterProblem::SlotMissing { slot: *slot, host: host.clone(), slots: available.len() });
     }
     match named.get_mut(&index) {
         None => _ = named.insert(index, these.to_vec()),
         Some(before) if before.is_empty() != these.is_empty() => {
-            return Err(format!("names {host} once with slots and once without"));
+            return Err(FilterProblem::SlotsAmbiguous(host.clone()));
         }
         Some(before) => {
             before.extend(these);
@@ -153,8 +146,8 @@ fn add(
     Ok(())
 }
 
-/// `0,2-3`.
-fn slot_list(text: &str) -> Result<Vec<u32>, String> {
+/// Parses `0,2-3` into ascending numbers.
+fn parse_slots(text: &str) -> Result<Vec<u32>, FilterProblem> {
     let mut slots = Vec::new();
     for part in text.split(',') {
         let (low, high) = part.split_once('-').unwrap_or((part, part));
@@ -164,13 +157,10 @@ fn slot_list(text: &str) -> Result<Vec<u32>, String> {
         };
         match (number(low), number(high)) {
             (Some(low), Some(high)) if low <= high => slots.extend(low..=high),
-            _ => {
-                let what = format!("slots are numbers from 0 to {MAX_SLOT}, as in `node-1:0,2`");
-                return Err(format!("has the slots `{}`: {what}", text.escape_debug()));
-            }
+            _ => return Err(FilterProblem::SlotsInvalid(text.to_owned())),
         }
         if slots.len() > 4 * MAX_SLOT as usize {
-            return Err("names the same slots again and again".to_owned());
+            return Err(FilterProblem::TooManySlots);
         }
     }
     slots.sort_unstable();
@@ -180,26 +170,26 @@ fn slot_list(text: &str) -> Result<Vec<u32>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{FilterProblem::*, *};
     use proptest::prelude::*;
 
-    fn hosts() -> Vec<(String, Slots)> {
+    fn hosts() -> Vec<(String, HostSlots)> {
         let host = |name: &str, slots| (name.to_owned(), slots);
         vec![
-            host("worker-0", Slots::Count(4)),
-            host("worker-1", Slots::Count(2)),
-            host("c:2222", Slots::Auto),
+            host("worker-0", HostSlots::Count(4)),
+            host("worker-1", HostSlots::Count(2)),
+            host("c:2222", HostSlots::Auto),
         ]
     }
 
-    fn of(include: &[&str], exclude: &[&str]) -> Result<String, FilterFault> {
-        let own = |list: &[&str]| list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
-        let left = filter(&hosts(), &own(include), &own(exclude))?;
-        let one = |(index, slots): Filtered| {
+    fn filter_to_text(include: &[&str], exclude: &[&str]) -> Result<String, FilterError> {
+        let texts = |list: &[&str]| list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
+        let left = filter_hosts(&hosts(), &texts(include), &texts(exclude))?;
+        let one = |(index, slots): SelectedHost| {
             let slots = match slots {
-                Slots::Auto => "auto".to_owned(),
-                Slots::Count(n) => format!("{n}"),
-                Slots::These(list) => format!("{list:?}"),
+                HostSlots::Auto => "auto".to_owned(),
+                HostSlots::Count(n) => format!("{n}"),
+                HostSlots::Selected(list) => format!("{list:?}"),
             };
             format!("{index}={slots}")
         };
@@ -207,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_are_deepspeeds() {
+    fn filters_select_as_in_deepspeed() {
         for (include, exclude, expected) in [
             (&[][..], &[][..], "0=4 1=2 2=auto"),
             (&["worker-0@worker-1:0,1"], &[], "0=4 1=[0, 1]"),
@@ -219,65 +209,66 @@ mod tests {
             (&[], &["worker-1:0,1@c:2222"], "0=4"),
             (&[], &["worker-1"], "0=4 2=auto"),
         ] {
-            assert_eq!(of(include, exclude).as_deref(), Ok(expected), "{include:?} {exclude:?}");
+            assert_eq!(filter_to_text(include, exclude).as_deref(), Ok(expected), "{include:?} {exclude:?}");
         }
     }
 
     #[test]
-    fn what_is_not_there_is_refused() {
-        for (include, exclude, part) in [
-            (&["worker-2"][..], &[][..], "`worker-2`"),
-            (&["worker-1:2"], &[], "slot 2 of worker-1"),
-            (&["worker-1:x"], &[], "slots are numbers"),
-            (&["worker-1@"], &[], "empty host name"),
-            (&["worker-1:0@worker-1"], &[], "once with slots"),
-            (&["worker-0"], &["worker-1"], "beside"),
-            (&[], &["c:2222:1"], "how many"),
-            (&[], &["worker-0@worker-1@c:2222"], "leaves no host"),
+    fn filters_that_do_not_apply_are_rejected() {
+        let text = str::to_owned;
+        for (include, exclude, problem) in [
+            (&["worker-2"][..], &[][..], HostUnknown(text("worker-2"))),
+            (&["worker-1:2"], &[], SlotMissing { slot: 2, host: text("worker-1"), slots: 2 }),
+            (&["worker-1:x"], &[], SlotsInvalid(text("x"))),
+            (&["worker-1@"], &[], HostEmpty),
+            (&["worker-1:0@worker-1"], &[], SlotsAmbiguous(text("worker-1"))),
+            (&["worker-0"], &["worker-1"], IncludeAndExclude),
+            (&[], &["c:2222:1"], SlotCountUnknown(text("c:2222"))),
+            (&[], &["worker-0@worker-1@c:2222"], NothingLeft),
         ] {
-            let fault = of(include, exclude).expect_err(part);
-            assert!(fault.message.contains(part), "{fault:?}");
+            assert_eq!(filter_to_text(include, exclude).map_err(|error| error.problem), Err(problem));
         }
     }
 
-    /// Each filter looks a name up; none walks the list for each name.
+    /// Filtering takes time linear in the number of hosts.
     #[test]
-    fn ten_thousand_hosts_are_filtered_at_once() {
+    fn ten_thousand_hosts_are_filtered_quickly() {
         const HOSTS: usize = 10_000;
-        let many: Vec<(String, Slots)> = (0..HOSTS).map(|i| (format!("n{i}"), Slots::Count(8))).collect();
+        let many: Vec<(String, HostSlots)> =
+            (0..HOSTS).map(|i| (format!("n{i}"), HostSlots::Count(8))).collect();
         let each: Vec<String> = (0..HOSTS - 1).map(|i| format!("n{i}")).collect();
         let slots: Vec<String> = (0..HOSTS).map(|i| format!("n{i}:0-2,7")).collect();
         let began = std::time::Instant::now();
-        assert_eq!(filter(&many, &each, &[]).map(|left| left.len()), Ok(HOSTS - 1));
-        assert_eq!(filter(&many, &[each.join("@")], &[]).map(|left| left.len()), Ok(HOSTS - 1));
-        assert_eq!(filter(&many, &[], &each), Ok(vec![(HOSTS - 1, Slots::Count(8))]));
-        let left = filter(&many, &[], &slots).expect("slots are left");
-        assert!(left.len() == HOSTS && left[9].1 == Slots::These(vec![3, 4, 5, 6]));
-        assert_eq!(filter(&many, &["n[0-9999]:1".to_owned()], &[]).map(|left| left.len()), Ok(HOSTS));
-        // Far more than it takes; one look at all hosts for each name takes longer than this.
+        assert_eq!(filter_hosts(&many, &each, &[]).map(|left| left.len()), Ok(HOSTS - 1));
+        assert_eq!(filter_hosts(&many, &[each.join("@")], &[]).map(|left| left.len()), Ok(HOSTS - 1));
+        assert_eq!(filter_hosts(&many, &[], &each), Ok(vec![(HOSTS - 1, HostSlots::Count(8))]));
+        let left = filter_hosts(&many, &[], &slots).expect("slots are left");
+        assert!(left.len() == HOSTS && left[9].1 == HostSlots::Selected(vec![3, 4, 5, 6]));
+        assert_eq!(filter_hosts(&many, &["n[0-9999]:1".to_owned()], &[]).map(|left| left.len()), Ok(HOSTS));
+        // The limit is generous; a linear search per name would exceed it.
         assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
     }
 
     proptest! {
-        /// Including slots and excluding them split a host in two.
+        /// Including slots and excluding the same slots divides a host into two parts.
         #[test]
         fn include_and_exclude_are_complements(picked in proptest::collection::btree_set(0u32..4, 1..4)) {
             let text = picked.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-            let only = [("h".to_owned(), Slots::Count(4))];
+            let only = [("h".to_owned(), HostSlots::Count(4))];
             let list = [format!("h:{text}")];
-            let (with, without) = (filter(&only, &list, &[]), filter(&only, &[], &list));
-            let slots = |left: Result<Vec<Filtered>, FilterFault>| {
-                left.ok().and_then(|l| l.into_iter().next()).and_then(|(_, s)| numbers(&s)).unwrap_or_default()
+            let (with, without) = (filter_hosts(&only, &list, &[]), filter_hosts(&only, &[], &list));
+            let slots = |left: Result<Vec<SelectedHost>, FilterError>| {
+                left.ok().and_then(|l| l.into_iter().next()).and_then(|(_, s)| slot_numbers(&s)).unwrap_or_default()
             };
-            let mut all = slots(with);
-            all.extend(slots(without));
-            all.sort_unstable();
-            prop_assert_eq!(all, vec![0, 1, 2, 3]);
+            let mut both = slots(with);
+            both.extend(slots(without));
+            both.sort_unstable();
+            prop_assert_eq!(both, vec![0, 1, 2, 3]);
         }
 
         #[test]
-        fn any_text_does_no_harm(text in "[a-cw0-9@:,\\[\\]\\-]{0,40}") {
-            _ = filter(&hosts(), &[text], &[]);
+        fn any_filter_is_applied_or_rejected(text in "[a-cw0-9@:,\\[\\]\\-]{0,40}") {
+            _ = filter_hosts(&hosts(), &[text], &[]);
         }
     }
 }

@@ -1,20 +1,25 @@
-//! Slurm's ranges: `n[01-03,07]`, `rack[1-2]node[1,3-4]`, also with something after the bracket (`n[1-2].cluster`).
-use super::{HostFault, MAX_HOSTS, MAX_NAME};
+//! Slurm's ranges of names: `n[01-03,07]`, `rack[1-2]node[1,3-4]`, also with a suffix
+//! (`n[1-2].cluster`).
+use super::{HostSyntaxError, HostSyntaxProblem, MAX_HOSTS, MAX_NAME};
 
 /// Most digits of a number in a range.
-const MAX_DIGITS: usize = 9;
-/// Most brackets of one name.
-const MAX_BRACKETS: usize = 4;
+pub(super) const MAX_DIGITS: usize = 9;
+/// Most pairs of brackets in one name.
+pub(super) const MAX_BRACKETS: usize = 4;
 
-/// The texts between commas that stand outside brackets.
-pub(super) fn split(text: &str) -> Result<Vec<&str>, HostFault> {
+fn error(at: usize, problem: HostSyntaxProblem) -> HostSyntaxError {
+    HostSyntaxError { at, problem }
+}
+
+/// Splits a text at the commas outside of brackets.
+pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntaxError> {
     let (mut parts, mut begin, mut open) = (Vec::new(), 0, None);
     for (at, c) in text.char_indices() {
         match (c, open) {
             ('[', None) => open = Some(at),
-            ('[', Some(_)) => return Err(HostFault::at(at, "has a `[` inside brackets")),
+            ('[', Some(_)) => return Err(error(at, HostSyntaxProblem::BracketNested)),
             (']', Some(_)) => open = None,
-            (']', None) => return Err(HostFault::at(at, "has a `]` without a `[`")),
+            (']', None) => return Err(error(at, HostSyntaxProblem::BracketUnopened)),
             (',', None) => {
                 parts.push(&text[begin..at]);
                 begin = at + 1;
@@ -23,18 +28,19 @@ pub(super) fn split(text: &str) -> Result<Vec<&str>, HostFault> {
         }
     }
     if let Some(at) = open {
-        return Err(HostFault::at(at, "has a `[` that is never closed"));
+        return Err(error(at, HostSyntaxProblem::BracketUnclosed));
     }
     parts.push(&text[begin..]);
     Ok(parts)
 }
 
-/// The names that a text stands for, in its order; the last brackets count fastest. At most [`MAX_HOSTS`].
-pub fn expand(text: &str) -> Result<Vec<String>, HostFault> {
+/// Expands the ranges of a text into names, in order; the last brackets vary fastest. At most
+/// [`MAX_HOSTS`] names.
+pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = Vec::new();
     let mut at = 0;
-    for part in split(text)? {
-        let more = expand_one(part).map_err(|f| HostFault { at: f.at + at, ..f })?;
+    for part in split_outside_brackets(text)? {
+        let more = expand_name(part).map_err(|error| error.shifted(at))?;
         if names.len() + more.len() > MAX_HOSTS {
             return Err(too_many(at));
         }
@@ -44,64 +50,64 @@ pub fn expand(text: &str) -> Result<Vec<String>, HostFault> {
     Ok(names)
 }
 
-fn too_many(at: usize) -> HostFault {
-    HostFault::at(at, format!("names more than {MAX_HOSTS} hosts"))
+fn too_many(at: usize) -> HostSyntaxError {
+    error(at, HostSyntaxProblem::TooManyHosts)
 }
 
-/// One text without commas outside brackets.
-fn expand_one(text: &str) -> Result<Vec<String>, HostFault> {
+/// Expands one name, which has no commas outside of brackets.
+fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = vec![String::new()];
     let (mut rest, mut at, mut brackets) = (text, 0, 0);
     while let Some(open) = rest.find('[') {
         let inside = &rest[open + 1..];
         let Some(close) = inside.find(']') else {
-            return Err(HostFault::at(at + open, "has a `[` that is never closed"));
+            return Err(error(at + open, HostSyntaxProblem::BracketUnclosed));
         };
         brackets += 1;
         if brackets > MAX_BRACKETS {
-            return Err(HostFault::at(at + open, format!("has more than {MAX_BRACKETS} pairs of brackets")));
+            return Err(error(at + open, HostSyntaxProblem::TooManyBrackets));
         }
         let numbers = numbers(&inside[..close], at + open + 1)?;
         if names.len().saturating_mul(numbers.len()) > MAX_HOSTS {
             return Err(too_many(at + open));
         }
         let prefix = &rest[..open];
-        fits(&names, prefix, at)?;
+        check_length(&names, prefix, at)?;
         let with = |name: String| numbers.iter().map(move |n| format!("{name}{prefix}{n}"));
         names = names.into_iter().flat_map(with).collect();
         at += open + close + 2;
         rest = &inside[close + 1..];
     }
-    fits(&names, rest, at)?;
+    check_length(&names, rest, at)?;
     names.iter_mut().for_each(|name| name.push_str(rest));
     Ok(names)
 }
 
-/// A long piece is refused before thousands of names get it.
-fn fits(names: &[String], piece: &str, at: usize) -> Result<(), HostFault> {
+/// Rejects a part that makes names too long, before it is appended to thousands of them.
+fn check_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
     match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME) {
-        true => Err(HostFault::at(at, format!("is a name of more than {MAX_NAME} characters"))),
+        true => Err(error(at, HostSyntaxProblem::NameTooLong)),
         false => Ok(()),
     }
 }
 
-/// `01-03,07` → 01 02 03 07: as many digits as the first number of a range has.
-fn numbers(text: &str, at: usize) -> Result<Vec<String>, HostFault> {
+/// Expands `01-03,07` into 01 02 03 07. All numbers of a range have at least as many digits as its
+/// first.
+fn numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
     let mut numbers = Vec::new();
     let mut place = at;
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let number = |digits: &str, at: usize| {
-            let fits = (1..=MAX_DIGITS).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
-            let number = digits.parse::<u64>().ok().filter(|_| fits);
-            let message =
-                format!("needs numbers of at most {MAX_DIGITS} digits between brackets, as in [01-16,20]");
-            number.ok_or_else(|| HostFault::at(at, message))
+            let is_number =
+                (1..=MAX_DIGITS).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
+            let number = digits.parse::<u64>().ok().filter(|_| is_number);
+            number.ok_or(error(at, HostSyntaxProblem::RangeNumberInvalid))
         };
         let low = number(first, place)?;
         let high = number(last, place + part.len() - last.len())?;
         if high < low {
-            return Err(HostFault::at(place, format!("has a range that ends before it begins: {part}")));
+            return Err(error(place, HostSyntaxProblem::RangeReversed(part.to_owned())));
         }
         if numbers.len() as u64 + (high - low) >= MAX_HOSTS as u64 {
             return Err(too_many(place));
@@ -115,10 +121,10 @@ fn numbers(text: &str, at: usize) -> Result<Vec<String>, HostFault> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{HostSyntaxProblem::*, *};
     use proptest::prelude::*;
 
-    /// What Slurm 22.05 prints with `scontrol show hostnames`.
+    /// The output of Slurm 22.05's `scontrol show hostnames`.
     const SLURM: &[(&str, &str)] = &[
         ("n[01-03,07]", "n01 n02 n03 n07"),
         ("gpu-a[1-2]-n[01-02]", "gpu-a1-n01 gpu-a1-n02 gpu-a2-n01 gpu-a2-n02"),
@@ -129,52 +135,51 @@ mod tests {
     ];
 
     #[test]
-    fn ranges_are_slurms() {
+    fn ranges_expand_as_in_slurm() {
         for (text, expected) in SLURM {
-            assert_eq!(expand(text).expect(text).join(" "), *expected, "{text}");
+            assert_eq!(expand_ranges(text).expect(text).join(" "), *expected, "{text}");
         }
-        assert_eq!(expand("n[001-003]x").expect("a suffix").join(" "), "n001x n002x n003x");
-        assert_eq!(expand("n[098-101]").expect("padding").join(" "), "n098 n099 n100 n101");
+        assert_eq!(expand_ranges("n[001-003]x").expect("a suffix").join(" "), "n001x n002x n003x");
+        assert_eq!(expand_ranges("n[098-101]").expect("padding").join(" "), "n098 n099 n100 n101");
     }
 
     #[test]
-    fn mistakes_have_places() {
-        for (text, at, part) in [
-            ("n[1-3", 1, "never closed"),
-            ("n1]", 2, "without"),
-            ("n[[1]]", 2, "inside brackets"),
-            ("n[3-1]", 2, "ends before"),
-            ("n[]", 2, "needs numbers"),
-            ("n[a-b]", 2, "needs numbers"),
-            ("n[1-]", 4, "needs numbers"),
-            ("n[1,+2]", 4, "needs numbers"),
-            ("n[1-9999999999]", 4, "needs numbers"),
-            ("n[0-16384]", 2, "more than"),
-            ("ok,n[0-99999999]", 5, "more than"),
-            ("n[0-999]n[0-999]", 9, "more than"),
-            ("n[1]n[1]n[1]n[1]n[1]", 17, "pairs"),
+    fn mistakes_are_reported_with_their_position() {
+        for (text, at, problem) in [
+            ("n[1-3", 1, BracketUnclosed),
+            ("n1]", 2, BracketUnopened),
+            ("n[[1]]", 2, BracketNested),
+            ("n[3-1]", 2, RangeReversed("3-1".to_owned())),
+            ("n[]", 2, RangeNumberInvalid),
+            ("n[a-b]", 2, RangeNumberInvalid),
+            ("n[1-]", 4, RangeNumberInvalid),
+            ("n[1,+2]", 4, RangeNumberInvalid),
+            ("n[1-9999999999]", 4, RangeNumberInvalid),
+            ("n[0-16384]", 2, TooManyHosts),
+            ("ok,n[0-99999999]", 5, TooManyHosts),
+            ("n[0-999]n[0-999]", 9, TooManyHosts),
+            ("n[1]n[1]n[1]n[1]n[1]", 17, TooManyBrackets),
         ] {
-            let fault = expand(text).expect_err(text);
-            assert!(fault.message.contains(part) && fault.at == at, "{text}: {fault:?}");
+            assert_eq!(expand_ranges(text), Err(error(at, problem)), "{text}");
         }
     }
 
     proptest! {
-        /// Against a count written the long way.
+        /// Compared with a plain count.
         #[test]
-        fn a_range_has_every_number_once(low in 0u64..500, span in 0u64..500, pad in 0usize..5) {
+        fn a_range_contains_every_number_once(low in 0u64..500, span in 0u64..500, pad in 0usize..5) {
             let text = format!("n[{low:0pad$}-{}]", low + span);
             let width = format!("{low:0pad$}").len();
             let expected: Vec<String> = (low..=low + span).map(|n| {
                 let digits = n.to_string();
                 format!("n{}{digits}", "0".repeat(width.saturating_sub(digits.len())))
             }).collect();
-            prop_assert_eq!(expand(&text).expect("a range"), expected);
+            prop_assert_eq!(expand_ranges(&text).expect("a range"), expected);
         }
 
         #[test]
-        fn whatever_is_written_is_bounded(text in "[n0-9\\[\\],-]{0,60}") {
-            if let Ok(names) = expand(&text) {
+        fn any_text_expands_to_a_bounded_list(text in "[n0-9\\[\\],-]{0,60}") {
+            if let Ok(names) = expand_ranges(&text) {
                 prop_assert!(names.len() <= MAX_HOSTS);
             }
         }

@@ -1,460 +1,557 @@
-//! What keys mean together: checks that need no data and no machine.
+//! Checks values of a job against each other, without data and without a machine.
+//!
+//! A setting that cannot be honoured is an error. A setting without effect is an error when it
+//! would mislead about the result or the protection of the run, else a warning.
 use super::train::GPT2;
 use super::{
-    Attention, Collectives, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, Numerics,
-    Offload, OptimizerName, OptimizerSpec, Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer,
-    TrainSpec, VisibleDevices, decode::Decoder, keys::names_in,
+    Attention, CommBackend, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, Offload,
+    OptimizerName, OptimizerSpec, Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec,
+    VisibleDevices, decode::Decoder, keys::names_in,
 };
 use crate::env::looks_secret;
+use diagnostic::codes::job as codes;
 
-/// A key of the built-in runtime.
-const SHARED: &str = "checkpoint.require_shared";
-const GATHER: &str = "checkpoint.gather_16bit_weights_on_model_save";
-/// Ids of the embedded byte tokenizer: 256 bytes and the end of a document.
+/// Tokens of the built-in byte tokenizer: 256 bytes and the end of a document.
 const BYTE_TOKENS: u32 = 257;
+/// Keys of `checkpoint` that only the built-in runtime has.
+const BUILT_IN_CHECKPOINT_KEYS: [&str; 6] = [
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.async",
+    "checkpoint.parity",
+    "checkpoint.require_shared",
+    "checkpoint.gather_16bit_weights_on_model_save",
+];
 
-/// Checks a whole decoded job. A check whose keys have problems already is left out.
-pub(crate) fn job(d: &mut Decoder, job: &JobSpec) {
-    what_runs(d, job);
-    programs(d, job);
-    gpus(d, job);
-    secrets(d, job);
+/// Checks a decoded job. A check of keys that have errors already is skipped.
+pub(crate) fn check_job(d: &mut Decoder, job: &JobSpec) {
+    check_what_runs(d, job);
+    check_program_keys(d, job);
+    check_gpu_keys(d, job);
+    check_secrets(d, job);
     if let Some(train) = &job.train {
-        attention(d, job, train);
-        batch(d, train);
-        master_weights(d, train);
-        loss_scale(d, train);
-        model(d, &train.model);
-        experts(d, &train.experts);
-        data(d, train);
-        optimizer(d, &train.optimizer);
-        schedule(d, train);
-        tune(d, train);
+        check_attention(d, job, train);
+        check_batch(d, train);
+        check_master_weights(d, train);
+        check_loss_scale(d, train);
+        check_model(d, &train.model);
+        check_experts(d, &train.experts);
+        check_data(d, train);
+        check_optimizer(d, &train.optimizer);
+        check_schedule(d, train);
+        check_selection(d, train);
     }
 }
 
-/// Exactly one of `run.command` and `train`.
-fn what_runs(d: &mut Decoder, job: &JobSpec) {
-    let command = d.map.is_given("run.command");
-    if !d.clean(&[""]) {
+/// Exactly one of `run.command` and `train` is given.
+fn check_what_runs(d: &mut Decoder, job: &JobSpec) {
+    let command = d.sources.is_given("run.command");
+    if !d.is_valid(&[""]) {
         return;
     }
     match (command, job.train.is_some()) {
-        (false, false) => d.refuse(
+        (false, false) => d.reject(
+            codes::JOB_NOTHING_TO_RUN,
             "",
-            "the job doesn't say what to run",
-            "give `train` for the built-in training, or `run.command` for a program of yours",
+            "the job has neither `run.command` nor `train`",
+            "add `train` for the built-in training, or `run.command` for a program",
         ),
-        (true, true) => d.refuse(
+        (true, true) => d.reject(
+            codes::JOB_KEYS_CONFLICT,
             "run.command",
             "`run.command` and `train` are both given",
-            "`train` runs the built-in training; remove the one that isn't meant",
+            "`train` runs the built-in training; remove one of the two",
         ),
-        (true, false) => program_resumes(d, job),
+        (true, false) => check_program_checkpoints(d, job),
         (false, true) => {}
     }
 }
 
-/// A program saves by itself, and resumes from what launch prepares for it: of these sections it needs no other keys.
-fn program_resumes(d: &mut Decoder, job: &JobSpec) {
-    for key in
-        ["checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.parity", SHARED, GATHER]
-    {
-        if d.map.is_given(key) {
-            let message = format!("`{key}` has no effect on a job with `run.command`");
-            d.refuse(key, message, "the program saves by itself: remove the key");
+/// A program saves its own checkpoints, so launch only needs `checkpoint.dir`, for `resume.from:
+/// auto`.
+fn check_program_checkpoints(d: &mut Decoder, job: &JobSpec) {
+    const DIR: &str = "checkpoint.dir";
+    const FROM: &str = "resume.from";
+    const RNG: &str = "resume.rng";
+    for key in BUILT_IN_CHECKPOINT_KEYS {
+        if d.sources.is_given(key) {
+            let message = format!("`{key}` has no effect in a job with `run.command`");
+            d.reject(
+                codes::JOB_KEY_HAS_NO_EFFECT,
+                key,
+                message,
+                "remove it; the program saves its own checkpoints",
+            );
         }
     }
-    if !d.clean(&["resume.from", "checkpoint.dir"]) {
+    if !d.is_valid(&[FROM, DIR]) {
         return;
     }
-    let auto = d.map.is_given("resume.from") && job.resume.from == ResumeFrom::Auto;
-    let dir = d.map.is_given("checkpoint.dir");
+    let auto = d.sources.is_given(FROM) && job.resume.from == ResumeFrom::Auto;
+    let dir = d.sources.is_given(DIR);
     if auto && !dir {
-        let hint = "give `checkpoint.dir`, the directory in which the program saves its checkpoint-N folders";
-        d.refuse("resume.from", "`resume.from: auto` doesn't know where a program saves", hint);
+        let message = "`resume.from: auto` requires `checkpoint.dir` in a job with `run.command`";
+        let help =
+            "set `checkpoint.dir` to the directory that contains the program's checkpoint-N directories";
+        d.reject(codes::JOB_KEY_REQUIRED, FROM, message, help);
     } else if dir && !auto {
         let message =
-            "`checkpoint.dir` has an effect on a job with `run.command` only with `resume.from: auto`";
-        d.refuse("checkpoint.dir", message, "the program saves by itself: remove the key");
+            "`checkpoint.dir` has no effect in a job with `run.command` without `resume.from: auto`";
+        let help = "remove it; the program saves its own checkpoints";
+        d.reject(codes::JOB_KEY_HAS_NO_EFFECT, DIR, message, help);
     }
-    if d.map.is_given("resume.rng") && job.resume.from == ResumeFrom::Never {
-        d.refuse("resume.rng", "`resume.rng` has no effect without `resume.from`", "give `resume.from` too");
+    if d.sources.is_given(RNG) && job.resume.from == ResumeFrom::Never {
+        let message = "`resume.rng` has no effect without `resume.from`";
+        d.warn(codes::JOB_KEY_HAS_NO_EFFECT, RNG, message, "set `resume.from`, or remove the key");
     }
 }
 
-/// Keys of `run` that only programs have, and keys that need GPUs.
-fn programs(d: &mut Decoder, job: &JobSpec) {
-    if !d.clean(&["run.command", "cluster.devices", "run.visible_devices"]) {
+/// Keys of `run` that only apply to programs.
+fn check_program_keys(d: &mut Decoder, job: &JobSpec) {
+    const VISIBLE: &str = "run.visible_devices";
+    if !d.is_valid(&["run.command", "cluster.devices", VISIBLE]) {
         return;
     }
     if job.run.command.is_none() {
-        for key in ["run.visible_devices", "run.local_rank_argument"] {
-            if d.map.is_given(key) {
-                d.refuse(key, format!("`{key}` has an effect with `run.command` only"), "remove it");
+        for key in [VISIBLE, "run.local_rank_argument"] {
+            if d.sources.is_given(key) {
+                let message = format!("`{key}` has no effect without `run.command`");
+                d.warn(codes::JOB_KEY_HAS_NO_EFFECT, key, message, "remove it");
             }
         }
     } else if job.cluster.devices == Devices::Cpu && job.run.visible_devices == VisibleDevices::One {
-        let message = "`run.visible_devices: one` gives each worker a GPU, `cluster.devices: cpu` hides them";
-        d.refuse("run.visible_devices", message, "remove one of them");
+        let message =
+            "`run.visible_devices: one` gives each worker a GPU, but `cluster.devices: cpu` hides all GPUs";
+        d.reject(codes::JOB_KEYS_CONFLICT, VISIBLE, message, "remove one of them");
     }
 }
 
-/// Keys that only built-in workers on GPUs have.
-fn gpus(d: &mut Decoder, job: &JobSpec) {
-    const KEYS: [&str; 3] = ["cluster.workers_per_gpu", "cluster.collectives", "cluster.cuda_libs"];
-    if !d.clean(&["run.command", "cluster.devices"]) || !d.clean(&KEYS) {
+/// Keys that only apply to built-in training on GPUs.
+fn check_gpu_keys(d: &mut Decoder, job: &JobSpec) {
+    const WORKERS: &str = "cluster.workers_per_gpu";
+    const BACKEND: &str = "cluster.comm_backend";
+    const LIBRARIES: &str = "cluster.cuda_library_paths";
+    if !d.is_valid(&["run.command", "cluster.devices", WORKERS, BACKEND, LIBRARIES]) {
         return;
     }
     let on_gpus = job.run.command.is_none() && job.cluster.trains_on_gpus();
-    for key in KEYS {
-        if !on_gpus && d.map.is_given(key) {
-            let message = format!("`{key}` has an effect on built-in training on GPUs only");
-            d.refuse(key, message, "give `cluster.devices: cuda` too, or remove the key");
+    let nccl = job.cluster.comm_backend == CommBackend::Nccl;
+    for key in [WORKERS, BACKEND, LIBRARIES] {
+        if on_gpus || !d.sources.is_given(key) {
+            continue;
+        }
+        let message = format!("`{key}` has no effect except in built-in training on GPUs");
+        let help = "set `cluster.devices: cuda`, or remove the key";
+        // On CPUs workers communicate through the host and need no CUDA library.
+        let is_harmless = job.run.command.is_none() && (key == LIBRARIES || key == BACKEND && !nccl);
+        match is_harmless {
+            true => d.warn(codes::JOB_KEY_HAS_NO_EFFECT, key, message, help),
+            false => d.reject(codes::JOB_KEY_HAS_NO_EFFECT, key, message, help),
         }
     }
-    if job.cluster.collectives == Collectives::Nccl && job.cluster.workers_per_gpu > 2 {
-        let message = "NCCL has at most 2 workers on a GPU (from 2.30 on; before that, 1)";
-        d.refuse("cluster.collectives", message, "use `auto` or `host`, or `cluster.workers_per_gpu: 2`");
+    if nccl && job.cluster.workers_per_gpu > 2 {
+        let message = format!(
+            "`{BACKEND}: nccl` supports at most 2 workers on a GPU (1 before NCCL 2.30), `{WORKERS}` is {}",
+            job.cluster.workers_per_gpu
+        );
+        d.reject(
+            codes::JOB_KEYS_CONFLICT,
+            BACKEND,
+            message,
+            "use `auto` or `host`, or `cluster.workers_per_gpu: 2`",
+        );
     }
     if !on_gpus && job.train.as_ref().is_some_and(|t| t.zero.offload == Some(Offload::Cpu)) {
-        let message = "`{optimizer: cpu}` keeps the optimizer states of GPUs in the host's memory, where those of CPUs lie anyway";
-        let help = "remove it, name a directory for files, or give `cluster.devices: cuda` too";
-        d.refuse("train.zero.offload", message, help);
+        let message =
+            "`{optimizer: cpu}` has no effect in training on CPUs, whose optimizer states are in host memory";
+        let help = "remove it, name a directory to keep the states in files, or set `cluster.devices: cuda`";
+        d.warn(codes::JOB_KEY_HAS_NO_EFFECT, "train.zero.offload", message, help);
     }
 }
 
-/// What cuDNN's attention needs of a job.
-fn attention(d: &mut Decoder, job: &JobSpec, train: &TrainSpec) {
+/// The requirements of cuDNN's attention.
+fn check_attention(d: &mut Decoder, job: &JobSpec, train: &TrainSpec) {
     const KEY: &str = "train.attention";
-    let read = ["train.precision", "train.numerics", "cluster.devices", KEY];
-    if !d.clean(&read) || train.attention != Attention::Cudnn {
+    let keys = ["train.precision", "train.deterministic", "cluster.devices", KEY];
+    if !d.is_valid(&keys) || train.attention != Attention::Cudnn {
         return;
     }
-    let (why, help) = if !job.cluster.trains_on_gpus() {
-        ("computes on GPUs only", "give `cluster.devices: cuda` too, or remove the key")
+    let (code, requirement, help) = if !job.cluster.trains_on_gpus() {
+        (codes::JOB_REQUIRES_GPUS, "training on GPUs", "set `cluster.devices: cuda`, or remove the key")
     } else if !train.precision.is_bf16() {
-        ("computes in bf16 only", "set `train.precision: bf16` (or `fp8`), or use `auto`")
-    } else if train.numerics != Numerics::Fast {
-        (
-            "adds up in an order of its own, which is not the same from run to run",
-            "set `train.numerics: fast`, or use `auto`",
-        )
+        let help = "set `train.precision: bf16` (or `fp8`), or use `attention: auto`";
+        (codes::JOB_KEYS_CONFLICT, "`train.precision: bf16` or `fp8`", help)
+    } else if train.deterministic {
+        let requirement = "`train.deterministic: false`, because its sums have no fixed order";
+        let help = "set `train.deterministic: false`, or use `attention: auto`";
+        (codes::JOB_KEYS_CONFLICT, requirement, help)
     } else {
         return;
     };
-    d.refuse(KEY, format!("cuDNN's attention {why}"), help);
+    d.reject(code, KEY, format!("`{KEY}: cudnn` requires {requirement}"), help);
 }
 
-/// A secret's place is not the job file.
-fn secrets(d: &mut Decoder, job: &JobSpec) {
+/// Warns of secrets that are written in the job file.
+fn check_secrets(d: &mut Decoder, job: &JobSpec) {
     for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
         d.warn(
+            codes::JOB_SECRET_IN_FILE,
             &format!("run.env.{name}"),
-            format!("`{name}` looks like a secret and is written in the job"),
-            &format!("`{name}: {{from_env: {name}}}` or `{{from_file: …}}` keeps it out of files; plans show it as `***`"),
+            format!("`{name}` looks like a secret, and its value is written in the job"),
+            &format!(
+                "use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the value as `***`"
+            ),
         );
     }
 }
 
-fn batch(d: &mut Decoder, train: &TrainSpec) {
+fn check_batch(d: &mut Decoder, train: &TrainSpec) {
+    const GLOBAL: &str = "train.batch.global";
+    const MICRO: &str = "train.batch.micro";
     let (global, micro) = (train.batch.global, train.batch.micro);
-    if d.clean(&["train.batch.global", "train.batch.micro"]) && !global.is_multiple_of(micro) {
+    if d.is_valid(&[GLOBAL, MICRO]) && !global.is_multiple_of(micro) {
         let (below, above) = (global / micro * micro, global.div_ceil(micro) * micro);
-        let nearest = if below == 0 { format!("{above}") } else { format!("{below} or {above}") };
-        d.refuse(
-            if d.map.is_given("train.batch.global") { "train.batch.global" } else { "train.batch.micro" },
-            format!("`train.batch.global` ({global}) is not a multiple of `train.batch.micro` ({micro})"),
+        let nearest = if below == 0 { format!("{above}") } else { format!("{below} and {above}") };
+        d.reject(
+            codes::JOB_VALUE_NOT_MULTIPLE,
+            if d.sources.is_given(GLOBAL) { GLOBAL } else { MICRO },
+            format!("`{GLOBAL}` ({global}) is not a multiple of `{MICRO}` ({micro})"),
             &format!("the nearest multiples are {nearest}"),
         );
     }
 }
 
-/// fp32 weights are their own masters, and fp16 has too few exponents to be the only weights.
-fn master_weights(d: &mut Decoder, train: &TrainSpec) {
+/// Only bf16 can do without fp32 master weights: fp32 weights are their own masters, and fp16 has
+/// too few exponents to be the only weights.
+fn check_master_weights(d: &mut Decoder, train: &TrainSpec) {
     const KEY: &str = "train.master_weights";
-    if d.clean(&["train.precision", KEY]) && d.map.is_given(KEY) && !train.precision.is_bf16() {
-        let message = format!("`{KEY}` has an effect with `train.precision: bf16` and `fp8` only");
-        d.refuse(KEY, message, "remove it, or set `train.precision: bf16`");
+    if !d.is_valid(&["train.precision", KEY]) || !d.sources.is_given(KEY) || train.precision.is_bf16() {
+        return;
+    }
+    let name = train.precision.name();
+    let help = "remove it, or set `train.precision: bf16`";
+    if train.precision == Precision::Fp16 && !train.master_weights {
+        let message = format!("`{KEY}: false` requires `train.precision: bf16` or `fp8`");
+        d.reject(codes::JOB_KEYS_CONFLICT, KEY, message, help);
+    } else {
+        let message = format!("`{KEY}` has no effect with `train.precision: {name}`");
+        d.warn(codes::JOB_KEY_HAS_NO_EFFECT, KEY, message, help);
     }
 }
 
-fn loss_scale(d: &mut Decoder, train: &TrainSpec) {
+fn check_loss_scale(d: &mut Decoder, train: &TrainSpec) {
     const POWER: &str = "train.loss_scale.initial_scale_power";
     const MIN: &str = "train.loss_scale.min_loss_scale";
-    if !d.clean(&["train.precision"]) {
+    if !d.is_valid(&["train.precision"]) {
         return;
     }
-    for (_, key) in names_in("train.loss_scale").filter(|_| train.precision != Precision::Fp16) {
-        if d.map.is_given(key.path) {
-            let message = format!("`{}` has an effect with `train.precision: fp16` only", key.path);
-            d.refuse(key.path, message, "remove it");
+    if train.precision != Precision::Fp16 {
+        for (_, key) in
+            names_in("train.loss_scale").filter(|(_, key)| d.sources.is_given(key.path)).collect::<Vec<_>>()
+        {
+            let message = format!("`{}` has no effect without `train.precision: fp16`", key.path);
+            d.warn(codes::JOB_KEY_HAS_NO_EFFECT, key.path, message, "remove it");
         }
+        return;
     }
     let scale = &train.loss_scale;
     let first = f64::from(scale.initial_scale_power).exp2();
-    if d.clean(&[POWER, MIN]) && scale.min_loss_scale > first {
-        d.refuse(
-            if d.map.is_given(MIN) { MIN } else { POWER },
-            format!("`{MIN}` ({}) is more than the first scale ({first})", scale.min_loss_scale),
-            "the scale falls from the first one to the smallest",
+    if d.is_valid(&[POWER, MIN]) && scale.min_loss_scale > first {
+        d.reject(
+            codes::JOB_VALUES_INCONSISTENT,
+            if d.sources.is_given(MIN) { MIN } else { POWER },
+            format!("`{MIN}` ({}) is larger than the initial scale ({first})", scale.min_loss_scale),
+            "lower it, or raise `initial_scale_power`",
         );
     }
 }
 
-fn model(d: &mut Decoder, m: &ModelSpec) {
+fn check_model(d: &mut Decoder, m: &ModelSpec) {
     const FROM: &str = "train.model.from";
     const DROPOUT: &str = "train.model.dropout";
     if m.from.is_some() {
         for (name, key) in names_in("train.model").filter(|(_, key)| ![FROM, DROPOUT].contains(&key.path)) {
-            if d.map.is_given(key.path) {
-                let message = format!("`{}` is given beside `{FROM}`", key.path);
-                d.refuse(key.path, message, &format!("the folder's config.json says {name}: remove the key"));
+            if d.sources.is_given(key.path) {
+                let message = format!("`{}` and `{FROM}` are both given", key.path);
+                let help = format!("remove it; config.json of the directory has {name}");
+                d.reject(codes::JOB_KEYS_CONFLICT, key.path, message, &help);
             }
         }
         return;
     }
     if m.family == GPT2 {
-        refuse_for_gpt2(d, m);
+        check_gpt2(d, m);
     }
+    check_heads(d, m);
+}
+
+fn check_heads(d: &mut Decoder, m: &ModelSpec) {
     const HIDDEN: &str = "train.model.hidden_size";
     const HEADS: &str = "train.model.num_attention_heads";
     const KV: &str = "train.model.num_key_value_heads";
     const DIM: &str = "train.model.head_dim";
     let (heads, kv) = (m.num_attention_heads, m.num_key_value_heads);
-    if d.clean(&[HEADS, KV]) && !heads.is_multiple_of(kv) {
-        d.refuse(
+    if d.is_valid(&[HEADS, KV]) && !heads.is_multiple_of(kv) {
+        d.reject(
+            codes::JOB_VALUE_NOT_MULTIPLE,
             KV,
             format!("`{HEADS}` ({heads}) is not a multiple of `{KV}` ({kv})"),
             "each key/value head serves the same number of query heads",
         );
     }
-    if !d.clean(&[HIDDEN, HEADS, DIM]) {
+    if !d.is_valid(&[HIDDEN, HEADS, DIM]) {
         return;
     }
-    let asked = d.map.is_given(DIM);
-    if !asked && !m.hidden_size.is_multiple_of(heads) {
-        let path = if d.map.is_given(HEADS) { HEADS } else { HIDDEN };
-        d.refuse(
+    let dim_given = d.sources.is_given(DIM);
+    if !dim_given && !m.hidden_size.is_multiple_of(heads) {
+        let path = if d.sources.is_given(HEADS) { HEADS } else { HIDDEN };
+        d.reject(
+            codes::JOB_VALUE_NOT_MULTIPLE,
             path,
             format!("`{HIDDEN}` ({}) is not a multiple of `{HEADS}` ({heads})", m.hidden_size),
-            &format!("change one of them, or give `{DIM}`"),
+            &format!("change one of them, or set `{DIM}`"),
         );
     } else if !m.head_dim.is_multiple_of(2) && m.family != GPT2 {
-        d.refuse(
-            if asked { DIM } else { HEADS },
+        d.reject(
+            codes::JOB_VALUE_NOT_MULTIPLE,
+            if dim_given { DIM } else { HEADS },
             format!("`{DIM}` ({}) is odd", m.head_dim),
-            "rotary embeddings turn pairs of values: it must be even",
+            "rotary embeddings rotate pairs of values, so the width of a head must be even",
         );
     }
 }
 
-/// Ranks that a placement names are ranks of the group. Which experts there are is the model's business.
-fn experts(d: &mut Decoder, e: &ExpertsSpec) {
+/// The ranks of an expert placement are ranks of the expert group. Whether the experts exist is
+/// checked when the model is known.
+fn check_experts(d: &mut Decoder, e: &ExpertsSpec) {
     const PLACEMENT: &str = "train.experts.placement";
-    if !d.clean(&["train.experts", PLACEMENT, "train.experts.parallel"]) {
+    const SIZE: &str = "train.experts.expert_parallel_size";
+    if !d.is_valid(&["train.experts", PLACEMENT, SIZE]) {
         return;
     }
     let outside = |ranks: &std::collections::BTreeMap<u32, u32>| {
-        ranks.iter().find(|(_, rank)| **rank >= e.parallel).map(|(expert, rank)| (*expert, *rank))
+        ranks.iter().find(|(_, rank)| **rank >= e.expert_parallel_size).map(|(expert, rank)| (*expert, *rank))
     };
-    let found = match &e.placement {
+    let first_outside = match &e.placement {
         ExpertPlacement::Balanced => None,
         ExpertPlacement::Experts(ranks) => outside(ranks),
         ExpertPlacement::Layers(layers) => layers.values().find_map(outside),
     };
-    if let Some((expert, rank)) = found {
-        d.refuse(
+    if let Some((expert, rank)) = first_outside {
+        d.reject(
+            codes::JOB_VALUES_INCONSISTENT,
             PLACEMENT,
-            format!("`{PLACEMENT}` puts expert {expert} on rank {rank} of {}", e.parallel),
-            "ranks of an expert group are numbered from 0 to `train.experts.parallel` - 1",
+            format!(
+                "`{PLACEMENT}` puts expert {expert} on rank {rank} of a group of {} ranks",
+                e.expert_parallel_size
+            ),
+            &format!("ranks of an expert group are numbered from 0 to `{SIZE}` - 1"),
         );
     }
 }
 
-/// What GPT-2 has no place for.
-fn refuse_for_gpt2(d: &mut Decoder, m: &ModelSpec) {
-    let own = m.hidden_size.checked_div(m.num_attention_heads);
-    for (path, wrong) in [
+/// Settings that GPT-2 does not have.
+fn check_gpt2(d: &mut Decoder, m: &ModelSpec) {
+    let head_dim = m.hidden_size.checked_div(m.num_attention_heads);
+    for (path, is_wrong) in [
         ("train.model.num_key_value_heads", m.num_key_value_heads != m.num_attention_heads),
-        ("train.model.head_dim", own != Some(m.head_dim)),
+        ("train.model.head_dim", head_dim != Some(m.head_dim)),
         ("train.model.rms_norm_eps", true),
         ("train.model.rope_theta", true),
     ] {
-        if wrong && d.map.is_given(path) && d.clean(&[path]) {
-            let why = "it has LayerNorm, learned positions, and as many key as query heads of `hidden_size` / `num_attention_heads`";
-            d.refuse(path, format!("`{path}` has no meaning for `family: gpt2`"), why);
+        if is_wrong && d.sources.is_given(path) && d.is_valid(&[path]) {
+            let message = format!("`{path}` does not apply to `family: gpt2`");
+            let help = "remove it; gpt2 has LayerNorm, learned positions, and as many key heads as query heads, \
+                        of width `hidden_size` / `num_attention_heads`";
+            d.reject(codes::JOB_KEYS_CONFLICT, path, message, help);
         }
     }
 }
 
-fn data(d: &mut Decoder, train: &TrainSpec) {
+fn check_data(d: &mut Decoder, train: &TrainSpec) {
     const VOCAB: &str = "train.model.vocab_size";
     const POSITIONS: &str = "train.model.max_position_embeddings";
     let (vocab, positions) = (train.model.vocab_size, train.model.max_position_embeddings);
-    let bytes = train.data.tokenizer == Tokenizer::Bytes && d.clean(&["train.data.tokenizer"]);
-    if bytes && d.clean(&[VOCAB]) && (1..BYTE_TOKENS).contains(&vocab) {
-        d.refuse(
+    let bytes = train.data.tokenizer == Tokenizer::Bytes && d.is_valid(&["train.data.tokenizer"]);
+    if bytes && d.is_valid(&[VOCAB]) && (1..BYTE_TOKENS).contains(&vocab) {
+        d.reject(
+            codes::JOB_VALUES_INCONSISTENT,
             VOCAB,
-            format!("`{VOCAB}` ({vocab}) is smaller than the byte tokenizer's {BYTE_TOKENS} tokens"),
-            "leave it out, or make it larger",
+            format!("`{VOCAB}` ({vocab}) is smaller than the {BYTE_TOKENS} tokens of the byte tokenizer"),
+            "remove it, or raise it",
         );
     }
     let seq_len = train.data.seq_len;
-    if d.clean(&[POSITIONS, "train.data.seq_len"]) && positions != 0 && positions < seq_len {
-        d.refuse(
+    if d.is_valid(&[POSITIONS, "train.data.seq_len"]) && positions != 0 && positions < seq_len {
+        d.reject(
+            codes::JOB_VALUES_INCONSISTENT,
             POSITIONS,
             format!("`{POSITIONS}` ({positions}) is smaller than `train.data.seq_len` ({seq_len})"),
             "a sample needs a position for each of its tokens",
         );
     }
-    let held_out = train.data.held_out;
-    if !d.clean(&["train.data.held_out", "train.eval", "train.eval.files"]) {
+    check_held_out(d, train);
+}
+
+/// Evaluation needs text, and a held-out share needs an evaluation.
+fn check_held_out(d: &mut Decoder, train: &TrainSpec) {
+    const HELD_OUT: &str = "train.data.held_out";
+    let share = train.data.held_out;
+    if !d.is_valid(&[HELD_OUT, "train.eval", "train.eval.files"]) {
         return;
     }
     match &train.eval {
-        Some(EvalSpec { files, .. }) if files.is_empty() && held_out == 0.0 => d.refuse(
+        Some(EvalSpec { files, .. }) if files.is_empty() && share == 0.0 => d.reject(
+            codes::JOB_KEY_REQUIRED,
             "train.eval",
-            "`train.eval` has no text to evaluate on",
-            "give `train.eval.files`, or keep a share of the data out with `train.data.held_out: 0.05`",
+            "`train.eval` requires `train.eval.files` or `train.data.held_out`",
+            "name files in `train.eval.files`, or hold out a share of the data with `train.data.held_out: 0.05`",
         ),
-        Some(EvalSpec { files, .. }) if !files.is_empty() && held_out > 0.0 => d.warn(
-            "train.data.held_out",
-            "the held-out share of the data is used for nothing: `train.eval.files` is given",
+        Some(EvalSpec { files, .. }) if !files.is_empty() && share > 0.0 => d.warn(
+            codes::JOB_KEY_HAS_NO_EFFECT,
+            HELD_OUT,
+            "the held-out share of the data is not used, because `train.eval.files` is given",
             "remove one of them",
         ),
-        None if held_out > 0.0 => d.warn(
-            "train.data.held_out",
-            "the held-out share of the data is used for nothing: there is no `train.eval`",
+        None if share > 0.0 => d.warn(
+            codes::JOB_KEY_HAS_NO_EFFECT,
+            HELD_OUT,
+            "the held-out share of the data is not used, because the job has no `train.eval`",
             "add `train.eval`, or remove `held_out`",
         ),
         _ => {}
     }
 }
 
-fn optimizer(d: &mut Decoder, o: &OptimizerSpec) {
-    let (other, foreign): (&str, &[&str]) = match o.name {
+fn check_optimizer(d: &mut Decoder, o: &OptimizerSpec) {
+    let (name, inapplicable): (&str, &[&str]) = match o.name {
         OptimizerName::Adamw => ("adamw", &["train.optimizer.momentum"]),
         OptimizerName::Sgd => ("sgd", &["train.optimizer.betas", "train.optimizer.eps"]),
         OptimizerName::Lion => ("lion", &["train.optimizer.eps", "train.optimizer.momentum"]),
         OptimizerName::Muon => ("muon", &[]),
     };
-    if !d.clean(&["train.optimizer.name"]) {
+    if !d.is_valid(&["train.optimizer.name"]) {
         return;
     }
-    for &path in foreign {
-        if d.map.is_given(path) {
-            d.refuse(path, format!("`{path}` has no effect with the optimizer `{other}`"), "remove it");
+    for &path in inapplicable {
+        if d.sources.is_given(path) {
+            let message = format!("`{path}` has no effect with the optimizer `{name}`");
+            d.reject(codes::JOB_KEY_HAS_NO_EFFECT, path, message, "remove it");
         }
     }
 }
 
-/// One way of saying what is trained, and numbers that an optimizer has.
-fn tune(d: &mut Decoder, train: &TrainSpec) {
+/// Which parameters are trained, and the hyper-parameters of their groups.
+fn check_selection(d: &mut Decoder, train: &TrainSpec) {
     const FREEZE: &str = "train.freeze";
     const ONLY: &str = "train.train_only";
-    if !train.freeze.is_empty() && d.map.is_given(ONLY) {
-        d.refuse(
-            FREEZE,
-            format!("`{FREEZE}` is given beside `{ONLY}`"),
-            "each says it all: keep one of them",
-        );
-    }
-    lora(d, train);
     const GROUPS: &str = "train.optimizer.groups";
+    if !train.freeze.is_empty() && d.sources.is_given(ONLY) {
+        let message = format!("`{FREEZE}` and `{ONLY}` are both given");
+        d.reject(codes::JOB_KEYS_CONFLICT, FREEZE, message, "keep one of them");
+    }
+    check_lora(d, train);
     let name = train.optimizer.name;
     for (i, g) in train.optimizer.groups.iter().enumerate() {
         let muon = name == OptimizerName::Muon;
         let (adam, sgd) = (muon || name == OptimizerName::Adamw, name == OptimizerName::Sgd);
-        let has = [
+        let settings = [
             ("betas", g.betas.is_some(), !sgd),
             ("eps", g.eps.is_some(), adam),
             ("momentum", g.momentum.is_some(), sgd || muon),
         ];
-        for (key, given, fits) in has {
-            if given && !fits {
-                let message =
-                    format!("item {} of `{GROUPS}` has `{key}`, which this optimizer hasn't", i + 1);
-                d.refuse(GROUPS, message, "remove it");
+        for (key, is_given, applies) in settings {
+            if is_given && !applies {
+                let message = format!(
+                    "item {} of `{GROUPS}` has `{key}`, which does not apply to this optimizer",
+                    i + 1
+                );
+                d.reject(codes::JOB_KEY_HAS_NO_EFFECT, GROUPS, message, "remove it");
             }
         }
         if sgd && g.momentum.is_some_and(|m| (m == 0.0) != (train.optimizer.momentum == 0.0)) {
             let message = format!(
-                "item {} of `{GROUPS}` has a momentum where the rest has none, or none where the rest has one",
+                "item {} of `{GROUPS}` and `train.optimizer.momentum` must both be 0 or both above 0",
                 i + 1
             );
-            d.refuse(
-                GROUPS,
-                message,
-                "a state of the optimizer is kept for all or for none: set `train.optimizer.momentum`",
-            );
+            let help = "SGD keeps momentum for all parameters or for none: set `train.optimizer.momentum`";
+            d.reject(codes::JOB_KEYS_CONFLICT, GROUPS, message, help);
         }
     }
 }
 
-/// Adapters are all that is trained, and a folder of adapters says everything about them.
-fn lora(d: &mut Decoder, train: &TrainSpec) {
+/// Adapters are the only trained parameters, and a directory of adapters has their settings.
+fn check_lora(d: &mut Decoder, train: &TrainSpec) {
+    const FROM: &str = "train.lora.from";
     let Some(lora) = &train.lora else { return };
     for key in ["train.freeze", "train.train_only"] {
-        if d.map.is_given(key) {
-            let message = format!("`{key}` is given beside `train.lora`");
-            d.refuse(key, message, "the model is frozen and its adapters are trained: remove it");
+        if d.sources.is_given(key) {
+            let message = format!("`{key}` and `train.lora` are both given");
+            let help = "remove it; only the adapters are trained, and the model is frozen";
+            d.reject(codes::JOB_KEYS_CONFLICT, key, message, help);
         }
     }
-    const FROM: &str = "train.lora.from";
-    let own = [FROM, "train.lora.dropout"];
-    for (name, key) in names_in("train.lora").filter(|(_, key)| !own.contains(&key.path)) {
-        if lora.from.is_some() && d.map.is_given(key.path) {
-            let message = format!("`{}` is given beside `{FROM}`", key.path);
-            d.refuse(
-                key.path,
-                message,
-                &format!("the folder's adapter_config.json says {name}: remove the key"),
-            );
+    let allowed = [FROM, "train.lora.dropout"];
+    for (name, key) in names_in("train.lora").filter(|(_, key)| !allowed.contains(&key.path)) {
+        if lora.from.is_some() && d.sources.is_given(key.path) {
+            let message = format!("`{}` and `{FROM}` are both given", key.path);
+            let help = format!("remove it; adapter_config.json of the directory has {name}");
+            d.reject(codes::JOB_KEYS_CONFLICT, key.path, message, &help);
         }
     }
-    if train.model.from.is_none() && d.clean(&["train.model.from"]) {
-        let message =
-            "`train.lora` trains adapters of a new model, whose weights are random and stay as they are";
-        d.warn("train.lora", message, "name the folder of a trained model in `train.model.from`");
+    if train.model.from.is_none() && d.is_valid(&["train.model.from"]) {
+        let message = "`train.lora` trains adapters of a new model, whose random weights stay frozen";
+        let help = "name the directory of a trained model in `train.model.from`";
+        d.warn(codes::JOB_LORA_WITHOUT_BASE, "train.lora", message, help);
     }
 }
 
-fn schedule(d: &mut Decoder, train: &TrainSpec) {
+fn check_schedule(d: &mut Decoder, train: &TrainSpec) {
     const WARMUP: &str = "train.schedule.warmup_steps";
     const DECAY: &str = "train.schedule.decay_steps";
     const MIN: &str = "train.schedule.min_lr";
     let ScheduleSpec { name, warmup_steps, min_lr, decay_steps } = train.schedule;
     let steps = train.steps;
-    if !d.clean(&["train.schedule.name"]) {
+    if !d.is_valid(&["train.schedule.name"]) {
         return;
     }
-    let fits = d.clean(&[WARMUP, "train.steps"]);
-    if fits && warmup_steps > steps {
-        d.refuse(
+    let is_valid = d.is_valid(&[WARMUP, "train.steps"]);
+    if is_valid && warmup_steps > steps {
+        d.warn(
+            codes::JOB_SCHEDULE_TRUNCATED,
             WARMUP,
-            format!("`{WARMUP}` ({warmup_steps}) is more than `train.steps` ({steps})"),
-            "the learning rate would never arrive",
+            format!(
+                "training ends within the warm-up: `{WARMUP}` ({warmup_steps}) is more than `train.steps` ({steps})"
+            ),
+            "shorten the warm-up, or train for more steps",
         );
-    } else if fits && name == ScheduleName::Wsd && d.clean(&[DECAY]) && decay_steps > steps - warmup_steps {
-        d.refuse(
+    } else if is_valid
+        && name == ScheduleName::Wsd
+        && d.is_valid(&[DECAY])
+        && decay_steps > steps - warmup_steps
+    {
+        d.warn(
+            codes::JOB_SCHEDULE_TRUNCATED,
             DECAY,
             format!(
-                "warm-up ({warmup_steps}) and decay ({decay_steps}) take more than `train.steps` ({steps})"
+                "warm-up ({warmup_steps} steps) and decay ({decay_steps} steps) overlap: `train.steps` is {steps}"
             ),
-            "shorten one of them",
+            "shorten one of them, or train for more steps",
         );
     }
-    if name != ScheduleName::Wsd && d.map.is_given(DECAY) {
-        d.refuse(DECAY, format!("`{DECAY}` has an effect with the schedule `wsd` only"), "remove it");
+    if name != ScheduleName::Wsd && d.sources.is_given(DECAY) {
+        let message = format!("`{DECAY}` has no effect without `train.schedule.name: wsd`");
+        d.reject(codes::JOB_KEY_HAS_NO_EFFECT, DECAY, message, "remove it");
     }
-    if name == ScheduleName::Constant && d.map.is_given(MIN) {
-        d.refuse(MIN, format!("`{MIN}` has no effect with the schedule `constant`"), "remove it");
-    } else if d.clean(&[MIN, "train.optimizer.lr"]) && min_lr > train.optimizer.lr {
-        d.refuse(
+    if name == ScheduleName::Constant && d.sources.is_given(MIN) {
+        let message = format!("`{MIN}` has no effect with the schedule `constant`");
+        d.reject(codes::JOB_KEY_HAS_NO_EFFECT, MIN, message, "remove it");
+    } else if d.is_valid(&[MIN, "train.optimizer.lr"]) && min_lr > train.optimizer.lr {
+        d.reject(
+            codes::JOB_VALUES_INCONSISTENT,
             MIN,
-            format!("`{MIN}` ({min_lr}) is more than `train.optimizer.lr` ({})", train.optimizer.lr),
-            "the schedule ends at `min_lr`",
+            format!("`{MIN}` ({min_lr}) is larger than `train.optimizer.lr` ({})", train.optimizer.lr),
+            "lower `min_lr`, with which the schedule ends",
         );
     }
 }

@@ -1,56 +1,66 @@
-//! `checkpoint:` and `resume:`.
+//! `checkpoint` and `resume`: when and where a job saves, and what it begins with.
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// `checkpoint:` — when, where, what is kept.
+/// `checkpoint`: when and where the built-in training saves, and what is kept.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointSpec {
-    /// `{name}` is filled in. Relative to the workdir. Default `runs/{name}/checkpoints`.
+    /// The directory of the checkpoints, with `{name}` replaced; relative to the workdir.
     pub dir: PathBuf,
-    pub every: Every,
-    /// Newest complete checkpoints kept; 0: all.
+    /// How often a checkpoint is saved.
+    pub every: SaveInterval,
+    /// The number of newest complete checkpoints that are kept; 0 for all.
     pub keep: u32,
-    /// Copy the shards aside and write while training goes on.
+    /// Whether the state is copied first and written while training continues.
     pub r#async: bool,
-    /// Write XOR parity beside the shards: one lost or damaged shard can be rebuilt.
+    /// Whether XOR parity is written, from which one lost or damaged shard can be rebuilt.
     pub parity: bool,
-    /// Refuse hosts that do not share `dir`; else each keeps the shards of its own ranks.
+    /// Whether hosts that do not share `dir` are rejected. Otherwise each host keeps the shards of
+    /// its ranks.
     #[serde(default)]
     pub require_shared: bool,
-    /// Gather `model.safetensors` (bf16) from the last checkpoint of the run.
+    /// Whether the last checkpoint of the run is gathered into `model.safetensors` (bf16).
     pub gather_16bit_weights_on_model_save: bool,
 }
 
-/// How often. A checkpoint is always saved at the end and on a stop.
+/// How often a checkpoint is saved. One is always saved at the end and when the run is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Every {
+pub enum SaveInterval {
+    /// Only at the end and when the run is stopped.
     Never,
+    /// After this many optimizer steps.
     Steps(u64),
-    /// Milliseconds; decided by rank 0's clock at step boundaries.
+    /// After this time, milliseconds, by the clock of rank 0 at step boundaries.
     Duration(u64),
 }
 
-/// `resume:`.
+/// `resume`: what a run begins with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ResumeSpec {
+    /// The checkpoint to resume from.
     pub from: ResumeFrom,
+    /// How random streams are adapted to another number of workers.
     pub rng: RngPolicy,
 }
 
-/// Where to go on from.
+/// The checkpoint to resume from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ResumeFrom {
-    /// The newest complete checkpoint in `checkpoint.dir`, else from the start.
+    /// The newest complete checkpoint in `checkpoint.dir`, if there is one.
     Auto,
+    /// None; the run begins at step 0.
     Never,
-    /// This checkpoint (or the newest of this directory of checkpoints), else an error.
+    /// This checkpoint, or the newest in this directory; its absence is an error.
     Path(PathBuf),
 }
 
-/// What to do with random streams that do not fit the number of workers (docs/numerics.md).
+/// How random streams that do not fit the number of workers are treated (docs/numerics.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RngPolicy {
+    /// New ranks get new streams; the others keep theirs.
     Reconcile,
+    /// The run is rejected.
     Strict,
+    /// All streams are seeded again.
     Reseed,
 }

@@ -1,67 +1,79 @@
-//! `cluster:` — where the job runs.
+//! `cluster`: the hosts and devices of a job.
 use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, path::PathBuf};
 
-/// Where the job runs.
+/// The hosts and devices of a job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClusterSpec {
+    /// The hosts, before the filters.
     pub hosts: Hosts,
-    /// DeepSpeed's filters, as written: only these hosts and slots. Not beside `exclude`.
+    /// DeepSpeed's filter: only these hosts and slots, verbatim. Excludes `exclude`.
     pub include: Vec<String>,
-    /// All but these.
+    /// DeepSpeed's filter: all but these hosts and slots, verbatim.
     pub exclude: Vec<String>,
+    /// How hosts are reached by SSH.
     pub ssh: SshSpec,
-    /// How many of the hosts run workers, the first ones that can be had; the others are spares. `None`: all.
+    /// How many hosts run workers: the first that are available. The others are spare hosts. `None`
+    /// for all.
     pub use_hosts: Option<u32>,
-    pub workers_per_host: Count,
+    /// The number of workers on each host.
+    pub workers_per_host: WorkersPerHost,
+    /// The devices of the workers.
     pub devices: Devices,
-    /// Built-in workers that share a GPU.
+    /// The number of built-in workers that share a GPU.
     pub workers_per_gpu: u32,
-    /// How buffers in GPU memory travel between built-in workers.
-    pub collectives: Collectives,
-    /// Folders in which CUDA's libraries are looked for first.
-    pub cuda_libs: Vec<PathBuf>,
+    /// What transfers GPU buffers between built-in workers.
+    #[serde(rename = "collectives")]
+    pub comm_backend: CommBackend,
+    /// Directories that are searched first for the CUDA libraries.
+    #[serde(rename = "cuda_libs")]
+    pub cuda_library_paths: Vec<PathBuf>,
+    /// The rendezvous port.
     pub master_port: MasterPort,
+    /// Which process serves the rendezvous store.
     pub store: StoreHost,
+    /// The network interface of built-in workers.
     pub interface: Interface,
 }
 
-/// Which of a host's addresses the built-in workers use between hosts.
+/// The address at which a built-in worker listens for workers on other hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Interface {
-    /// The address that the host is reached at by ssh, else the first that is no loopback address.
+    /// The address that the host is reached at by SSH, else the first that is not a loopback
+    /// address.
     Auto,
-    /// An interface (`eth0`), or the network that the address is in (`10.1.0.0/16`).
+    /// The name of an interface (`eth0`), or the network of the address (`10.1.0.0/16`).
     Named(String),
 }
 
 impl ClusterSpec {
-    /// Do built-in workers compute on GPUs?
+    /// Whether built-in workers compute on GPUs.
     pub fn trains_on_gpus(&self) -> bool {
         matches!(self.devices, Devices::Cuda | Devices::List(_))
     }
 }
 
 impl Interface {
-    /// May an address of this interface be used?
+    /// Whether an address of this interface may be used.
     pub fn admits(&self, interface: &str, address: IpAddr) -> bool {
         match self {
             Interface::Auto => true,
             Interface::Named(wanted) => match wanted.split_once('/') {
-                Some(network) => is_in(address, network),
+                Some(network) => is_in_network(address, network),
                 None => interface == wanted,
             },
         }
     }
 
-    /// Is `text` the name of an interface, or a network? A network is an address, a slash and a prefix length.
-    pub fn is_sound(text: &str) -> bool {
+    /// Whether `text` is the name of an interface or a network: an address, a slash and a prefix
+    /// length.
+    pub fn is_valid(text: &str) -> bool {
         match text.split_once('/') {
             Some((address, bits)) => {
                 let most = address.parse().map(|a: IpAddr| if a.is_ipv4() { 32 } else { 128 });
                 most.is_ok_and(|most: u8| bits.parse::<u8>().is_ok_and(|bits| bits <= most))
             }
-            // as the kernel has it: at most 15 bytes, no spaces, no colon
+            // The kernel allows at most 15 bytes without spaces and colons.
             None => {
                 (1..=15).contains(&text.len())
                     && !text.chars().any(|c| c.is_whitespace() || c.is_control() || c == ':')
@@ -70,8 +82,8 @@ impl Interface {
     }
 }
 
-/// Is `address` in the network (address, prefix length)?
-fn is_in(address: IpAddr, (network, bits): (&str, &str)) -> bool {
+/// Whether `address` is in the network, which is given by an address and a prefix length.
+fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
     let (Ok(network), Ok(bits)) = (network.parse::<IpAddr>(), bits.parse::<u32>()) else { return false };
     match (address, network) {
         (IpAddr::V4(a), IpAddr::V4(n)) if bits <= 32 => {
@@ -86,99 +98,112 @@ fn is_in(address: IpAddr, (network, bits): (&str, &str)) -> bool {
     }
 }
 
-/// Which hosts.
+/// `cluster.hosts`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Hosts {
-    /// The nodes of the Slurm allocation that launch runs in, or else this machine.
+    /// The nodes of the Slurm allocation that launch runs in, else this machine.
     Auto,
     /// This machine.
     Local,
     /// The nodes of the Slurm allocation that launch runs in.
     Slurm,
-    /// These, as written: each is what [`crate::hosts::parse_hosts`] reads.
+    /// Hosts, verbatim; [`crate::hosts::parse_hosts`] parses each text.
     List(Vec<String>),
-    /// Those of this hostfile.
+    /// The hosts of a hostfile.
     File(PathBuf),
 }
 
-/// How other hosts are reached.
+/// How hosts are reached by SSH. Values that are absent come from the SSH configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SshSpec {
-    /// Where neither the host nor the SSH configuration says; `None`: this user.
+    /// The login name of hosts without one; `None` for that of the SSH configuration, else the
+    /// current user.
     pub user: Option<String>,
+    /// The port of hosts without one; `None` for that of the SSH configuration, else 22.
     pub port: Option<u16>,
-    /// A private key; `None`: the SSH configuration's, the agent's, and the usual ones.
+    /// A private key; `None` for those of the SSH configuration, of the agent, and the default
+    /// ones.
     pub key: Option<PathBuf>,
+    /// The SSH configuration that is read.
     pub config: SshConfig,
+    /// How host keys are verified.
     pub known_hosts: KnownHosts,
-    /// `[user@]host[:port]` through which the hosts are reached.
+    /// The host, as `[user@]host[:port]`, through which the others are reached.
     pub jump: Option<String>,
-    /// For each step of getting connected, milliseconds.
+    /// Time limit of each step of connecting, milliseconds.
     pub connect_timeout_ms: u64,
-    /// Hosts that are being connected to at once.
-    pub parallel: u32,
+    /// The number of hosts that are connected to at the same time.
+    #[serde(rename = "parallel")]
+    pub fanout: u32,
 }
 
 /// Which SSH configuration is read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SshConfig {
-    /// The user's and the system's.
-    Usual,
+    /// Those of the user and of the system.
+    #[serde(rename = "Usual")]
+    Default,
+    /// No configuration.
     None,
-    /// This file alone.
+    /// Only this file.
     File(PathBuf),
 }
 
-/// What a host must show to be believed.
+/// How the key of a host is verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KnownHosts {
-    /// A key that known_hosts has.
+    /// The key must be in known_hosts.
     Strict,
-    /// That, or any key where known_hosts has none, which is then written there.
+    /// The key of a host that known_hosts does not contain is added to it.
     AcceptNew,
 }
 
-/// A number, or as many as there are devices (on CPU: 1).
+/// The number of workers on a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Count {
+pub enum WorkersPerHost {
+    /// One per GPU that the job uses (`workers_per_gpu` per GPU in built-in training); 1 on CPUs.
     Auto,
+    /// This many.
     Exactly(u32),
 }
 
-/// Which devices.
+/// The devices of the workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Devices {
-    /// GPUs for programs where they are found, else CPU.
+    /// For programs the GPUs of the host, if any; the CPU for built-in training.
     Auto,
-    /// GPUs are hidden from the workers.
+    /// The CPU; GPUs are hidden from the workers.
     Cpu,
-    /// Every GPU that is found; at least one.
+    /// All GPUs of the host, at least one.
     Cuda,
-    /// These GPUs, by number, each once; at least one.
+    /// The GPUs with these numbers; not empty, without duplicates.
     List(Vec<u32>),
 }
 
-/// What moves buffers in GPU memory between built-in workers.
+/// What transfers GPU buffers between built-in workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Collectives {
-    /// NCCL where each of several workers has a GPU of its own, else by way of the host.
+pub enum CommBackend {
+    /// NCCL when each of several workers has its own GPU, else the host.
     Auto,
+    /// NCCL.
     Nccl,
-    /// By way of the host's memory and network.
+    /// The host's memory and network.
     Host,
 }
 
 /// The rendezvous port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MasterPort {
+    /// Any free port.
     Auto,
+    /// This port.
     Fixed(u16),
 }
 
-/// Who hosts the rendezvous store (torch's `TCPStore`) of a program's ranks.
+/// Which process serves the rendezvous store (torch's `TCPStore`) of a program's ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StoreHost {
-    /// launch: its port is bound before any rank starts.
+    /// launch, which binds the port before any rank starts.
     Agent,
     /// Rank 0, on a port that was free when the run started.
     Rank0,

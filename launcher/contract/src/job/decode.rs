@@ -1,211 +1,206 @@
-//! The decoder: a tree → typed values, collecting every problem on the way instead of stopping at the first.
+//! [`Decoder`]: reads values from the YAML tree and collects all mistakes.
 use super::{
-    keys::{self, Default, Support},
-    read::{self, Read},
+    keys::{self, KeyDefault},
+    read::{self, ReadResult},
     source::{SourceMap, join},
-    tree::{Entry, Fault, Node, Value, parse_default, shown},
+    value_error::ValueError,
+    yaml::{YamlEntry, YamlNode, YamlValue, excerpt, parse_default},
 };
-use crate::{preflight::Finding, problem::Problem};
+use diagnostic::{Code, Diagnostic, codes::job as codes};
 
-/// Most problems that are collected; a file with more is not a job.
-const MOST: usize = 200;
+/// Most errors that are collected.
+const MAX_ERRORS: usize = 200;
 
-/// Collects problems and warnings while a job is decoded.
+/// Collects errors and warnings while a job is decoded.
 pub(crate) struct Decoder {
-    pub(crate) map: SourceMap,
-    pub(crate) problems: Vec<Problem>,
-    pub(crate) warnings: Vec<Problem>,
+    pub(crate) sources: SourceMap,
+    pub(crate) errors: Vec<Diagnostic>,
+    pub(crate) warnings: Vec<Diagnostic>,
+    /// The deprecated keys that the job uses, each with its present path.
+    pub(crate) deprecated: Vec<(String, String)>,
 }
 
-/// The keys given in one section.
+/// The entries of one section of the job.
 #[derive(Clone, Copy)]
-pub(crate) struct Table<'n> {
+pub(crate) struct Section<'n> {
     path: &'static str,
-    entries: &'n [Entry],
+    entries: &'n [YamlEntry],
     given: bool,
 }
 
-impl Table<'_> {
-    /// Was the section written at all?
-    pub(crate) fn given(&self) -> bool {
+impl Section<'_> {
+    /// Whether the job contains the section at all.
+    pub(crate) fn is_given(&self) -> bool {
         self.given
     }
 }
 
 impl Decoder {
-    pub(crate) fn new(map: SourceMap) -> Self {
-        Decoder { map, problems: Vec::new(), warnings: Vec::new() }
+    pub(crate) fn new(sources: SourceMap) -> Self {
+        Decoder { sources, errors: Vec::new(), warnings: Vec::new(), deprecated: Vec::new() }
     }
 
-    /// The keys of the whole job.
-    pub(crate) fn top<'n>(&mut self, root: &'n Node) -> Table<'n> {
-        self.table("", Some(root))
+    /// The keys at the top of the job.
+    pub(crate) fn top<'n>(&mut self, root: &'n YamlNode) -> Section<'n> {
+        self.section_from("", Some(root))
     }
 
-    /// The keys of a section of `parent`.
-    pub(crate) fn section<'n>(&mut self, parent: &Table<'n>, path: &'static str) -> Table<'n> {
+    /// The keys of a section within `parent`.
+    pub(crate) fn section<'n>(&mut self, parent: &Section<'n>, path: &'static str) -> Section<'n> {
         let node = self.node(parent, path);
-        self.table(path, node)
+        self.section_from(path, node)
     }
 
-    /// Is the section of `parent` absent, or there but `null`?
-    pub(crate) fn absent(&self, parent: &Table<'_>, path: &'static str) -> bool {
-        self.node(parent, path).is_none_or(|n| matches!(n.value, Value::Null))
+    /// Whether a section of `parent` is absent or `null`.
+    pub(crate) fn is_absent(&self, parent: &Section<'_>, path: &'static str) -> bool {
+        self.node(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
     }
 
-    fn table<'n>(&mut self, path: &'static str, node: Option<&'n Node>) -> Table<'n> {
-        let entries: &[Entry] = match node {
+    fn section_from<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> Section<'n> {
+        let entries: &[YamlEntry] = match node {
             None => &[],
-            Some(Node { value: Value::Map(entries), .. }) => entries,
+            Some(YamlNode { value: YamlValue::Map(entries), .. }) => entries,
             Some(other) => {
-                self.fault(path, read::expected("a mapping of keys", other));
+                self.report(path, read::wrong_type("a mapping of keys", other));
                 &[]
             }
         };
         self.check_names(path, entries);
-        Table { path, entries, given: node.is_some() }
+        Section { path, entries, given: node.is_some() }
     }
 
-    /// Unknown keys, keys given under two names, keys that this version can't do.
-    fn check_names(&mut self, section: &'static str, entries: &[Entry]) {
-        let mut seen: Vec<&'static str> = Vec::new();
+    /// Reports unknown keys, and keys that are given by their name and an alias.
+    fn check_names(&mut self, section: &'static str, entries: &[YamlEntry]) {
+        let mut known_names: Vec<&'static str> = Vec::new();
         for entry in entries {
             let known = keys::names_in(section)
                 .find(|(name, key)| *name == entry.key || key.aliases.contains(&entry.key.as_str()));
             let Some((name, key)) = known else {
-                self.unknown(section, entry);
+                self.report_unknown_key(section, entry);
                 continue;
             };
-            if seen.contains(&name) {
+            if known_names.contains(&name) {
                 let message = format!("is given twice: `{}` is another name of `{name}`", entry.key);
-                self.fault(key.path, Fault::at(entry.key_span, message).hint("keep one of them"));
+                let error = ValueError::new(codes::JOB_KEY_DUPLICATE, entry.key_span, message);
+                self.report(key.path, error.with_help("keep one of them"));
             }
-            seen.push(name);
-            if let (Support::Later, Default::Yaml(default)) = (key.support, key.default)
-                && parse_default(default).is_some_and(|d| d != entry.value)
-            {
-                let hint = match default {
-                    "null" | "[]" | "{}" => "leave it out".to_owned(),
-                    _ => format!("leave it out; its only value is `{default}`"),
-                };
-                let fault = Fault::at(entry.key_span, "is not supported by this version");
-                self.fault(key.path, fault.hint(hint));
-            }
+            known_names.push(name);
         }
     }
 
-    fn unknown(&mut self, section: &'static str, entry: &Entry) {
-        if self.problems.len() >= MOST {
+    fn report_unknown_key(&mut self, section: &'static str, entry: &YamlEntry) {
+        if self.errors.len() >= MAX_ERRORS {
             return;
         }
         let names =
             keys::names_in(section).flat_map(|(n, k)| std::iter::once(n).chain(k.aliases.iter().copied()));
-        let hint = if let Some(near) = read::nearest(&entry.key, names) {
-            format!("did you mean `{near}`?")
-        } else if let Some(elsewhere) = elsewhere(&entry.key) {
-            format!("`{elsewhere}` is a key")
+        let help = if let Some(name) = read::nearest_name(&entry.key, names) {
+            format!("did you mean `{name}`?")
+        } else if let Some(path) = key_with_last_name(&entry.key) {
+            format!("`{path}` is a key")
         } else {
             let names: Vec<&str> = keys::names_in(section).map(|(n, _)| n).collect();
             format!("the keys here are {}", names.join(", "))
         };
-        let place = if section.is_empty() { "a job".to_owned() } else { format!("`{section}`") };
-        let message = format!("`{}` is not a key of {place}", shown(&entry.key));
-        let place = self.map.place(entry.key_span);
-        self.problems.push(Problem { path: join(section, &entry.key), place, message, hint: Some(hint) });
+        let parent = if section.is_empty() { "a job".to_owned() } else { format!("`{section}`") };
+        let message = format!("`{}` is not a key of {parent}", excerpt(&entry.key));
+        let error = Diagnostic::error(codes::JOB_KEY_UNKNOWN, message)
+            .with_subject(join(section, &entry.key))
+            .with_location(self.sources.span_location(entry.key_span))
+            .with_help(help);
+        self.push(error);
     }
 
-    fn node<'n>(&self, table: &Table<'n>, path: &'static str) -> Option<&'n Node> {
-        debug_assert!(keys::find(path).is_some(), "{path} is in the table of keys");
+    fn node<'n>(&self, section: &Section<'n>, path: &'static str) -> Option<&'n YamlNode> {
+        debug_assert!(keys::find(path).is_some(), "{path} is not in the table of keys");
         let key = keys::find(path)?;
         let (parent, name) = path.rsplit_once('.').unwrap_or(("", path));
-        debug_assert_eq!(parent, table.path);
-        let entry = table.entries.iter().find(|e| e.key == name || key.aliases.contains(&e.key.as_str()));
-        entry.map(|e| &e.value)
+        debug_assert_eq!(parent, section.path);
+        let is_key = |e: &&YamlEntry| e.key == name || key.aliases.contains(&e.key.as_str());
+        section.entries.iter().find(is_key).map(|e| &e.value)
     }
 
-    /// The value of a key; its default when it is absent or wrong (which is then a problem).
+    /// The value of a key; its default when it is absent or wrong. A wrong value is reported.
     pub(crate) fn get<T>(
         &mut self,
-        table: &Table<'_>,
+        section: &Section<'_>,
         path: &'static str,
-        reader: impl Fn(&Node) -> Read<T>,
+        reader: impl Fn(&YamlNode) -> ReadResult<T>,
     ) -> T {
-        if let Some(value) = self.opt(table, path, &reader) {
+        if let Some(value) = self.get_optional(section, path, &reader) {
             return value;
         }
         let default = match keys::find(path).map(|k| k.default) {
-            Some(Default::Yaml(text)) => parse_default(text),
+            Some(KeyDefault::Yaml(text)) => parse_default(text),
             _ => None,
         };
         let value = default.and_then(|node| reader(&node).ok());
-        value.unwrap_or_else(|| unreachable!("the table's default of {path} can be read"))
+        value.unwrap_or_else(|| unreachable!("the default of {path} in the table of keys is readable"))
     }
 
-    /// The value of a key; `None` when it is absent or wrong (which is then a problem).
-    pub(crate) fn opt<T>(
+    /// The value of a key; `None` when it is absent or wrong. A wrong value is reported.
+    pub(crate) fn get_optional<T>(
         &mut self,
-        table: &Table<'_>,
+        section: &Section<'_>,
         path: &'static str,
-        reader: impl Fn(&Node) -> Read<T>,
+        reader: impl Fn(&YamlNode) -> ReadResult<T>,
     ) -> Option<T> {
-        let node = self.node(table, path)?;
-        reader(node).map_err(|fault| self.fault(path, fault)).ok()
+        let node = self.node(section, path)?;
+        reader(node).map_err(|error| self.report(path, error)).ok()
     }
 
-    /// A problem of the value of `path`, in the words "`path` …".
-    pub(crate) fn fault(&mut self, path: &str, fault: Fault) {
-        let place = match fault.span {
-            Some(span) => self.map.place(span),
-            None => self.map.locate(path),
+    /// Reports a mistake in the value of `path`; the message begins with the path.
+    pub(crate) fn report(&mut self, path: &str, error: ValueError) {
+        let (subject, prefix) = match path {
+            "" => (None, "the job ".to_owned()),
+            _ => (Some(path), format!("`{path}` ")),
         };
-        let message = if path.is_empty() {
-            format!("the job {}", fault.message)
-        } else {
-            format!("`{path}` {}", fault.message)
-        };
-        self.push(Problem { path: path.to_owned(), place, message, hint: fault.hint });
-        for more in fault.rest {
-            self.fault(path, more);
+        for diagnostic in error.into_diagnostics(&self.sources, subject, &prefix) {
+            self.push(diagnostic);
         }
     }
 
-    /// A problem of meaning at `path`.
-    pub(crate) fn refuse(&mut self, path: &str, message: impl Into<String>, hint: &str) {
-        let problem = self.map.problem(&finding(path, message, hint));
-        self.push(problem);
+    /// Reports an error in the meaning of `path`; empty for the job as a whole. `help` may be
+    /// empty.
+    pub(crate) fn reject(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
+        let error = self.sources.locate(about(Diagnostic::error(code, message), path, help));
+        self.push(error);
     }
 
-    /// Something to know about `path`.
-    pub(crate) fn warn(&mut self, path: &str, message: impl Into<String>, hint: &str) {
-        self.warnings.push(self.map.problem(&finding(path, message, hint)));
+    /// Adds a warning about `path`. `help` may be empty.
+    pub(crate) fn warn(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
+        let warning = self.sources.locate(about(Diagnostic::warning(code, message), path, help));
+        self.warnings.push(warning);
     }
 
-    fn push(&mut self, problem: Problem) {
-        if self.problems.len() < MOST {
-            self.problems.push(problem);
+    /// Adds an error, unless there are too many already.
+    pub(crate) fn push(&mut self, error: Diagnostic) {
+        if self.errors.len() >= MAX_ERRORS {
+            return;
         }
+        let deprecated = self.deprecated.iter().find(|(_, new)| error.subject() == Some(new.as_str()));
+        self.errors.push(match deprecated {
+            Some((old, new)) => error.with_help(format!("`{old}` is the deprecated name of `{new}`")),
+            None => error,
+        });
     }
 
-    /// Is there no problem with any of these keys? (Then their values are the ones that were meant.)
-    pub(crate) fn clean(&self, paths: &[&str]) -> bool {
-        !self.problems.iter().any(|p| paths.contains(&p.path.as_str()))
-    }
-}
-
-fn finding(path: &str, message: impl Into<String>, hint: &str) -> Finding {
-    Finding {
-        path: path.to_owned(),
-        message: message.into(),
-        hint: (!hint.is_empty()).then(|| hint.to_owned()),
+    /// Whether no error concerns any of these keys, so that their values are those that the job
+    /// states.
+    pub(crate) fn is_valid(&self, paths: &[&str]) -> bool {
+        !self.errors.iter().any(|error| paths.contains(&error.subject().unwrap_or_default()))
     }
 }
 
-/// The one key of another section with this last name.
-fn elsewhere(name: &str) -> Option<&'static str> {
-    let mut found = keys::KEYS
-        .iter()
-        .filter(|k| k.path.rsplit('.').next() == Some(name) || k.aliases.contains(&name))
-        .map(|k| k.path);
+fn about(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
+    let diagnostic = if path.is_empty() { diagnostic } else { diagnostic.with_subject(path) };
+    if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }
+}
+
+/// The key with this last name or alias, when exactly one section has it.
+fn key_with_last_name(name: &str) -> Option<&'static str> {
+    let has_name = |k: &&keys::Key| k.path.rsplit('.').next() == Some(name) || k.aliases.contains(&name);
+    let mut found = keys::KEYS.iter().filter(has_name).map(|k| k.path);
     let first = found.next()?;
     found.next().is_none().then_some(first)
 }

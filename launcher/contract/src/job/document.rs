@@ -1,54 +1,62 @@
-//! [`Document`]: a YAML or JSON file of another program as plain values, each with its place.
+//! [`Document`]: a YAML or JSON file of another program as plain values, each with its location.
 use super::{
-    load::{MAX_JOB, decode_utf8, printable, read},
+    load::{MAX_JOB, check_characters, decode_utf8, file_error, read_file},
     source::{SourceMap, Span},
-    tree::{self, Node, parse},
+    yaml::{self, YamlNode, YamlValue, parse},
 };
-use crate::problem::{Place, Problem};
+use diagnostic::{Location, codes::job as codes};
 use std::path::Path;
 
-/// How a document is written.
+/// The notation of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Syntax {
-    /// YAML 1.2 as in job.yaml.
+    /// YAML 1.2, with the restrictions of job.yaml.
     Yaml,
-    /// JSON, with comments as Hjson has them (`//`, `#`, `/* */`).
+    /// JSON with the comments of Hjson: `//`, `#` and `/* */`.
     Json,
 }
 
-/// A file of another program.
+/// A parsed file of another program.
 #[derive(Clone, Debug)]
 pub struct Document {
-    map: SourceMap,
+    sources: SourceMap,
+    /// The value of the whole document.
     pub root: Item,
 }
 
-/// A value.
+/// A value of a document.
 #[derive(Clone, Debug)]
 pub struct Item {
+    /// The value and its type.
     pub value: ItemValue,
-    /// A scalar as it was written (unescaped where it was quoted); empty for lists and mappings.
+    /// The text of a scalar, unescaped if it is quoted; empty for lists and mappings.
     pub text: String,
     span: Span,
 }
 
-/// What a value is.
+/// The resolved value of an [`Item`].
 #[derive(Clone, Debug)]
 pub enum ItemValue {
+    /// `null`, `~` or nothing.
     Null,
+    /// `true` or `false`.
     Bool(bool),
+    /// An integer.
     Int(i128),
+    /// A number with a point or an exponent, or an infinity or NaN.
     Float(f64),
+    /// Text, which is in [`Item::text`].
     Text,
+    /// A list.
     List(Vec<Item>),
-    /// In the order of the file; no key twice.
+    /// A mapping in the order of the file, without duplicate keys.
     Map(Vec<(String, Item)>),
 }
 
 impl Item {
-    /// What it is, for messages: ``the text `abc` ``, `the integer 3`, `a list`.
-    pub fn found(&self) -> String {
-        let raw = tree::shown(&self.text);
+    /// Describes the value for a message: ``the text `abc` ``, `3`, `a list`.
+    pub fn describe(&self) -> String {
+        let raw = yaml::excerpt(&self.text);
         match &self.value {
             ItemValue::Null => "nothing".to_owned(),
             ItemValue::Bool(_) | ItemValue::Int(_) | ItemValue::Float(_) => raw,
@@ -61,69 +69,58 @@ impl Item {
 
 impl Document {
     /// Reads a file of at most 1 MiB.
-    pub fn read(path: &Path, syntax: Syntax) -> Result<Self, Box<Problem>> {
+    pub fn read(path: &Path, syntax: Syntax) -> diagnostic::Result<Self> {
         let name = path.display().to_string();
-        let text = decode_utf8(&name, read(path, &name, "file")?)?;
+        let text = decode_utf8(&name, read_file(path, &name, "file")?)?;
         Document::parse(&name, &text, syntax)
     }
 
-    /// Reads a text; `name` is said in messages.
-    pub fn parse(name: &str, text: &str, syntax: Syntax) -> Result<Self, Box<Problem>> {
-        let plain;
+    /// Parses a text; `name` is the file name in messages.
+    pub fn parse(name: &str, text: &str, syntax: Syntax) -> diagnostic::Result<Self> {
+        let json;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let map = SourceMap::new(name, text);
-        let fail = |place, message: String, hint: Option<String>| {
-            Box::new(Problem { path: String::new(), place, message, hint })
-        };
-        let whole = || Place::File { file: name.to_owned() };
+        let sources = SourceMap::new(name, text);
         if text.len() as u64 > MAX_JOB {
-            return Err(fail(whole(), "the file is larger than 1 MiB".to_owned(), None));
+            return Err(file_error(codes::JOB_TOO_LARGE, name, "the file is larger than 1 MiB"));
         }
-        let in_place = |fault: tree::Fault| {
-            let place = fault.span.map_or_else(whole, |span| map.place(span));
-            fail(place, fault.message, fault.hint)
-        };
-        printable(text).map_err(in_place)?;
+        check_characters(text).map_err(|error| error.into_diagnostic(&sources))?;
         let yaml = match syntax {
             Syntax::Yaml => text,
             Syntax::Json if !begins_with_brace(text) => {
-                return Err(fail(
-                    whole(),
-                    "this isn't a JSON object: it has no `{` at its start".into(),
-                    None,
-                ));
+                let message = "the file is not a JSON object: it does not begin with `{`";
+                return Err(file_error(codes::JOB_YAML_SYNTAX, name, message));
             }
             Syntax::Json => {
-                plain = without_comments(text);
-                &plain
+                json = without_comments(text);
+                &json
             }
         };
-        match parse(yaml, SourceMap::JOB, 0).map_err(in_place)? {
-            Some(node) => Ok(Document { root: item(node), map }),
-            None => Err(fail(whole(), "the file is empty".to_owned(), None)),
+        match parse(yaml, SourceMap::JOB, 0).map_err(|error| error.into_diagnostic(&sources))? {
+            Some(node) => Ok(Document { root: item(node), sources }),
+            None => Err(file_error(codes::JOB_EMPTY, name, "the file is empty")),
         }
     }
 
-    /// Where a value was written.
-    pub fn place(&self, item: &Item) -> Place {
-        self.map.place(item.span)
+    /// The location of a value of this document.
+    pub fn location(&self, item: &Item) -> Location {
+        self.sources.span_location(item.span)
     }
 
     /// The file's name.
     pub fn file(&self) -> &str {
-        self.map.file()
+        self.sources.file()
     }
 }
 
-fn item(node: Node) -> Item {
+fn item(node: YamlNode) -> Item {
     let value = match node.value {
-        tree::Value::Null => ItemValue::Null,
-        tree::Value::Bool(b) => ItemValue::Bool(b),
-        tree::Value::Int(n) => ItemValue::Int(n),
-        tree::Value::Float(x) => ItemValue::Float(x),
-        tree::Value::Text => ItemValue::Text,
-        tree::Value::List(items) => ItemValue::List(items.into_iter().map(item).collect()),
-        tree::Value::Map(entries) => {
+        YamlValue::Null => ItemValue::Null,
+        YamlValue::Bool(b) => ItemValue::Bool(b),
+        YamlValue::Int(n) => ItemValue::Int(n),
+        YamlValue::Float(x) => ItemValue::Float(x),
+        YamlValue::Text => ItemValue::Text,
+        YamlValue::List(items) => ItemValue::List(items.into_iter().map(item).collect()),
+        YamlValue::Map(entries) => {
             ItemValue::Map(entries.into_iter().map(|e| (e.key, item(e.value))).collect())
         }
     };
@@ -134,45 +131,46 @@ fn begins_with_brace(text: &str) -> bool {
     without_comments(text).trim_start().starts_with('{')
 }
 
-/// The same bytes with comments as blanks, and tabs too: YAML doesn't take those where JSON does.
+/// Replaces comments and tabs by spaces, because YAML does not accept tabs everywhere. The length
+/// in bytes stays, so spans remain valid.
 fn without_comments(text: &str) -> String {
     #[derive(PartialEq)]
-    enum In {
+    enum Within {
         Code,
         Text,
         Line,
         Block,
     }
-    let (mut state, mut out) = (In::Code, String::with_capacity(text.len()));
+    let (mut state, mut out) = (Within::Code, String::with_capacity(text.len()));
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
         let next = chars.peek().copied();
         match state {
-            In::Text => {
+            Within::Text => {
                 out.push(c);
                 match c {
                     '\\' => out.extend(chars.next()),
-                    '"' => state = In::Code,
+                    '"' => state = Within::Code,
                     _ => {}
                 }
                 continue;
             }
-            In::Line if c == '\n' => state = In::Code,
-            In::Block if c == '*' && next == Some('/') => {
-                state = In::Code;
+            Within::Line if c == '\n' => state = Within::Code,
+            Within::Block if c == '*' && next == Some('/') => {
+                state = Within::Code;
                 chars.next();
                 out.push_str("  ");
                 continue;
             }
-            In::Code if c == '#' || c == '/' && next == Some('/') => state = In::Line,
-            In::Code if c == '/' && next == Some('*') => state = In::Block,
-            In::Code if c == '"' => state = In::Text,
+            Within::Code if c == '#' || c == '/' && next == Some('/') => state = Within::Line,
+            Within::Code if c == '/' && next == Some('*') => state = Within::Block,
+            Within::Code if c == '"' => state = Within::Text,
             _ => {}
         }
         match c {
             '\n' | '\r' => out.push(c),
-            _ if state == In::Code || state == In::Text => out.push(if c == '\t' { ' ' } else { c }),
-            // as many bytes as before, so that places stay right
+            _ if state == Within::Code || state == Within::Text => out.push(if c == '\t' { ' ' } else { c }),
+            // One space per byte keeps the offsets of what follows.
             _ => out.extend(std::iter::repeat_n(' ', c.len_utf8())),
         }
     }
@@ -183,12 +181,12 @@ fn without_comments(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn json(text: &str) -> Result<Document, Box<Problem>> {
+    fn json(text: &str) -> diagnostic::Result<Document> {
         Document::parse("ds.json", text, Syntax::Json)
     }
 
     #[test]
-    fn json_with_tabs_and_comments() {
+    fn json_may_contain_tabs_and_comments() {
         let text = "// it's \"mine\"\n{\n\t\"a\": 1e5, # one\n\t\"b\": {\"c\": [true, null, \"x // y\\\" # z\"]} /* é */\n}\n";
         let document = json(text).expect("a document");
         let ItemValue::Map(entries) = &document.root.value else { panic!("a mapping") };
@@ -197,21 +195,22 @@ mod tests {
         let ItemValue::Map(inner) = &entries[1].1.value else { panic!("a mapping") };
         let ItemValue::List(list) = &inner[0].1.value else { panic!("a list") };
         assert_eq!(list[2].text, "x // y\" # z");
-        assert_eq!((document.place(&list[0]).line(), document.place(&list[0]).column()), (4, 14));
+        assert_eq!((document.location(&list[0]).line(), document.location(&list[0]).column()), (4, 14));
     }
 
     #[test]
-    fn what_is_no_document_is_refused_in_place() {
-        for (text, line, part) in [
-            ("", 0, "no `{`"),
-            ("[1]", 0, "no `{`"),
-            ("{\"a\": 1,\n \"a\": 2}", 2, "`a`"),
-            ("{\"a\": 1", 1, ""),
-            ("{\"a\": \u{1}1}", 1, "U+0001"),
-            ("{\"a\": !!x 1}", 1, "tag"),
+    fn a_malformed_document_is_rejected_with_its_location() {
+        for (text, line, code) in [
+            ("", 0, codes::JOB_YAML_SYNTAX),
+            ("[1]", 0, codes::JOB_YAML_SYNTAX),
+            ("{\"a\": 1,\n \"a\": 2}", 2, codes::JOB_KEY_DUPLICATE),
+            ("{\"a\": 1", 1, codes::JOB_YAML_SYNTAX),
+            ("{\"a\": \u{1}1}", 1, codes::JOB_CONTROL_CHARACTER),
+            ("{\"a\": !!x 1}", 1, codes::JOB_YAML_UNSUPPORTED),
         ] {
-            let problem = json(text).expect_err(text);
-            assert!(problem.message.contains(part) && problem.place.line() >= line, "{text}: {problem:?}");
+            let error = json(text).expect_err(text);
+            assert_eq!(error.code(), code, "{text}: {error:?}");
+            assert!(error.location().is_some_and(|l| l.line() >= line), "{text}: {error:?}");
         }
         assert!(json(&format!("{{\"a\": \"{}\"}}", "x".repeat(1 << 20))).is_err());
         let deep = format!("{}{}", "{\"a\":".repeat(500), "}".repeat(500));
@@ -220,7 +219,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_text_does_no_harm(text in "[\\{\\}\\[\\]:,a\"/*#\\\\\n\té ]{0,60}") {
+        fn any_text_is_parsed_or_rejected(text in "[\\{\\}\\[\\]:,a\"/*#\\\\\n\té ]{0,60}") {
             _ = json(&format!("{{{text}"));
             proptest::prop_assert_eq!(without_comments(&text).len(), text.len());
         }

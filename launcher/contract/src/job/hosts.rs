@@ -1,92 +1,100 @@
-//! Decoding where hosts are and how they are reached.
+//! Decodes `cluster.hosts`, the filters of hosts, and `cluster.ssh`.
 use super::{
     Hosts, KnownHosts, SshConfig, SshSpec,
-    decode::{Decoder, Table},
-    read::{Read, choice, duration, expected, int32, list, text},
+    decode::{Decoder, Section},
+    read::{ReadResult, choice, duration, int32, list, out_of_range, text, wrong_format, wrong_type},
     sections::path,
-    tree::{Fault, Node, Value},
+    value_error::ValueError,
+    yaml::{YamlNode, YamlValue},
 };
 use crate::hosts::{MAX_HOSTS, parse_hosts};
+use diagnostic::codes::job as codes;
 
-/// Longest wait for a step of a connection, milliseconds.
-const MOST_WAIT: u64 = 10 * 60 * 1000;
+/// Longest `cluster.ssh.connect_timeout`, milliseconds.
+const MAX_CONNECT_TIMEOUT_MS: u64 = 10 * 60 * 1000;
 
-/// `auto`, `local`, `slurm`, a list, or `{file: hostfile}`.
-pub(super) fn hosts(node: &Node) -> Read<Hosts> {
+/// Reads `auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`.
+pub(super) fn read_hosts(node: &YamlNode) -> ReadResult<Hosts> {
     const WHAT: &str = "`auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`";
     match &node.value {
-        Value::List(items) if items.is_empty() => Err(expected(WHAT, node)),
-        Value::List(_) => {
-            let hosts = list(WHAT, host)(node)?;
-            no_more_than_once(node, &hosts)?;
+        YamlValue::List(items) if items.is_empty() => Err(out_of_range(WHAT, node)),
+        YamlValue::List(_) => {
+            let hosts = list(WHAT, read_host)(node)?;
+            check_duplicates(node, &hosts)?;
             Ok(Hosts::List(hosts))
         }
-        Value::Map(entries) => match entries.as_slice() {
+        YamlValue::Map(entries) => match entries.as_slice() {
             [only] if only.key == "file" => path(&only.value).map(Hosts::File),
-            _ => Err(expected(WHAT, node)),
+            _ => Err(wrong_type(WHAT, node)),
         },
-        Value::Text if !["auto", "local", "slurm"].contains(&node.raw.as_str()) && host(node).is_ok() => {
-            Err(expected(WHAT, node).hint(format!("a list of one is written [\"{}\"]", node.raw)))
+        YamlValue::Text
+            if !["auto", "local", "slurm"].contains(&node.raw.as_str()) && read_host(node).is_ok() =>
+        {
+            Err(wrong_type(WHAT, node).with_help(format!("write a list of one item as [\"{}\"]", node.raw)))
         }
-        _ => choice(&[("auto", Hosts::Auto), ("local", Hosts::Local), ("slurm", Hosts::Slurm)], &[])(node),
+        _ => choice(&[("auto", Hosts::Auto), ("local", Hosts::Local), ("slurm", Hosts::Slurm)])(node),
     }
 }
 
-/// A host, or several, as one text.
-fn host(node: &Node) -> Read<String> {
+/// Reads a text that names one or several hosts.
+fn read_host(node: &YamlNode) -> ReadResult<String> {
     let text = match node.value {
-        // a bare number may be a host's name
-        Value::Int(_) => node.raw.clone(),
+        // A number may be the name of a host.
+        YamlValue::Int(_) => node.raw.clone(),
         _ => text(node)?,
     };
     match parse_hosts(&text) {
         Ok(_) => Ok(text),
-        Err(fault) => {
-            let column = text.get(..fault.at).map_or(0, |before| before.chars().count()) + 1;
-            let fault = Fault::at(node.span, format!("{} (at its character {column})", fault.message));
-            Err(fault.hint("a host is [user@]name[:port], where the name may have ranges: n[01-16]"))
+        Err(error) => {
+            let column = text.get(..error.at).map_or(0, |before| before.chars().count()) + 1;
+            Err(ValueError::new(error.code(), node.span, format!("{error} (at character {column})"))
+                .with_help(
+                    "write a host as [user@]name[:port]; the name may contain ranges such as n[01-16]",
+                ))
         }
     }
 }
 
-fn no_more_than_once(node: &Node, texts: &[String]) -> Read<()> {
-    let Value::List(items) = &node.value else { return Ok(()) };
-    let mut seen = std::collections::HashSet::new();
+fn check_duplicates(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
+    let YamlValue::List(items) = &node.value else { return Ok(()) };
+    let mut names = std::collections::HashSet::new();
     for (item, text) in items.iter().zip(texts) {
         for host in parse_hosts(text).unwrap_or_default() {
             let name = host.name();
-            if seen.len() >= MAX_HOSTS {
-                return Err(Fault::at(node.span, format!("names more than {MAX_HOSTS} hosts")));
+            if names.len() >= MAX_HOSTS {
+                let message = format!("names more than {MAX_HOSTS} hosts");
+                return Err(ValueError::new(codes::JOB_VALUE_OUT_OF_RANGE, node.span, message));
             }
-            if !seen.insert(name.clone()) {
-                let fault = Fault::at(item.span, format!("names the host `{name}` again"));
-                return Err(
-                    fault.hint("each host has one agent; `workers_per_host` says how many ranks it gets")
-                );
+            if !names.insert(name.clone()) {
+                let message = format!("names the host `{name}` twice");
+                return Err(ValueError::new(codes::JOB_ITEM_DUPLICATE, item.span, message).with_help(
+                    "name each host once; `cluster.workers_per_host` is the number of workers on it",
+                ));
             }
         }
     }
     Ok(())
 }
 
-/// A list of DeepSpeed's filters; one text stands for a list of one, as on DeepSpeed's command line.
-pub(super) fn filters(node: &Node) -> Read<Vec<String>> {
+/// Reads a list of DeepSpeed's filters. A single text is accepted, too, as on DeepSpeed's command
+/// line.
+pub(super) fn read_filters(node: &YamlNode) -> ReadResult<Vec<String>> {
     match node.value {
-        Value::Text => text(node).map(|text| vec![text]),
+        YamlValue::Text => text(node).map(|text| vec![text]),
         _ => list("a list of filters such as `worker-0@worker-1:0,2`", text)(node),
     }
 }
 
-/// `cluster.ssh`.
-pub(super) fn ssh(d: &mut Decoder, cluster: &Table<'_>) -> SshSpec {
+/// Decodes `cluster.ssh`.
+pub(super) fn decode_ssh(d: &mut Decoder, cluster: &Section<'_>) -> SshSpec {
     let t = d.section(cluster, "cluster.ssh");
     SshSpec {
-        user: d.opt(&t, "cluster.ssh.user", user),
-        port: d.opt(&t, "cluster.ssh.port", |n| int32(1..=u32::from(u16::MAX))(n).map(|p| p as u16)),
-        key: d.opt(&t, "cluster.ssh.key", path),
+        user: d.get_optional(&t, "cluster.ssh.user", user),
+        port: d.get_optional(&t, "cluster.ssh.port", |n| int32(1..=u32::from(u16::MAX))(n).map(|p| p as u16)),
+        key: d.get_optional(&t, "cluster.ssh.key", path),
         config: d.get(&t, "cluster.ssh.config", |node| {
             Ok(match text(node)?.as_str() {
-                "usual" => SshConfig::Usual,
+                "default" => SshConfig::Default,
                 "none" => SshConfig::None,
                 _ => SshConfig::File(path(node)?),
             })
@@ -94,29 +102,29 @@ pub(super) fn ssh(d: &mut Decoder, cluster: &Table<'_>) -> SshSpec {
         known_hosts: d.get(
             &t,
             "cluster.ssh.known_hosts",
-            choice(&[("strict", KnownHosts::Strict), ("accept_new", KnownHosts::AcceptNew)], &[]),
+            choice(&[("strict", KnownHosts::Strict), ("accept_new", KnownHosts::AcceptNew)]),
         ),
-        jump: d.opt(&t, "cluster.ssh.jump", jump),
+        jump: d.get_optional(&t, "cluster.ssh.jump", jump),
         connect_timeout_ms: d.get(&t, "cluster.ssh.connect_timeout", |node| match duration(node)? {
-            ms @ 1..=MOST_WAIT => Ok(ms),
-            _ => Err(expected("a duration above 0 of at most `10m`", node)),
+            ms @ 1..=MAX_CONNECT_TIMEOUT_MS => Ok(ms),
+            _ => Err(out_of_range("a duration above 0 of at most `10m`", node)),
         }),
-        parallel: d.get(&t, "cluster.ssh.parallel", int32(1..=1024)),
+        fanout: d.get(&t, "cluster.ssh.fanout", int32(1..=1024)),
     }
 }
 
-fn user(node: &Node) -> Read<String> {
+fn user(node: &YamlNode) -> ReadResult<String> {
     let name = text(node)?;
     match parse_hosts(&format!("{name}@host")) {
         Ok(hosts) if hosts.len() == 1 => Ok(name),
-        _ => Err(expected("a user's name", node)),
+        _ => Err(wrong_format("a user name", node)),
     }
 }
 
-fn jump(node: &Node) -> Read<String> {
+fn jump(node: &YamlNode) -> ReadResult<String> {
     let text = text(node)?;
     match parse_hosts(&text).map(|hosts| hosts.len()) {
         Ok(1) => Ok(text),
-        _ => Err(expected("one host: `[user@]host[:port]`", node)),
+        _ => Err(wrong_format("one host: `[user@]host[:port]`", node)),
     }
 }

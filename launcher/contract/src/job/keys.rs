@@ -1,55 +1,46 @@
-//! The table of keys: every name that job.yaml knows, what it takes, and what it is when it isn't given.
+//! The table of keys: every key of job.yaml, the values that it accepts, and its default.
 //!
-//! The decoder takes its defaults from here, and a test compares docs/job.md with it, so neither can say otherwise.
+//! The decoder takes its defaults from this table, and a test compares docs/job.md with it.
+use super::deprecated;
 
-/// One key.
+/// One key of job.yaml.
 #[derive(Debug)]
 pub struct Key {
-    /// Whole path, e.g. `train.batch.global`.
+    /// The whole path, e.g. `train.batch.global`.
     pub path: &'static str,
-    /// What it takes, as docs/job.md says it.
-    pub takes: &'static str,
-    pub default: Default,
-    pub support: Support,
-    /// Other names, DeepSpeed's mostly.
+    /// The accepted values, in the words of docs/job.md.
+    pub accepts: &'static str,
+    /// The value when the key is absent.
+    pub default: KeyDefault,
+    /// Other last names of the key, which are not deprecated. Most are DeepSpeed's.
     pub aliases: &'static [&'static str],
 }
 
-/// What a key is when it isn't given.
+/// The value of a key that is absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Default {
+pub enum KeyDefault {
     /// This YAML.
     Yaml(&'static str),
-    /// Found from other keys; in words.
+    /// A value that follows from other keys or files; described in words.
     Computed(&'static str),
-    /// Nothing: it must be given.
-    Required,
-    /// A mapping of keys of their own.
+    /// The key is a section, whose keys have their own defaults.
     Section,
 }
 
-/// Does this version do what the key asks for?
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Support {
-    Yes,
-    /// Accepted at its default only: what can't be had is refused, never ignored.
-    Later,
-}
-
-const fn key(path: &'static str, takes: &'static str, default: &'static str) -> Key {
-    Key { path, takes, default: Default::Yaml(default), support: Support::Yes, aliases: &[] }
+const fn key(path: &'static str, accepts: &'static str, default: &'static str) -> Key {
+    Key { path, accepts, default: KeyDefault::Yaml(default), aliases: &[] }
 }
 
 const fn section(path: &'static str) -> Key {
-    Key { path, takes: "mapping", default: Default::Section, support: Support::Yes, aliases: &[] }
+    Key { path, accepts: "mapping", default: KeyDefault::Section, aliases: &[] }
 }
 
-const fn computed(path: &'static str, takes: &'static str, default: &'static str) -> Key {
-    Key { path, takes, default: Default::Computed(default), support: Support::Yes, aliases: &[] }
+const fn computed(path: &'static str, accepts: &'static str, default: &'static str) -> Key {
+    Key { path, accepts, default: KeyDefault::Computed(default), aliases: &[] }
 }
 
 impl Key {
-    const fn or(mut self, aliases: &'static [&'static str]) -> Self {
+    const fn with_aliases(mut self, aliases: &'static [&'static str]) -> Self {
         self.aliases = aliases;
         self
     }
@@ -57,42 +48,43 @@ impl Key {
 
 /// Every key, section by section.
 pub static KEYS: &[Key] = &[
-    computed("name", "text: letters, digits, `.`, `_`, `-`", "the job file's name without its ending"),
+    computed("name", "text: letters, digits, `.`, `_`, `-`", "the name of the job file without extension"),
     section("cluster"),
     key("cluster.hosts", "`auto`, `local`, `slurm`, list of hosts, or `{file: hostfile}`", "auto"),
     key("cluster.use_hosts", "`all` or integer of 1 or more", "all"),
-    key("cluster.workers_per_host", "`auto` or integer from 1 to 1024", "auto").or(&["nproc_per_node"]),
+    key("cluster.workers_per_host", "`auto` or integer from 1 to 1024", "auto")
+        .with_aliases(&["nproc_per_node"]),
     key("cluster.devices", "`auto`, `cpu`, `cuda` or list of integers", "auto"),
     key("cluster.workers_per_gpu", "integer from 1 to 64", "1"),
-    key("cluster.collectives", "`auto`, `nccl` or `host`", "auto"),
-    key("cluster.cuda_libs", "list of paths", "[]"),
+    key("cluster.comm_backend", "`auto`, `nccl` or `host`", "auto"),
+    key("cluster.cuda_library_paths", "list of paths", "[]"),
     key("cluster.include", "list of text", "[]"),
     key("cluster.exclude", "list of text", "[]"),
     key("cluster.master_port", "`auto` or integer from 1 to 65535", "auto"),
     key("cluster.store", "`agent` or `rank0`", "agent"),
     section("cluster.ssh"),
-    computed("cluster.ssh.user", "text", "the SSH configuration's, else this user"),
-    computed("cluster.ssh.port", "integer from 1 to 65535", "the SSH configuration's, else 22"),
-    computed("cluster.ssh.key", "path", "the SSH configuration's, the agent's, the usual ones"),
-    key("cluster.ssh.config", "`usual`, `none` or path", "usual"),
+    computed("cluster.ssh.user", "text", "from the SSH configuration, else the current user"),
+    computed("cluster.ssh.port", "integer from 1 to 65535", "from the SSH configuration, else 22"),
+    computed("cluster.ssh.key", "path", "from the SSH configuration, then the agent, then the default keys"),
+    key("cluster.ssh.config", "`default`, `none` or path", "default"),
     key("cluster.ssh.known_hosts", "`strict` or `accept_new`", "strict"),
-    computed("cluster.ssh.jump", "text: `[user@]host[:port]`", "the SSH configuration's, else none"),
+    computed("cluster.ssh.jump", "text: `[user@]host[:port]`", "from the SSH configuration, else none"),
     key("cluster.ssh.connect_timeout", "duration", "10s"),
-    key("cluster.ssh.parallel", "integer from 1 to 1024", "64"),
+    key("cluster.ssh.fanout", "integer from 1 to 1024", "64"),
     key("cluster.interface", "`auto`, name of an interface or network such as `10.1.0.0/16`", "auto"),
     section("run"),
-    computed("run.command", "list of text", "the built-in runtime, which needs `train`"),
+    computed("run.command", "list of text", "none: the built-in training, which needs `train`"),
     key("run.workdir", "path", "."),
     key("run.env", "mapping of names to text, `{from_env: NAME}` or `{from_file: path}`", "{}"),
     key("run.pass_env", "list of patterns", "[]"),
-    key("run.bind", "`auto`, `none`, `numa` or `cores`", "auto"),
+    key("run.cpu_bind", "`auto`, `none`, `numa` or `cores`", "auto"),
     key("run.visible_devices", "`all` or `one`", "all"),
     key("run.local_rank_argument", "`true` or `false`", "false"),
     key("run.restarts", "integer from 0 to 10000", "0"),
     key("run.min_hosts", "`all` or integer of 1 or more", "all"),
-    key("run.grace", "duration", "30s"),
+    key("run.grace_period", "duration", "30s"),
     key("run.hang_timeout", "`off` or duration of 1s or more", "off"),
-    key("run.progress", "`off` or text", "off"),
+    key("run.progress_pattern", "`off` or text", "off"),
     key(
         "run.signals",
         "mapping of SIGUSR1, SIGUSR2, SIGTERM to `save`, `save_and_stop` or `ignore`",
@@ -106,18 +98,14 @@ pub static KEYS: &[Key] = &[
     section("train"),
     section("train.model"),
     key("train.model.family", "text", "llama"),
-    computed("train.model.from", "path", "none: the keys here describe a new model"),
-    computed(
-        "train.model.dropout",
-        "number from 0 to below 1",
-        "0; with `from` the rates in its config.json",
-    ),
+    computed("train.model.from", "path", "none: a new model from these keys"),
+    computed("train.model.dropout", "number from 0 to below 1", "0; with `from` the rates of config.json"),
     key("train.model.vocab_size", "`auto` or integer from 1 to 16777216", "auto"),
     key("train.model.hidden_size", "integer from 1 to 1048576", "256"),
     computed(
         "train.model.intermediate_size",
         "integer from 1 to 4194304",
-        "8/3 of `hidden_size`, rounded up to a multiple of 16; 4 times it with `gpt2`",
+        "8/3 `hidden_size`, rounded up to a multiple of 16; `gpt2`: 4 `hidden_size`",
     ),
     key("train.model.num_hidden_layers", "integer from 1 to 4096", "4"),
     key("train.model.num_attention_heads", "integer from 1 to 65536", "4"),
@@ -140,34 +128,38 @@ pub static KEYS: &[Key] = &[
     ),
     key("train.model.initializer_range", "number above 0", "0.02"),
     key("train.freeze", "list of patterns", "[]"),
-    computed("train.train_only", "list of patterns", "none: all that `freeze` leaves"),
+    computed("train.train_only", "list of patterns", "all except those of `freeze`"),
     section("train.lora"),
     computed("train.lora.from", "path", "none: new adapters"),
     key("train.lora.rank", "integer from 1 to 65536", "8"),
-    computed("train.lora.alpha", "number above 0", "`rank`: adapters count once"),
-    computed("train.lora.dropout", "number from 0 to below 1", "0; with `from` that folder's"),
+    computed("train.lora.alpha", "number above 0", "`rank`"),
+    computed(
+        "train.lora.dropout",
+        "number from 0 to below 1",
+        "0; with `from` the value of adapter_config.json",
+    ),
     key("train.lora.rslora", "`true` or `false`", "false"),
-    key("train.lora.targets", "`all-linear` or list of names of modules", "all-linear"),
+    key("train.lora.targets", "`all-linear` or list of module names", "all-linear"),
     section("train.experts"),
-    key("train.experts.parallel", "integer from 1 to 1024", "1"),
+    key("train.experts.expert_parallel_size", "integer from 1 to 1024", "1"),
     key(
         "train.experts.placement",
         "`balanced`, experts with their ranks, or layers with such mappings",
         "balanced",
     ),
-    computed("train.experts.aux_loss", "number of 0 or more", "config.json's `router_aux_loss_coef`"),
+    computed("train.experts.aux_loss", "number of 0 or more", "`router_aux_loss_coef` of config.json"),
     key("train.experts.z_loss", "number of 0 or more", "0"),
     section("train.data"),
-    computed("train.data.files", "list of paths and globs", "none: needed unless there is a `mixture`"),
+    computed("train.data.files", "list of paths and globs", "required without `mixture`"),
     key("train.data.format", "`text` or `chat`", "text"),
     computed("train.data.field", "text", "`text`; `messages` for chats"),
     computed("train.data.loss_on", "`assistant` or `all`", "`assistant` for chats, else `all`"),
-    computed("train.data.chat_template", "path", "the tokenizer's own"),
+    computed("train.data.chat_template", "path", "the template of the tokenizer"),
     computed("train.data.mixture", "mapping of names to `{files, weight, format, field, loss_on}`", "none"),
     computed(
         "train.data.tokenizer",
         "`bytes` or path of a tokenizer.json",
-        "`bytes`; with `model.from` that folder's tokenizer.json",
+        "`bytes`; with `model.from` its tokenizer.json",
     ),
     key("train.data.seq_len", "integer from 1 to 1048576", "256"),
     key("train.data.pack", "`true` or `false`", "true"),
@@ -186,8 +178,9 @@ pub static KEYS: &[Key] = &[
     key("train.loss_scale.loss_scale_window", "integer of 1 or more", "2000"),
     key("train.loss_scale.min_loss_scale", "number above 0", "1"),
     section("train.batch"),
-    key("train.batch.global", "integer from 1 to 1048576", "64").or(&["train_batch_size"]),
-    key("train.batch.micro", "integer from 1 to 65536", "4").or(&["train_micro_batch_size_per_gpu"]),
+    key("train.batch.global", "integer from 1 to 1048576", "64").with_aliases(&["train_batch_size"]),
+    key("train.batch.micro", "integer from 1 to 65536", "4")
+        .with_aliases(&["train_micro_batch_size_per_gpu"]),
     section("train.optimizer"),
     key("train.optimizer.name", "`adamw`, `sgd`, `lion` or `muon`", "adamw"),
     key("train.optimizer.lr", "number above 0", "3e-4"),
@@ -203,14 +196,14 @@ pub static KEYS: &[Key] = &[
     key("train.optimizer.groups", "list of groups", "[]"),
     section("train.schedule"),
     key("train.schedule.name", "`cosine`, `linear`, `constant` or `wsd`", "constant"),
-    key("train.schedule.warmup_steps", "integer of 0 or more", "0").or(&["warmup_num_steps"]),
+    key("train.schedule.warmup_steps", "integer of 0 or more", "0").with_aliases(&["warmup_num_steps"]),
     computed("train.schedule.min_lr", "number of 0 or more", "a tenth of `optimizer.lr`"),
     computed("train.schedule.decay_steps", "integer of 1 or more", "a fifth of `steps` with `wsd`"),
-    key("train.clip_norm", "`off` or number above 0", "1.0").or(&["gradient_clipping"]),
+    key("train.clip_norm", "`off` or number above 0", "1.0").with_aliases(&["gradient_clipping"]),
     key("train.steps", "integer of 1 or more", "200"),
     key("train.seed", "integer of 0 or more", "1234"),
     key("train.recompute", "`none` or `block`", "none"),
-    key("train.numerics", "`reproducible` or `fast`", "reproducible"),
+    key("train.deterministic", "`true` or `false`", "true"),
     key("train.attention", "`auto`, `flash` or `cudnn`", "auto"),
     key("train.cuda_graphs", "`auto`, `true` or `false`", "auto"),
     section("train.eval"),
@@ -218,7 +211,7 @@ pub static KEYS: &[Key] = &[
     key("train.eval.files", "list of paths and globs", "[]"),
     key("train.eval.samples", "integer from 1 to 1048576", "64"),
     section("train.eval.sample"),
-    computed("train.eval.sample.prompt", "text", "none: it is needed"),
+    computed("train.eval.sample.prompt", "text", "required"),
     key("train.eval.sample.tokens", "integer from 1 to 4096", "32"),
     key("train.eval.sample.temperature", "number of 0 or more", "0"),
     section("checkpoint"),
@@ -228,32 +221,34 @@ pub static KEYS: &[Key] = &[
     key("checkpoint.async", "`true` or `false`", "true"),
     key("checkpoint.parity", "`true` or `false`", "false"),
     key("checkpoint.require_shared", "`true` or `false`", "false"),
-    key("checkpoint.gather_16bit_weights_on_model_save", "`true` or `false`", "true")
-        .or(&["stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"]),
+    key("checkpoint.gather_16bit_weights_on_model_save", "`true` or `false`", "true").with_aliases(&[
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+    ]),
     section("resume"),
     key("resume.from", "`auto`, `never` or path", "auto"),
     key("resume.rng", "`reconcile`, `strict` or `reseed`", "reconcile"),
     section("slurm"),
-    computed("slurm.partition", "text", "Slurm's own"),
-    computed("slurm.account", "text", "Slurm's own"),
-    computed("slurm.qos", "text", "Slurm's own"),
+    computed("slurm.partition", "text", "Slurm's default"),
+    computed("slurm.account", "text", "Slurm's default"),
+    computed("slurm.qos", "text", "Slurm's default"),
     key("slurm.nodes", "integer from 1 to 16384", "1"),
-    computed("slurm.time", "duration of 1m or more", "the partition's"),
+    computed("slurm.time", "duration of 1m or more", "the limit of the partition"),
     key("slurm.gpus_per_node", "integer from 0 to 1024", "0"),
-    computed("slurm.cpus_per_task", "integer from 1 to 65536", "Slurm's own"),
-    computed("slurm.mem", "size", "Slurm's own"),
+    computed("slurm.cpus_per_task", "integer from 1 to 65536", "Slurm's default"),
+    computed("slurm.mem", "size", "Slurm's default"),
     key("slurm.extra", "list of options", "[]"),
-    key("slurm.notice", "duration", "120s"),
+    key("slurm.signal_time", "duration", "120s"),
     key("slurm.requeues", "integer from 0 to 10000", "10"),
     key("slurm.bcast", "`true` or `false`", "false"),
 ];
 
-/// The key of this path.
+/// The key with this path.
 pub(crate) fn find(path: &str) -> Option<&'static Key> {
     KEYS.iter().find(|k| k.path == path)
 }
 
-/// The keys directly in a section (`""`: the top), by their last names.
+/// The keys directly within a section, each with its last name. `""` is the top of the job.
 pub(crate) fn names_in(section: &str) -> impl Iterator<Item = (&'static str, &'static Key)> {
     KEYS.iter().filter_map(move |k| {
         let (parent, name) = k.path.rsplit_once('.').unwrap_or(("", k.path));
@@ -261,10 +256,10 @@ pub(crate) fn names_in(section: &str) -> impl Iterator<Item = (&'static str, &'s
     })
 }
 
-/// The documented path of a path that may use an alias as its last name.
+/// The documented path of a path whose last name may be an alias or deprecated.
 pub(crate) fn canonical(path: &str) -> String {
     let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));
-    names_in(parent)
-        .find(|(_, k)| k.aliases.contains(&last))
-        .map_or_else(|| path.to_owned(), |(_, k)| k.path.to_owned())
+    let by_alias = names_in(parent).find(|(_, k)| k.aliases.contains(&last)).map(|(_, k)| k.path.to_owned());
+    let by_old_name = || deprecated::present_name(parent, last).map(|name| super::source::join(parent, name));
+    by_alias.or_else(by_old_name).unwrap_or_else(|| path.to_owned())
 }

@@ -1,12 +1,13 @@
-//! [`load`]: a file or text → [`JobSpec`], with every problem at once.
+//! [`load`]: reads a job file or text into a [`JobSpec`], and reports every mistake at once.
 use super::{
     JobSpec, check,
     decode::Decoder,
-    keys, overrides, sections,
+    deprecated, keys, overrides, sections,
     source::{SourceMap, Span},
-    tree::{Fault, parse},
+    value_error::ValueError,
+    yaml::parse,
 };
-use crate::problem::{Place, Problem};
+use diagnostic::{Code, Diagnostic, Location, codes::job as codes};
 use std::{
     io::Read as _,
     path::{Path, PathBuf},
@@ -15,178 +16,184 @@ use std::{
 /// Largest job file, bytes.
 pub const MAX_JOB: u64 = 1 << 20;
 
-/// Where a job comes from.
+/// Where a job is read from.
 #[derive(Clone, Debug)]
 pub enum Source {
+    /// A file of at most [`MAX_JOB`] bytes.
     File(PathBuf),
-    /// Text, and the file name to say in messages.
+    /// Text in memory.
     Text {
+        /// The file name for messages; the job is named after it unless it has a `name`.
         name: String,
+        /// The job in YAML.
         text: String,
     },
 }
 
-/// Reads a job, with `--set` overrides applied in order.
+/// Loads a job and applies the `--set` overrides in order.
 ///
-/// Relative paths of the job stay as written, except `run.workdir`, which is made absolute from the current directory.
-/// Gives the job, where its keys were written, and warnings; or every problem that was found, at least one.
+/// Relative paths of the job stay unchanged, except `run.workdir`, which is made absolute from the
+/// current directory. Returns the job, the places of its keys, and warnings. The error is a list of
+/// all mistakes in the order of the file; it is never empty.
 pub fn load(
     source: Source,
     overrides: &[String],
-) -> Result<(JobSpec, SourceMap, Vec<Problem>), Vec<Problem>> {
+) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     let (name, text) = match source {
         Source::File(path) => {
             let name = path.display().to_string();
-            let bytes = read(&path, &name, "job file").map_err(|p| vec![*p])?;
-            let text = decode_utf8(&name, bytes).map_err(|p| vec![*p])?;
+            let bytes = read_file(&path, &name, "job file").map_err(|error| vec![error])?;
+            let text = decode_utf8(&name, bytes).map_err(|error| vec![error])?;
             (name, text)
         }
         Source::Text { name, text } => (name, text),
     };
     if text.len() as u64 > MAX_JOB {
-        return Err(vec![*too_large(&name, "job file", text.len() as u64)]);
+        return Err(vec![too_large(&name, "job file", text.len() as u64)]);
     }
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    from_text(&name, text, overrides)
+    load_text(&name, text, overrides)
 }
 
-fn from_text(
+fn load_text(
     name: &str,
     text: &str,
     overrides: &[String],
-) -> Result<(JobSpec, SourceMap, Vec<Problem>), Vec<Problem>> {
-    let mut map = SourceMap::new(name, text);
-    let one = |map: &SourceMap, fault: Fault| {
-        let place = fault.span.map_or_else(|| Place::File { file: name.to_owned() }, |span| map.place(span));
-        vec![Problem { path: String::new(), place, message: fault.message, hint: fault.hint }]
-    };
-    printable(text).map_err(|fault| one(&map, fault))?;
+) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
+    const SHORTEST_JOB: &str =
+        "the shortest job is `run: {command: [./program]}`; docs/job.md lists the keys";
+    let mut sources = SourceMap::new(name, text);
+    let fail = |sources: &SourceMap, error: ValueError| vec![error.into_diagnostic(sources)];
+    check_characters(text).map_err(|error| fail(&sources, error))?;
     let mut root = match parse(text, SourceMap::JOB, 0) {
         Ok(Some(root)) => root,
         Ok(None) => {
-            return Err(vec![Problem {
-                path: String::new(),
-                place: Place::File { file: name.to_owned() },
-                message: "the job is empty".to_owned(),
-                hint: Some(HOW_TO_BEGIN.to_owned()),
-            }]);
+            let error = file_error(codes::JOB_EMPTY, name, "the job is empty");
+            return Err(vec![error.with_help(SHORTEST_JOB)]);
         }
-        Err(fault) => return Err(one(&map, fault)),
+        Err(error) => return Err(fail(&sources, error)),
     };
-    let mut problems = Vec::new();
+    let mut errors = Vec::new();
     for text in overrides {
-        if let Err(problem) = overrides::apply(&mut root, &mut map, text) {
-            problems.push(*problem);
-        }
+        errors.extend(overrides::apply(&mut root, &mut sources, text).err());
     }
-    map.index(&root, keys::canonical);
-    let mut decoder = Decoder::new(map);
-    decoder.problems = problems;
-    let mut job = sections::job(&mut decoder, &root, &stem(name));
-    check::job(&mut decoder, &job);
+    let mut decoder = Decoder::new(sources);
+    decoder.errors = errors;
+    deprecated::rewrite(&mut decoder, &mut root);
+    decoder.sources.index(&root, keys::canonical);
+    let mut job = sections::decode_job(&mut decoder, &root, &name_from_file(name));
+    check::check_job(&mut decoder, &job);
     match std::path::absolute(&job.run.workdir) {
         Ok(absolute) => job.run.workdir = absolute,
         Err(error) => {
-            decoder.refuse("run.workdir", format!("`run.workdir` can't be made absolute: {error}"), "")
+            let diagnostic =
+                Diagnostic::error(codes::JOB_WORKDIR_INVALID, "cannot make `run.workdir` absolute")
+                    .with_subject("run.workdir")
+                    .with_cause(&error);
+            let diagnostic = decoder.sources.locate(diagnostic);
+            decoder.push(diagnostic);
         }
     }
-    if decoder.problems.is_empty() {
-        Ok((job, decoder.map, decoder.warnings))
-    } else {
-        // In the order of the file: people fix from the top.
-        decoder
-            .problems
-            .sort_by_key(|p| (matches!(p.place, Place::Override { .. }), p.place.line(), p.place.column()));
-        Err(decoder.problems)
+    if decoder.errors.is_empty() {
+        return Ok((job, decoder.sources, decoder.warnings));
     }
+    decoder.errors.sort_by_key(|error| {
+        let location = error.location();
+        (
+            matches!(location, Some(Location::Override { .. })),
+            location.map_or(0, Location::line),
+            location.map_or(0, Location::column),
+        )
+    });
+    Err(decoder.errors)
 }
 
-const HOW_TO_BEGIN: &str = "the shortest job is `run: {command: [./program]}`; docs/job.md has every key";
+/// An error about a file as a whole.
+pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> Diagnostic {
+    Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
+}
 
-/// Reads a small file; `what` is the word for it.
-pub(crate) fn read(path: &Path, name: &str, what: &str) -> Result<Vec<u8>, Box<Problem>> {
-    let fail = |message: String, hint: Option<&str>| {
-        Box::new(Problem {
-            path: String::new(),
-            place: Place::File { file: name.to_owned() },
-            message,
-            hint: hint.map(str::to_owned),
-        })
+/// Reads a file of at most [`MAX_JOB`] bytes; `what` describes it in messages.
+pub(crate) fn read_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
+    let cannot_read = |error: std::io::Error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            file_error(codes::JOB_FILE_NOT_FOUND, name, format!("the {what} does not exist"))
+        }
+        _ => {
+            file_error(codes::JOB_FILE_UNREADABLE, name, format!("cannot read the {what}")).with_cause(&error)
+        }
     };
-    let cannot = |error: std::io::Error| match error.kind() {
-        std::io::ErrorKind::NotFound => fail(format!("there is no such {what}"), None),
-        _ => fail(format!("the {what} can't be read: {error}"), None),
-    };
-    let metadata = std::fs::metadata(path).map_err(cannot)?;
+    let metadata = std::fs::metadata(path).map_err(cannot_read)?;
     if metadata.is_dir() {
-        return Err(fail(format!("this is a directory, not a {what}"), Some("name the file in it")));
+        let message = format!("expected a {what}, found a directory");
+        return Err(
+            file_error(codes::JOB_FILE_UNREADABLE, name, message).with_help("name a file in the directory")
+        );
     }
     if metadata.len() > MAX_JOB {
         return Err(too_large(name, what, metadata.len()));
     }
     let mut bytes = Vec::new();
-    // A pipe or a growing file has no length to trust.
-    let file = std::fs::File::open(path).map_err(cannot)?;
-    file.take(MAX_JOB + 1).read_to_end(&mut bytes).map_err(cannot)?;
+    // The length in the metadata is not reliable for pipes and growing files.
+    let file = std::fs::File::open(path).map_err(cannot_read)?;
+    file.take(MAX_JOB + 1).read_to_end(&mut bytes).map_err(cannot_read)?;
     if bytes.len() as u64 > MAX_JOB {
         return Err(too_large(name, what, bytes.len() as u64));
     }
     Ok(bytes)
 }
 
-fn too_large(name: &str, what: &str, bytes: u64) -> Box<Problem> {
-    Box::new(Problem {
-        path: String::new(),
-        place: Place::File { file: name.to_owned() },
-        message: format!(
-            "the {what} is too large: {:.1} MiB or more, at most 1 MiB is read",
-            bytes as f64 / MAX_JOB as f64
-        ),
-        hint: Some("is it really what its name says?".to_owned()),
-    })
+fn too_large(name: &str, what: &str, bytes: u64) -> Diagnostic {
+    let mib = bytes as f64 / MAX_JOB as f64;
+    let message = format!("the {what} is too large: {mib:.1} MiB or more, at most 1 MiB is allowed");
+    file_error(codes::JOB_TOO_LARGE, name, message)
+        .with_field("bytes", bytes)
+        .with_field("max_bytes", MAX_JOB)
+        .with_help("check that the path is correct")
 }
 
-/// The file as text.
-pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> Result<String, Box<Problem>> {
+/// The content of a file as text.
+pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<String> {
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let bytes = error.as_bytes();
         let line = bytes[..at].iter().filter(|&&b| b == b'\n').count() + 1;
-        let hint = match bytes {
-            [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => "it seems to be UTF-16: save it as UTF-8",
-            _ => "save it as UTF-8",
+        let help = match bytes {
+            [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => "the file seems to be UTF-16: save it as UTF-8",
+            _ => "save the file as UTF-8",
         };
-        Box::new(Problem {
-            path: String::new(),
-            place: Place::File { file: name.to_owned() },
-            message: format!(
-                "the file isn't UTF-8 text: byte 0x{:02x} at offset {at}, line {line}",
-                bytes[at]
-            ),
-            hint: Some(hint.to_owned()),
-        })
+        let message =
+            format!("the file is not UTF-8 text: byte 0x{:02x} at offset {at}, line {line}", bytes[at]);
+        file_error(codes::JOB_NOT_UTF8, name, message)
+            .with_field("offset", at)
+            .with_field("line", line)
+            .with_help(help)
     })
 }
 
-/// YAML has no control characters but tab and line breaks; a parser may take NUL for the end of the file.
-pub(crate) fn printable(text: &str) -> Result<(), Fault> {
+/// Rejects control characters other than tabs and line breaks. YAML has none, and a parser may take
+/// NUL for the end of the file.
+pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     let control = |c: char| (c.is_ascii_control() && !matches!(c, '\t' | '\n' | '\r')) || c == '\u{feff}';
     match text.char_indices().find(|&(_, c)| control(c)) {
         Some((at, c)) => {
             let span = Span { source: SourceMap::JOB, start: at as u32, end: (at + c.len_utf8()) as u32 };
-            let message = format!("the text has the control character U+{:04X}", c as u32);
-            Err(Fault::at(span, message).hint("it must be plain text"))
+            let message = format!("the text contains the control character U+{:04X}", c as u32);
+            Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, span, message)
+                .with_help("remove the character; the file must be plain text"))
         }
         None => Ok(()),
     }
 }
 
-/// The job's name when it isn't given: the file's name without its ending, made safe.
-fn stem(name: &str) -> String {
-    let stem = Path::new(name).file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
+/// The name of a job without `name`: the file's name without its extension, made safe as a path
+/// component.
+fn name_from_file(file: &str) -> String {
+    const MAX_NAME: usize = 100;
+    let stem = Path::new(file).file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
     let safe: String = stem
         .chars()
-        .take(100)
+        .take(MAX_NAME)
         .map(|c| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' })
         .collect();
     let safe = safe.trim_start_matches(['.', '-']);

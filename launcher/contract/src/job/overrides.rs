@@ -1,55 +1,62 @@
-//! `--set path=value`: changes the tree before it is decoded, so that a value from there is treated like a written one.
+//! Applies `--set path=value` to the tree before it is decoded, so that such a value is treated
+//! like one in the file.
 use super::{
     keys,
     source::{SourceMap, Span, join},
-    tree::{Entry, Fault, Node, Value, parse, shown},
+    value_error::ValueError,
+    yaml::{YamlEntry, YamlNode, YamlValue, excerpt, parse},
 };
-use crate::problem::Problem;
+use diagnostic::{Diagnostic, codes::job as codes};
 
-/// Deepest path accepted.
-const MAX_SEGMENTS: usize = 16;
+/// Most names and indices in a path.
+const MAX_STEPS: usize = 16;
 
 /// One step of a path.
-enum Step {
+enum PathStep {
     Key(String),
     Index(usize),
 }
 
-/// Applies one `path=value` (value in YAML) to the tree.
-pub(crate) fn apply(root: &mut Node, map: &mut SourceMap, text: &str) -> Result<(), Box<Problem>> {
-    let source = map.add_override(text);
-    let whole = Span { source, start: 0, end: text.len() as u32 };
-    let problem = |map: &SourceMap, path: &str, fault: Fault| {
-        Box::new(Problem {
-            path: path.to_owned(),
-            place: map.place(fault.span.unwrap_or(whole)),
-            message: format!("`--set` {}", fault.message),
-            hint: fault.hint,
-        })
-    };
+/// Applies one `path=value` to the tree; the value is YAML.
+pub(crate) fn apply(root: &mut YamlNode, sources: &mut SourceMap, text: &str) -> diagnostic::Result<()> {
+    let source = sources.add_override(text);
     let Some((path, value)) = text.split_once('=') else {
-        let fault = Fault::at(whole, "needs `path=value`").hint("for example --set train.steps=50");
-        return Err(problem(map, "", fault));
+        let whole = Span { source, start: 0, end: text.len() as u32 };
+        let error = invalid(whole, "is not of the form `path=value`");
+        return Err(diagnose(sources, None, error.with_help("write for example --set train.steps=50")));
     };
-    let value = parse_value(value, source, path.len() as u32 + 1).map_err(|fault| {
-        problem(map, path, Fault { message: format!("has a bad value: {}", fault.message), ..fault })
-    })?;
-    let steps = parse_path(path, source).map_err(|fault| problem(map, path, fault))?;
-    set(root, steps, value).map_err(|fault| problem(map, path, fault))
+    let subject = keys::canonical(path);
+    let value = parse_value(value, source, path.len() as u32 + 1)
+        .map_err(|error| diagnose(sources, Some(&subject), error.in_part("has an invalid value:")))?;
+    parse_path(path, source)
+        .and_then(|steps| set(root, steps, value))
+        .map_err(|error| diagnose(sources, Some(&subject), error))
 }
 
-fn parse_value(text: &str, source: u32, base: u32) -> Result<Node, Fault> {
+fn invalid(span: Span, message: impl Into<String>) -> ValueError {
+    ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
+}
+
+fn diagnose(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
+    let code = error.code;
+    let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
+    list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
+}
+
+fn parse_value(text: &str, source: u32, base: u32) -> Result<YamlNode, ValueError> {
     if let Some(at) = text.find(|c: char| c.is_control() && !matches!(c, '\n' | '\t')) {
         let at = base + at as u32;
-        return Err(Fault::at(Span { source, start: at, end: at + 1 }, "a control character"));
+        let span = Span { source, start: at, end: at + 1 };
+        return Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, span, "control character"));
     }
     let end = base + text.len() as u32;
-    let nothing = Node { span: Span { source, start: end, end }, value: Value::Null, raw: String::new() };
-    Ok(parse(text, source, base)?.unwrap_or(nothing))
+    let empty =
+        YamlNode { span: Span { source, start: end, end }, value: YamlValue::Null, raw: String::new() };
+    Ok(parse(text, source, base)?.unwrap_or(empty))
 }
 
-/// `a.b[2].c` → its steps and where each is written.
-fn parse_path(path: &str, source: u32) -> Result<Vec<(Step, Span)>, Fault> {
+/// Splits `a.b[2].c` into its steps, each with its span.
+fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, Span)>, ValueError> {
     let mut steps = Vec::new();
     let mut at = 0;
     for part in path.split('.') {
@@ -57,55 +64,55 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(Step, Span)>, Fault> {
         at = span.end + 1;
         let (name, indices) = part.find('[').map_or((part, ""), |i| part.split_at(i));
         if name.trim().is_empty() {
-            return Err(
-                Fault::at(span, "has a path with an empty part").hint("a path is like train.batch.global")
-            );
+            let error = invalid(span, "has a path with an empty part");
+            return Err(error.with_help("write a path as in train.batch.global"));
         }
-        steps.push((Step::Key(name.trim().to_owned()), span));
+        steps.push((PathStep::Key(name.trim().to_owned()), span));
         for index in indices.split_inclusive(']').filter(|s| !s.trim().is_empty()) {
             let number = index.trim().strip_prefix('[').and_then(|s| s.strip_suffix(']'));
             let Some(number) = number.and_then(|s| s.parse().ok()) else {
-                return Err(Fault::at(span, "has a path with a bad index").hint("an index is like files[0]"));
+                let error = invalid(span, "has a path with an invalid index");
+                return Err(error.with_help("write an index as in files[0]"));
             };
-            steps.push((Step::Index(number), span));
+            steps.push((PathStep::Index(number), span));
         }
-        if steps.len() > MAX_SEGMENTS {
-            return Err(Fault::at(span, format!("has a path of more than {MAX_SEGMENTS} parts")));
+        if steps.len() > MAX_STEPS {
+            return Err(invalid(span, format!("has a path of more than {MAX_STEPS} parts")));
         }
     }
     Ok(steps)
 }
 
-fn set(root: &mut Node, steps: Vec<(Step, Span)>, value: Node) -> Result<(), Fault> {
+fn set(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode) -> Result<(), ValueError> {
     let mut node = root;
     let mut path = String::new();
     for (step, span) in steps {
-        if matches!(node.value, Value::Null) && matches!(step, Step::Key(_)) {
-            node.value = Value::Map(Vec::new());
+        if matches!(node.value, YamlValue::Null) && matches!(step, PathStep::Key(_)) {
+            node.value = YamlValue::Map(Vec::new());
         }
-        let (is_map, found) = (matches!(node.value, Value::Map(_)), node.found());
+        let (is_map, found) = (matches!(node.value, YamlValue::Map(_)), node.describe());
         match (&mut node.value, step) {
-            (Value::Map(entries), Step::Key(name)) => {
+            (YamlValue::Map(entries), PathStep::Key(name)) => {
                 path = keys::canonical(&join(&path, &name));
-                node = entry(entries, name, span, &path);
+                node = entry_or_insert(entries, name, span, &path);
             }
-            (Value::List(items), Step::Index(i)) => {
+            (YamlValue::List(items), PathStep::Index(i)) => {
                 path = format!("{path}[{i}]");
                 let len = items.len();
                 if i == len {
-                    items.push(Node { span, value: Value::Null, raw: String::new() });
+                    items.push(YamlNode { span, value: YamlValue::Null, raw: String::new() });
                 }
                 node = items.get_mut(i).ok_or_else(|| {
-                    Fault::at(span, format!("names item {i} of a list of {len}"))
-                        .hint(format!("items count from 0; [{len}] adds one"))
+                    invalid(span, format!("names item {i} of a list of {len}"))
+                        .with_help(format!("items are counted from 0; [{len}] appends one"))
                 })?;
             }
-            (_, Step::Key(name)) => {
-                return Err(Fault::at(span, format!("can't set `{}` inside {found}", shown(&name))));
+            (_, PathStep::Key(name)) => {
+                return Err(invalid(span, format!("cannot set `{}` inside {found}", excerpt(&name))));
             }
-            (_, Step::Index(_)) => {
+            (_, PathStep::Index(_)) => {
                 let what = if is_map { "a mapping".to_owned() } else { found };
-                return Err(Fault::at(span, format!("has an index into {what}")));
+                return Err(invalid(span, format!("has an index into {what}")));
             }
         }
     }
@@ -113,13 +120,19 @@ fn set(root: &mut Node, steps: Vec<(Step, Span)>, value: Node) -> Result<(), Fau
     Ok(())
 }
 
-/// The value of the key with this documented path, whatever name it was given under; made when absent.
-fn entry<'e>(entries: &'e mut Vec<Entry>, name: String, span: Span, path: &str) -> &'e mut Node {
+/// The value of the key with this documented path, by whichever name the key is given; a new entry
+/// when the key is absent.
+fn entry_or_insert<'e>(
+    entries: &'e mut Vec<YamlEntry>,
+    name: String,
+    span: Span,
+    path: &str,
+) -> &'e mut YamlNode {
     let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
     let position = entries.iter().position(|e| keys::canonical(&join(parent, &e.key)) == path);
     let position = position.unwrap_or_else(|| {
-        let value = Node { span, value: Value::Null, raw: String::new() };
-        entries.push(Entry { key: name.clone(), key_span: span, value });
+        let value = YamlNode { span, value: YamlValue::Null, raw: String::new() };
+        entries.push(YamlEntry { key: name.clone(), key_span: span, value });
         entries.len() - 1
     });
     let entry = &mut entries[position];

@@ -1,33 +1,36 @@
-//! [`JobSpec`] → job.yaml with every key written out: what `--dry-run` shows. Loading it gives the same job.
+//! Prints a [`JobSpec`] as job.yaml with every key, as `--dry-run` shows it. Loading the text gives
+//! the same job.
 use super::train::GPT2;
 use super::{
-    Bind, CheckpointSpec, ClusterSpec, Collectives, Count, DataSource, DataSpec, Devices, EnvSource,
-    EvalSpec, Every, ExpertPlacement, ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts,
-    LoraSpec, LoraTargets, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision,
-    Recompute, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, ScheduleName, ScheduleSpec, SignalAction, Signals,
-    SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, scalar, tree::Value,
+    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DataSource, DataSpec, Devices, EnvSource, EvalSpec,
+    ExpertPlacement, ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LoraSpec,
+    LoraTargets, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
+    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, ScheduleName, ScheduleSpec, SignalAction,
+    Signals, SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, WorkersPerHost,
+    scalar, yaml::YamlValue,
 };
 use std::{fmt::Write, path::PathBuf};
 
 impl JobSpec {
-    /// The whole job as YAML. Keys without effect on it (a momentum with AdamW, say) are left out.
+    /// The whole job as YAML. Keys without effect in this job, such as `momentum` with AdamW, are
+    /// left out.
     pub fn to_yaml(&self) -> String {
         let mut y = Yaml::default();
         y.key("name", text(&self.name));
         let on_gpus = self.run.command.is_none() && self.cluster.trains_on_gpus();
-        y.section("cluster", |y| cluster(y, &self.cluster, on_gpus));
-        y.section("run", |y| run(y, &self.run));
+        y.section("cluster", |y| print_cluster(y, &self.cluster, on_gpus));
+        y.section("run", |y| print_run(y, &self.run));
         if let Some(train) = &self.train {
-            y.section("train", |y| self::train(y, train));
-            y.section("checkpoint", |y| checkpoint(y, &self.checkpoint));
-            y.section("resume", |y| resume(y, &self.resume));
+            y.section("train", |y| print_train(y, train));
+            y.section("checkpoint", |y| print_checkpoint(y, &self.checkpoint));
+            y.section("resume", |y| print_resume(y, &self.resume));
         } else if self.resume.from != ResumeFrom::Never {
             if self.resume.from == ResumeFrom::Auto {
                 y.section("checkpoint", |y| y.key("dir", text(&self.checkpoint.dir.to_string_lossy())));
             }
-            y.section("resume", |y| resume(y, &self.resume));
+            y.section("resume", |y| print_resume(y, &self.resume));
         }
-        y.section("slurm", |y| slurm(y, &self.slurm));
+        y.section("slurm", |y| print_slurm(y, &self.slurm));
         y.out
     }
 }
@@ -41,7 +44,7 @@ struct Yaml {
 
 impl Yaml {
     fn key(&mut self, key: &str, value: impl std::fmt::Display) {
-        // Writing to a String can't fail.
+        // Writing to a String cannot fail.
         _ = writeln!(self.out, "{:indent$}{key}: {value}", "", indent = 2 * self.depth);
     }
 
@@ -53,7 +56,7 @@ impl Yaml {
     }
 }
 
-fn cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
+fn print_cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
     y.key(
         "hosts",
         match &c.hosts {
@@ -66,8 +69,8 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
     );
     y.key("use_hosts", c.use_hosts.map_or_else(|| "all".to_owned(), |n| n.to_string()));
     match c.workers_per_host {
-        Count::Auto => y.key("workers_per_host", "auto"),
-        Count::Exactly(n) => y.key("workers_per_host", n),
+        WorkersPerHost::Auto => y.key("workers_per_host", "auto"),
+        WorkersPerHost::Exactly(n) => y.key("workers_per_host", n),
     }
     y.key(
         "devices",
@@ -79,7 +82,7 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
         },
     );
     if on_gpus {
-        gpus(y, c);
+        print_gpus(y, c);
     }
     match c.master_port {
         MasterPort::Auto => y.key("master_port", "auto"),
@@ -98,25 +101,25 @@ fn cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
         Interface::Auto => y.key("interface", "auto"),
         Interface::Named(name) => y.key("interface", text(name)),
     }
-    y.section("ssh", |y| ssh(y, &c.ssh));
+    y.section("ssh", |y| print_ssh(y, &c.ssh));
 }
 
-/// What only built-in workers on GPUs have.
-fn gpus(y: &mut Yaml, c: &ClusterSpec) {
+/// Prints the keys that only apply to built-in workers on GPUs.
+fn print_gpus(y: &mut Yaml, c: &ClusterSpec) {
     y.key("workers_per_gpu", c.workers_per_gpu);
     y.key(
-        "collectives",
-        match c.collectives {
-            Collectives::Auto => "auto",
-            Collectives::Nccl => "nccl",
-            Collectives::Host => "host",
+        "comm_backend",
+        match c.comm_backend {
+            CommBackend::Auto => "auto",
+            CommBackend::Nccl => "nccl",
+            CommBackend::Host => "host",
         },
     );
-    let folders: Vec<String> = c.cuda_libs.iter().map(|p| p.to_string_lossy().into_owned()).collect();
-    y.key("cuda_libs", texts(&folders));
+    let paths: Vec<String> = c.cuda_library_paths.iter().map(|p| p.to_string_lossy().into_owned()).collect();
+    y.key("cuda_library_paths", texts(&paths));
 }
 
-fn ssh(y: &mut Yaml, s: &SshSpec) {
+fn print_ssh(y: &mut Yaml, s: &SshSpec) {
     if let Some(user) = &s.user {
         y.key("user", text(user));
     }
@@ -127,7 +130,7 @@ fn ssh(y: &mut Yaml, s: &SshSpec) {
         y.key("key", text(&key.to_string_lossy()));
     }
     match &s.config {
-        SshConfig::Usual => y.key("config", "usual"),
+        SshConfig::Default => y.key("config", "default"),
         SshConfig::None => y.key("config", "none"),
         SshConfig::File(path) => y.key("config", text(&path.to_string_lossy())),
     }
@@ -142,10 +145,10 @@ fn ssh(y: &mut Yaml, s: &SshSpec) {
         y.key("jump", text(jump));
     }
     y.key("connect_timeout", duration(s.connect_timeout_ms));
-    y.key("parallel", s.parallel);
+    y.key("fanout", s.fanout);
 }
 
-fn run(y: &mut Yaml, r: &RunSpec) {
+fn print_run(y: &mut Yaml, r: &RunSpec) {
     if let Some(command) = &r.command {
         y.key("command", texts(command));
     }
@@ -167,12 +170,12 @@ fn run(y: &mut Yaml, r: &RunSpec) {
     }
     y.key("pass_env", texts(&r.pass_env));
     y.key(
-        "bind",
-        match r.bind {
-            Bind::Auto => "auto",
-            Bind::None => "none",
-            Bind::Numa => "numa",
-            Bind::Cores => "cores",
+        "cpu_bind",
+        match r.cpu_bind {
+            CpuBind::Auto => "auto",
+            CpuBind::None => "none",
+            CpuBind::Numa => "numa",
+            CpuBind::Cores => "cores",
         },
     );
     if r.command.is_some() {
@@ -190,12 +193,12 @@ fn run(y: &mut Yaml, r: &RunSpec) {
         MinHosts::All => y.key("min_hosts", "all"),
         MinHosts::AtLeast(n) => y.key("min_hosts", n),
     }
-    y.key("grace", duration(r.grace_ms));
+    y.key("grace_period", duration(r.grace_period_ms));
     y.key("hang_timeout", r.hang_timeout_ms.map_or_else(|| "off".to_owned(), duration));
-    y.key("progress", r.progress.as_deref().map_or_else(|| "off".to_owned(), text));
+    y.key("progress_pattern", r.progress_pattern.as_deref().map_or_else(|| "off".to_owned(), text));
     let Signals { usr1, usr2, term } = r.signals;
-    let of = |(name, action)| format!("{name}: {}", action_name(action));
-    let named = [("SIGUSR1", usr1), ("SIGUSR2", usr2), ("SIGTERM", term)].map(of);
+    let entry = |(name, action)| format!("{name}: {}", action_name(action));
+    let named = [("SIGUSR1", usr1), ("SIGUSR2", usr2), ("SIGTERM", term)].map(entry);
     y.key("signals", format!("{{{}}}", named.join(", ")));
     y.section("logs", |y| {
         y.key("dir", text(&r.logs.dir));
@@ -213,14 +216,14 @@ fn action_name(action: SignalAction) -> &'static str {
     }
 }
 
-fn train(y: &mut Yaml, t: &TrainSpec) {
-    y.section("model", |y| model(y, &t.model));
-    y.section("data", |y| data(y, &t.data));
+fn print_train(y: &mut Yaml, t: &TrainSpec) {
+    y.section("model", |y| print_model(y, &t.model));
+    y.section("data", |y| print_data(y, &t.data));
     if let Some(l) = &t.lora {
-        y.section("lora", |y| lora(y, l));
+        y.section("lora", |y| print_lora(y, l));
     }
     if t.experts != ExpertsSpec::default() {
-        y.section("experts", |y| experts(y, &t.experts));
+        y.section("experts", |y| print_experts(y, &t.experts));
     }
     y.section("zero", |y| {
         y.key("stage", t.zero.stage);
@@ -245,8 +248,8 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         y.key("global", t.batch.global);
         y.key("micro", t.batch.micro);
     });
-    y.section("optimizer", |y| optimizer(y, &t.optimizer));
-    y.section("schedule", |y| schedule(y, &t.schedule));
+    y.section("optimizer", |y| print_optimizer(y, &t.optimizer));
+    y.section("schedule", |y| print_schedule(y, &t.schedule));
     y.key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), number));
     y.key("steps", t.steps);
     y.key("seed", t.seed);
@@ -257,7 +260,7 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
             Recompute::Block => "block",
         },
     );
-    y.key("numerics", t.numerics.name());
+    y.key("deterministic", t.deterministic);
     y.key("attention", t.attention.name());
     y.key("cuda_graphs", t.cuda_graphs.name());
     if !t.freeze.is_empty() {
@@ -267,17 +270,17 @@ fn train(y: &mut Yaml, t: &TrainSpec) {
         y.key("train_only", texts(&t.train_only));
     }
     if let Some(eval) = &t.eval {
-        y.section("eval", |y| evaluation(y, eval));
+        y.section("eval", |y| print_evaluation(y, eval));
     }
 }
 
-fn data(y: &mut Yaml, d: &DataSpec) {
+fn print_data(y: &mut Yaml, d: &DataSpec) {
     match &d.sources[..] {
-        [only] if only.name.is_empty() => source(y, only),
+        [only] if only.name.is_empty() => print_source(y, only),
         sources => y.section("mixture", |y| {
             for s in sources {
                 y.section(&s.name, |y| {
-                    source(y, s);
+                    print_source(y, s);
                     y.key("weight", number(s.weight));
                 });
             }
@@ -297,7 +300,7 @@ fn data(y: &mut Yaml, d: &DataSpec) {
     y.key("cache", text(&d.cache.to_string_lossy()));
 }
 
-fn evaluation(y: &mut Yaml, eval: &EvalSpec) {
+fn print_evaluation(y: &mut Yaml, eval: &EvalSpec) {
     y.key("every", eval.every);
     y.key("files", texts(&eval.files));
     y.key("samples", eval.samples);
@@ -310,7 +313,7 @@ fn evaluation(y: &mut Yaml, eval: &EvalSpec) {
     }
 }
 
-fn source(y: &mut Yaml, s: &DataSource) {
+fn print_source(y: &mut Yaml, s: &DataSource) {
     y.key("files", texts(&s.files));
     y.key(
         "format",
@@ -329,9 +332,9 @@ fn source(y: &mut Yaml, s: &DataSource) {
     );
 }
 
-fn model(y: &mut Yaml, m: &ModelSpec) {
-    if let Some(folder) = &m.from {
-        y.key("from", text(&folder.to_string_lossy()));
+fn print_model(y: &mut Yaml, m: &ModelSpec) {
+    if let Some(directory) = &m.from {
+        y.key("from", text(&directory.to_string_lossy()));
         if let Some(rate) = m.dropout {
             y.key("dropout", number(rate));
         }
@@ -366,17 +369,17 @@ fn model(y: &mut Yaml, m: &ModelSpec) {
     y.key("initializer_range", number(m.initializer_range));
 }
 
-fn experts(y: &mut Yaml, e: &ExpertsSpec) {
-    y.key("parallel", e.parallel);
-    let of = |ranks: &std::collections::BTreeMap<u32, u32>| {
+fn print_experts(y: &mut Yaml, e: &ExpertsSpec) {
+    y.key("expert_parallel_size", e.expert_parallel_size);
+    let mapping = |ranks: &std::collections::BTreeMap<u32, u32>| {
         let pairs: Vec<String> = ranks.iter().map(|(expert, rank)| format!("{expert}: {rank}")).collect();
         format!("{{{}}}", pairs.join(", "))
     };
     match &e.placement {
         ExpertPlacement::Balanced => y.key("placement", "balanced"),
-        ExpertPlacement::Experts(ranks) => y.key("placement", of(ranks)),
+        ExpertPlacement::Experts(ranks) => y.key("placement", mapping(ranks)),
         ExpertPlacement::Layers(layers) => y.section("placement", |y| {
-            layers.iter().for_each(|(layer, ranks)| y.key(&layer.to_string(), of(ranks)));
+            layers.iter().for_each(|(layer, ranks)| y.key(&layer.to_string(), mapping(ranks)));
         }),
     }
     if let Some(aux_loss) = e.aux_loss {
@@ -385,7 +388,7 @@ fn experts(y: &mut Yaml, e: &ExpertsSpec) {
     y.key("z_loss", number(e.z_loss));
 }
 
-fn lora(y: &mut Yaml, l: &LoraSpec) {
+fn print_lora(y: &mut Yaml, l: &LoraSpec) {
     match &l.from {
         Some(path) => y.key("from", text(&path.to_string_lossy())),
         None => {
@@ -406,7 +409,7 @@ fn lora(y: &mut Yaml, l: &LoraSpec) {
     }
 }
 
-fn optimizer(y: &mut Yaml, o: &OptimizerSpec) {
+fn print_optimizer(y: &mut Yaml, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
             y.key("name", "adamw");
@@ -454,7 +457,7 @@ fn pair((a, b): (f64, f64)) -> String {
     list([number(a), number(b)].into_iter())
 }
 
-fn schedule(y: &mut Yaml, s: &ScheduleSpec) {
+fn print_schedule(y: &mut Yaml, s: &ScheduleSpec) {
     y.key(
         "name",
         match s.name {
@@ -473,12 +476,12 @@ fn schedule(y: &mut Yaml, s: &ScheduleSpec) {
     }
 }
 
-fn checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
+fn print_checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
     y.key("dir", text(&c.dir.to_string_lossy()));
     match c.every {
-        Every::Never => y.key("every", "never"),
-        Every::Steps(n) => y.key("every", n),
-        Every::Duration(ms) => y.key("every", duration(ms)),
+        SaveInterval::Never => y.key("every", "never"),
+        SaveInterval::Steps(n) => y.key("every", n),
+        SaveInterval::Duration(ms) => y.key("every", duration(ms)),
     }
     y.key("keep", c.keep);
     y.key("async", c.r#async);
@@ -487,7 +490,7 @@ fn checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
     y.key("gather_16bit_weights_on_model_save", c.gather_16bit_weights_on_model_save);
 }
 
-fn resume(y: &mut Yaml, r: &ResumeSpec) {
+fn print_resume(y: &mut Yaml, r: &ResumeSpec) {
     match &r.from {
         ResumeFrom::Auto => y.key("from", "auto"),
         ResumeFrom::Never => y.key("from", "never"),
@@ -503,7 +506,7 @@ fn resume(y: &mut Yaml, r: &ResumeSpec) {
     );
 }
 
-fn slurm(y: &mut Yaml, s: &SlurmSpec) {
+fn print_slurm(y: &mut Yaml, s: &SlurmSpec) {
     for (key, value) in [("partition", &s.partition), ("account", &s.account), ("qos", &s.qos)] {
         if let Some(value) = value {
             y.key(key, text(value));
@@ -521,13 +524,13 @@ fn slurm(y: &mut Yaml, s: &SlurmSpec) {
         y.key("mem", format!("{bytes}B"));
     }
     y.key("extra", texts(&s.extra));
-    y.key("notice", duration(s.notice_ms));
+    y.key("signal_time", duration(s.signal_time_ms));
     y.key("requeues", s.requeues);
     y.key("bcast", s.bcast);
 }
 
-/// Text as a YAML scalar: plain where nothing else could be meant, else in double quotes.
-pub fn quoted(plain: &str) -> String {
+/// A text as a YAML scalar: plain where it cannot be read as anything else, else in double quotes.
+pub fn quote_yaml(plain: &str) -> String {
     text(plain)
 }
 
@@ -536,7 +539,7 @@ fn text(text: &str) -> String {
     let plain = text.starts_with(|c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/'))
         && text.chars().all(simple)
         && text != "..."
-        && matches!(scalar::resolve(text), Value::Text);
+        && matches!(scalar::resolve_scalar(text), YamlValue::Text);
     if plain {
         return text.to_owned();
     }
@@ -546,7 +549,7 @@ fn text(text: &str) -> String {
             '"' | '\\' => quoted.extend(['\\', c]),
             '\n' => quoted.push_str("\\n"),
             '\t' => quoted.push_str("\\t"),
-            // What may be taken for a line break or isn't allowed in YAML.
+            // Characters that may be read as a line break, or that YAML does not allow.
             _ if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}') => {
                 _ = write!(quoted, "\\u{:04x}", c as u32);
             }

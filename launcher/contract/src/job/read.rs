@@ -1,172 +1,182 @@
-//! Readers: a node → a value of one type, or the fault in words ("must be …, found …").
+//! Readers: functions from a YAML node to a value of one type, or to the error that describes it.
 use super::{
     scalar,
-    tree::{Fault, Node, Value, shown},
+    value_error::ValueError,
+    yaml::{YamlNode, YamlValue, excerpt},
 };
+use diagnostic::{Code, codes::job as codes};
 use std::ops::RangeInclusive;
 
-/// What a reader gives.
-pub(crate) type Read<T> = Result<T, Fault>;
+/// Result of a reader.
+pub(crate) type ReadResult<T> = Result<T, ValueError>;
 
-/// "must be …, found …" at the node.
-pub(crate) fn expected(what: &str, node: &Node) -> Fault {
-    let message = match node.value {
-        Value::Null => format!("has no value; it must be {what}"),
-        _ => format!("must be {what}, found {}", node.found()),
-    };
-    let fault = Fault::at(node.span, message);
-    match node.value {
-        Value::Null => fault.hint("write a value, or leave the key out for its default"),
-        _ => fault,
-    }
+/// An error for a value of the wrong type: "must be `expected`, found …".
+pub(crate) fn wrong_type(expected: impl Into<String>, node: &YamlNode) -> ValueError {
+    ValueError::unexpected(codes::JOB_VALUE_TYPE, expected, node)
 }
 
-/// An integer in a range.
-pub(crate) fn int(range: RangeInclusive<u64>) -> impl Fn(&Node) -> Read<u64> {
+/// An error for a value of the right type outside of the allowed range.
+pub(crate) fn out_of_range(expected: impl Into<String>, node: &YamlNode) -> ValueError {
+    ValueError::unexpected(codes::JOB_VALUE_OUT_OF_RANGE, expected, node)
+}
+
+/// An error for a text of the wrong form, and for a value that is no text at all.
+pub(crate) fn wrong_format(expected: impl Into<String>, node: &YamlNode) -> ValueError {
+    ValueError::unexpected(text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
+}
+
+/// `code` when the node is text, else the code of a wrong type.
+fn text_code(node: &YamlNode, code: Code) -> Code {
+    if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
+}
+
+/// Reads an integer in a range.
+pub(crate) fn int(range: RangeInclusive<u64>) -> impl Fn(&YamlNode) -> ReadResult<u64> {
     move |node| {
-        let fault = || {
-            let fault = expected(&describe(&range), node);
-            match plain_number(node) {
-                Some(n) => fault.hint(format!("write `{n}`")),
-                None => fault,
+        let code = match node.value {
+            YamlValue::Int(_) => codes::JOB_VALUE_OUT_OF_RANGE,
+            _ => codes::JOB_VALUE_TYPE,
+        };
+        let error = || {
+            let error = ValueError::unexpected(code, describe_range(&range), node);
+            match intended_integer(node) {
+                Some(n) => error.with_help(format!("write `{n}`")),
+                None => error,
             }
         };
         match node.value {
-            Value::Int(n) => u64::try_from(n).ok().filter(|n| range.contains(n)).ok_or_else(fault),
-            _ => Err(fault()),
+            YamlValue::Int(n) => u64::try_from(n).ok().filter(|n| range.contains(n)).ok_or_else(error),
+            _ => Err(error()),
         }
     }
 }
 
-/// An integer in a range of u32.
-pub(crate) fn int32(range: RangeInclusive<u32>) -> impl Fn(&Node) -> Read<u32> {
+/// Reads an integer in a range of `u32`.
+pub(crate) fn int32(range: RangeInclusive<u32>) -> impl Fn(&YamlNode) -> ReadResult<u32> {
     let read = int(u64::from(*range.start())..=u64::from(*range.end()));
     move |node| read(node).map(|n| n as u32)
 }
 
-fn describe(range: &RangeInclusive<u64>) -> String {
+fn describe_range(range: &RangeInclusive<u64>) -> String {
     match (*range.start(), *range.end()) {
         (low, u64::MAX) => format!("an integer of {low} or more"),
         (low, high) => format!("an integer from {low} to {high}"),
     }
 }
 
-/// The integer that someone who wrote `1e3`, `1_000`, `"8"` or `4.0` means.
-fn plain_number(node: &Node) -> Option<u64> {
+/// The integer that the author of `1e3`, `1_000`, `"8"` or `4.0` most likely intended.
+fn intended_integer(node: &YamlNode) -> Option<u64> {
     match node.value {
-        Value::Float(x) if x.fract() == 0.0 && (0.0..1e15).contains(&x) => Some(x as u64),
-        Value::Text => node.raw.replace(['_', ',', ' '], "").parse().ok(),
+        YamlValue::Float(x) if x.fract() == 0.0 && (0.0..1e15).contains(&x) => Some(x as u64),
+        YamlValue::Text => node.raw.replace(['_', ',', ' '], "").parse().ok(),
         _ => None,
     }
 }
 
-/// A number for which `fits` holds; `what` says which.
-pub(crate) fn number(what: &'static str, fits: fn(f64) -> bool) -> impl Fn(&Node) -> Read<f64> {
+/// Reads a finite number that satisfies `accepts`; `expected` describes those numbers.
+pub(crate) fn number(
+    expected: &'static str,
+    accepts: fn(f64) -> bool,
+) -> impl Fn(&YamlNode) -> ReadResult<f64> {
     move |node| {
         let x = match node.value {
-            Value::Int(n) => n as f64,
-            Value::Float(x) => x,
-            _ => return Err(expected(what, node)),
+            YamlValue::Int(n) => n as f64,
+            YamlValue::Float(x) => x,
+            _ => return Err(wrong_type(expected, node)),
         };
-        if x.is_finite() && fits(x) { Ok(x) } else { Err(expected(what, node)) }
+        if x.is_finite() && accepts(x) { Ok(x) } else { Err(out_of_range(expected, node)) }
     }
 }
 
-/// `true` or `false`.
-pub(crate) fn boolean(node: &Node) -> Read<bool> {
+/// Reads `true` or `false`.
+pub(crate) fn boolean(node: &YamlNode) -> ReadResult<bool> {
     match node.value {
-        Value::Bool(b) => Ok(b),
+        YamlValue::Bool(b) => Ok(b),
         _ => {
-            let fault = expected("`true` or `false`", node);
+            let error = wrong_type("`true` or `false`", node);
             Err(match node.raw.to_ascii_lowercase().as_str() {
-                "yes" | "on" | "y" | "1" | "true" => fault.hint("write `true`"),
-                "no" | "off" | "n" | "0" | "false" => fault.hint("write `false`"),
-                _ => fault,
+                "yes" | "on" | "y" | "1" | "true" => error.with_help("write `true`"),
+                "no" | "off" | "n" | "0" | "false" => error.with_help("write `false`"),
+                _ => error,
             })
         }
     }
 }
 
-/// Text that isn't empty and has no control characters (line breaks and tabs included).
-pub(crate) fn text(node: &Node) -> Read<String> {
+/// Reads text that is not empty and has no control characters (line breaks and tabs included).
+pub(crate) fn text(node: &YamlNode) -> ReadResult<String> {
     match node.value {
-        Value::Text if node.raw.is_empty() => Err(expected("text", node)),
-        Value::Text => printable(node),
-        Value::Bool(_) | Value::Int(_) | Value::Float(_) => {
-            Err(expected("text", node).hint(format!("put it in quotes: \"{}\"", shown(&node.raw))))
+        YamlValue::Text if node.raw.is_empty() => Err(out_of_range("text", node)),
+        YamlValue::Text => printable(node),
+        YamlValue::Bool(_) | YamlValue::Int(_) | YamlValue::Float(_) => {
+            Err(wrong_type("text", node).with_help(format!("put it in quotes: \"{}\"", excerpt(&node.raw))))
         }
-        _ => Err(expected("text", node)),
+        _ => Err(wrong_type("text", node)),
     }
 }
 
-/// A scalar as it was written: arguments and environment values may look like numbers. Line breaks are allowed, NUL isn't.
-pub(crate) fn word(node: &Node) -> Read<String> {
+/// Reads any scalar verbatim, because arguments and values of variables may look like numbers. Line
+/// breaks are allowed, NUL is not.
+pub(crate) fn verbatim(node: &YamlNode) -> ReadResult<String> {
     match node.value {
-        Value::List(_) | Value::Map(_) => Err(expected("text", node)),
-        Value::Null => Err(expected("text", node).hint("write \"\" for an empty text")),
-        _ if node.raw.contains('\0') => Err(Fault::at(node.span, "can't contain a NUL character")),
+        YamlValue::List(_) | YamlValue::Map(_) => Err(wrong_type("text", node)),
+        YamlValue::Null => Err(wrong_type("text", node).with_help("write \"\" for an empty text")),
+        _ if node.raw.contains('\0') => {
+            Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, node.span, "contains a NUL character"))
+        }
         _ => Ok(node.raw.clone()),
     }
 }
 
-fn printable(node: &Node) -> Read<String> {
+fn printable(node: &YamlNode) -> ReadResult<String> {
     match node.raw.chars().find(|c| c.is_control()) {
         Some(c) => {
-            Err(Fault::at(node.span, format!("can't contain the control character {}", c.escape_default())))
+            let message = format!("contains the control character {}", c.escape_default());
+            Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, node.span, message))
         }
         None => Ok(node.raw.clone()),
     }
 }
 
-/// A list, each item by `item`; the faults of all items.
-pub(crate) fn list<T>(what: &'static str, item: impl Fn(&Node) -> Read<T>) -> impl Fn(&Node) -> Read<Vec<T>> {
+/// Reads a list, each item by `read_item`; reports the errors of all items.
+pub(crate) fn list<T>(
+    expected: &'static str,
+    read_item: impl Fn(&YamlNode) -> ReadResult<T>,
+) -> impl Fn(&YamlNode) -> ReadResult<Vec<T>> {
     move |node| match &node.value {
-        Value::List(items) => {
-            let mut faults = Vec::new();
-            let read = |(i, n)| item(n).map_err(|f| faults.push(f.of(&format!("item {}", i + 1)))).ok();
-            let values = items.iter().enumerate().filter_map(read).collect();
-            Fault::all(faults).map_or(Ok(values), Err)
+        YamlValue::List(items) => {
+            let (mut values, mut errors) = (Vec::new(), Vec::new());
+            for (i, item) in items.iter().enumerate() {
+                match read_item(item) {
+                    Ok(value) => values.push(value),
+                    Err(error) => errors.push(error.in_part(&format!("item {}", i + 1))),
+                }
+            }
+            ValueError::merge(errors).map_or(Ok(values), Err)
         }
-        Value::Text => {
-            Err(expected(what, node).hint(format!("a list of one is written [\"{}\"]", shown(&node.raw))))
-        }
-        Value::Int(_) | Value::Float(_) => {
-            Err(expected(what, node).hint(format!("a list of one is written [{}]", shown(&node.raw))))
-        }
-        _ => Err(expected(what, node)),
+        YamlValue::Text => Err(wrong_type(expected, node)
+            .with_help(format!("write a list of one item as [\"{}\"]", excerpt(&node.raw)))),
+        YamlValue::Int(_) | YamlValue::Float(_) => Err(wrong_type(expected, node)
+            .with_help(format!("write a list of one item as [{}]", excerpt(&node.raw)))),
+        _ => Err(wrong_type(expected, node)),
     }
 }
 
-/// One of some names. `later` names are known but not supported by this version.
-pub(crate) fn choice<T: Clone>(
-    names: &'static [(&'static str, T)],
-    later: &'static [&'static str],
-) -> impl Fn(&Node) -> Read<T> {
+/// Reads one of several names.
+pub(crate) fn choice<T: Clone>(names: &'static [(&'static str, T)]) -> impl Fn(&YamlNode) -> ReadResult<T> {
     move |node| {
-        if let Value::Text = node.value {
-            if let Some((_, value)) = names.iter().find(|(name, _)| *name == node.raw) {
-                return Ok(value.clone());
-            }
-            if later.contains(&node.raw.as_str()) {
-                return Err(unsupported(node, &one_of(names)));
-            }
+        if let YamlValue::Text = node.value
+            && let Some((_, value)) = names.iter().find(|(name, _)| *name == node.raw)
+        {
+            return Ok(value.clone());
         }
-        let fault = expected(&one_of(names), node);
-        let near = nearest(&node.raw, names.iter().map(|(name, _)| *name));
-        Err(match near {
-            Some(name) => fault.hint(format!("did you mean `{name}`?")),
-            None => fault,
+        let code = text_code(node, codes::JOB_VALUE_UNKNOWN);
+        let error = ValueError::unexpected(code, one_of(names), node);
+        Err(match nearest_name(&node.raw, names.iter().map(|(name, _)| *name)) {
+            Some(name) => error.with_help(format!("did you mean `{name}`?")),
+            None => error,
         })
     }
-}
-
-/// "can't be … in this version"; `only` is what it can be.
-pub(crate) fn unsupported(node: &Node, only: &str) -> Fault {
-    let what = match node.value {
-        Value::List(_) | Value::Map(_) => node.found(),
-        _ => format!("`{}`", shown(&node.raw)),
-    };
-    Fault::at(node.span, format!("can't be {what} in this version")).hint(format!("use {only}"))
 }
 
 fn one_of<T>(names: &[(&str, T)]) -> String {
@@ -177,50 +187,48 @@ fn one_of<T>(names: &[(&str, T)]) -> String {
     }
 }
 
-/// This word, or what `read` reads.
-pub(crate) fn word_or<T: Clone>(
-    word: &'static str,
+/// Reads a keyword as `value`, and anything else by `read`.
+pub(crate) fn keyword_or<T: Clone>(
+    keyword: &'static str,
     value: T,
-    read: impl Fn(&Node) -> Read<T>,
-) -> impl Fn(&Node) -> Read<T> {
+    read: impl Fn(&YamlNode) -> ReadResult<T>,
+) -> impl Fn(&YamlNode) -> ReadResult<T> {
     move |node| {
-        if matches!(node.value, Value::Text) && node.raw == word {
+        if matches!(node.value, YamlValue::Text) && node.raw == keyword {
             return Ok(value.clone());
         }
-        read(node).map_err(|fault| Fault {
-            message: fault.message.replacen("must be ", &format!("must be `{word}` or "), 1),
-            ..fault
-        })
+        read(node).map_err(|error| error.or_keyword(keyword))
     }
 }
 
-/// A duration, in milliseconds.
-pub(crate) fn duration(node: &Node) -> Read<u64> {
-    let fault = || expected("a duration such as `500ms`, `10s`, `5m`, `2h`", node);
+/// Reads a duration; in milliseconds.
+pub(crate) fn duration(node: &YamlNode) -> ReadResult<u64> {
+    let error = || wrong_format("a duration such as `500ms`, `10s`, `5m`, `2h`", node);
     match node.value {
-        Value::Text => scalar::duration(&node.raw).ok_or_else(fault),
-        Value::Int(_) | Value::Float(_) => {
-            Err(fault().hint(format!("write the unit: `{}s`", shown(&node.raw))))
+        YamlValue::Text => scalar::parse_duration(&node.raw).ok_or_else(error),
+        YamlValue::Int(_) | YamlValue::Float(_) => {
+            Err(error().with_help(format!("write the unit: `{}s`", excerpt(&node.raw))))
         }
-        _ => Err(fault()),
+        _ => Err(error()),
     }
 }
 
-/// A size, in bytes.
-pub(crate) fn size(node: &Node) -> Read<u64> {
-    let fault = || expected("a size such as `512KiB`, `100MB`, `1GiB`", node);
+/// Reads a size; in bytes.
+pub(crate) fn size(node: &YamlNode) -> ReadResult<u64> {
+    let error = || wrong_format("a size such as `512KiB`, `100MB`, `1GiB`", node);
     match node.value {
-        Value::Text => scalar::size(&node.raw).ok_or_else(fault),
-        Value::Int(_) | Value::Float(_) => {
-            Err(fault().hint(format!("write the unit: `{}B`", shown(&node.raw))))
+        YamlValue::Text => scalar::parse_size(&node.raw).ok_or_else(error),
+        YamlValue::Int(_) | YamlValue::Float(_) => {
+            Err(error().with_help(format!("write the unit: `{}B`", excerpt(&node.raw))))
         }
-        _ => Err(fault()),
+        _ => Err(error()),
     }
 }
 
-/// The nearest of some names, when it is near enough to be what was meant.
-pub(crate) fn nearest<'n>(word: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
-    if word.len() > 80 {
+/// The most similar of several names, when it is similar enough to be a misspelling.
+pub(crate) fn nearest_name<'n>(word: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    const MAX_WORD: usize = 80;
+    if word.len() > MAX_WORD {
         return None;
     }
     let word = word.to_lowercase();

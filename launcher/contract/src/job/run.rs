@@ -1,108 +1,122 @@
-//! `run:` — what runs and how it is watched.
+//! `run`: the program of a job, its environment and supervision.
 use crate::ids::Rank;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// What runs and how it is watched.
+/// The program of a job, its environment and supervision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunSpec {
-    /// Any program as ranks; absent: the built-in runtime.
+    /// The program and its arguments, started once per rank; `None` for the built-in runtime.
     pub command: Option<Vec<String>>,
-    /// Absolute after loading; relative paths of the job resolve here. Default: the current directory.
+    /// The working directory of workers, where relative paths of the job start. Absolute after
+    /// loading.
     pub workdir: PathBuf,
+    /// Variables that are added to the environment of each worker, with their values.
     pub env: Vec<(String, String)>,
-    /// Names of `env` whose values are looked up when the run starts, and shown nowhere.
+    /// Variables whose values are read when the run starts and never shown.
     pub env_from: Vec<(String, EnvSource)>,
-    /// Patterns of names whose values launch's own environment gives to workers on every host; shown nowhere.
+    /// Patterns of the variables of launch that are passed to the workers of every host and never
+    /// shown.
     pub pass_env: Vec<String>,
-    /// What workers are bound to.
-    pub bind: Bind,
-    /// Which GPUs a worker sees.
+    /// How workers are bound to CPUs.
+    #[serde(rename = "bind")]
+    pub cpu_bind: CpuBind,
+    /// Which GPUs a worker of a program sees.
     pub visible_devices: VisibleDevices,
-    /// Put `--local_rank=N` after the script's name, as older launchers do.
+    /// Whether `--local_rank=N` is inserted after the script's name, as older launchers do.
     pub local_rank_argument: bool,
-    /// Between SIGTERM and SIGKILL, milliseconds.
-    pub grace_ms: u64,
-    /// How often the job may be started again after a failure; one budget for all hosts.
+    /// Time from SIGTERM to SIGKILL, milliseconds.
+    #[serde(rename = "grace_ms")]
+    pub grace_period_ms: u64,
+    /// The most restarts after failures, over all hosts.
     pub restarts: u32,
-    /// With how few hosts it may be started again.
+    /// The fewest hosts of a start.
     pub min_hosts: MinHosts,
-    /// A job without progress for this long, milliseconds, has failed.
+    /// Time without progress after which the job has failed, milliseconds; `None` for no limit.
     pub hang_timeout_ms: Option<u64>,
-    /// A program's line of output with this text is its progress.
-    pub progress: Option<String>,
+    /// A line of a program's output that contains this text counts as progress.
+    #[serde(rename = "progress")]
+    pub progress_pattern: Option<String>,
+    /// The actions of signals that launch receives.
     pub signals: Signals,
+    /// The logs of workers and the console.
     pub logs: LogsSpec,
 }
 
-/// Where the value of an environment variable is looked up.
+/// The source of the value of an environment variable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EnvSource {
-    /// The variable of this name in launch's own environment.
+    /// The variable of this name in the environment of launch.
     FromEnv(String),
-    /// The text of this file, without one line end after it.
+    /// The content of this file without a final line break.
     FromFile(PathBuf),
 }
 
-/// The fewest hosts a start may have.
+/// The fewest hosts of a start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MinHosts {
     /// As many as the job uses.
     All,
+    /// This many.
     AtLeast(u32),
 }
 
-/// What signals to launch do.
+/// The actions of signals that launch receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Signals {
+    /// The action of SIGUSR1.
     pub usr1: SignalAction,
+    /// The action of SIGUSR2.
     pub usr2: SignalAction,
+    /// The action of SIGTERM.
     pub term: SignalAction,
 }
 
-/// What a signal does.
+/// What launch does when it receives a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SignalAction {
-    /// Workers are told to save, and go on.
+    /// It asks workers to save, and continues.
     Save,
-    /// Workers are told to save and end.
+    /// It asks workers to save, and stops them.
     SaveAndStop,
+    /// It ignores the signal.
     Ignore,
 }
 
-/// What workers are bound to.
+/// How workers are bound to CPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Bind {
-    /// As `Numa` with GPUs of their own, else as `Cores`; not at all where cores don't suffice.
+pub enum CpuBind {
+    /// `Numa` when each worker has its own GPU, else `Cores`; unbound when there are more workers
+    /// than cores.
     Auto,
-    /// Nothing.
+    /// Workers are not bound.
     None,
-    /// All cores of a NUMA node: the one of the worker's GPU, or an equal share of the nodes.
+    /// To all cores of a NUMA node: that of the worker's GPU, or of an equal share of the nodes.
     Numa,
-    /// Cores of their own.
+    /// To an equal share of the cores.
     Cores,
 }
 
-/// Which GPUs a worker sees.
+/// Which GPUs of its host a worker sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum VisibleDevices {
-    /// All of the host's; `LOCAL_RANK` picks one.
+    /// All of them; `LOCAL_RANK` selects one.
     All,
-    /// Its own alone, and `LOCAL_RANK` is 0.
+    /// Only its own; `LOCAL_RANK` is 0.
     One,
 }
 
-/// Where output goes.
+/// The logs of workers and the console.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LogsSpec {
-    /// Run directory template; `{name}` and `{run}` are filled in. Default `runs/{name}/{run}`.
+    /// Template of the run directory with the placeholders `{name}` and `{run}`.
     pub dir: String,
-    /// Ranks whose output the console shows.
+    /// The ranks whose output the console shows.
     pub show: Vec<Rank>,
-    /// Put `[rank N]` before each line on the console.
+    /// Whether the console shows `[rank N]` before each line.
     pub prefix: bool,
-    /// A rank's log stops growing here, bytes.
+    /// Largest size of a rank's log, bytes.
     pub max_size: u64,
 }

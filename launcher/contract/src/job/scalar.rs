@@ -1,21 +1,21 @@
-//! Scalars: YAML 1.2's core schema, durations and sizes.
-use super::tree::Value;
+//! Scalars: the core schema of YAML 1.2, durations and sizes.
+use super::yaml::YamlValue;
 
-/// What a plain scalar is, by YAML 1.2's core schema. Integers beyond i128 become floats.
-pub(crate) fn resolve(text: &str) -> Value {
+/// The value of a plain scalar by YAML 1.2's core schema. Integers beyond `i128` become floats.
+pub(crate) fn resolve_scalar(text: &str) -> YamlValue {
     match text {
-        "" | "~" | "null" | "Null" | "NULL" => return Value::Null,
-        "true" | "True" | "TRUE" => return Value::Bool(true),
-        "false" | "False" | "FALSE" => return Value::Bool(false),
-        ".nan" | ".NaN" | ".NAN" => return Value::Float(f64::NAN),
+        "" | "~" | "null" | "Null" | "NULL" => return YamlValue::Null,
+        "true" | "True" | "TRUE" => return YamlValue::Bool(true),
+        "false" | "False" | "FALSE" => return YamlValue::Bool(false),
+        ".nan" | ".NaN" | ".NAN" => return YamlValue::Float(f64::NAN),
         _ => {}
     }
     if let Some(int) = integer(text) {
-        return Value::Int(int);
+        return YamlValue::Int(int);
     }
     match float(text) {
-        Some(float) => Value::Float(float),
-        None => Value::Text,
+        Some(float) => YamlValue::Float(float),
+        None => YamlValue::Text,
     }
 }
 
@@ -36,7 +36,7 @@ fn integer(text: &str) -> Option<i128> {
     }
 }
 
-/// `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]? [0-9]+ )?` and `[-+]?\.inf`.
+/// Matches `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]? [0-9]+ )?` and `[-+]?\.inf`.
 fn float(text: &str) -> Option<f64> {
     let unsigned = text.strip_prefix(['-', '+']).unwrap_or(text);
     if matches!(unsigned, ".inf" | ".Inf" | ".INF") {
@@ -60,8 +60,9 @@ fn float(text: &str) -> Option<f64> {
     (exponent_fits && mantissa_fits).then(|| text.parse().ok())?
 }
 
-/// A duration such as `500ms`, `10s`, `1.5h`, in milliseconds. Units: ms, s, m, h, d.
-pub fn duration(text: &str) -> Option<u64> {
+/// Parses a duration such as `500ms`, `10s` or `1.5h`; in milliseconds. The units are ms, s, m, h
+/// and d.
+pub fn parse_duration(text: &str) -> Option<u64> {
     let (number, unit) = number_and_unit(text)?;
     let unit = match unit {
         "ms" => 1.0,
@@ -74,8 +75,8 @@ pub fn duration(text: &str) -> Option<u64> {
     whole(number * unit)
 }
 
-/// A size such as `512B`, `5GB` (powers of 1000) or `1.5GiB` (powers of 1024), in bytes.
-pub(crate) fn size(text: &str) -> Option<u64> {
+/// Parses a size such as `512B`, `5GB` (powers of 1000) or `1.5GiB` (powers of 1024); in bytes.
+pub(crate) fn parse_size(text: &str) -> Option<u64> {
     let (number, unit) = number_and_unit(text)?;
     let unit = match unit {
         "B" => 1.0,
@@ -98,7 +99,7 @@ fn number_and_unit(text: &str) -> Option<(f64, &str)> {
     Some((number, text[split..].trim_start_matches(' ')))
 }
 
-/// The nearest whole number, if it is one that f64 holds exactly.
+/// The nearest integer, if it is small enough to be exact in `f64`.
 fn whole(x: f64) -> Option<u64> {
     (x.is_finite() && (0.0..9e15).contains(&x)).then(|| x.round() as u64)
 }
@@ -108,11 +109,11 @@ mod tests {
     use super::*;
 
     fn kind(text: &str) -> &'static str {
-        match resolve(text) {
-            Value::Null => "null",
-            Value::Bool(_) => "bool",
-            Value::Int(_) => "int",
-            Value::Float(_) => "float",
+        match resolve_scalar(text) {
+            YamlValue::Null => "null",
+            YamlValue::Bool(_) => "bool",
+            YamlValue::Int(_) => "int",
+            YamlValue::Float(_) => "float",
             _ => "text",
         }
     }
@@ -152,28 +153,28 @@ mod tests {
         ] {
             assert_eq!(kind(text), expected, "{text:?}");
         }
-        assert!(matches!(resolve("0o17"), Value::Int(15)));
-        assert!(matches!(resolve("-12"), Value::Int(-12)));
+        assert!(matches!(resolve_scalar("0o17"), YamlValue::Int(15)));
+        assert!(matches!(resolve_scalar("-12"), YamlValue::Int(-12)));
     }
 
     #[test]
     fn durations() {
-        assert_eq!(duration("10s"), Some(10_000));
-        assert_eq!(duration("1.5m"), Some(90_000));
-        assert_eq!(duration("250ms"), Some(250));
-        assert_eq!(duration("2 h"), Some(7_200_000));
+        assert_eq!(parse_duration("10s"), Some(10_000));
+        assert_eq!(parse_duration("1.5m"), Some(90_000));
+        assert_eq!(parse_duration("250ms"), Some(250));
+        assert_eq!(parse_duration("2 h"), Some(7_200_000));
         for bad in ["10", "s", "10 parsecs", "-1s", "1e3s", "", "1.2.3s", "999999999999999999d", "٣s"] {
-            assert_eq!(duration(bad), None, "{bad:?}");
+            assert_eq!(parse_duration(bad), None, "{bad:?}");
         }
     }
 
     #[test]
     fn sizes() {
-        assert_eq!(size("5GB"), Some(5_000_000_000));
-        assert_eq!(size("1GiB"), Some(1 << 30));
-        assert_eq!(size("1.5KiB"), Some(1536));
+        assert_eq!(parse_size("5GB"), Some(5_000_000_000));
+        assert_eq!(parse_size("1GiB"), Some(1 << 30));
+        assert_eq!(parse_size("1.5KiB"), Some(1536));
         for bad in ["1G", "1", "GiB", "1gib", "-1B", "1e9B", "9999999TiB"] {
-            assert_eq!(size(bad), None, "{bad:?}");
+            assert_eq!(parse_size(bad), None, "{bad:?}");
         }
     }
 }

@@ -1,45 +1,50 @@
-//! `slurm:` — what `launch sbatch` asks Slurm for, and how a job goes on after its time limit.
+//! `slurm`: the options of `launch sbatch`, and how a job continues after its time limit.
 use super::{
-    decode::{Decoder, Table},
-    read::{Read, boolean, duration, expected, int32, list, size, text},
-    tree::Node,
+    decode::{Decoder, Section},
+    read::{ReadResult, boolean, duration, int32, list, out_of_range, size, text, wrong_format},
+    yaml::YamlNode,
 };
 use serde::{Deserialize, Serialize};
 
 /// Most nodes of an allocation.
-const MOST_NODES: u32 = 16_384;
-/// Slurm counts the seconds of `--signal` in 16 bits.
-const LONGEST_NOTICE: u64 = 65_535_000;
-/// Longest time limit: a hundred years.
-const LONGEST_TIME: u64 = 36_525 * 86_400_000;
+const MAX_NODES: u32 = 16_384;
+/// Longest `signal_time`: Slurm stores the seconds of `--signal` in 16 bits. Milliseconds.
+const MAX_SIGNAL_TIME: u64 = 65_535_000;
+/// Longest time limit, a hundred years, milliseconds.
+const MAX_TIME: u64 = 36_525 * 86_400_000;
 
-/// What `launch sbatch` asks Slurm for. `None`: Slurm's own default.
+/// The options of `launch sbatch`. `None` is Slurm's default.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SlurmSpec {
+    /// `--partition`.
     pub partition: Option<String>,
+    /// `--account`.
     pub account: Option<String>,
+    /// `--qos`.
     pub qos: Option<String>,
+    /// The number of nodes.
     pub nodes: u32,
     /// The time limit, milliseconds.
     pub time_ms: Option<u64>,
-    /// 0: none asked for.
+    /// The number of GPUs per node; 0 requests none.
     pub gpus_per_node: u32,
-    /// Of the one task on each node, so of each node.
+    /// The number of CPUs of each node, which has a single task.
     pub cpus_per_task: Option<u32>,
-    /// Of each node, bytes.
+    /// The memory of each node, bytes.
     pub mem: Option<u64>,
-    /// More options, each a whole `--option=value`.
+    /// Further options, each a whole `--option=value`.
     pub extra: Vec<String>,
-    /// How long before the time limit the job is told, milliseconds.
-    pub notice_ms: u64,
-    /// How often the job may be put back into the queue.
+    /// How long before the time limit Slurm signals the job, milliseconds.
+    #[serde(rename = "notice_ms")]
+    pub signal_time_ms: u64,
+    /// The most times that the job is requeued.
     pub requeues: u32,
-    /// Copy launch's executable to the nodes.
+    /// Whether launch's executable is copied to the nodes.
     pub bcast: bool,
 }
 
 impl Default for SlurmSpec {
-    /// As without a `slurm:` section.
+    /// The values of a job without a `slurm` section.
     fn default() -> Self {
         SlurmSpec {
             partition: None,
@@ -51,69 +56,70 @@ impl Default for SlurmSpec {
             cpus_per_task: None,
             mem: None,
             extra: Vec::new(),
-            notice_ms: 120_000,
+            signal_time_ms: 120_000,
             requeues: 10,
             bcast: false,
         }
     }
 }
 
-pub(crate) fn decode(d: &mut Decoder, top: &Table<'_>) -> SlurmSpec {
+/// Decodes `slurm`.
+pub(crate) fn decode(d: &mut Decoder, top: &Section<'_>) -> SlurmSpec {
     let t = d.section(top, "slurm");
     SlurmSpec {
-        partition: d.opt(&t, "slurm.partition", name),
-        account: d.opt(&t, "slurm.account", name),
-        qos: d.opt(&t, "slurm.qos", name),
-        nodes: d.get(&t, "slurm.nodes", int32(1..=MOST_NODES)),
-        time_ms: d.opt(&t, "slurm.time", time),
+        partition: d.get_optional(&t, "slurm.partition", name),
+        account: d.get_optional(&t, "slurm.account", name),
+        qos: d.get_optional(&t, "slurm.qos", name),
+        nodes: d.get(&t, "slurm.nodes", int32(1..=MAX_NODES)),
+        time_ms: d.get_optional(&t, "slurm.time", time),
         gpus_per_node: d.get(&t, "slurm.gpus_per_node", int32(0..=1024)),
-        cpus_per_task: d.opt(&t, "slurm.cpus_per_task", int32(1..=65_536)),
-        mem: d.opt(&t, "slurm.mem", mem),
+        cpus_per_task: d.get_optional(&t, "slurm.cpus_per_task", int32(1..=65_536)),
+        mem: d.get_optional(&t, "slurm.mem", mem),
         extra: d.get(&t, "slurm.extra", list("a list of options", option)),
-        notice_ms: d.get(&t, "slurm.notice", notice),
+        signal_time_ms: d.get(&t, "slurm.signal_time", signal_time),
         requeues: d.get(&t, "slurm.requeues", int32(0..=10_000)),
         bcast: d.get(&t, "slurm.bcast", boolean),
     }
 }
 
-/// Names of partitions and the like, several separated by commas.
-fn name(node: &Node) -> Read<String> {
+/// Reads a partition, account or QOS; several are separated by commas.
+fn name(node: &YamlNode) -> ReadResult<String> {
     let name = text(node)?;
     let fits = |c: char| c.is_ascii_alphanumeric() || "_-.,:/@+".contains(c);
     if name.chars().all(fits) && !name.starts_with('-') && name.len() <= 255 {
         Ok(name)
     } else {
-        Err(expected("a name of letters, digits and `_-.,:/@+`", node))
+        Err(wrong_format("a name of letters, digits and `_-.,:/@+`", node))
     }
 }
 
-/// A whole option, as it stands in a line of the script.
-fn option(node: &Node) -> Read<String> {
+/// Reads a whole option, which becomes a word of a line of the batch script.
+fn option(node: &YamlNode) -> ReadResult<String> {
     let option = text(node)?;
     if option.starts_with("--") && option.len() > 2 && option.len() <= 1024 {
         Ok(option)
     } else {
-        Err(expected("an option of sbatch such as \"--constraint=a100\"", node))
+        Err(wrong_format("an option of sbatch such as \"--constraint=a100\"", node))
     }
 }
 
-fn time(node: &Node) -> Read<u64> {
+fn time(node: &YamlNode) -> ReadResult<u64> {
     match duration(node)? {
-        ms @ 60_000..=LONGEST_TIME => Ok(ms),
-        _ => Err(expected("a duration from `1m` to a hundred years", node)),
+        ms @ 60_000..=MAX_TIME => Ok(ms),
+        _ => Err(out_of_range("a duration from `1m` to a hundred years", node)),
     }
 }
 
-fn notice(node: &Node) -> Read<u64> {
+fn signal_time(node: &YamlNode) -> ReadResult<u64> {
     match duration(node)? {
-        ms @ 1000..=LONGEST_NOTICE => Ok(ms),
-        _ => Err(expected("a duration from `1s` to `65535s`", node)),
+        ms @ 1000..=MAX_SIGNAL_TIME => Ok(ms),
+        _ => Err(out_of_range("a duration from `1s` to `65535s`", node)),
     }
 }
 
-fn mem(node: &Node) -> Read<u64> {
+fn mem(node: &YamlNode) -> ReadResult<u64> {
     match size(node)? {
-        0..1_048_576 => Err(expected("a size of 1MiB or more", node)),
+        0..1_048_576 => Err(out_of_range("a size of 1MiB or more", node)),
         bytes => Ok(bytes),
     }
 }
@@ -122,35 +128,34 @@ fn mem(node: &Node) -> Read<u64> {
 mod tests {
     use super::*;
     use crate::job::{Source, load};
+    use diagnostic::{Diagnostic, codes::job as codes};
 
-    fn slurm(section: &str) -> Result<SlurmSpec, String> {
+    fn slurm(section: &str) -> Result<SlurmSpec, Vec<Diagnostic>> {
         let text = format!("run: {{command: [a]}}\n{section}");
-        match load(Source::Text { name: "a.yaml".to_owned(), text }, &[]) {
-            Ok((job, _, _)) => Ok(job.slurm),
-            Err(problems) => Err(problems.iter().map(|p| p.message.clone()).collect::<Vec<_>>().join("; ")),
-        }
+        load(Source::Text { name: "a.yaml".to_owned(), text }, &[]).map(|(job, ..)| job.slurm)
     }
 
     #[test]
-    fn without_a_section_it_is_the_default() {
+    fn a_job_without_the_section_has_the_defaults() {
         assert_eq!(slurm(""), Ok(SlurmSpec::default()));
     }
 
     #[test]
-    fn what_could_be_another_option_or_line_is_refused() {
-        for section in [
-            "slurm: {partition: 'a b'}",
-            "slurm: {partition: '-a'}",
-            "slurm: {account: \"a\\nb\"}",
-            "slurm: {extra: [hold]}",
-            "slurm: {extra: [\"--a\\nb\"]}",
-            "slurm: {extra: ['--']}",
-            "slurm: {time: 30s}",
-            "slurm: {notice: 20h}",
-            "slurm: {mem: 1KiB}",
-            "slurm: {nodes: 0}",
+    fn values_that_could_inject_options_or_lines_are_rejected() {
+        for (section, subject, code) in [
+            ("slurm: {partition: 'a b'}", "slurm.partition", codes::JOB_VALUE_FORMAT),
+            ("slurm: {partition: '-a'}", "slurm.partition", codes::JOB_VALUE_FORMAT),
+            ("slurm: {account: \"a\\nb\"}", "slurm.account", codes::JOB_CONTROL_CHARACTER),
+            ("slurm: {extra: [hold]}", "slurm.extra", codes::JOB_VALUE_FORMAT),
+            ("slurm: {extra: [\"--a\\nb\"]}", "slurm.extra", codes::JOB_CONTROL_CHARACTER),
+            ("slurm: {extra: ['--']}", "slurm.extra", codes::JOB_VALUE_FORMAT),
+            ("slurm: {time: 30s}", "slurm.time", codes::JOB_VALUE_OUT_OF_RANGE),
+            ("slurm: {signal_time: 20h}", "slurm.signal_time", codes::JOB_VALUE_OUT_OF_RANGE),
+            ("slurm: {mem: 1KiB}", "slurm.mem", codes::JOB_VALUE_OUT_OF_RANGE),
+            ("slurm: {nodes: 0}", "slurm.nodes", codes::JOB_VALUE_OUT_OF_RANGE),
         ] {
-            assert!(slurm(section).is_err(), "{section}");
+            let errors = slurm(section).expect_err(section);
+            assert_eq!((errors[0].subject(), errors[0].code()), (Some(subject), code), "{section}");
         }
     }
 }

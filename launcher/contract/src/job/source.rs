@@ -1,12 +1,9 @@
-//! Where each key of a job was written: the texts a job is read from and the span of every key in them.
-use super::tree::{Node, Value};
-use crate::{
-    preflight::Finding,
-    problem::{Place, Problem},
-};
+//! [`SourceMap`]: the texts that a job is read from, and the span of every key in them.
+use super::yaml::{YamlNode, YamlValue};
+use diagnostic::{Diagnostic, Location};
 use std::collections::BTreeMap;
 
-/// Bytes `start..end` of the text number `source`.
+/// The bytes `start..end` of the text with the number `source`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) source: u32,
@@ -16,59 +13,59 @@ pub(crate) struct Span {
 
 /// One text that keys come from.
 #[derive(Clone, Debug)]
-enum Text {
+enum SourceText {
     File { name: String, text: String },
     Override { text: String },
 }
 
-/// Where a key was written.
+/// The spans of a key.
 #[derive(Clone, Copy, Debug)]
-struct Written {
-    key: Span,
-    /// What is shown for the key itself: its value when that is on one line, else the key.
+struct KeySpans {
+    name: Span,
+    /// What a message points at: the value when it is on one line, else the name.
     shown: Span,
 }
 
-/// Locates the keys of a loaded job, so that later findings can be shown where they were written.
+/// Locates the keys of a loaded job, so that later diagnostics can point at them.
 #[derive(Clone, Debug)]
 pub struct SourceMap {
-    texts: Vec<Text>,
-    keys: BTreeMap<String, Written>,
+    texts: Vec<SourceText>,
+    keys: BTreeMap<String, KeySpans>,
 }
 
 impl SourceMap {
-    /// The number of the job's own text.
+    /// The number of the job's text.
     pub(crate) const JOB: u32 = 0;
 
     /// A map of the job's text, without keys yet.
     pub(crate) fn new(name: &str, text: &str) -> Self {
-        let texts = vec![Text::File { name: name.to_owned(), text: text.to_owned() }];
+        let texts = vec![SourceText::File { name: name.to_owned(), text: text.to_owned() }];
         SourceMap { texts, keys: BTreeMap::new() }
     }
 
-    /// Adds the text of a `--set` argument; returns its number.
+    /// Adds the text of a `--set` argument and returns its number.
     pub(crate) fn add_override(&mut self, text: &str) -> u32 {
-        self.texts.push(Text::Override { text: text.to_owned() });
+        self.texts.push(SourceText::Override { text: text.to_owned() });
         self.texts.len() as u32 - 1
     }
 
-    /// Notes where every key of the tree was written. `canonical(path)` is the documented name of a key's path.
-    pub(crate) fn index(&mut self, root: &Node, canonical: impl Fn(&str) -> String) {
-        let mut todo: Vec<(String, &Node)> = vec![(String::new(), root)];
-        while let Some((path, node)) = todo.pop() {
+    /// Records the spans of every key of the tree. `canonical` maps a path to its documented name.
+    pub(crate) fn index(&mut self, root: &YamlNode, canonical: impl Fn(&str) -> String) {
+        let mut pending: Vec<(String, &YamlNode)> = vec![(String::new(), root)];
+        while let Some((path, node)) = pending.pop() {
             match &node.value {
-                Value::Map(entries) => {
+                YamlValue::Map(entries) => {
                     for e in entries {
                         let child = canonical(&join(&path, &e.key));
-                        self.note(&child, e.key_span, &e.value);
-                        todo.push((child, &e.value));
+                        self.add_key(&child, e.key_span, &e.value);
+                        pending.push((child, &e.value));
                     }
                 }
-                Value::List(items) => {
+                YamlValue::List(items) => {
                     for (i, item) in items.iter().enumerate() {
                         let child = format!("{path}[{i}]");
-                        self.note(&child, item.span, item);
-                        todo.push((child, item));
+                        self.add_key(&child, item.span, item);
+                        pending.push((child, item));
                     }
                 }
                 _ => {}
@@ -76,71 +73,72 @@ impl SourceMap {
         }
     }
 
-    fn note(&mut self, path: &str, key: Span, value: &Node) {
+    fn add_key(&mut self, path: &str, name: Span, value: &YamlNode) {
         let text = self.slice(value.span);
-        let block = matches!(value.value, Value::Map(_) | Value::List(_)) && !text.starts_with(['[', '{']);
-        let shown = if block || text.is_empty() || text.contains('\n') { key } else { value.span };
-        self.keys.insert(path.to_owned(), Written { key, shown });
+        let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
+        let is_block = is_collection && !text.starts_with(['[', '{']);
+        let shown = if is_block || text.is_empty() || text.contains('\n') { name } else { value.span };
+        self.keys.insert(path.to_owned(), KeySpans { name, shown });
     }
 
-    /// Was this key written (in the file or by `--set`)?
+    /// Whether the key is written in the file or in `--set`.
     pub fn is_given(&self, path: &str) -> bool {
         self.keys.contains_key(path)
     }
 
-    /// Where `path` was written: its value; else its nearest parent that was; else the file.
-    pub fn locate(&self, path: &str) -> Place {
-        if let Some(written) = self.keys.get(path) {
-            return self.place(written.shown);
+    /// The location of a key's value; else that of its nearest parent that is written; else the
+    /// file.
+    pub fn key_location(&self, path: &str) -> Location {
+        if let Some(spans) = self.keys.get(path) {
+            return self.span_location(spans.shown);
         }
         let mut rest = path;
         while let Some(cut) = rest.rfind(['.', '[']) {
             rest = &rest[..cut];
-            if let Some(written) = self.keys.get(rest) {
-                return self.place(written.key);
+            if let Some(spans) = self.keys.get(rest) {
+                return self.span_location(spans.name);
             }
         }
-        Place::File { file: self.file().to_owned() }
+        Location::File { file: self.file().to_owned() }
     }
 
-    /// A finding about the job's meaning, with its place.
-    pub fn problem(&self, finding: &Finding) -> Problem {
-        Problem {
-            path: finding.path.clone(),
-            place: self.locate(&finding.path),
-            message: finding.message.clone(),
-            hint: finding.hint.clone(),
+    /// Adds the location of the diagnostic's subject, which is a key, unless it has a location.
+    pub fn locate(&self, diagnostic: Diagnostic) -> Diagnostic {
+        if diagnostic.location().is_some() {
+            return diagnostic;
         }
+        let location = self.key_location(diagnostic.subject().unwrap_or_default());
+        diagnostic.with_location(location)
     }
 
-    /// Name of the job's file.
+    /// The name of the job's file.
     pub fn file(&self) -> &str {
         match &self.texts[0] {
-            Text::File { name, .. } => name,
-            Text::Override { .. } => "--set",
+            SourceText::File { name, .. } => name,
+            SourceText::Override { .. } => "--set",
         }
     }
 
-    /// The place of a span: its first line.
-    pub(crate) fn place(&self, span: Span) -> Place {
+    /// The location of a span: the part of it that is on its first line.
+    pub(crate) fn span_location(&self, span: Span) -> Location {
         let Some(text) = self.texts.get(span.source as usize) else {
-            return Place::File { file: self.file().to_owned() };
+            return Location::File { file: self.file().to_owned() };
         };
         match text {
-            Text::File { name, text } => {
-                let (line, column, width, shown) = position(text, span);
-                Place::Line { file: name.clone(), line, column, width, text: shown }
+            SourceText::File { name, text } => {
+                let (line, column, width, line_text) = position(text, span);
+                Location::Line { file: name.clone(), line, column, width, text: line_text }
             }
-            Text::Override { text } => {
-                let (_, column, width, shown) = position(text, span);
-                Place::Override { column, width, text: shown }
+            SourceText::Override { text } => {
+                let (_, column, width, line_text) = position(text, span);
+                Location::Override { column, width, text: line_text }
             }
         }
     }
 
     fn slice(&self, span: Span) -> &str {
         let text = match self.texts.get(span.source as usize) {
-            Some(Text::File { text, .. } | Text::Override { text }) => text,
+            Some(SourceText::File { text, .. } | SourceText::Override { text }) => text,
             None => return "",
         };
         text.get(span.start as usize..span.end as usize).unwrap_or("")
@@ -152,7 +150,8 @@ pub(crate) fn join(parent: &str, key: &str) -> String {
     if parent.is_empty() { key.to_owned() } else { format!("{parent}.{key}") }
 }
 
-/// 1-based line and column of the span's start, its width on that line (≥ 1, characters), and the line.
+/// The line and column of the span's start, counted from 1; its width on that line, at least 1, in
+/// characters; and the text of the line.
 fn position(text: &str, span: Span) -> (u32, u32, u32, String) {
     let start = floor_char(text, span.start as usize);
     let end = floor_char(text, span.end as usize).max(start);
@@ -164,7 +163,7 @@ fn position(text: &str, span: Span) -> (u32, u32, u32, String) {
     (line, column, width, text[line_start..line_end].trim_end().to_owned())
 }
 
-/// The largest character boundary ≤ `at`.
+/// The largest character boundary that is at most `at`.
 fn floor_char(text: &str, at: usize) -> usize {
     let mut at = at.min(text.len());
     while !text.is_char_boundary(at) {

@@ -1,168 +1,217 @@
-//! `train:` — what the built-in runtime trains.
+//! `train`: the model, data and hyper-parameters of the built-in training.
 use super::{
     DataSource,
-    decode::{Decoder, Table},
+    decode::{Decoder, Section},
     experts::{self, ExpertsSpec},
     lora::{self, LoraSpec},
-    optimizer::{OptimizerSpec, ScheduleSpec, optimizer, schedule},
-    read::{Read, boolean, choice, expected, int, int32, list, number, text, word, word_or},
+    optimizer::{OptimizerSpec, ScheduleSpec, decode_optimizer, decode_schedule},
+    read::{ReadResult, boolean, choice, int, int32, keyword_or, list, number, text, verbatim, wrong_type},
     sections::path,
-    tree::{Node, Value},
     tune::{self, share},
+    yaml::{YamlNode, YamlValue},
 };
+use diagnostic::codes::job as codes;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// What the built-in runtime trains.
+/// The model, data and hyper-parameters of the built-in training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainSpec {
+    /// The model.
     pub model: ModelSpec,
+    /// The distribution of experts and the losses of the router.
     #[serde(default)]
     pub experts: ExpertsSpec,
+    /// The training data.
     pub data: DataSpec,
+    /// Sharding over the workers.
     pub zero: ZeroSpec,
+    /// The element type of weights and activations.
     pub precision: Precision,
-    /// Are there fp32 master weights beside those that are computed with? Without them the weights in bf16 are the only ones
+    /// Whether there are fp32 master weights. Without them the bf16 weights are the only ones
     /// (`Bf16` and `Fp8`).
-    #[serde(default = "kept")]
+    #[serde(default = "enabled")]
     pub master_weights: bool,
-    /// `Fp16` only.
+    /// The loss scale of `Fp16`.
     #[serde(default)]
     pub loss_scale: LossScaleSpec,
+    /// Samples per step and per forward pass.
     pub batch: BatchSpec,
+    /// The update rule.
     pub optimizer: OptimizerSpec,
+    /// The learning rate over steps.
     pub schedule: ScheduleSpec,
-    /// Global L2 norm limit; `None`: no clipping.
+    /// The largest global L2 norm of gradients; `None` for no clipping.
     pub clip_norm: Option<f64>,
-    /// Optimizer steps in all, counted from step 0 of the first run.
+    /// The total number of optimizer steps, counted from step 0 of the first run.
     pub steps: u64,
+    /// The seed of the initial weights and of the order of the data.
     pub seed: u64,
+    /// What the backward pass recomputes.
     pub recompute: Recompute,
-    #[serde(default)]
-    pub numerics: Numerics,
+    /// Whether the bits of the results are the same for any number of workers. Otherwise gradients
+    /// are summed in their order of arrival, and on GPUs the fastest algorithm of each matmul and
+    /// of attention is selected by measurement on the host.
+    #[serde(rename = "numerics", default = "enabled", with = "numerics")]
+    pub deterministic: bool,
+    /// Which kernels compute attention on GPUs.
     #[serde(default)]
     pub attention: Attention,
+    /// Whether a step is submitted to a GPU as CUDA graphs.
     #[serde(default)]
     pub cuda_graphs: CudaGraphs,
+    /// Evaluation during training; `None` for no evaluation.
     pub eval: Option<EvalSpec>,
     /// Patterns of parameters that are not trained.
     #[serde(default)]
     pub freeze: Vec<String>,
-    /// Patterns of the only parameters that are trained; empty: all that `freeze` leaves.
+    /// Patterns of the only parameters that are trained; empty for all except those of `freeze`.
     #[serde(default)]
     pub train_only: Vec<String>,
-    /// Low-rank adapters, which then are all that is trained.
+    /// Low-rank adapters, which are then the only trained parameters.
     #[serde(default)]
     pub lora: Option<LoraSpec>,
 }
 
-/// What jobs without the key mean.
-fn kept() -> bool {
+/// The default of switches that are enabled in jobs without the key.
+fn enabled() -> bool {
     true
 }
 
+/// Stores `deterministic` as checkpoint manifests have it: `numerics: Reproducible` or `Fast`.
+mod numerics {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    enum Numerics {
+        Reproducible,
+        Fast,
+    }
+
+    pub(super) fn serialize<S: Serializer>(deterministic: &bool, serializer: S) -> Result<S::Ok, S::Error> {
+        if *deterministic { Numerics::Reproducible } else { Numerics::Fast }.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+        Numerics::deserialize(deserializer).map(|numerics| matches!(numerics, Numerics::Reproducible))
+    }
+}
+
 impl TrainSpec {
-    /// Are the weights in 16 bits the only ones?
+    /// Whether the 16-bit weights are the only ones, so that updates are rounded stochastically.
     pub fn rounds_stochastically(&self) -> bool {
         self.precision.is_bf16() && !self.master_weights
     }
 }
 
-/// `model:` — the family and its numbers, by their Hugging Face names.
+/// `train.model`: the model config, under the names of Hugging Face.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelSpec {
-    /// A Hugging Face folder whose config.json says everything here and whose weights training begins with; relative
-    /// to the workdir.
+    /// A Hugging Face directory whose config.json replaces the settings below and whose weights are
+    /// the initial ones. Relative to the workdir.
     #[serde(default)]
     pub from: Option<PathBuf>,
-    /// All rates of dropout, instead of those of the folder's config.json; in a new model `None` is 0.
+    /// All dropout rates; `None` for those of config.json, and 0 in a new model.
     #[serde(default)]
     pub dropout: Option<f64>,
-    /// A name of the families table, e.g. `llama`.
+    /// The name of the model family, e.g. `llama`.
     pub family: String,
-    /// 0: the tokenizer's size.
+    /// Rows of the embedding; 0 for the size of the tokenizer.
     pub vocab_size: u32,
+    /// Width of the residual stream.
     pub hidden_size: u32,
+    /// Width of the feed-forward network.
     pub intermediate_size: u32,
+    /// Number of blocks.
     pub num_hidden_layers: u32,
+    /// Number of query heads.
     pub num_attention_heads: u32,
+    /// Number of key/value heads.
     pub num_key_value_heads: u32,
-    /// Default hidden_size / num_attention_heads.
+    /// Width of a head; by default hidden_size / num_attention_heads.
     pub head_dim: u32,
-    /// Experts of a layer; `None`: 8 in a family with experts.
+    /// Experts per layer; `None` for 8 in a family with experts.
     #[serde(default)]
     pub num_experts: Option<u32>,
-    /// Experts that a token goes to; `None`: 2 in a family with experts.
+    /// Experts per token; `None` for 2 in a family with experts.
     #[serde(default)]
     pub num_experts_per_tok: Option<u32>,
-    /// Width inside an expert; `None`: `intermediate_size`.
+    /// Width of an expert; `None` for `intermediate_size`.
     #[serde(default)]
     pub moe_intermediate_size: Option<u32>,
-    /// 0: `data.seq_len`.
+    /// Longest sequence; 0 for `data.seq_len`.
     pub max_position_embeddings: u32,
+    /// Added under the root of RMSNorm.
     pub rms_norm_eps: f64,
+    /// Base of the frequencies of rotary embeddings.
     pub rope_theta: f64,
+    /// Whether embedding and output share one matrix.
     pub tie_word_embeddings: bool,
+    /// Standard deviation of the initial weights.
     pub initializer_range: f64,
 }
 
 impl ModelSpec {
-    /// The same with `from` as it is found from the workdir.
-    pub fn at(&self, workdir: &Path) -> ModelSpec {
+    /// A copy in which `from` is relative to the current directory instead of the workdir.
+    pub fn resolve_paths(&self, workdir: &Path) -> ModelSpec {
         ModelSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }
 }
 
-/// `data:` — text to samples.
+/// `train.data`: how text becomes samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSpec {
-    /// Where text comes from, at least one; the only one of `data.files` has no name.
+    /// The sources of text, at least one. That of `data.files` has no name.
     pub sources: Vec<DataSource>,
-    /// A Jinja template for chats, relative to the workdir. Default the tokenizer's own.
+    /// A Jinja template for chats, relative to the workdir; `None` for that of the tokenizer.
     pub chat_template: Option<PathBuf>,
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Tokens per sample that get a loss.
+    /// Target tokens per sample.
     pub seq_len: u32,
-    /// Several documents per sample, none attending to another; else one document (or piece of one) per sample.
+    /// Whether a sample holds several documents, which do not attend to each other. Otherwise it
+    /// holds one document or a part of one.
     pub pack: bool,
+    /// Whether samples are read in random order.
     pub shuffle: bool,
-    /// Share of documents kept out of training, 0.0..1.0; used by `eval` without files of its own.
+    /// Share of the documents that is excluded from training, from 0 to below 1. `eval` uses it
+    /// when it has no files.
     pub held_out: f64,
-    /// Where token caches lie. Default `.launch-cache` in the workdir.
+    /// The directory of the token caches.
     pub cache: PathBuf,
 }
 
 /// How text becomes tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Tokenizer {
-    /// 256 byte values and one end-of-document token, 256.
+    /// 256 byte values, and 256 for the end of a document.
     Bytes,
     /// A Hugging Face tokenizer.json.
     File(PathBuf),
 }
 
-/// `zero:` — sharding.
+/// `train.zero`: sharding over the workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ZeroSpec {
-    /// 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded.
+    /// 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
     pub stage: u8,
-    /// Blocks gathered ahead of use in stage 3 (0: none).
+    /// Blocks that stage 3 gathers ahead of their use; 0 for none.
     pub prefetch: u32,
-    /// Elements of gathered parameters that may stay between two uses in a step (stage 3).
+    /// Elements of gathered parameters that stage 3 may keep between two uses in a step.
     #[serde(default)]
     pub max_live_parameters: u64,
-    /// Where the optimizer's states lie when not in the memory that computes.
+    /// Where optimizer states are stored, if not in the memory of the computing device.
     #[serde(default)]
     pub offload: Option<Offload>,
 }
 
-/// A place of optimizer states.
+/// Where offloaded optimizer states are stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "PathBuf", into = "PathBuf")]
 pub enum Offload {
-    /// The host's memory, with GPUs.
+    /// The memory of the host, in training on GPUs.
     Cpu,
-    /// Files of this directory; relative to the workdir.
+    /// Files in this directory; relative to the workdir.
     Files(PathBuf),
 }
 
@@ -181,25 +230,27 @@ impl From<Offload> for PathBuf {
     }
 }
 
-/// `precision:`.
+/// The element type of weights and activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Precision {
+    /// fp32.
     Fp32,
-    /// bfloat16 weights and activations; fp32 master weights, optimizer states, gradients' sums and statistics.
+    /// bfloat16; master weights, optimizer states, sums of gradients and statistics are fp32.
     Bf16,
-    /// As `Bf16` with IEEE halves, and the loss scaled ([`LossScaleSpec`]).
+    /// Like `Bf16` with IEEE half precision and a loss scale ([`LossScaleSpec`]).
     Fp16,
-    /// As `Bf16`, with the products of the layers' matrices in fp8: E4M3 for weights and activations, E5M2 for gradients.
+    /// Like `Bf16` with matmuls of the layers in fp8: E4M3 for weights and activations, E5M2 for
+    /// gradients.
     Fp8,
 }
 
 impl Precision {
-    /// Are weights and activations bfloat16?
+    /// Whether weights and activations are bfloat16.
     pub fn is_bf16(self) -> bool {
         matches!(self, Precision::Bf16 | Precision::Fp8)
     }
 
-    /// As job.yaml says it.
+    /// The name in job.yaml.
     pub fn name(self) -> &'static str {
         match self {
             Precision::Fp32 => "fp32",
@@ -210,14 +261,14 @@ impl Precision {
     }
 }
 
-/// `loss_scale:` — with `precision: fp16`, by DeepSpeed's names.
+/// `train.loss_scale`: the loss scale of `precision: fp16`, under DeepSpeed's names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScaleSpec {
-    /// The first scale is 2 to this.
+    /// The initial scale is 2 to this power.
     pub initial_scale_power: u32,
-    /// Steps without overflow after which it doubles.
+    /// Steps without overflow after which the scale doubles.
     pub loss_scale_window: u64,
-    /// It doesn't fall below this.
+    /// The smallest scale.
     pub min_loss_scale: f64,
 }
 
@@ -227,50 +278,29 @@ impl Default for LossScaleSpec {
     }
 }
 
-/// `batch:` — samples per optimizer step and per forward.
+/// `train.batch`: samples per step and per forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchSpec {
     /// Samples per optimizer step over all workers; a multiple of `micro`.
     pub global: u32,
-    /// Samples per forward: one logical slot (docs/numerics.md).
+    /// Samples per forward pass: a micro-batch, which is also a sample slot (docs/numerics.md).
     pub micro: u32,
 }
 
-/// `numerics:` — what the bits of sums may depend on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Numerics {
-    /// On nothing but the job: the same bits for any number of workers.
-    #[default]
-    Reproducible,
-    /// On the number of workers, since gradients are added up as they come, and on GPUs on the clock: of each product the
-    /// library's algorithm is taken that was the fastest on this host, and attention is cuDNN's where that is faster.
-    Fast,
-}
-
-impl Numerics {
-    /// As job.yaml says it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Numerics::Reproducible => "reproducible",
-            Numerics::Fast => "fast",
-        }
-    }
-}
-
-/// `attention:` — whose kernels compute attention on GPUs.
+/// `train.attention`: which kernels compute attention on GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Attention {
-    /// launch's; with `numerics: fast` cuDNN's, where it is there and faster.
+    /// launch's. Without `deterministic` cuDNN's where it is available and faster.
     #[default]
     Auto,
     /// launch's.
     Flash,
-    /// cuDNN's alone.
+    /// cuDNN's.
     Cudnn,
 }
 
 impl Attention {
-    /// As job.yaml says it.
+    /// The name in job.yaml.
     pub fn name(self) -> &'static str {
         match self {
             Attention::Auto => "auto",
@@ -280,18 +310,21 @@ impl Attention {
     }
 }
 
-/// `cuda_graphs:` — is a GPU asked for its work by graphs? Never a matter of numbers.
+/// `train.cuda_graphs`: whether a step is submitted to a GPU as CUDA graphs. The results do not
+/// depend on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CudaGraphs {
-    /// Where the clock says that it is faster.
+    /// Where a measurement shows that it is faster.
     #[default]
     Auto,
+    /// Always.
     Always,
+    /// Never.
     Never,
 }
 
 impl CudaGraphs {
-    /// As job.yaml says it.
+    /// The name in job.yaml.
     pub fn name(self) -> &'static str {
         match self {
             CudaGraphs::Auto => "auto",
@@ -301,39 +334,41 @@ impl CudaGraphs {
     }
 }
 
-/// `recompute:` — what is computed again in the backward pass instead of kept.
+/// `train.recompute`: what the backward pass recomputes instead of reading stored activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Recompute {
+    /// Nothing.
     None,
-    /// Keep only each block's input.
+    /// Each block, of which only the input is stored.
     Block,
 }
 
-/// `eval:` — held-out loss while training.
+/// `train.eval`: evaluation during training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalSpec {
     /// Optimizer steps between evaluations.
     pub every: u64,
-    /// Empty: the held-out share of `data.files`.
+    /// Files and globs of the evaluation text; empty for the held-out share of `data`.
     pub files: Vec<String>,
-    /// At most this many samples.
+    /// The most samples of an evaluation.
     pub samples: u32,
-    /// What the model makes of a prompt, shown after each evaluation.
+    /// A text that is generated after each evaluation.
     #[serde(default)]
     pub sample: Option<SampleSpec>,
 }
 
-/// `eval.sample:` — a text that the model goes on with.
+/// `train.eval.sample`: a prompt that the model continues after each evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampleSpec {
+    /// The prompt.
     pub prompt: String,
-    /// How many tokens it goes on for, unless it ends the document.
+    /// The most tokens that are generated.
     pub tokens: u32,
-    /// 0: always the likeliest token.
+    /// The temperature of sampling; 0 for the most probable token.
     pub temperature: f64,
 }
 
-/// Names of `precision`.
+/// The names of `train.precision`.
 const PRECISIONS: &[(&str, Precision)] = &[
     ("fp32", Precision::Fp32),
     ("bf16", Precision::Bf16),
@@ -341,111 +376,106 @@ const PRECISIONS: &[(&str, Precision)] = &[
     ("fp8", Precision::Fp8),
 ];
 
-/// Decodes `train:`.
-pub(crate) fn decode(d: &mut Decoder, t: &Table<'_>) -> TrainSpec {
-    let model = model(d, t);
-    let optimizer = optimizer(d, t);
-    // Without a step, what is left of a run is the conversion of given weights.
-    let least = u64::from(model.from.is_none());
-    let steps = d.get(t, "train.steps", int(least..=u64::MAX));
+/// Decodes `train`.
+pub(crate) fn decode(d: &mut Decoder, t: &Section<'_>) -> TrainSpec {
+    let model = decode_model(d, t);
+    let optimizer = decode_optimizer(d, t);
+    // A run without steps converts the weights of `model.from`.
+    let min_steps = u64::from(model.from.is_none());
+    let steps = d.get(t, "train.steps", int(min_steps..=u64::MAX));
     TrainSpec {
-        data: data(d, t, model.from.as_deref()),
+        data: decode_data(d, t, model.from.as_deref()),
         model,
         experts: experts::decode(d, t),
-        zero: zero(d, t),
-        precision: d.get(t, "train.precision", choice(PRECISIONS, &[])),
+        zero: decode_zero(d, t),
+        precision: d.get(t, "train.precision", choice(PRECISIONS)),
         master_weights: d.get(t, "train.master_weights", boolean),
-        loss_scale: loss_scale(d, t),
-        batch: batch(d, t),
-        schedule: schedule(d, t, optimizer.lr, steps),
+        loss_scale: decode_loss_scale(d, t),
+        batch: decode_batch(d, t),
+        schedule: decode_schedule(d, t, optimizer.lr, steps),
         optimizer,
-        clip_norm: d.get(t, "train.clip_norm", word_or("off", None, |n| positive(n).map(Some))),
+        clip_norm: d.get(t, "train.clip_norm", keyword_or("off", None, |n| positive(n).map(Some))),
         steps,
         seed: d.get(t, "train.seed", int(0..=u64::MAX)),
         recompute: d.get(
             t,
             "train.recompute",
-            choice(&[("none", Recompute::None), ("block", Recompute::Block)], &[]),
+            choice(&[("none", Recompute::None), ("block", Recompute::Block)]),
         ),
-        numerics: d.get(
-            t,
-            "train.numerics",
-            choice(&[("reproducible", Numerics::Reproducible), ("fast", Numerics::Fast)], &[]),
-        ),
+        deterministic: d.get(t, "train.deterministic", boolean),
         attention: d.get(
             t,
             "train.attention",
-            choice(
-                &[("auto", Attention::Auto), ("flash", Attention::Flash), ("cudnn", Attention::Cudnn)],
-                &[],
-            ),
+            choice(&[("auto", Attention::Auto), ("flash", Attention::Flash), ("cudnn", Attention::Cudnn)]),
         ),
         cuda_graphs: d.get(
             t,
             "train.cuda_graphs",
-            word_or("auto", CudaGraphs::Auto, |node| {
+            keyword_or("auto", CudaGraphs::Auto, |node| {
                 boolean(node).map(|on| if on { CudaGraphs::Always } else { CudaGraphs::Never })
             }),
         ),
-        eval: eval(d, t),
-        freeze: d.opt(t, "train.freeze", list("a list of patterns", text)).unwrap_or_default(),
-        train_only: d.opt(t, "train.train_only", tune::patterns).unwrap_or_default(),
+        eval: decode_eval(d, t),
+        freeze: d.get_optional(t, "train.freeze", list("a list of patterns", text)).unwrap_or_default(),
+        train_only: d.get_optional(t, "train.train_only", tune::patterns).unwrap_or_default(),
         lora: lora::decode(d, t),
     }
 }
 
-pub(super) fn positive(node: &Node) -> Read<f64> {
-    // Kernels compute in f32: it must neither vanish nor overflow there.
+/// Reads a number above 0. Kernels compute in f32, so it must neither vanish nor overflow there.
+pub(super) fn positive(node: &YamlNode) -> ReadResult<f64> {
     number("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
 }
 
 /// The family with learned positions, LayerNorm and a tied head, whose defaults differ.
 pub(super) const GPT2: &str = "gpt2";
 
-fn model(d: &mut Decoder, train: &Table<'_>) -> ModelSpec {
+fn decode_model(d: &mut Decoder, train: &Section<'_>) -> ModelSpec {
     let t = d.section(train, "train.model");
-    let auto = |range| word_or("auto", 0, int32(range));
+    let auto = |range| keyword_or("auto", 0, int32(range));
     let hidden_size = d.get(&t, "train.model.hidden_size", int32(1..=1 << 20));
     let heads = d.get(&t, "train.model.num_attention_heads", int32(1..=1 << 16));
     let family = d.get(&t, "train.model.family", text);
     let gpt2 = family == GPT2;
     let tied = gpt2 || family.starts_with("gemma");
     ModelSpec {
-        from: d.opt(&t, "train.model.from", path),
-        dropout: d.opt(&t, "train.model.dropout", share("a number from 0 to below 1")),
+        from: d.get_optional(&t, "train.model.from", path),
+        dropout: d.get_optional(&t, "train.model.dropout", share("a number from 0 to below 1")),
         family,
         vocab_size: d.get(&t, "train.model.vocab_size", auto(1..=1 << 24)),
         hidden_size,
-        intermediate_size: d.opt(&t, "train.model.intermediate_size", int32(1..=1 << 22)).unwrap_or_else(
-            || match gpt2 {
+        intermediate_size: d
+            .get_optional(&t, "train.model.intermediate_size", int32(1..=1 << 22))
+            .unwrap_or_else(|| match gpt2 {
                 true => 4 * hidden_size,
                 false => (hidden_size * 8).div_ceil(3).next_multiple_of(16),
-            },
-        ),
+            }),
         num_hidden_layers: d.get(&t, "train.model.num_hidden_layers", int32(1..=4096)),
         num_attention_heads: heads,
         num_key_value_heads: d
-            .opt(&t, "train.model.num_key_value_heads", int32(1..=1 << 16))
+            .get_optional(&t, "train.model.num_key_value_heads", int32(1..=1 << 16))
             .unwrap_or(heads),
-        head_dim: d.opt(&t, "train.model.head_dim", int32(1..=1 << 16)).unwrap_or(hidden_size / heads),
-        num_experts: d.opt(&t, "train.model.num_experts", int32(1..=1 << 16)),
-        num_experts_per_tok: d.opt(&t, "train.model.num_experts_per_tok", int32(1..=1 << 16)),
-        moe_intermediate_size: d.opt(&t, "train.model.moe_intermediate_size", int32(1..=1 << 22)),
+        head_dim: d
+            .get_optional(&t, "train.model.head_dim", int32(1..=1 << 16))
+            .unwrap_or(hidden_size / heads),
+        num_experts: d.get_optional(&t, "train.model.num_experts", int32(1..=1 << 16)),
+        num_experts_per_tok: d.get_optional(&t, "train.model.num_experts_per_tok", int32(1..=1 << 16)),
+        moe_intermediate_size: d.get_optional(&t, "train.model.moe_intermediate_size", int32(1..=1 << 22)),
         max_position_embeddings: d.get(&t, "train.model.max_position_embeddings", auto(1..=1 << 24)),
         rms_norm_eps: d.get(&t, "train.model.rms_norm_eps", positive),
         rope_theta: d.get(&t, "train.model.rope_theta", number("a number above 0", |x| x > 0.0)),
-        tie_word_embeddings: d.opt(&t, "train.model.tie_word_embeddings", boolean).unwrap_or(tied),
+        tie_word_embeddings: d.get_optional(&t, "train.model.tie_word_embeddings", boolean).unwrap_or(tied),
         initializer_range: d.get(&t, "train.model.initializer_range", positive),
     }
 }
 
-/// `from`: the folder that the model comes from, whose tokenizer is used unless another one is named.
-fn data(d: &mut Decoder, train: &Table<'_>, from: Option<&Path>) -> DataSpec {
+/// Decodes `train.data`. `from` is the directory of the model, whose tokenizer is the default.
+fn decode_data(d: &mut Decoder, train: &Section<'_>, from: Option<&Path>) -> DataSpec {
     let t = d.section(train, "train.data");
     DataSpec {
-        sources: super::sources::sources(d, &t),
-        chat_template: d.opt(&t, "train.data.chat_template", path),
-        tokenizer: tokenizer(d, &t, from),
+        sources: super::sources::decode_sources(d, &t),
+        chat_template: d.get_optional(&t, "train.data.chat_template", path),
+        tokenizer: decode_tokenizer(d, &t, from),
         seq_len: d.get(&t, "train.data.seq_len", int32(1..=1 << 20)),
         pack: d.get(&t, "train.data.pack", boolean),
         shuffle: d.get(&t, "train.data.shuffle", boolean),
@@ -458,8 +488,8 @@ fn data(d: &mut Decoder, train: &Table<'_>, from: Option<&Path>) -> DataSpec {
     }
 }
 
-fn tokenizer(d: &mut Decoder, data: &Table<'_>, from: Option<&Path>) -> Tokenizer {
-    let given = d.opt(data, "train.data.tokenizer", |node| {
+fn decode_tokenizer(d: &mut Decoder, data: &Section<'_>, from: Option<&Path>) -> Tokenizer {
+    let given = d.get_optional(data, "train.data.tokenizer", |node| {
         Ok(match text(node)?.as_str() {
             "bytes" => Tokenizer::Bytes,
             path => Tokenizer::File(path.into()),
@@ -469,29 +499,29 @@ fn tokenizer(d: &mut Decoder, data: &Table<'_>, from: Option<&Path>) -> Tokenize
     given.unwrap_or_else(default)
 }
 
-fn zero(d: &mut Decoder, train: &Table<'_>) -> ZeroSpec {
+fn decode_zero(d: &mut Decoder, train: &Section<'_>) -> ZeroSpec {
     let t = d.section(train, "train.zero");
     ZeroSpec {
         stage: d.get(&t, "train.zero.stage", int32(0..=3)) as u8,
         prefetch: d.get(&t, "train.zero.prefetch", int32(0..=64)),
         max_live_parameters: d.get(&t, "train.zero.max_live_parameters", int(0..=u64::MAX)),
-        offload: d.get(&t, "train.zero.offload", word_or("none", None, |n| offload(n).map(Some))),
+        offload: d.get(&t, "train.zero.offload", keyword_or("none", None, |n| offload(n).map(Some))),
     }
 }
 
-/// `{optimizer: cpu}` or `{optimizer: path}`
-fn offload(node: &Node) -> Read<Offload> {
+/// Reads `{optimizer: cpu}` or `{optimizer: path}`.
+fn offload(node: &YamlNode) -> ReadResult<Offload> {
     const WHAT: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
     match &node.value {
-        Value::Map(entries) => match entries.as_slice() {
+        YamlValue::Map(entries) => match entries.as_slice() {
             [only] if only.key == "optimizer" => path(&only.value).map(Offload::from),
-            _ => Err(expected(WHAT, node)),
+            _ => Err(wrong_type(WHAT, node)),
         },
-        _ => Err(expected(WHAT, node)),
+        _ => Err(wrong_type(WHAT, node)),
     }
 }
 
-fn loss_scale(d: &mut Decoder, train: &Table<'_>) -> LossScaleSpec {
+fn decode_loss_scale(d: &mut Decoder, train: &Section<'_>) -> LossScaleSpec {
     let t = d.section(train, "train.loss_scale");
     LossScaleSpec {
         initial_scale_power: d.get(&t, "train.loss_scale.initial_scale_power", int32(0..=32)),
@@ -500,7 +530,7 @@ fn loss_scale(d: &mut Decoder, train: &Table<'_>) -> LossScaleSpec {
     }
 }
 
-fn batch(d: &mut Decoder, train: &Table<'_>) -> BatchSpec {
+fn decode_batch(d: &mut Decoder, train: &Section<'_>) -> BatchSpec {
     let t = d.section(train, "train.batch");
     BatchSpec {
         global: d.get(&t, "train.batch.global", int32(1..=1 << 20)),
@@ -508,8 +538,8 @@ fn batch(d: &mut Decoder, train: &Table<'_>) -> BatchSpec {
     }
 }
 
-fn eval(d: &mut Decoder, train: &Table<'_>) -> Option<EvalSpec> {
-    if d.absent(train, "train.eval") {
+fn decode_eval(d: &mut Decoder, train: &Section<'_>) -> Option<EvalSpec> {
+    if d.is_absent(train, "train.eval") {
         return None;
     }
     let t = d.section(train, "train.eval");
@@ -517,22 +547,23 @@ fn eval(d: &mut Decoder, train: &Table<'_>) -> Option<EvalSpec> {
         every: d.get(&t, "train.eval.every", int(1..=u64::MAX)),
         files: d.get(&t, "train.eval.files", list("a list of files and globs", text)),
         samples: d.get(&t, "train.eval.samples", int32(1..=1 << 20)),
-        sample: sample(d, &t),
+        sample: decode_sample(d, &t),
     })
 }
 
-fn sample(d: &mut Decoder, eval: &Table<'_>) -> Option<SampleSpec> {
+fn decode_sample(d: &mut Decoder, eval: &Section<'_>) -> Option<SampleSpec> {
     const SAMPLE: &str = "train.eval.sample";
-    if d.absent(eval, SAMPLE) {
+    if d.is_absent(eval, SAMPLE) {
         return None;
     }
     let t = d.section(eval, SAMPLE);
-    let prompt = d.opt(&t, "train.eval.sample.prompt", word).unwrap_or_default();
-    if prompt.is_empty() && d.clean(&[SAMPLE, "train.eval.sample.prompt"]) {
-        d.refuse(
+    let prompt = d.get_optional(&t, "train.eval.sample.prompt", verbatim).unwrap_or_default();
+    if prompt.is_empty() && d.is_valid(&[SAMPLE, "train.eval.sample.prompt"]) {
+        d.reject(
+            codes::JOB_KEY_REQUIRED,
             SAMPLE,
-            format!("`{SAMPLE}` has no prompt"),
-            "give `prompt`, a text that the model goes on with",
+            format!("`{SAMPLE}` has no `prompt`"),
+            "add `prompt`, the text that the model continues",
         );
     }
     Some(SampleSpec {

@@ -1,61 +1,70 @@
-//! What of a model is trained and with which numbers: patterns of parameters, groups of the optimizer.
+//! Which parameters are trained, and groups of parameters with other hyper-parameters.
 use super::{
-    read::{Read, expected, list, nearest, number, text},
+    read::{ReadResult, list, nearest_name, number, out_of_range, text, wrong_type},
     train::positive,
-    tree::{Fault, Node, Value},
+    value_error::ValueError,
+    yaml::{YamlNode, YamlValue},
 };
+use diagnostic::codes::job as codes;
 use serde::{Deserialize, Serialize};
 
-/// An item of `optimizer.groups`: parameters whose numbers differ from the rest's. `None`: as the rest.
+/// An item of `optimizer.groups`. `None` is the optimizer's value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GroupSpec {
-    /// Patterns of parameter names.
+    /// Patterns of the names of the parameters.
     pub r#match: Vec<String>,
-    /// Highest learning rate.
+    /// The highest learning rate.
     pub lr: Option<f64>,
-    /// The same as a share of `optimizer.lr`.
+    /// The highest learning rate as a multiple of `optimizer.lr`.
     pub lr_scale: Option<f64>,
+    /// The weight decay, also for parameters of `no_decay`.
     pub weight_decay: Option<f64>,
+    /// The decay rates of the moments.
     pub betas: Option<(f64, f64)>,
+    /// Added to the denominator.
     pub eps: Option<f64>,
+    /// The momentum.
     pub momentum: Option<f64>,
 }
 
-/// Patterns, at least one.
-pub(super) fn patterns(node: &Node) -> Read<Vec<String>> {
+/// Reads a list of at least one pattern.
+pub(super) fn patterns(node: &YamlNode) -> ReadResult<Vec<String>> {
     const WHAT: &str = "a list of patterns";
     let patterns = list(WHAT, text)(node)?;
-    if patterns.is_empty() { Err(expected(WHAT, node)) } else { Ok(patterns) }
+    if patterns.is_empty() { Err(out_of_range(WHAT, node)) } else { Ok(patterns) }
 }
 
-pub(super) fn share(what: &'static str) -> impl Fn(&Node) -> Read<f64> {
+/// Reads a number from 0 to below 1.
+pub(super) fn share(what: &'static str) -> impl Fn(&YamlNode) -> ReadResult<f64> {
     number(what, |x| (0.0..1.0).contains(&x))
 }
 
-pub(super) fn betas(node: &Node) -> Read<(f64, f64)> {
+/// Reads a list of two numbers from 0 to below 1.
+pub(super) fn betas(node: &YamlNode) -> ReadResult<(f64, f64)> {
     const WHAT: &str = "a list of two numbers from 0 to below 1";
     match list(WHAT, share("a number from 0 to below 1"))(node)?[..] {
         [first, second] => Ok((first, second)),
-        _ => Err(expected(WHAT, node)),
+        _ => Err(out_of_range(WHAT, node)),
     }
 }
 
 const GROUP_KEYS: [&str; 7] = ["match", "lr", "lr_scale", "weight_decay", "betas", "eps", "momentum"];
 
-/// The items of `optimizer.groups`.
-pub(super) fn groups(node: &Node) -> Read<Vec<GroupSpec>> {
+/// Reads `optimizer.groups`.
+pub(super) fn groups(node: &YamlNode) -> ReadResult<Vec<GroupSpec>> {
     list("a list of groups such as `{match: [\"*embed*\"], lr: 1e-4}`", group)(node)
 }
 
-fn group(node: &Node) -> Read<GroupSpec> {
-    let Value::Map(entries) = &node.value else {
-        return Err(expected("a group such as `{match: [\"*embed*\"], lr: 1e-4}`", node));
+/// Reads one group; reports the errors of all its keys.
+fn group(node: &YamlNode) -> ReadResult<GroupSpec> {
+    let YamlValue::Map(entries) = &node.value else {
+        return Err(wrong_type("a group such as `{match: [\"*embed*\"], lr: 1e-4}`", node));
     };
     let mut group = GroupSpec::default();
-    let mut faults = Vec::new();
+    let mut errors = Vec::new();
     for entry in entries {
         let value = &entry.value;
-        let of = |f: Fault| f.of(&format!("`{}`", entry.key));
+        let in_key = |error: ValueError| error.in_part(&format!("`{}`", entry.key));
         let read = match entry.key.as_str() {
             "match" => patterns(value).map(|v| group.r#match = v),
             "lr" => number("a number above 0", |x| x > 0.0)(value).map(|v| group.lr = Some(v)),
@@ -69,21 +78,24 @@ fn group(node: &Node) -> Read<GroupSpec> {
             "eps" => positive(value).map(|v| group.eps = Some(v)),
             "momentum" => share("a number from 0 to below 1")(value).map(|v| group.momentum = Some(v)),
             other => {
-                let fault = Fault::at(entry.key_span, "is not a key of a group");
-                let hint = match nearest(other, GROUP_KEYS.into_iter()) {
+                let error =
+                    ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, "is not a key of a group");
+                let help = match nearest_name(other, GROUP_KEYS.into_iter()) {
                     Some(near) => format!("did you mean `{near}`?"),
                     None => format!("the keys of a group are {}", GROUP_KEYS.join(", ")),
                 };
-                Err(fault.hint(hint))
+                Err(error.with_help(help))
             }
         };
-        faults.extend(read.err().map(of));
+        errors.extend(read.err().map(in_key));
     }
     if !entries.iter().any(|e| e.key == "match") {
-        faults.push(Fault::at(node.span, "has no `match`: the patterns of its parameters"));
+        let error = ValueError::new(codes::JOB_KEY_REQUIRED, node.span, "has no `match`");
+        errors.push(error.with_help("add `match`, a list of patterns of parameter names"));
     }
     if group.lr.is_some() && group.lr_scale.is_some() {
-        faults.push(Fault::at(node.span, "has both `lr` and `lr_scale`").hint("keep one of them"));
+        let error = ValueError::new(codes::JOB_KEYS_CONFLICT, node.span, "has both `lr` and `lr_scale`");
+        errors.push(error.with_help("keep one of them"));
     }
-    Fault::all(faults).map_or(Ok(group), Err)
+    ValueError::merge(errors).map_or(Ok(group), Err)
 }

@@ -1,32 +1,37 @@
-//! Workers: their introduction, what they say, their ends.
-use super::{Command, Core, LAST_WORDS, STEP_ENDS, State, Worker};
-use crate::agent::progress::Progress;
+//! The workers of an agent: their start, their messages and their exits.
+use super::{Action, AgentState, Core, FINAL_OUTPUT_TIMEOUT, STEP_KILL_DELAY, Worker};
+use crate::agent::progress::WorkerProgress;
 use contract::{
     control::{ExitStatus, FromAgent, FromWorker, ToWorker, VERSION, WorkerInit},
+    exit::WorkerExit,
+    failure::GpuFault,
     ids::Rank,
 };
+use diagnostic::{Diagnostic, codes::run};
 use std::time::Duration;
 
-/// Its number, on every Linux.
+/// The number of SIGKILL on Linux.
 const SIGKILL: i32 = 9;
 
 impl Core {
+    /// The ranks of the workers that run.
     pub(super) fn living(&self) -> Vec<Rank> {
         self.workers.iter().filter(|(_, w)| w.alive()).map(|(r, _)| *r).collect()
     }
 
-    pub(super) fn tell(&mut self, rank: Rank, message: ToWorker) {
+    /// Sends a message to a worker, or holds it back until the worker is initialized.
+    pub(super) fn send_to_worker(&mut self, rank: Rank, message: ToWorker) {
         match self.workers.get_mut(&rank) {
-            Some(worker) if worker.welcome.is_some() => worker.waiting.push(message),
-            _ => self.out.push(Command::Tell(rank, message)),
+            Some(worker) if worker.init.is_some() => worker.after_init.push(message),
+            _ => self.out.push(Action::SendToWorker(rank, message)),
         }
     }
 
-    pub(super) fn spawned(&mut self, now: Duration, rank: Rank, pid: u32) {
+    pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
         let builtin = worker.command.is_none();
-        let welcome = builtin.then(|| {
+        let init = builtin.then(|| {
             Box::new(WorkerInit {
                 version: VERSION,
                 rank,
@@ -34,7 +39,7 @@ impl Core {
                 world: plan.world,
                 local_world: worker.local_world,
                 threads: worker.threads,
-                epoch: plan.epoch,
+                attempt: plan.attempt,
                 run: plan.run.clone(),
                 run_dir: plan.run_dir.clone(),
                 workdir: worker.workdir.clone(),
@@ -44,131 +49,154 @@ impl Core {
         let worker = Worker {
             builtin,
             pid: Some(pid),
-            welcome,
-            waiting: Vec::new(),
-            heard: now,
-            silent: false,
-            link_open: builtin,
+            init,
+            after_init: Vec::new(),
+            last_message_at: now,
+            silence_reported: false,
+            connection_open: builtin,
             status: None,
             ended_at: now,
             tail: None,
             error: None,
             oom: false,
             gpu: None,
-            progress: Progress::new(now),
+            progress: WorkerProgress::new(now),
         };
         self.workers.insert(rank, worker);
-        self.send(FromAgent::Started { epoch: self.epoch, rank, pid });
+        self.send(FromAgent::Started { attempt: self.attempt, rank, pid });
         self.spawn_next();
     }
 
-    pub(super) fn worker(&mut self, now: Duration, rank: Rank, message: FromWorker) {
+    pub(super) fn on_worker_message(&mut self, now: Duration, rank: Rank, message: FromWorker) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
-        worker.heard = now;
-        let epoch = self.epoch;
+        worker.last_message_at = now;
+        let attempt = self.attempt;
         match message {
             FromWorker::Hello { version, pid } if version == VERSION && Some(pid) == worker.pid => {
-                let (welcome, waiting) = (worker.welcome.take(), std::mem::take(&mut worker.waiting));
-                let welcome = welcome.map(ToWorker::Welcome);
-                self.out.extend(welcome.into_iter().chain(waiting).map(|m| Command::Tell(rank, m)));
+                let (init, after_init) = (worker.init.take(), std::mem::take(&mut worker.after_init));
+                let init = init.map(ToWorker::Init);
+                self.out.extend(init.into_iter().chain(after_init).map(|m| Action::SendToWorker(rank, m)));
             }
             FromWorker::Hello { version, pid } => {
                 let message = format!(
-                    "the worker introduced itself with version {version} and pid {pid}; version {VERSION} and pid {:?} were expected",
-                    worker.pid
+                    "the worker's hello has version {version} and pid {pid}; expected version {VERSION} and pid {}",
+                    worker.pid.unwrap_or(0)
                 );
-                self.send(FromAgent::Failed { epoch, rank: Some(rank), message });
+                let diagnostic = Diagnostic::error(run::WORKER_HANDSHAKE_FAILED, message);
+                self.send(FromAgent::Failed { attempt, rank: Some(rank), diagnostic });
             }
             FromWorker::Progress { phase, step } => {
-                if worker.progress.of_runtime(phase, step) {
-                    self.moved(now, rank);
+                if worker.progress.runtime_has_progressed(phase, step) {
+                    self.on_progress(now, rank);
                 }
-                self.send(FromAgent::Progress { epoch, rank, phase, step });
+                self.send(FromAgent::Progress { attempt, rank, phase, step });
             }
-            FromWorker::Event(event) => self.send(FromAgent::Event { epoch, rank, event }),
-            FromWorker::Fatal { exit, message } => self.send(FromAgent::Fatal { epoch, rank, exit, message }),
+            FromWorker::Event(event) => self.send(FromAgent::Event { attempt, rank, event }),
+            FromWorker::Fatal { exit, diagnostic } => {
+                self.send(FromAgent::Fatal { attempt, rank, exit, diagnostic, gpu: None });
+            }
             FromWorker::Listening { addresses } => {
-                self.send(FromAgent::Listening { rank, epoch, addresses });
+                self.send(FromAgent::Listening { rank, attempt, addresses });
             }
         }
     }
 
-    pub(super) fn worker_link(&mut self, rank: Rank, error: Option<String>) {
+    pub(super) fn on_worker_fatal(
+        &mut self,
+        now: Duration,
+        rank: Rank,
+        (exit, diagnostic): (WorkerExit, Diagnostic),
+        gpu: Option<GpuFault>,
+    ) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
-        worker.link_open = false;
-        if let (Some(error), true) = (error, worker.alive()) {
-            self.send(FromAgent::Failed { epoch: self.epoch, rank: Some(rank), message: error });
+        worker.last_message_at = now;
+        self.send(FromAgent::Fatal { attempt: self.attempt, rank, exit, diagnostic, gpu });
+    }
+
+    pub(super) fn on_worker_connection_ended(&mut self, rank: Rank, error: Option<Diagnostic>) {
+        let Some(worker) = self.workers.get_mut(&rank) else { return };
+        worker.connection_open = false;
+        if let (Some(diagnostic), true) = (error, worker.alive()) {
+            self.send(FromAgent::Failed { attempt: self.attempt, rank: Some(rank), diagnostic });
         }
     }
 
-    pub(super) fn ended(
+    pub(super) fn on_worker_exited(
         &mut self,
         now: Duration,
         rank: Rank,
         status: ExitStatus,
         oom: bool,
-        gpu: Option<String>,
+        gpu: Option<GpuFault>,
     ) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         if worker.status.is_none() {
             (worker.status, worker.oom, worker.gpu) = (Some(status), oom, gpu);
             worker.ended_at = now;
-            self.ended.push_back(rank);
-            self.out.push(Command::Drain(rank));
+            self.unreported.push_back(rank);
+            self.out.push(Action::DrainOutput(rank));
         }
     }
 
-    /// From when on it is told that a worker has ended.
-    pub(super) fn told_at(&self, worker: &Worker) -> Duration {
-        let complete = worker.tail.is_some() && !worker.link_open;
-        let by_sigkill = |status| matches!(status, ExitStatus::Signal(number, _) if number == SIGKILL);
-        let killed = worker.status.is_some_and(by_sigkill) && !worker.oom;
-        let words = if complete { Duration::ZERO } else { LAST_WORDS };
-        let step = if self.in_step && killed && self.kill_at.is_none() { STEP_ENDS } else { Duration::ZERO };
-        worker.ended_at + words.max(step)
+    /// When the end of this worker is to be reported.
+    pub(super) fn report_at(&self, worker: &Worker) -> Duration {
+        let complete = worker.tail.is_some() && !worker.connection_open;
+        let is_sigkill = |status| matches!(status, ExitStatus::Signal(number, _) if number == SIGKILL);
+        let was_killed = worker.status.is_some_and(is_sigkill) && !worker.oom;
+        let output_delay = if complete { Duration::ZERO } else { FINAL_OUTPUT_TIMEOUT };
+        let step_delay = if self.in_slurm_step && was_killed && self.kill_at.is_none() {
+            STEP_KILL_DELAY
+        } else {
+            Duration::ZERO
+        };
+        worker.ended_at + output_delay.max(step_delay)
     }
 
-    /// Reports ended workers in the order of their ends, each when its last words are known or waited for long enough.
+    /// Reports workers that have ended, in the order of their ends, when [`Self::report_at`] has come.
     pub(super) fn report_ended(&mut self, now: Duration) {
-        while let Some(&rank) = self.ended.front() {
-            if self.workers.get(&rank).is_none_or(|worker| now < self.told_at(worker)) {
+        while let Some(&rank) = self.unreported.front() {
+            if self.workers.get(&rank).is_none_or(|worker| now < self.report_at(worker)) {
                 return;
             }
             let Some(worker) = self.workers.get_mut(&rank) else { return };
             let (Some(status), Some(pid)) = (worker.status, worker.pid) else { return };
             let tail = worker.tail.take().unwrap_or_default();
-            // Its own account first, then the driver's.
-            let accounts = [worker.error.take(), worker.gpu.take()].into_iter().flatten();
-            let error = accounts.reduce(|own, drivers| format!("{own}; {drivers}"));
-            let error = error.filter(|_| status != ExitStatus::Code(0));
-            let (epoch, oom) = (self.epoch, worker.oom);
-            self.ended.pop_front();
-            self.send(FromAgent::Exited { epoch, rank, pid, status, oom, tail, error });
+            let failed = status != ExitStatus::Code(0);
+            let error = worker.error.take().filter(|_| failed);
+            let gpu = worker.gpu.take().filter(|_| failed);
+            let (attempt, oom) = (self.attempt, worker.oom);
+            self.unreported.pop_front();
+            self.send(FromAgent::Exited { attempt, rank, pid, status, oom, tail, error, gpu });
         }
     }
 
+    /// Kills the processes that are left, when all workers have ended and are reported.
     pub(super) fn sweep_if_all_ended(&mut self) {
-        let all_ended = self.living().is_empty() && self.ended.is_empty() && !self.spawning;
-        if self.state == State::Running && all_ended {
-            self.state = State::Sweeping;
-            // Nobody is left for whom anything could become due.
-            (self.kill_at, self.watch_at, self.written_by) = (None, Duration::MAX, Duration::MAX);
-            self.out.push(Command::Sweep);
+        let all_ended = self.living().is_empty() && self.unreported.is_empty() && !self.spawning;
+        if self.state == AgentState::Running && all_ended {
+            self.state = AgentState::Sweeping;
+            // Without workers no deadline applies.
+            (self.kill_at, self.activity_at, self.stacks_deadline) = (None, Duration::MAX, Duration::MAX);
+            self.out.push(Action::Sweep);
         }
     }
 
-    pub(super) fn swept(&mut self, left: &[i32]) {
-        if self.state != State::Sweeping {
+    pub(super) fn on_swept(&mut self, left: &[i32]) {
+        if self.state != AgentState::Sweeping {
             return;
         }
         if !left.is_empty() {
-            return self.refuse(format!(
-                "processes {left:?} do not die of SIGKILL: they hang in the kernel, most often in a device or network file system"
-            ));
+            let message =
+                format!("processes {left:?} did not end after SIGKILL; they are blocked in the kernel");
+            return self.reject(
+                Diagnostic::error(run::PROCESS_UNKILLABLE, message)
+                    .with_field("pids", left)
+                    .with_help("check the devices and network file systems of the host"),
+            );
         }
-        self.state = State::Idle;
-        self.send(FromAgent::WorkersEnded { epoch: self.epoch });
-        if self.controller_gone {
+        self.state = AgentState::Idle;
+        self.send(FromAgent::WorkersEnded { attempt: self.attempt });
+        if self.controller_lost {
             self.exit(1);
         }
     }

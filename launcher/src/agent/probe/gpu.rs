@@ -1,34 +1,34 @@
-//! NVIDIA GPUs and what they need. Nothing is linked: the libraries are looked for.
+//! Inspects NVIDIA GPUs and NCCL. The libraries are loaded at run time, not linked.
 use super::nvml::{Library, Nvml};
-use contract::probe::GpuLook;
+use contract::probe::GpuReport;
 use std::{ffi::c_int, fs};
 
 /// The driver's management library.
 const NVML: &str = "libnvidia-ml.so.1";
 
-/// What can be found out.
-pub(super) fn look() -> GpuLook {
+/// Inspects the GPUs of this host. Values that are not available stay empty.
+pub(super) fn inspect_gpus() -> GpuReport {
     let devices = device_nodes();
-    let mut found = GpuLook { devices, nccl: nccl(), ..GpuLook::default() };
+    let mut report = GpuReport { devices, nccl: find_nccl(), ..GpuReport::default() };
     match Nvml::open(NVML) {
-        Ok(nvml) => nvml.ask(&mut found),
-        Err(why) if devices > 0 => found.trouble = Some(why),
+        Ok(nvml) => nvml.fill_report(&mut report),
+        Err(error) if devices > 0 => report.error = Some(error.into()),
         Err(_) => {}
     }
-    found
+    report
 }
 
-/// `/dev/nvidia0`, `/dev/nvidia1`, …
+/// The number of device nodes `/dev/nvidia0`, `/dev/nvidia1`, …
 fn device_nodes() -> u32 {
     let names = fs::read_dir("/dev").into_iter().flatten().flatten();
-    let number = |name: &str| {
+    let is_device = |name: &str| {
         name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
     };
-    names.filter(|e| e.file_name().to_str().is_some_and(number)).count() as u32
+    names.filter(|e| e.file_name().to_str().is_some_and(is_device)).count() as u32
 }
 
-/// NCCL where the dynamic loader finds it, with its version.
-fn nccl() -> Option<(String, String)> {
+/// The path and the version of NCCL, if the dynamic loader finds it.
+fn find_nccl() -> Option<(String, String)> {
     let library = Library::open("libnccl.so.2").ok()?;
     let mut code = 0;
     // SAFETY: the type is nccl.h's.
@@ -37,7 +37,7 @@ fn nccl() -> Option<(String, String)> {
     };
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let path = maps.lines().filter_map(|l| l.find('/').map(|at| &l[at..])).find(|p| p.contains("libnccl.so"));
-    // nccl.h: NCCL_VERSION: 2.9 and later are coded as 10000 a + 100 b + c
+    // nccl.h, NCCL_VERSION: from 2.9 on the code is 10000 * major + 100 * minor + patch.
     let version = format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100);
     (result == 0).then(|| (path.unwrap_or("libnccl.so.2").to_owned(), version))
 }

@@ -1,61 +1,93 @@
-//! The NVIDIA driver's management library, loaded when it is asked. Types and numbers are nvml.h's.
-use contract::probe::{Gpu, GpuLook};
+//! The management library of the NVIDIA driver (NVML), loaded at run time. Types and constants are
+//! those of nvml.h.
+use contract::probe::{GpuReport, GpuStatus};
+use diagnostic::{Diagnostic, codes::host};
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void},
     ptr,
 };
 
-/// Most GPUs of a node.
+/// The most GPUs of a host.
 const MAX_GPUS: u32 = 64;
-/// Most processes of a GPU that are told.
+/// The most processes of a GPU that are reported.
 const MAX_PROCESSES: usize = 64;
 /// `NVML_NVLINK_MAX_LINKS`.
 const MAX_LINKS: c_uint = 18;
-/// `nvmlMemoryErrorType_t`: those that couldn't be corrected.
+/// `nvmlMemoryErrorType_t`: errors that ECC could not correct.
 const UNCORRECTED: c_int = 1;
-/// `nvmlEccCounterType_t`: since the driver was loaded.
+/// `nvmlEccCounterType_t`: counted since the driver was loaded.
 const VOLATILE: c_int = 0;
-/// `nvmlGpuP2PCapsIndex_t`: reads of another one's memory.
+/// `nvmlGpuP2PCapsIndex_t`: reads from the memory of another GPU.
 const P2P_READ: c_int = 0;
-/// `nvmlComputeMode_t`: any number of processes.
-const SHARED: c_int = 0;
+/// `nvmlComputeMode_t`: any number of processes may use the GPU.
+const COMPUTE_MODE_DEFAULT: c_int = 0;
 
-/// `nvmlClocksThrottleReason…`: those that tell of a machine that isn't well. A GPU that is idle, or works at its limit of power, is.
-const SLOWED: [(u64, &str); 4] = [
+/// `nvmlClocksThrottleReason…`: the reasons that indicate a fault. Throttling when idle or at the
+/// power limit is normal.
+const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x08, "hardware slowdown"),
-    (0x20, "too hot (software)"),
-    (0x40, "too hot (hardware)"),
-    (0x80, "power brake of the machine"),
+    (0x20, "too hot (software thermal slowdown)"),
+    (0x40, "too hot (hardware thermal slowdown)"),
+    (0x80, "power brake asserted by the machine"),
 ];
 
-/// `nvmlGpuP2PStatus_t`, from 1 on.
-const UNREACHABLE: [&str; 5] =
-    ["the chipset can't", "the GPU can't", "they are too far apart", "it is switched off", "not supported"];
+/// `nvmlGpuP2PStatus_t`, from 1 on: why a GPU cannot access the memory of another one.
+const NO_PEER_ACCESS: [&str; 5] = [
+    "not supported by the chipset",
+    "not supported by the GPU",
+    "the GPUs are too far apart on the PCI bus",
+    "disabled by a registry key",
+    "not supported",
+];
 
-/// A shared library; stays loaded.
+/// Why NVML cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NvmlError {
+    /// The library is missing, or cannot be loaded.
+    #[error("the library {0} is missing or cannot be loaded")]
+    Library(String),
+    /// The library does not have this function.
+    #[error("the library has no function {0}")]
+    Function(String),
+    /// A function returned this code (`nvmlReturn_t`).
+    #[error("the NVIDIA driver reported NVML error {0}")]
+    Code(c_int),
+}
+
+impl From<NvmlError> for Diagnostic {
+    fn from(error: NvmlError) -> Self {
+        let diagnostic = Diagnostic::error(host::GPU_DRIVER_UNUSABLE, error.to_string());
+        match error {
+            NvmlError::Library(name) => diagnostic.with_subject(name),
+            NvmlError::Function(name) => diagnostic.with_subject(name),
+            NvmlError::Code(code) => diagnostic.with_field("nvml_code", code),
+        }
+    }
+}
+
+/// A shared library, which stays loaded.
 pub(super) struct Library(*mut c_void);
 
 impl Library {
-    pub(super) fn open(name: &str) -> Result<Library, String> {
-        let text = CString::new(name).map_err(|e| e.to_string())?;
-        // SAFETY: the name is a C string; the libraries that are asked for have no initialisers that hurt.
+    pub(super) fn open(name: &str) -> Result<Library, NvmlError> {
+        let text = CString::new(name).map_err(|_| NvmlError::Library(name.to_owned()))?;
+        // SAFETY: the name is a C string; the initializers of the libraries that are loaded here are
+        // harmless.
         let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            Err(format!("{name} is not there or can't be loaded"))
-        } else {
-            Ok(Library(handle))
-        }
+        if handle.is_null() { Err(NvmlError::Library(name.to_owned())) } else { Ok(Library(handle)) }
     }
 
+    /// The function of this name.
+    ///
     /// # Safety
-    /// `F` is the type of the function of this name, by its vendor's header.
-    pub(super) unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, String> {
-        // SAFETY: the handle is a library's, the name a C string.
+    /// `F` must be the type of the function in the vendor's header.
+    pub(super) unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, NvmlError> {
+        // SAFETY: the handle is that of a library, and the name is a C string.
         let address = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         if address.is_null() || size_of::<F>() != size_of::<*mut c_void>() {
-            return Err(format!("{} is missing in the library", name.to_string_lossy()));
+            return Err(NvmlError::Function(name.to_string_lossy().into_owned()));
         }
-        // SAFETY: the caller vouches for the type; a function pointer is as large as the address.
+        // SAFETY: the caller guarantees the type, and a function pointer has the size of the address.
         Ok(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
     }
 }
@@ -90,57 +122,55 @@ struct Pci {
     bus: [u8; 32],
 }
 
-/// The library, initialised.
+/// The initialized library.
 pub(super) struct Nvml(Library);
 
-/// Calls a function of the library by its name: `$nvml.0` has it, `$of` are the types of its parameters, and it returns a code.
-/// To be used where the types are nvml.h's and each pointer leads to as much as the function writes.
+/// Calls a function of the library by its name. `$type` are the types of its parameters.
+///
+/// The types must be those of nvml.h, and each pointer must be valid for what the function writes.
 macro_rules! call {
-    ($nvml:expr, $name:literal, $($value:expr => $of:ty),*) => {
-        $nvml.0.function::<unsafe extern "C" fn($($of),*) -> c_int>($name).and_then(|f| done(f($($value),*)))
+    ($nvml:expr, $name:literal, $($value:expr => $type:ty),*) => {
+        $nvml.0.function::<unsafe extern "C" fn($($type),*) -> c_int>($name).and_then(|f| check_code(f($($value),*)))
     };
 }
 
 impl Nvml {
-    pub(super) fn open(name: &str) -> Result<Nvml, String> {
+    pub(super) fn open(name: &str) -> Result<Nvml, NvmlError> {
         let nvml = Nvml(Library::open(name)?);
         // SAFETY: nvml.h's type.
         let code = unsafe { nvml.0.function::<unsafe extern "C" fn() -> c_int>(c"nvmlInit_v2")?() };
-        if code == 0 {
-            Ok(nvml)
-        } else {
-            Err(format!("the NVIDIA driver does not answer (NVML error {code})"))
-        }
+        if code == 0 { Ok(nvml) } else { Err(NvmlError::Code(code)) }
     }
 
-    pub(super) fn ask(&self, found: &mut GpuLook) {
-        found.driver = self.driver().ok();
+    /// Fills in the driver and the GPUs.
+    pub(super) fn fill_report(&self, report: &mut GpuReport) {
+        report.driver = self.driver().ok();
         match self.count() {
             Ok(count) => {
                 let devices: Vec<_> = (0..count.min(MAX_GPUS)).filter_map(|i| self.device(i).ok()).collect();
-                found.gpus = devices.iter().filter_map(|d| self.gpu(*d, &devices).ok()).collect();
+                report.gpus = devices.iter().filter_map(|d| self.gpu(*d, &devices).ok()).collect();
             }
-            Err(why) => found.trouble = Some(why),
+            Err(error) => report.error = Some(error.into()),
         }
     }
 
-    fn driver(&self) -> Result<String, String> {
+    fn driver(&self) -> Result<String, NvmlError> {
         let mut text = [0u8; 96];
-        // SAFETY: nvml.h's types; the buffer is as long as is said.
+        // SAFETY: nvml.h's types; the buffer has the given length.
         unsafe {
             call!(self, c"nvmlSystemGetDriverVersion", text.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
         }
-        Ok(until_nul(&text))
+        Ok(c_text(&text))
     }
 
-    fn count(&self) -> Result<u32, String> {
+    fn count(&self) -> Result<u32, NvmlError> {
         let mut count = 0;
         // SAFETY: nvml.h's types.
         unsafe { call!(self, c"nvmlDeviceGetCount_v2", &mut count => *mut c_uint)? };
         Ok(count)
     }
 
-    fn device(&self, index: u32) -> Result<Device, String> {
+    fn device(&self, index: u32) -> Result<Device, NvmlError> {
         let mut device: Device = ptr::null_mut();
         // SAFETY: nvml.h's types.
         unsafe {
@@ -149,39 +179,42 @@ impl Nvml {
         Ok(device)
     }
 
-    /// Without a name and memory it isn't one that can be used; what else can't be asked stays empty: not every GPU has it.
-    fn gpu(&self, device: Device, all: &[Device]) -> Result<Gpu, String> {
+    /// Queries one GPU. A GPU without name and memory is not usable. Other values that the GPU does not
+    /// support stay empty.
+    fn gpu(&self, device: Device, devices: &[Device]) -> Result<GpuStatus, NvmlError> {
         let (mut name, mut memory) = ([0u8; 96], Memory::default());
-        // SAFETY: nvml.h's types; the buffer is as long as is said.
+        // SAFETY: nvml.h's types; the buffer has the given length.
         unsafe {
             call!(self, c"nvmlDeviceGetName", device => Device, name.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
             call!(self, c"nvmlDeviceGetMemoryInfo", device => Device, &mut memory => *mut Memory)?;
         }
-        Ok(Gpu {
-            name: until_nul(&name),
-            bus: self.bus(device).unwrap_or_default(),
+        Ok(GpuStatus {
+            name: c_text(&name),
+            pci_address: self.bus(device).unwrap_or_default(),
             memory: memory.total,
             memory_free: memory.free,
             processes: self.processes(device).unwrap_or_default(),
-            ecc_errors: self.ecc_errors(device).ok(),
-            rows: self.rows(device).unwrap_or_default(),
-            slowed: self.slowed(device).unwrap_or_default(),
-            exclusive: self.number(device, c"nvmlDeviceGetComputeMode").is_ok_and(|mode| mode != SHARED),
-            instances: self.instances(device).unwrap_or_default(),
+            uncorrected_ecc_errors: self.ecc_errors(device).ok(),
+            remapped_rows: self.remapped_rows(device).unwrap_or_default(),
+            throttle_reasons: self.throttle_reasons(device).unwrap_or_default(),
+            exclusive_compute: self
+                .number(device, c"nvmlDeviceGetComputeMode")
+                .is_ok_and(|mode| mode != COMPUTE_MODE_DEFAULT),
+            mig_enabled: self.mig_enabled(device).unwrap_or_default(),
             nvlinks: (0..MAX_LINKS).filter(|link| self.link_is_up(device, *link).unwrap_or_default()).count()
                 as u32,
-            unreachable: self.unreachable(device, all),
+            no_peer_access: self.no_peer_access(device, devices),
         })
     }
 
-    fn bus(&self, device: Device) -> Result<String, String> {
+    fn bus(&self, device: Device) -> Result<String, NvmlError> {
         let mut pci = Pci::default();
         // SAFETY: nvml.h's types.
         unsafe { call!(self, c"nvmlDeviceGetPciInfo_v3", device => Device, &mut pci => *mut Pci)? };
-        Ok(until_nul(&pci.bus))
+        Ok(c_text(&pci.bus))
     }
 
-    fn processes(&self, device: Device) -> Result<Vec<(u32, u64)>, String> {
+    fn processes(&self, device: Device) -> Result<Vec<(u32, u64)>, NvmlError> {
         let mut list = [Process::default(); MAX_PROCESSES];
         let mut count = MAX_PROCESSES as c_uint;
         // SAFETY: nvml.h's types; at most `count` entries are written.
@@ -197,7 +230,7 @@ impl Nvml {
         Ok(list.iter().take(count as usize).map(|p| (p.pid, p.used)).collect())
     }
 
-    fn ecc_errors(&self, device: Device) -> Result<u64, String> {
+    fn ecc_errors(&self, device: Device) -> Result<u64, NvmlError> {
         let mut errors = 0;
         // SAFETY: nvml.h's types.
         unsafe {
@@ -213,8 +246,8 @@ impl Nvml {
         Ok(errors)
     }
 
-    /// Bad rows of memory: replaced at the next reset, couldn't be replaced.
-    fn rows(&self, device: Device) -> Result<(bool, bool), String> {
+    /// Whether rows of memory will be remapped at the next reset, and whether remapping has failed.
+    fn remapped_rows(&self, device: Device) -> Result<(bool, bool), NvmlError> {
         let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
         // SAFETY: nvml.h's types.
         unsafe {
@@ -231,34 +264,38 @@ impl Nvml {
         Ok((pending != 0, failed != 0))
     }
 
-    fn slowed(&self, device: Device) -> Result<Vec<String>, String> {
+    fn throttle_reasons(&self, device: Device) -> Result<Vec<String>, NvmlError> {
         let mut reasons = 0;
         // SAFETY: nvml.h's types.
         unsafe {
             call!(self, c"nvmlDeviceGetCurrentClocksThrottleReasons", device => Device, &mut reasons => *mut c_ulonglong)?;
         }
-        Ok(SLOWED.iter().filter(|(bit, _)| reasons & bit != 0).map(|(_, why)| (*why).to_owned()).collect())
+        Ok(THROTTLE_REASONS
+            .iter()
+            .filter(|(bit, _)| reasons & bit != 0)
+            .map(|(_, why)| (*why).to_owned())
+            .collect())
     }
 
-    /// A function that tells one number of a GPU.
-    fn number(&self, device: Device, name: &CStr) -> Result<c_int, String> {
+    /// Calls a function that returns one number of a GPU.
+    fn number(&self, device: Device, name: &CStr) -> Result<c_int, NvmlError> {
         type Number = unsafe extern "C" fn(Device, *mut c_int) -> c_int;
         let mut number = 0;
-        // SAFETY: nvml.h's type of the functions that are asked for here.
-        unsafe { done(self.0.function::<Number>(name)?(device, &mut number))? };
+        // SAFETY: nvml.h's type of the functions that are called here.
+        unsafe { check_code(self.0.function::<Number>(name)?(device, &mut number))? };
         Ok(number)
     }
 
-    fn instances(&self, device: Device) -> Result<bool, String> {
-        let (mut now, mut pending) = (0, 0);
+    fn mig_enabled(&self, device: Device) -> Result<bool, NvmlError> {
+        let (mut current, mut pending) = (0, 0);
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetMigMode", device => Device, &mut now => *mut c_uint, &mut pending => *mut c_uint)?;
+            call!(self, c"nvmlDeviceGetMigMode", device => Device, &mut current => *mut c_uint, &mut pending => *mut c_uint)?;
         }
-        Ok(now != 0)
+        Ok(current != 0)
     }
 
-    fn link_is_up(&self, device: Device, link: c_uint) -> Result<bool, String> {
+    fn link_is_up(&self, device: Device, link: c_uint) -> Result<bool, NvmlError> {
         let mut up = 0;
         // SAFETY: nvml.h's types.
         unsafe {
@@ -267,12 +304,12 @@ impl Nvml {
         Ok(up != 0)
     }
 
-    fn unreachable(&self, device: Device, all: &[Device]) -> Vec<(u32, String)> {
-        let others = (0..).zip(all).filter(|(_, other)| **other != device);
-        let trouble = |(index, other): (u32, &Device)| {
+    fn no_peer_access(&self, device: Device, devices: &[Device]) -> Vec<(u32, String)> {
+        let others = (0..).zip(devices).filter(|(_, other)| **other != device);
+        let missing_access = |(index, other): (u32, &Device)| {
             let mut status = 0;
             // SAFETY: nvml.h's types.
-            let asked = unsafe {
+            let result = unsafe {
                 call!(
                     self,
                     c"nvmlDeviceGetP2PStatus",
@@ -282,16 +319,19 @@ impl Nvml {
                     &mut status => *mut c_int
                 )
             };
-            let why = UNREACHABLE.get((status as usize).checked_sub(1)?).copied().unwrap_or("unknown why");
-            asked.is_ok().then(|| (index, why.to_owned()))
+            let why = NO_PEER_ACCESS
+                .get((status as usize).checked_sub(1)?)
+                .copied()
+                .unwrap_or("for an unknown reason");
+            result.is_ok().then(|| (index, why.to_owned()))
         };
-        others.filter_map(trouble).collect()
+        others.filter_map(missing_access).collect()
     }
 }
 
 impl Drop for Nvml {
     fn drop(&mut self) {
-        // SAFETY: nvml.h's type; it was initialised.
+        // SAFETY: nvml.h's type; the library was initialized.
         unsafe {
             if let Ok(shutdown) = self.0.function::<unsafe extern "C" fn() -> c_int>(c"nvmlShutdown") {
                 shutdown();
@@ -300,11 +340,12 @@ impl Drop for Nvml {
     }
 }
 
-fn done(code: c_int) -> Result<(), String> {
-    if code == 0 { Ok(()) } else { Err(format!("NVML error {code}")) }
+fn check_code(code: c_int) -> Result<(), NvmlError> {
+    if code == 0 { Ok(()) } else { Err(NvmlError::Code(code)) }
 }
 
-fn until_nul(text: &[u8]) -> String {
+/// The text of a C string in a buffer.
+fn c_text(text: &[u8]) -> String {
     let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
     String::from_utf8_lossy(&text[..end]).into_owned()
 }
@@ -314,7 +355,8 @@ mod tests {
     use super::*;
     use std::{path::Path, process::Command};
 
-    /// Answers as a driver with three GPUs does, of which the second isn't well and the third knows little.
+    /// A fake driver with three GPUs. The second one is faulty, and the third one is an old model that
+    /// reports little.
     const DRIVER: &str = r#"
         #include <stdint.h>
         #include <stdio.h>
@@ -328,7 +370,7 @@ mod tests {
         int nvmlSystemGetDriverVersion(char *text, unsigned len) { return snprintf(text, len, "580.1") < 0; }
         int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
         int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) { *gpu = (void *)(uintptr_t)(index + 100); return 0; }
-        int nvmlDeviceGetName(void *gpu, char *text, unsigned len) { return snprintf(text, len, "card %d", (int)GPU(gpu)) < 0; }
+        int nvmlDeviceGetName(void *gpu, char *text, unsigned len) { return snprintf(text, len, "gpu %d", (int)GPU(gpu)) < 0; }
         int nvmlDeviceGetMemoryInfo(void *gpu, unsigned long long *m) { m[0] = 80; m[1] = 50; m[2] = 30; return 0; }
         int nvmlDeviceGetPciInfo_v3(void *gpu, pci *p) { memset(p, 7, sizeof *p); strcpy(p->text, "00000000:17:00.0"); return 0; }
         int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, process *list) {
@@ -353,47 +395,54 @@ mod tests {
         int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { *status = GPU(a) + GPU(b) == 3 && what == 0 ? 3 : 0; return 0; }
     "#;
 
-    fn driver(dir: &Path) -> String {
+    fn compile_driver(dir: &Path) -> String {
         let (source, library) = (dir.join("nvml.c"), dir.join("libnvml.so"));
         std::fs::write(&source, DRIVER).expect("file");
-        let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
-        assert!(made.expect("cc").success());
+        let compiled =
+            Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+        assert!(compiled.expect("cc").success());
         library.to_str().expect("a path").to_owned()
     }
 
     #[test]
-    fn gpus_as_a_driver_tells_of_them() {
+    fn the_state_of_gpus_is_read_from_the_driver() {
         let dir = tempfile::tempdir().expect("directory");
-        let mut found = GpuLook::default();
-        Nvml::open(&driver(dir.path())).expect("opens").ask(&mut found);
-        assert_eq!((found.driver.as_deref(), found.trouble), (Some("580.1"), None));
-        let well = Gpu {
-            name: "card 0".into(),
-            bus: "00000000:17:00.0".into(),
+        let mut report = GpuReport::default();
+        Nvml::open(&compile_driver(dir.path())).expect("opens").fill_report(&mut report);
+        assert_eq!((report.driver.as_deref(), report.error), (Some("580.1"), None));
+        let healthy = GpuStatus {
+            name: "gpu 0".into(),
+            pci_address: "00000000:17:00.0".into(),
             memory: 80,
             memory_free: 50,
-            ecc_errors: Some(0),
+            uncorrected_ecc_errors: Some(0),
             nvlinks: 4,
-            ..Gpu::default()
+            ..GpuStatus::default()
         };
-        let ill = Gpu {
-            name: "card 1".into(),
+        let faulty = GpuStatus {
+            name: "gpu 1".into(),
             processes: vec![(4242, 30)],
-            ecc_errors: Some(5),
-            rows: (true, false),
-            slowed: vec!["too hot (hardware)".into()],
-            exclusive: true,
-            unreachable: vec![(2, "they are too far apart".into())],
-            ..well.clone()
+            uncorrected_ecc_errors: Some(5),
+            remapped_rows: (true, false),
+            throttle_reasons: vec!["too hot (hardware thermal slowdown)".into()],
+            exclusive_compute: true,
+            no_peer_access: vec![(2, "the GPUs are too far apart on the PCI bus".into())],
+            ..healthy.clone()
         };
-        let unreachable = vec![(1, "they are too far apart".into())];
-        let old = Gpu { name: "card 2".into(), ecc_errors: None, nvlinks: 0, unreachable, ..well.clone() };
-        assert_eq!(found.gpus, [well, ill, old]);
+        let unreachable = vec![(1, "the GPUs are too far apart on the PCI bus".into())];
+        let old = GpuStatus {
+            name: "gpu 2".into(),
+            uncorrected_ecc_errors: None,
+            nvlinks: 0,
+            no_peer_access: unreachable,
+            ..healthy.clone()
+        };
+        assert_eq!(report.gpus, [healthy, faulty, old]);
     }
 
     #[test]
-    fn a_library_that_is_missing_is_named() {
-        let why = Nvml::open("libnone-such.so.7").err().expect("isn't there");
-        assert!(why.contains("libnone-such.so.7"), "{why}");
+    fn a_missing_library_is_named() {
+        let error = Nvml::open("libnone-such.so.7").err().expect("missing");
+        assert!(matches!(error, NvmlError::Library(name) if name == "libnone-such.so.7"));
     }
 }

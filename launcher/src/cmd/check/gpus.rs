@@ -1,202 +1,198 @@
-//! What was found of a host's GPUs, judged.
-use super::{
-    Check, Level,
-    judge::{bad, ok},
-};
+//! [`gpu_checks`]: evaluates what was found about the GPUs of a host.
+use super::{Check, codes};
 use crate::cmd::plan::bytes;
-use contract::probe::{GpuLook, LibraryLook, NodeLook};
+use contract::probe::{GpuReport, HostInspection, LibraryReport};
 
-/// How many there are, and whether they are fit to compute with. `slots`: as the hostfile promises.
-pub(super) fn judge(look: &NodeLook, first: &NodeLook, slots: Option<u32>) -> Vec<Check> {
-    let (gpus, theirs) = (&look.gpus, &first.gpus);
-    let mut checks = Vec::new();
-    let count = gpus.gpus.len() as u32;
-    let name = gpus.gpus.first().map_or("", |g| g.name.as_str());
-    checks.push(match &gpus.trouble {
-        Some(why) => bad(
-            Level::Warn,
-            "gpus",
-            format!("{} devices, but {why}", gpus.devices),
-            "does `nvidia-smi` work on the host?",
-        ),
-        None if slots.is_some_and(|slots| count > 0 && slots > count) => {
-            let found = format!("{count}, and the hostfile says {} slots", slots.unwrap_or(0));
-            bad(Level::Warn, "gpus", found, "ranks share GPUs, unless the job computes on the CPU")
-        }
-        None if count != theirs.gpus.len() as u32 => bad(
-            Level::Warn,
-            "gpus",
-            format!("{count}, {} has {}", first.hostname, theirs.gpus.len()),
-            "uneven hosts: is a GPU missing?",
-        ),
-        None if count == 0 => ok("gpus", "none"),
-        None => ok("gpus", format!("{count} × {name}")),
-    });
+/// The checks of number, driver, libraries, memory, health and links. `first` is the first host of the
+/// job; `slots` are those of the hostfile.
+pub(super) fn gpu_checks(host: &HostInspection, first: &HostInspection, slots: Option<u32>) -> Vec<Check> {
+    let (gpus, first_gpus) = (&host.gpus, &first.gpus);
+    let mut checks = vec![count_check(gpus, first, slots)];
     if let Some(driver) = &gpus.driver {
-        checks.push(match theirs.driver.as_ref().filter(|other| *other != driver) {
-            Some(other) => bad(
-                Level::Warn,
+        checks.push(match first_gpus.driver.as_ref().filter(|other| *other != driver) {
+            Some(other) => Check::warn(
                 "driver",
+                codes::LIBRARY_VERSION_DIFFERS,
                 format!("{driver}, {} has {other}", first.hostname),
                 "install the same driver on all hosts",
             ),
-            None => ok("driver", driver.clone()),
+            None => Check::ok("driver", driver.clone()),
         });
     }
     match gpus.libraries.is_empty() {
-        true => checks.push(nccl(gpus, first)),
-        false => checks.extend(libraries(gpus, first)),
+        true => checks.push(nccl_check(gpus, first)),
+        false => checks.extend(library_checks(gpus, first)),
     }
-    checks.extend(memory(gpus));
-    checks.extend(health(gpus));
-    checks.extend(links(gpus));
+    checks.extend(memory_checks(gpus));
+    checks.extend(health_checks(gpus));
+    checks.extend(link_check(gpus));
     checks
 }
 
-/// NCCL as a program may find it.
-fn nccl(gpus: &GpuLook, first: &NodeLook) -> Check {
-    match (&gpus.nccl, &first.gpus.nccl) {
-        (Some((_, own)), Some((_, other))) if own != other => bad(
-            Level::Warn,
-            "nccl",
-            format!("{own}, {} has {other}", first.hostname),
-            "install the same NCCL on all hosts",
+fn count_check(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> Check {
+    const NAME: &str = "gpus";
+    let (count, first_count) = (gpus.gpus.len() as u32, first.gpus.gpus.len());
+    let model = gpus.gpus.first().map_or("", |g| g.name.as_str());
+    match (&gpus.error, slots) {
+        (Some(error), _) => Check::warn(
+            NAME,
+            codes::GPU_DRIVER_UNUSABLE,
+            format!("{} devices, but {error}", gpus.devices),
+            "run `nvidia-smi` on the host",
         ),
-        (Some((path, version)), _) => ok("nccl", format!("{version} ({path})")),
-        (None, _) => ok("nccl", "not found by the loader (programs may bring their own)"),
+        (None, Some(slots)) if count > 0 && slots > count => {
+            let found = format!("{count}, but the hostfile declares {slots} slots");
+            let help = "correct the slots; ranks share GPUs, unless the job computes on CPUs";
+            Check::warn(NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
+        }
+        (None, _) if count as usize != first_count => Check::warn(
+            NAME,
+            codes::GPU_COUNT_DIFFERS,
+            format!("{count}, {} has {first_count}", first.hostname),
+            "look for a missing GPU with `nvidia-smi`",
+        ),
+        (None, _) if count == 0 => Check::ok(NAME, "none"),
+        (None, _) => Check::ok(NAME, format!("{count} × {model}")),
     }
 }
 
-/// What the built-in runtime opens to train on GPUs: there, and the same as on the first host.
-fn libraries(gpus: &GpuLook, first: &NodeLook) -> Vec<Check> {
-    const WHAT: &str = "cuda";
-    let theirs = |name: &str| {
-        let library = first.gpus.libraries.iter().find(|library| library.name == name)?;
-        library.found.as_ref().ok().map(|(version, _)| version)
-    };
-    let judged = gpus.libraries.iter().map(|LibraryLook { name, needed, found }| match found {
-        Ok((version, _)) if theirs(name).is_some_and(|other| other != version) => {
-            let other = theirs(name).map_or("", String::as_str);
-            let found = format!("{name} {version}, {} has {other}", first.hostname);
-            bad(Level::Warn, WHAT, found, "install the same version on all hosts")
-        }
-        Ok((version, path)) => ok(WHAT, format!("{name} {version} ({})", path.display())),
-        Err(_) if name == "cuDNN" => ok(WHAT, "no cuDNN: attention is launch's own".to_owned()),
-        Err(why) => {
-            let (level, hint) = match needed {
-                true => (Level::Fail, "a job with `cluster.devices: cuda` needs it; `cluster.cuda_libs` may name its folder"),
-                false => (Level::Warn, "only workers with a GPU of their own each need it; the host's memory serves instead (`cluster.collectives`)"),
-            };
-            bad(level, WHAT, format!("{name}: {why}"), hint)
-        }
-    });
-    judged.collect()
+/// The NCCL that the loader finds for programs.
+fn nccl_check(gpus: &GpuReport, first: &HostInspection) -> Check {
+    match (&gpus.nccl, &first.gpus.nccl) {
+        (Some((_, version)), Some((_, other))) if version != other => Check::warn(
+            "nccl",
+            codes::LIBRARY_VERSION_DIFFERS,
+            format!("{version}, {} has {other}", first.hostname),
+            "install the same NCCL on all hosts",
+        ),
+        (Some((path, version)), _) => Check::ok("nccl", format!("{version} ({path})")),
+        (None, _) => Check::ok("nccl", "not found by the loader (programs may contain it)"),
+    }
 }
 
-/// Broken memory, clocks that are held down, modes in which ranks can't use it as they do.
-fn health(gpus: &GpuLook) -> Vec<Check> {
-    const WHAT: &str = "gpu health";
+/// The libraries that the built-in training opens on GPUs: present, and of the version of the first
+/// host.
+fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
+    const NAME: &str = "cuda";
+    let first_version = |name: &str| {
+        let library = first.gpus.libraries.iter().find(|library| library.name == name)?;
+        library.result.as_ref().ok().map(|(version, _)| version.as_str())
+    };
+    let check = |LibraryReport { name, required, result }: &LibraryReport| match result {
+        Ok((version, path)) => match first_version(name).filter(|other| other != version) {
+            Some(other) => Check::warn(
+                NAME,
+                codes::LIBRARY_VERSION_DIFFERS,
+                format!("{name} {version}, {} has {other}", first.hostname),
+                "install the same version on all hosts",
+            ),
+            None => Check::ok(NAME, format!("{name} {version} ({})", path.display())),
+        },
+        Err(_) if name == "cuDNN" => Check::ok(NAME, "no cuDNN; attention uses launch's kernels"),
+        Err(error) if *required => Check::fail(
+            NAME,
+            codes::CUDA_LIBRARY_MISSING,
+            format!("{name}: {error}"),
+            "install the library, or name its directory in `cluster.cuda_library_paths`",
+        ),
+        Err(error) => Check::warn(
+            NAME,
+            codes::NCCL_MISSING,
+            format!("{name}: {error}"),
+            "only workers with a GPU each need it; otherwise collectives use host memory \
+             (`cluster.comm_backend`)",
+        ),
+    };
+    gpus.libraries.iter().map(check).collect()
+}
+
+/// Memory errors, throttled clocks, and modes that limit how ranks can use a GPU.
+fn health_checks(gpus: &GpuReport) -> Vec<Check> {
+    const NAME: &str = "gpu health";
     let mut checks = Vec::new();
     for (index, gpu) in gpus.gpus.iter().enumerate() {
-        let mut warn = |found: String, hint: &str| {
-            checks.push(bad(Level::Warn, WHAT, format!("GPU {index} ({}): {found}", gpu.bus), hint));
+        let mut warn = |code, found: String, help: &str| {
+            checks.push(Check::warn(NAME, code, format!("GPU {index} ({}): {found}", gpu.pci_address), help));
         };
-        if let Some(errors @ 1..) = gpu.ecc_errors {
-            let found = format!("{errors} errors of memory that ECC couldn't correct");
-            warn(found, "reset it (`nvidia-smi --gpu-reset`); if they come again, replace it");
+        if let Some(errors @ 1..) = gpu.uncorrected_ecc_errors {
+            let found = format!("{errors} memory errors that ECC could not correct");
+            let help = "reset the GPU (`nvidia-smi --gpu-reset`); replace it if the errors return";
+            warn(codes::GPU_MEMORY_ERRORS, found, help);
         }
-        if gpu.rows.0 {
-            warn("rows of memory are to be replaced".into(), "reset it: `nvidia-smi --gpu-reset`");
+        let (is_pending, has_failed) = gpu.remapped_rows;
+        if is_pending {
+            let found = "the replacement of memory rows is pending".to_owned();
+            warn(codes::GPU_MEMORY_ERRORS, found, "reset the GPU: `nvidia-smi --gpu-reset`");
         }
-        if gpu.rows.1 {
-            warn(
-                "rows of memory couldn't be replaced".into(),
-                "leave the host out (`cluster.exclude`); replace the GPU",
-            );
+        if has_failed {
+            let found = "memory rows could not be replaced".to_owned();
+            let help = "exclude the host (`cluster.exclude`) and replace the GPU";
+            warn(codes::GPU_MEMORY_ERRORS, found, help);
         }
-        if !gpu.slowed.is_empty() {
-            warn(
-                format!("its clocks are held down: {}", gpu.slowed.join(", ")),
-                "look at its cooling and power supply",
-            );
+        if !gpu.throttle_reasons.is_empty() {
+            let found = format!("clocks are throttled: {}", gpu.throttle_reasons.join(", "));
+            warn(codes::GPU_THROTTLED, found, "check the cooling and the power supply");
         }
-        if gpu.exclusive {
-            warn(
-                "its compute mode isn't the default".into(),
-                "`nvidia-smi --compute-mode=DEFAULT` lets several ranks use it",
-            );
+        if gpu.exclusive_compute {
+            let found = "the compute mode is not the default".to_owned();
+            let help = "`nvidia-smi --compute-mode=DEFAULT` allows several ranks";
+            warn(codes::GPU_MODE_UNSUITABLE, found, help);
         }
-        if gpu.instances {
-            warn(
-                "it is cut into instances (MIG)".into(),
-                "a rank uses one instance, and NCCL none between them",
-            );
+        if gpu.mig_enabled {
+            let found = "the GPU is partitioned into instances (MIG)".to_owned();
+            let help = "a rank uses one instance, and NCCL does not connect instances";
+            warn(codes::GPU_MODE_UNSUITABLE, found, help);
         }
     }
     if checks.is_empty() && !gpus.gpus.is_empty() {
-        let counts = gpus.gpus.iter().all(|gpu| gpu.ecc_errors.is_some());
-        checks
-            .push(ok(WHAT, if counts { "no errors of memory, full clocks" } else { "full clocks (no ECC)" }));
+        let has_ecc = gpus.gpus.iter().all(|gpu| gpu.uncorrected_ecc_errors.is_some());
+        let found = if has_ecc { "no memory errors, full clocks" } else { "full clocks (no ECC)" };
+        checks.push(Check::ok(NAME, found));
     }
     checks
 }
 
-/// How GPUs of one host reach one another.
-fn links(gpus: &GpuLook) -> Option<Check> {
+/// The connections between the GPUs of a host; `None` with fewer than two.
+fn link_check(gpus: &GpuReport) -> Option<Check> {
+    const NAME: &str = "gpu links";
     let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
-    // Once for each pair.
+    // Each pair once.
     let pairs = gpus.gpus.iter().enumerate().flat_map(|(index, gpu)| {
-        let above = gpu.unreachable.iter().filter(move |(other, _)| *other as usize > index);
-        above.map(move |(other, why)| format!("{index} and {other} ({why})"))
+        let above = gpu.no_peer_access.iter().filter(move |(other, _)| *other as usize > index);
+        above.map(move |(other, reason)| format!("{index} and {other} ({reason})"))
     });
     let pairs: Vec<String> = pairs.collect();
     let links: Vec<u32> = gpus.gpus.iter().map(|gpu| gpu.nvlinks).collect();
     Some(if !pairs.is_empty() {
-        let found = format!("no direct way between GPUs {}", pairs.join(", "));
-        bad(
-            Level::Warn,
-            "gpu links",
-            found,
-            "NCCL goes through the host's memory there: is an IOMMU or PCIe ACS on?",
-        )
+        let found = format!("no direct access between GPUs {}", pairs.join(", "));
+        let help = "check whether an IOMMU or PCIe ACS is enabled; NCCL transfers through host memory";
+        Check::warn(NAME, codes::GPU_PEER_ACCESS_MISSING, found, help)
     } else if links.iter().any(|n| *n != first.nvlinks) {
-        let found = format!("NVLinks that are up, by GPU: {links:?}");
-        bad(
-            Level::Warn,
-            "gpu links",
-            found,
-            "links are down: `nvidia-smi nvlink --status`, `dmesg | grep Xid`",
-        )
+        let found = format!("active NVLinks by GPU: {links:?}");
+        let help = "links are down: run `nvidia-smi nvlink --status` and `dmesg | grep Xid`";
+        Check::warn(NAME, codes::GPU_LINK_DOWN, found, help)
     } else if first.nvlinks > 0 {
-        ok("gpu links", format!("{} NVLinks each", first.nvlinks))
+        Check::ok(NAME, format!("{} NVLinks each", first.nvlinks))
     } else {
-        ok("gpu links", "over PCIe, directly")
+        Check::ok(NAME, "direct access over PCIe")
     })
 }
 
-/// What is free, and who else computes there.
-fn memory(gpus: &GpuLook) -> Vec<Check> {
-    let least = gpus.gpus.iter().min_by_key(|g| g.memory_free);
-    let free = least.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty()));
-    if let Some(gpu) = free {
-        let found = format!("{} free of {} at least", bytes(gpu.memory_free), bytes(gpu.memory));
-        return vec![ok("gpu memory", found)];
+/// Free memory, and other processes that use a GPU.
+fn memory_checks(gpus: &GpuReport) -> Vec<Check> {
+    const NAME: &str = "gpu memory";
+    let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);
+    if let Some(gpu) = fullest.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty())) {
+        let found = format!("at least {} free of {}", bytes(gpu.memory_free), bytes(gpu.memory));
+        return vec![Check::ok(NAME, found)];
     }
     let used = gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
-        let pids: Vec<String> =
+        let processes: Vec<String> =
             g.processes.iter().map(|(pid, used)| format!("{pid} ({})", bytes(*used))).collect();
-        let found = format!(
-            "GPU {i}: {} free of {}, used by {}",
-            bytes(g.memory_free),
-            bytes(g.memory),
-            pids.join(", ")
-        );
-        bad(
-            Level::Warn,
-            "gpu memory",
-            found,
-            "someone else computes there: wait, or leave the GPU out with `cluster.exclude`",
-        )
+        let (free, total) = (bytes(g.memory_free), bytes(g.memory));
+        let found = format!("GPU {i}: {free} free of {total}, used by {}", processes.join(", "));
+        let help = "wait until the other processes end, or exclude the GPU with `cluster.exclude`";
+        Check::warn(NAME, codes::GPU_IN_USE, found, help)
     });
     used.collect()
 }

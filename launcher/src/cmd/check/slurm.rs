@@ -1,8 +1,8 @@
-//! The agents of a Slurm allocation's nodes: started by one step, which is looked after while they are asked.
-use super::Started;
+//! Agents on the nodes of a Slurm allocation, which one step starts.
+use super::StartedAgent;
 use crate::{
     agent,
-    transport::{Slurm, Transport},
+    transport::{SlurmTransport, Transport},
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -14,55 +14,55 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// Between two looks for processes of the step that have ended.
-const LOOK: Duration = Duration::from_millis(20);
-/// For the step to end once its agents have, before it is killed.
-const STEP_EXIT: Duration = Duration::from_secs(5);
+/// Time between two scans for ended processes of the step.
+const REAP_INTERVAL: Duration = Duration::from_millis(20);
+/// How long the step may take to end after its agents, before it is killed.
+const STEP_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A step that holds agents.
-pub(super) struct Step {
-    transport: Rc<RefCell<Slurm>>,
+/// The step that runs the agents.
+pub(super) struct AgentStep {
+    transport: Rc<RefCell<SlurmTransport>>,
     reaper: JoinHandle<()>,
 }
 
-/// Starts an agent on each of these nodes. Within a `LocalSet`.
-pub(super) fn start(mut transport: Slurm, nodes: &[String]) -> (Vec<Started>, Step) {
-    let agents = transport.start(nodes);
+/// Starts an agent on each of these nodes. Must run in a `LocalSet`.
+pub(super) fn start(mut transport: SlurmTransport, nodes: &[String]) -> (Vec<StartedAgent>, AgentStep) {
+    let agents = transport.start_agents(nodes);
     let started = nodes.iter().zip(agents);
     let started =
-        started.map(|(name, agent)| Started { name: name.clone(), agent, progress: None }).collect();
+        started.map(|(name, agent)| StartedAgent { name: name.clone(), agent, progress: None }).collect();
     let transport = Rc::new(RefCell::new(transport));
-    let watched = transport.clone();
-    // How srun ended is why its agents didn't come.
+    let reaped = transport.clone();
+    // The exit status of srun explains why an agent does not connect.
     let reaper = spawn_local(async move {
         loop {
-            reap(&watched);
-            sleep(LOOK).await;
+            reap(&reaped);
+            sleep(REAP_INTERVAL).await;
         }
     });
-    (started, Step { transport, reaper })
+    (started, AgentStep { transport, reaper })
 }
 
-impl Step {
-    /// Waits for its end, which follows that of the agents.
+impl AgentStep {
+    /// Waits for the step, which ends when its agents have ended.
     pub(super) async fn end(self) {
         self.reaper.abort();
-        let limit = Instant::now() + STEP_EXIT;
+        let limit = Instant::now() + STEP_EXIT_TIMEOUT;
         loop {
             reap(&self.transport);
-            let left = self.transport.borrow().helpers();
-            if left.is_empty() {
+            let running = self.transport.borrow().helper_pids();
+            if running.is_empty() {
                 return;
             }
             if Instant::now() > limit {
-                // Not reaped yet: the pids are still their own.
-                left.iter().for_each(|pid| _ = kill(Pid::from_raw(*pid as i32), Signal::SIGKILL));
+                // The processes are not reaped yet, so their pids are not reused.
+                running.iter().for_each(|pid| _ = kill(Pid::from_raw(*pid as i32), Signal::SIGKILL));
             }
-            sleep(LOOK).await;
+            sleep(REAP_INTERVAL).await;
         }
     }
 }
 
-fn reap(transport: &RefCell<Slurm>) {
-    agent::reap(|_| false, |pid, status| transport.borrow_mut().child_ended(pid, status));
+fn reap(transport: &RefCell<SlurmTransport>) {
+    agent::reap_children(|_| false, |pid, status| transport.borrow_mut().on_child_exit(pid, status));
 }

@@ -1,209 +1,233 @@
-//! `launch ckpt convert`.
-use super::describe::{clean, human};
-use super::{Failure, Precision, Progress, gather, open, print, say, size};
-use ckpt::{ConvertOptions, Dtype, Found, GatherOptions, Source, Target, Ungrouped};
+//! `launch ckpt convert`: writes a checkpoint in another format, or for another number of ranks.
+use super::{
+    Precision, ProgressLine, count,
+    describe::{format_bytes, printable},
+    gather, log, open, parse_size, print,
+};
+use crate::cli::ValueError;
+use ckpt::{ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights};
 use clap::{Args, ValueEnum};
 use contract::exit;
+use diagnostic::{Code, Diagnostic, codes::command};
 use globset::{Glob, GlobMatcher};
 use serde_json::Value;
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
 /// Arguments of `launch ckpt convert`.
 #[derive(Debug, Args)]
 pub(super) struct ConvertArgs {
-    /// A checkpoint as for inspect, or a directory of them: then its newest
+    /// Checkpoint, or directory of checkpoints (the newest is used)
+    #[arg(value_name = "CHECKPOINT")]
     dir: PathBuf,
-    /// The folder to make
+    /// Directory to create
     out: PathBuf,
-    /// The format to write
+    /// Format to write
     #[arg(long, value_enum)]
     to: Format,
-    /// ZeRO stage to write; that of the source when not given
+    /// ZeRO stage to write [default: that of the source]
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=3))]
     stage: Option<u8>,
-    /// Number of ranks to write for; that of the source when not given
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    world: Option<u32>,
-    /// `sub_group_size` of the config that will load a ZeRO-3 checkpoint; 1,000,000,000 when not given
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    /// World size to write for [default: that of the source]
+    #[arg(
+        long,
+        value_name = "N",
+        alias = "world",
+        value_parser = clap::value_parser!(u32).range(1..=65_536)
+    )]
+    world_size: Option<u32>,
+    /// `sub_group_size` of the configuration that will load a ZeRO-3 checkpoint [default: 1000000000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     sub_group_size: Option<u64>,
-    /// Type of the model's own copies of its weights; that of the source when not given
+    /// Element type of the model's copies of the weights [default: that of the source]
     #[arg(long, value_enum)]
     dtype: Option<Precision>,
-    /// Parameters whose names match PATTERN are in group N of the optimizer, counted from 0, where the checkpoint doesn't say it;
-    /// of those, what no pattern matches is in group 0. May be given several times
-    #[arg(long = "group", value_name = "PATTERN=N", value_parser = rule)]
-    groups: Vec<Rule>,
-    /// Memory to use at most, 64 MiB or more
-    #[arg(long, default_value = "512MB", value_parser = memory)]
+    /// Assign parameters whose names match PATTERN to optimizer group N, from 0, where the checkpoint
+    /// does not record groups; parameters without a match are in group 0 (repeatable)
+    #[arg(long = "group", value_name = "PATTERN=N", value_parser = parse_group_rule)]
+    groups: Vec<GroupRule>,
+    /// Most memory to use, 64MiB or more
+    #[arg(long, value_name = "SIZE", default_value = "512MB", value_parser = parse_memory)]
     memory: u64,
-    /// Replace a folder that was made by converting
+    /// Replace a directory that an earlier conversion created
     #[arg(long)]
     force: bool,
 }
 
+/// The format of `--to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// A checkpoint of ours
+    /// Checkpoint of launch
     Native,
-    /// DeepSpeed's universal format
+    /// DeepSpeed universal checkpoint
     Universal,
-    /// Weights as a Hugging Face folder, without optimizer states
+    /// Weights as a Hugging Face directory, without optimizer states
     Safetensors,
-    /// A ZeRO checkpoint as DeepSpeed writes it
+    /// DeepSpeed ZeRO checkpoint
     Deepspeed,
 }
 
-/// Least memory that converting works with, bytes.
-const MEMORY_MIN: u64 = 64 << 20;
-/// What gathering may need, bytes.
-const GATHERING: u64 = 256_000_000;
+/// Least memory that a conversion works with, bytes.
+const MIN_MEMORY_BYTES: u64 = 64 << 20;
+/// Memory that gathering may need, bytes.
+const GATHER_MEMORY_BYTES: u64 = 256_000_000;
 
-/// A size that is memory enough.
-fn memory(text: &str) -> Result<u64, String> {
-    match size(text)? {
-        bytes if bytes < MEMORY_MIN => Err("converting needs 64MiB of memory or more".into()),
+/// Parses a size of at least [`MIN_MEMORY_BYTES`].
+fn parse_memory(text: &str) -> Result<u64, ValueError> {
+    match parse_size(text)? {
+        bytes if bytes < MIN_MEMORY_BYTES => Err(ValueError::MemoryTooSmall),
         bytes => Ok(bytes),
     }
 }
 
-/// One `--group`.
+/// One `--group` option.
 #[derive(Clone, Debug)]
-struct Rule {
+struct GroupRule {
     pattern: GlobMatcher,
     group: usize,
 }
 
-fn rule(text: &str) -> Result<Rule, String> {
+fn parse_group_rule(text: &str) -> Result<GroupRule, ValueError> {
     let (pattern, group) = text
         .rsplit_once('=')
         .and_then(|(pattern, group)| Some((pattern, group.parse().ok()?)))
         .filter(|(pattern, _)| !pattern.is_empty())
-        .ok_or("give a pattern of names and the number of a group, such as '*norm*=1'")?;
-    let pattern = Glob::new(pattern).map_err(|e| format!("bad pattern: {}", e.kind()))?.compile_matcher();
-    Ok(Rule { pattern, group })
+        .ok_or(ValueError::GroupRule)?;
+    let glob = Glob::new(pattern).map_err(|error| ValueError::Pattern(error.kind().clone()))?;
+    Ok(GroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// The group of each parameter that a rule matches. Each rule has a use, and none says anything twice.
-fn grouped(source: &dyn Source, rules: &[Rule]) -> Result<BTreeMap<String, usize>, Failure> {
-    let mut all: BTreeMap<String, &Rule> = BTreeMap::new();
+/// The group of each parameter that a rule matches. Every rule must match a parameter, and no two
+/// rules the same one.
+fn assign_groups(
+    source: &dyn TensorSource,
+    rules: &[GroupRule],
+) -> diagnostic::Result<BTreeMap<String, usize>> {
+    let mut assigned: BTreeMap<String, &GroupRule> = BTreeMap::new();
     if rules.is_empty() {
         return Ok(BTreeMap::new());
     }
-    let refused = |why: String| Err(Failure::Usage(format!("--group: {why}")));
-    let Ungrouped { names, groups } = ckpt::ungrouped(source)?;
+    let reject = |message: String, help: &str| {
+        Err(rejected(command::CONVERT_GROUP_INVALID, "--group", message).with_help(help))
+    };
+    let UngroupedWeights { names, groups } = ckpt::find_ungrouped(source)?;
     if names.is_empty() {
-        return refused("the checkpoint leaves no parameter's group open: leave the option out".into());
+        let message = "the checkpoint records the group of every parameter".to_owned();
+        return reject(message, "leave the option out");
     }
     for rule in rules {
         let pattern = rule.pattern.glob();
         if rule.group >= groups {
             let last = groups - 1;
-            return refused(format!("{pattern}={}: the checkpoint has the groups 0 to {last}", rule.group));
+            let message = format!(
+                "`{pattern}={}` names a group that does not exist: groups are 0 to {last}",
+                rule.group
+            );
+            return reject(message, "`launch ckpt inspect` shows the groups");
         }
-        let mut matched = names.iter().filter(|name| rule.pattern.is_match(name)).peekable();
-        if matched.peek().is_none() {
-            let some = names.iter().take(3).cloned().collect::<Vec<_>>().join(", ");
-            return refused(format!(
-                "the pattern `{pattern}` matches no parameter whose group is open; those are like {}",
-                clean(&some)
-            ));
+        let mut matches = names.iter().filter(|name| rule.pattern.is_match(name)).peekable();
+        if matches.peek().is_none() {
+            let examples = names.iter().take(3).cloned().collect::<Vec<_>>().join(", ");
+            let message = format!("the pattern `{pattern}` matches no parameter without a group");
+            return reject(message, &format!("such parameters are for example {}", printable(&examples)));
         }
-        for name in matched {
-            if let Some(other) = all.insert(name.clone(), rule) {
-                return refused(format!(
-                    "both `{}` and `{pattern}` match {}: give patterns that don't overlap, or one with alternatives \
-                     ('{{*norm*,*.bias}}=1')",
-                    other.pattern.glob(),
-                    clean(name)
-                ));
+        for name in matches {
+            if let Some(other) = assigned.insert(name.clone(), rule) {
+                let (other, name) = (other.pattern.glob(), printable(name));
+                let message = format!("the patterns `{other}` and `{pattern}` both match {name}");
+                let help = "use patterns that do not overlap, or one with alternatives: \
+                            '{*norm*,*.bias}=1'";
+                return reject(message, help);
             }
         }
     }
-    Ok(all.into_iter().map(|(name, rule)| (name, rule.group)).collect())
+    Ok(assigned.into_iter().map(|(name, rule)| (name, rule.group)).collect())
 }
 
-/// Refuses what has no meaning for the format that is asked for.
-fn check(args: &ConvertArgs) -> Result<(), Failure> {
-    let weights = args.to == Format::Safetensors;
-    let refused = |why: String| Err(Failure::Usage(format!("{why} (see launch ckpt convert --help)")));
-    for (option, given) in [("--stage", args.stage.is_some()), ("--world", args.world.is_some())] {
-        if weights && given {
-            return refused(format!(
-                "{option} has no meaning for --to safetensors: weights alone aren't cut"
-            ));
+/// Error: an option contradicts the others or the checkpoint.
+fn rejected(code: Code, option: &str, message: String) -> Diagnostic {
+    Diagnostic::error(code, message).with_subject(option)
+}
+
+/// Rejects options that have no meaning for the format.
+fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
+    let weights_only = args.to == Format::Safetensors;
+    let unsupported = |option: &str, reason: &str| {
+        let message = format!("{option} cannot be used with this format: {reason}");
+        Err(rejected(command::CONVERT_OPTION_UNSUPPORTED, option, message)
+            .with_help("see `launch ckpt convert --help`"))
+    };
+    for (option, is_given) in [("--stage", args.stage.is_some()), ("--world-size", args.world_size.is_some())]
+    {
+        if weights_only && is_given {
+            return unsupported(option, "`--to safetensors` writes weights, which are not sharded");
         }
     }
-    if weights && !args.groups.is_empty() {
-        return refused("--group has no meaning for --to safetensors: weights alone have no groups".into());
+    if weights_only && !args.groups.is_empty() {
+        return unsupported("--group", "`--to safetensors` writes weights, which have no groups");
     }
     if args.sub_group_size.is_some() && args.to != Format::Deepspeed {
-        return refused("--sub-group-size has a meaning for --to deepspeed alone".into());
+        return unsupported("--sub-group-size", "only `--to deepspeed` has sub-groups");
     }
-    if weights && args.memory < GATHERING {
-        return refused("--to safetensors may need 256MB of memory: --memory can't be less".into());
+    if weights_only && args.memory < GATHER_MEMORY_BYTES {
+        let message = "`--to safetensors` needs 256 MB of memory".to_owned();
+        return Err(rejected(command::CONVERT_MEMORY_TOO_SMALL, "--memory", message)
+            .with_field("required_bytes", GATHER_MEMORY_BYTES)
+            .with_field("memory_bytes", args.memory)
+            .with_help("raise `--memory`"));
     }
     Ok(())
 }
 
-/// Runs it; returns the exit code.
-pub(super) fn run(args: &ConvertArgs, json: bool) -> Result<u8, Failure> {
-    check(args)?;
-    let dtype = args.dtype.map(|d| match d {
-        Precision::Bf16 => Dtype::BF16,
-        Precision::Fp16 => Dtype::F16,
-        Precision::Fp32 => Dtype::F32,
-    });
-    let to = match args.to {
-        Format::Native => Target::Native,
-        Format::Universal => Target::Universal,
-        Format::Deepspeed => Target::DeepSpeed,
+/// Converts the checkpoint.
+pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
+    check_options(args)?;
+    let dtype = args.dtype.map(Dtype::from);
+    let target = match args.to {
+        Format::Native => ConvertTarget::Native,
+        Format::Universal => ConvertTarget::Universal,
+        Format::Deepspeed => ConvertTarget::DeepSpeed,
         Format::Safetensors => {
-            say(format_args!("note: optimizer states are left out"));
+            log(format_args!("note: optimizer states are left out"));
             let options = GatherOptions { dtype, force: args.force, ..GatherOptions::default() };
             return gather(&args.dir, &args.out, &options, json);
         }
     };
     let found = open(&args.dir)?;
-    let source: &dyn Source = match &found {
-        Found::Native(newest) => &newest.checkpoint,
-        Found::Foreign(foreign) => &**foreign,
-    };
-    let defaults = ConvertOptions::to(to);
+    let source = found.source();
+    let defaults = ConvertOptions::new(target);
     let options = ConvertOptions {
-        groups: grouped(source, &args.groups)?,
-        to,
+        groups: assign_groups(source, &args.groups)?,
+        target,
         stage: args.stage,
-        world: args.world,
+        world: args.world_size,
         sub_group_size: args.sub_group_size.unwrap_or(defaults.sub_group_size),
         dtype,
         memory: args.memory,
         force: args.force,
     };
-    let mut progress = Progress::of("converting");
-    let done = ckpt::convert(source, &args.out, &options, |done, total| progress.show(done, total));
-    progress.end();
-    let done = done?;
-    for notice in &done.notices {
-        say(format_args!("note: {}", clean(notice)));
+    let mut progress = ProgressLine::new("converting");
+    let result = ckpt::convert(source, &args.out, &options, |done, total| progress.update(done, total));
+    progress.clear();
+    let report = result?;
+    for notice in &report.notices {
+        log(format_args!("note: {}", printable(&notice.to_string())));
     }
     if json {
-        print(&format!("{}\n", serde_json::to_value(&done).unwrap_or(Value::Null)))?;
+        print(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
         return Ok(exit::DONE);
     }
-    let stage = done.stage.map_or("all stages".into(), |s| format!("stage {s}"));
-    let kept = match done.reused {
+    let stage = report.stage.map_or("all stages".into(), |s| format!("stage {s}"));
+    let reused = match report.reused {
         0 => String::new(),
         n => format!(", {n} of them from an earlier run"),
     };
-    say(format_args!(
-        "step {} for {stage} and {} rank(s): {} in {} files{kept}",
-        done.step,
-        done.world,
-        human(done.bytes),
-        done.files
+    log(format_args!(
+        "converted step {} for {stage} and {}: {} in {}{reused}",
+        report.step,
+        count(report.world as usize, "rank"),
+        format_bytes(report.bytes),
+        count(report.files as usize, "file"),
     ));
-    print(&format!("{}\n", done.path.display()))?;
+    print(&format!("{}\n", report.path.display()))?;
     Ok(exit::DONE)
 }

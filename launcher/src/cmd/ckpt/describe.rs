@@ -1,11 +1,11 @@
-//! What `launch ckpt inspect` shows.
+//! The output of `launch ckpt inspect`.
 use ckpt::{
-    Checkpoint, Foreign, Role, Source, TensorInfo, Tie,
-    rng_files::folder::{self, StreamDigest},
+    Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, Tie,
+    rng_files::rank_files::{self, StreamDigest},
 };
 use serde_json::{Map, Value, json};
 
-/// All that is known about a checkpoint of ours.
+/// A native checkpoint as JSON.
 pub(super) fn native_json(checkpoint: &Checkpoint) -> Value {
     let facts = checkpoint.facts();
     let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_json(&t)).collect();
@@ -24,28 +24,30 @@ pub(super) fn native_json(checkpoint: &Checkpoint) -> Value {
     })
 }
 
-/// A shard; of a checkpoint that is scattered over hosts, also where it was written and whether it is here.
+/// A shard as JSON. With host-local storage also the host that wrote it, and whether it is on this
+/// host.
 fn file_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Value {
     let mut value = json!({"name": name, "bytes": bytes});
-    if let Some(host) = checkpoint.host_of(file) {
+    if let Some(host) = checkpoint.shard_host(file) {
         value["host"] = json!(host);
-        value["here"] = json!(checkpoint.here().get(file));
+        value["here"] = json!(checkpoint.local_files().get(file));
     }
     value
 }
 
-/// The shards that lie on other hosts, with the host.
-fn elsewhere(checkpoint: &Checkpoint) -> Option<String> {
-    let absent = checkpoint.files().zip(checkpoint.here()).enumerate().filter(|(_, (_, here))| !**here);
+/// The shards on other hosts, with their hosts; `None`: all shards are on this host.
+fn remote_shards(checkpoint: &Checkpoint) -> Option<String> {
+    let absent =
+        checkpoint.files().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
     let lines: Vec<String> = absent
         .filter_map(|(i, ((name, _), _))| {
-            Some(format!("{name} on host {}", clean(&checkpoint.host_of(i)?.to_string())))
+            Some(format!("{name} on host {}", printable(&checkpoint.shard_host(i)?.to_string())))
         })
         .collect();
     (!lines.is_empty()).then(|| lines.join(", "))
 }
 
-/// What a full training state has and this checkpoint has not.
+/// The parts of a full training state that the checkpoint lacks.
 fn missing(checkpoint: &Checkpoint) -> Vec<&'static str> {
     let facts = checkpoint.facts();
     let optimizer = checkpoint.tensors().any(|t| t.role.is_optimizer_state());
@@ -57,11 +59,11 @@ fn missing(checkpoint: &Checkpoint) -> Vec<&'static str> {
         ("job", !facts.job.is_null()),
         ("tokenizer", !facts.tokenizer.is_empty()),
     ];
-    parts.into_iter().filter(|(_, there)| !there).map(|(name, _)| name).collect()
+    parts.into_iter().filter(|(_, present)| !present).map(|(name, _)| name).collect()
 }
 
-/// Facts, then a table of the tensors.
-pub(super) fn native(checkpoint: &Checkpoint) -> String {
+/// A native checkpoint as text: facts, and tables of the optimizer groups and tensors.
+pub(super) fn native_text(checkpoint: &Checkpoint) -> String {
     let facts = checkpoint.facts();
     let tensors: Vec<TensorInfo> = checkpoint.tensors().collect();
     let mut lines = vec![
@@ -72,20 +74,21 @@ pub(super) fn native(checkpoint: &Checkpoint) -> String {
         ("stage", facts.stage.to_string()),
         ("tokens", facts.tokens.to_string()),
         ("family", facts.model.family.clone()),
-        ("bytes", format!("{} ({})", checkpoint.bytes(), human(checkpoint.bytes()))),
+        ("bytes", format!("{} ({})", checkpoint.bytes(), format_bytes(checkpoint.bytes()))),
         ("program", facts.program.clone()),
     ];
-    lines.extend(elsewhere(checkpoint).map(|said| ("elsewhere", said)));
-    lines.extend(roles(&tensors));
-    lines.push(("ties", ties(&facts.model.ties)));
+    lines.extend(remote_shards(checkpoint).map(|shards| ("elsewhere", shards)));
+    lines.extend(role_lines(&tensors));
+    lines.push(("ties", format_ties(&facts.model.ties)));
     lines.push(("cursor", facts.cursor.to_string()));
     lines.push(("rng", facts.rng.to_string()));
-    lines.push(("missing", or(missing(checkpoint).join(", "), "nothing")));
-    page(&lines, &facts.groups, &tensors)
+    lines.push(("missing", or_default(missing(checkpoint).join(", "), "nothing")));
+    join_sections(&lines, &facts.groups, &tensors)
 }
 
-/// Facts, then tables of the optimizer's groups and of the tensors, of a checkpoint of another program.
-pub(super) fn foreign(checkpoint: &Foreign) -> String {
+/// An external checkpoint as text: facts, and tables of the optimizer groups, tensors and random
+/// states.
+pub(super) fn external_text(checkpoint: &ExternalCheckpoint) -> String {
     let facts = checkpoint.facts();
     let tensors = checkpoint.tensors();
     let bytes: u64 = checkpoint.files().map(|(_, bytes)| bytes).sum();
@@ -97,63 +100,65 @@ pub(super) fn foreign(checkpoint: &Foreign) -> String {
         ("step", facts.step.map_or("unknown".into(), |s| s.to_string())),
         ("world", facts.world.map_or("unknown".into(), |w| w.to_string())),
         ("stage", facts.stage.map_or("-".into(), |s| s.to_string())),
-        ("bytes", format!("{bytes} ({}) in {} files", human(bytes), checkpoint.files().count())),
+        ("bytes", format!("{bytes} ({}) in {} files", format_bytes(bytes), checkpoint.files().count())),
     ];
-    lines.extend(roles(&tensors));
-    lines.push(("ties", ties(&facts.ties)));
-    lines.push(("frozen", or(facts.frozen.join(", "), "none")));
+    lines.extend(role_lines(&tensors));
+    lines.push(("ties", format_ties(&facts.ties)));
+    lines.push(("frozen", or_default(facts.frozen.join(", "), "none")));
     lines.push(("scheduler", facts.scheduler.to_string()));
     if !facts.loss_scaler.is_null() {
         lines.push(("scaler", facts.loss_scaler.to_string()));
     }
-    lines.push(("updates", updates(facts.steps.values())));
-    lines.push(("rng files", or(facts.rng_files.join(", "), "none")));
-    lines.push(("missing", or(facts.missing.join(", "), "nothing")));
+    lines.push(("updates", format_updates(facts.steps.values())));
+    lines.push(("rng files", or_default(facts.rng_files.join(", "), "none")));
+    lines.push((
+        "missing",
+        or_default(facts.missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "), "nothing"),
+    ));
     if !facts.lost.is_empty() {
         lines.push(("lost", facts.lost.join(", ")));
     }
-    page(&lines, &json!(facts.groups), &tensors) + &streams(checkpoint)
+    join_sections(&lines, &json!(facts.groups), &tensors) + &random_state_table(checkpoint)
 }
 
-/// Updates of the optimizer: one number when all weights have the same.
-fn updates<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
-    let all: std::collections::BTreeSet<u64> = steps.copied().collect();
-    match (all.first(), all.last()) {
+/// The number of optimizer updates, or the range if it differs between weights.
+fn format_updates<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
+    let distinct: std::collections::BTreeSet<u64> = steps.copied().collect();
+    match (distinct.first(), distinct.last()) {
         (Some(a), Some(b)) if a == b => a.to_string(),
         (Some(a), Some(b)) => format!("{a} to {b}, by weight"),
         _ => "unknown".into(),
     }
 }
 
-/// A row per rank and stream of its random states; equal digests go on with the same numbers.
-fn streams(checkpoint: &Foreign) -> String {
+/// A table of random states with a row for each rank and stream. Streams with equal digests continue
+/// with the same numbers.
+fn random_state_table(checkpoint: &ExternalCheckpoint) -> String {
     let rows = match random_states(checkpoint) {
         Ok(rows) if rows.is_empty() => return String::new(),
         Ok(rows) => rows,
-        Err(why) => return format!("\nrandom states: {}\n", clean(&why)),
+        Err(error) => return format!("\nrandom states: {}\n", printable(&error.to_string())),
     };
     let mut table = vec![["RANK", "STREAM", "DIGEST", "FILE"].map(str::to_owned).to_vec()];
     table.extend(rows.iter().map(|s| {
-        vec![s.rank.to_string(), s.kind.to_string(), s.digest.chars().take(16).collect(), clean(&s.file)]
+        vec![s.rank.to_string(), s.kind.to_string(), s.digest.chars().take(16).collect(), printable(&s.file)]
     }));
-    format!("\n{}", aligned(&table))
+    format!("\n{}", align_columns(&table))
 }
 
-/// The streams beside a checkpoint: in the folder itself, or, of a tag's folder, in the one around it.
-fn random_states(checkpoint: &Foreign) -> Result<Vec<StreamDigest>, String> {
+/// The random states of a checkpoint: in its directory, or, for the directory of a tag, in the parent.
+fn random_states(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<StreamDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());
     }
     let path = checkpoint.path();
-    let around = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(path);
-    match folder::digests(path) {
-        Ok(rows) if rows.is_empty() => folder::digests(around).map_err(|e| e.to_string()),
-        other => other.map_err(|e| e.to_string()),
-    }
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(path);
+    let digests = rank_files::digests(path)?;
+    if digests.is_empty() { Ok(rank_files::digests(parent)?) } else { Ok(digests) }
 }
 
-/// All that is known about a checkpoint of another program.
-pub(super) fn foreign_json(checkpoint: &Foreign) -> Value {
+/// An external checkpoint as JSON.
+pub(super) fn external_json(checkpoint: &ExternalCheckpoint) -> Value {
     let mut value = serde_json::to_value(checkpoint.facts()).unwrap_or(Value::Null);
     let files: Vec<Value> =
         checkpoint.files().map(|(name, bytes)| json!({"name": name, "bytes": bytes})).collect();
@@ -163,7 +168,7 @@ pub(super) fn foreign_json(checkpoint: &Foreign) -> Value {
     value["tensors"] = checkpoint.tensors().iter().map(tensor_json).collect();
     value["streams"] = match random_states(checkpoint) {
         Ok(rows) => json!(rows),
-        Err(why) => json!({ "error": why }),
+        Err(error) => json!({ "error": error.to_string(), "code": error.code().name() }),
     };
     value["config"] = checkpoint.hf_config().map_or(Value::Null, |c| Value::Object(c.clone()));
     value
@@ -173,18 +178,21 @@ fn tensor_json(t: &TensorInfo) -> Value {
     json!({"name": t.name, "role": t.role, "dtype": t.dtype, "shape": t.shape, "bytes": t.bytes()})
 }
 
-fn or(text: String, none: &str) -> String {
+fn or_default(text: String, none: &str) -> String {
     if text.is_empty() { none.to_owned() } else { text }
 }
 
-fn ties(ties: &[Tie]) -> String {
-    or(ties.iter().map(|t| format!("{} = {}", t.alias, t.target)).collect::<Vec<_>>().join(", "), "none")
+fn format_ties(ties: &[Tie]) -> String {
+    or_default(
+        ties.iter().map(|t| format!("{} = {}", t.alias, t.target)).collect::<Vec<_>>().join(", "),
+        "none",
+    )
 }
 
-/// A line per role: tensors, elements, dtypes.
-fn roles(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
+/// One line for each role: number of tensors and elements, and dtypes.
+fn role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
-    for role in Role::ALL {
+    for role in TensorRole::ALL {
         let of_role: Vec<&TensorInfo> = tensors.iter().filter(|t| t.role == role).collect();
         if !of_role.is_empty() {
             let elements: u64 = of_role.iter().map(|t| t.elements()).sum();
@@ -198,11 +206,11 @@ fn roles(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     lines
 }
 
-/// The facts, the groups and the tensors.
-fn page(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
+/// Facts, optimizer groups and tensors as one text.
+fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
     let mut text: String =
-        lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", clean(value))).collect();
-    for table in [group_table(groups), table(tensors)] {
+        lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", printable(value))).collect();
+    for table in [group_table(groups), tensor_table(tensors)] {
         if !table.is_empty() {
             text.push('\n');
             text.push_str(&table);
@@ -211,13 +219,13 @@ fn page(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> Str
     text
 }
 
-/// A row per group of the optimizer; empty when there are none.
+/// A table with a row for each optimizer group; empty without groups.
 fn group_table(groups: &Value) -> String {
     let groups: Vec<&Map<String, Value>> =
         groups.as_array().into_iter().flatten().filter_map(Value::as_object).collect();
     let mut columns: Vec<&str> = Vec::new();
     for key in groups.iter().flat_map(|g| g.keys()) {
-        // what no group uses says nothing
+        // Settings that no group uses are left out.
         let used = groups.iter().any(|g| g.get(key).is_some_and(|v| !v.is_null() && v != false));
         if used && !columns.contains(&key.as_str()) {
             columns.push(key);
@@ -227,20 +235,21 @@ fn group_table(groups: &Value) -> String {
     columns.sort_by_key(|c| first.iter().position(|f| f == c).unwrap_or(first.len()));
     let cell = |v: Option<&Value>| match v {
         None | Some(Value::Null) => "-".to_owned(),
-        Some(Value::String(s)) => clean(s),
+        Some(Value::String(s)) => printable(s),
         Some(Value::Array(items)) if items.len() > 2 => items.len().to_string(),
-        Some(other) => clean(&other.to_string()),
+        Some(other) => printable(&other.to_string()),
     };
-    let head = std::iter::once("GROUP".to_owned()).chain(columns.iter().map(|c| clean(&c.to_uppercase())));
+    let head =
+        std::iter::once("GROUP".to_owned()).chain(columns.iter().map(|c| printable(&c.to_uppercase())));
     let mut rows: Vec<Vec<String>> = vec![head.collect()];
     rows.extend(groups.iter().enumerate().map(|(i, g)| {
         std::iter::once(i.to_string()).chain(columns.iter().map(|c| cell(g.get(*c)))).collect()
     }));
-    if groups.is_empty() { String::new() } else { aligned(&rows) }
+    if groups.is_empty() { String::new() } else { align_columns(&rows) }
 }
 
-/// Columns two spaces apart; the last isn't padded.
-fn aligned(rows: &[Vec<String>]) -> String {
+/// Rows as text: columns are two spaces apart, and the last is not padded.
+fn align_columns(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
@@ -249,25 +258,23 @@ fn aligned(rows: &[Vec<String>]) -> String {
     rows.iter().map(|row| line(row).trim_end().to_owned() + "\n").collect()
 }
 
-/// Role, dtype, shape and name of each tensor.
-fn table(tensors: &[TensorInfo]) -> String {
+/// A table of the tensors: role, dtype, shape and name.
+fn tensor_table(tensors: &[TensorInfo]) -> String {
     let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
     let mut rows = vec![["ROLE", "DTYPE", "SHAPE", "NAME"].map(str::to_owned).to_vec()];
-    rows.extend(
-        tensors
-            .iter()
-            .map(|t| vec![t.role.to_string(), t.dtype.to_string(), or(shape(t), "scalar"), clean(&t.name)]),
-    );
-    aligned(&rows)
+    rows.extend(tensors.iter().map(|t| {
+        vec![t.role.to_string(), t.dtype.to_string(), or_default(shape(t), "scalar"), printable(&t.name)]
+    }));
+    align_columns(&rows)
 }
 
-/// What comes from a file must not steer the terminal.
-pub(super) fn clean(text: &str) -> String {
+/// A text without control characters, which could control the terminal.
+pub(super) fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// `1234567` as `1.23 MB`.
-pub(super) fn human(bytes: u64) -> String {
+/// A size with a decimal unit: 1234567 → `1.23 MB`.
+pub(super) fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
     let (mut value, mut unit) = (bytes as f64 / 1e3, 0);
     if bytes < 1000 {
@@ -293,7 +300,8 @@ mod tests {
             dtype: Dtype::F32,
             shape: shape.into(),
         };
-        let text = table(&[t(Role::Weight, &[16, 8], "a\x1b[2J"), t(Role::ExpAvgSq, &[], "b")]);
+        let text =
+            tensor_table(&[t(TensorRole::Weight, &[16, 8], "a\x1b[2J"), t(TensorRole::ExpAvgSq, &[], "b")]);
         assert_eq!(
             text,
             "ROLE        DTYPE  SHAPE   NAME\nweight      F32    16 × 8  a\u{fffd}[2J\nexp_avg_sq  F32    scalar  b\n"
@@ -301,10 +309,11 @@ mod tests {
     }
 
     #[test]
-    fn a_description_says_what_is_there_and_what_is_missing() {
+    fn a_native_checkpoint_is_described() {
         let dir = tempfile::tempdir().expect("a directory");
-        let checkpoint = Checkpoint::open(&crate::cmd::ckpt::tests::saved(dir.path())).expect("complete");
-        let text = native(&checkpoint);
+        let checkpoint =
+            Checkpoint::open(&crate::cmd::ckpt::tests::save_sample(dir.path())).expect("complete");
+        let text = native_text(&checkpoint);
         for line in [
             "step        3\n",
             "stage       2\n",
@@ -320,13 +329,13 @@ mod tests {
     }
 
     #[test]
-    fn a_description_of_a_deepspeed_folder() {
+    fn a_deepspeed_checkpoint_is_described() {
         let golden =
             std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden/z1_tied");
-        let ckpt::Found::Foreign(checkpoint) = ckpt::find(&golden).expect("whole") else {
+        let ckpt::OpenedCheckpoint::External(checkpoint) = ckpt::find(&golden).expect("whole") else {
             panic!("of DeepSpeed")
         };
-        let text = foreign(&checkpoint);
+        let text = external_text(&checkpoint);
         for line in [
             "kind        DeepSpeed\n",
             "writer      DeepSpeed 0.19.8\n",
@@ -340,9 +349,12 @@ mod tests {
         ] {
             assert!(text.contains(line), "{text} lacks {line}");
         }
-        let all = foreign_json(&checkpoint);
-        assert_eq!((&all["kind"], &all["world"], &all["stage"]), (&json!("DeepSpeed"), &json!(1), &json!(1)));
-        assert_eq!(all["tensors"].as_array().map(Vec::len), Some(60));
+        let value = external_json(&checkpoint);
+        assert_eq!(
+            (&value["kind"], &value["world"], &value["stage"]),
+            (&json!("DeepSpeed"), &json!(1), &json!(1))
+        );
+        assert_eq!(value["tensors"].as_array().map(Vec::len), Some(60));
     }
 
     #[test]

@@ -1,20 +1,21 @@
-//! `launch ckpt diff`: what differs between two checkpoints.
-use super::{Failure, Progress, describe::clean, open, print, say};
-use ckpt::{Cast, DiffOptions, DiffReport, Found, Side, TensorDiff, Tie};
+//! `launch ckpt diff`: compares two checkpoints of any format.
+use super::{ProgressLine, describe::printable, log, open, print};
+use ckpt::{DiffOptions, DiffReport, OpenedCheckpoint, RoundingCast, Side, TensorDiff, Tie};
 use contract::exit;
 use serde_json::Value;
 use std::path::Path;
 
-/// Differing tensors that are shown one by one.
-const SHOWN: usize = 40;
+/// Differing tensors that are listed.
+const MAX_SHOWN: usize = 40;
 
-/// Runs it; exit code 0 when they are equal, 1 when not.
-pub(super) fn diff(a: &Path, b: &Path, weights_only: bool, json: bool) -> Result<u8, Failure> {
+/// Compares the checkpoints. Exit code 0 if they are equal, 1 if they differ.
+pub(super) fn diff(a: &Path, b: &Path, weights_only: bool, json: bool) -> diagnostic::Result<u8> {
     let (a, b) = (open(a)?, open(b)?);
-    let mut progress = Progress::of("comparing");
+    let mut progress = ProgressLine::new("comparing");
     let options = DiffOptions { weights_only };
-    let report = ckpt::diff(side(&a), side(&b), &options, |done, total| progress.show(done, total));
-    progress.end();
+    let report =
+        ckpt::diff(diff_side(&a), diff_side(&b), &options, |done, total| progress.update(done, total));
+    progress.clear();
     let report = report?;
     if json {
         let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
@@ -22,17 +23,17 @@ pub(super) fn diff(a: &Path, b: &Path, weights_only: bool, json: bool) -> Result
         print(&format!("{value}\n"))?;
     } else {
         print(&table(&report))?;
-        if let Some(why) = explained(&report) {
-            say(format_args!("note: {why}"));
+        if let Some(note) = common_rounding(&report) {
+            log(format_args!("note: {note}"));
         }
     }
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-fn side(found: &Found) -> Side<'_> {
+fn diff_side(found: &OpenedCheckpoint) -> Side<'_> {
     let ties: &[Tie] = match found {
-        Found::Native(newest) => &newest.checkpoint.facts().model.ties,
-        Found::Foreign(foreign) => &foreign.facts().ties,
+        OpenedCheckpoint::Native(newest) => &newest.checkpoint.facts().model.ties,
+        OpenedCheckpoint::External(external) => &external.facts().ties,
     };
     Side { source: found.source(), ties }
 }
@@ -40,34 +41,36 @@ fn side(found: &Found) -> Side<'_> {
 fn table(report: &DiffReport) -> String {
     let mut lines = vec![format!("a  {}", report.a.display()), format!("b  {}", report.b.display())];
     let mut list = |what: &str, names: &[String]| {
-        lines.extend(names.iter().map(|name| format!("{what}  {}", clean(name))));
+        lines.extend(names.iter().map(|name| format!("{what}  {}", printable(name))));
     };
     list("only in a   ", &report.only_a);
     list("only in b   ", &report.only_b);
     list("tied        ", &report.tied);
     list("not compared", &report.not_compared);
     for s in &report.shapes {
-        lines.push(format!("other shape   {}  a {:?}, b {:?}", clean(&s.tensor), s.a, s.b));
+        lines.push(format!("other shape   {}  a {:?}, b {:?}", printable(&s.tensor), s.a, s.b));
     }
     for d in &report.other_bytes {
         lines.push(format!(
             "differs       {}  {} of {} elements ({}), first {}",
-            clean(&d.tensor),
+            printable(&d.tensor),
             d.differing,
             d.shape.iter().product::<u64>(),
             d.dtype,
-            index(d.first, &d.shape)
+            format_index(d.first, &d.shape)
         ));
     }
-    for d in report.different.iter().take(SHOWN) {
+    for d in report.different.iter().take(MAX_SHOWN) {
         lines.push(row(d));
     }
-    if report.different.len() > SHOWN {
-        lines
-            .push(format!("… and {} more tensors (all of them with --json)", report.different.len() - SHOWN));
+    if report.different.len() > MAX_SHOWN {
+        lines.push(format!(
+            "… and {} more tensors (all of them with --json)",
+            report.different.len() - MAX_SHOWN
+        ));
     }
     lines.push(format!(
-        "{}: {} of {} tensors have the same bits",
+        "{}: {} of {} tensors are bit-equal",
         if report.is_equal() { "equal" } else { "different" },
         report.equal,
         report.compared
@@ -79,10 +82,10 @@ fn row(d: &TensorDiff) -> String {
     let v = &d.values;
     let mut text = format!(
         "differs       {}  {} of {} elements, first {} ({:e} / {:e})",
-        clean(&d.tensor),
+        printable(&d.tensor),
         v.differing,
         v.elements,
-        index(v.first.element, &d.shape),
+        format_index(v.first.element, &d.shape),
         v.first.a,
         v.first.b
     );
@@ -93,54 +96,54 @@ fn row(d: &TensorDiff) -> String {
         text += &format!(", {} with NaN or infinity", v.not_finite);
     }
     if let Some(cast) = v.cast {
-        text += &format!("; {}", rounding(cast));
+        text += &format!("; {}", describe_rounding(cast));
     }
     text
 }
 
-/// A row-major index as one per dimension.
-fn index(mut element: u64, shape: &[u64]) -> String {
-    let mut place: Vec<u64> = Vec::with_capacity(shape.len());
+/// A row-major index as one index for each dimension.
+fn format_index(mut element: u64, shape: &[u64]) -> String {
+    let mut indices: Vec<u64> = Vec::with_capacity(shape.len());
     for &size in shape.iter().rev() {
-        place.push(element % size.max(1));
+        indices.push(element % size.max(1));
         element /= size.max(1);
     }
-    place.reverse();
-    format!("{place:?}")
+    indices.reverse();
+    format!("{indices:?}")
 }
 
-fn rounding(cast: Cast) -> &'static str {
+fn describe_rounding(cast: RoundingCast) -> &'static str {
     match cast {
-        Cast::BIsBf16OfA => "b is a rounded to bf16",
-        Cast::BIsF16OfA => "b is a rounded to fp16",
-        Cast::AIsBf16OfB => "a is b rounded to bf16",
-        Cast::AIsF16OfB => "a is b rounded to fp16",
+        RoundingCast::BIsBf16OfA => "b is a rounded to bf16",
+        RoundingCast::BIsF16OfA => "b is a rounded to fp16",
+        RoundingCast::AIsBf16OfB => "a is b rounded to bf16",
+        RoundingCast::AIsF16OfB => "a is b rounded to fp16",
     }
 }
 
-/// The one reason behind all differing elements, if there is one.
-fn explained(report: &DiffReport) -> Option<String> {
+/// The rounding that explains all differing elements, if there is one.
+fn common_rounding(report: &DiffReport) -> Option<String> {
     let cast = report.different.first()?.values.cast?;
     let all = report.different.iter().all(|d| d.values.cast == Some(cast));
-    all.then(|| format!("every difference in values is one rounding: {}", rounding(cast)))
+    all.then(|| format!("one rounding explains all different values: {}", describe_rounding(cast)))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::saved;
+    use super::super::tests::save_sample;
     use super::*;
 
     #[test]
-    fn elements_have_their_indices() {
-        assert_eq!(index(0, &[]), "[]");
-        assert_eq!(index(7, &[2, 4]), "[1, 3]");
+    fn an_element_has_an_index_for_each_dimension() {
+        assert_eq!(format_index(0, &[]), "[]");
+        assert_eq!(format_index(7, &[2, 4]), "[1, 3]");
     }
 
     #[test]
-    fn the_exit_code_says_whether_they_are_equal() {
+    fn the_exit_code_reports_whether_checkpoints_are_equal() {
         let dir = tempfile::tempdir().expect("a directory");
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
-        let ours = saved(dir.path());
+        let ours = save_sample(dir.path());
         for json in [false, true] {
             assert_eq!(diff(&ours, &ours, false, json).ok(), Some(exit::DONE));
             assert_eq!(diff(&ours, &golden.join("z2_frozen"), false, json).ok(), Some(exit::FAILED));
@@ -149,17 +152,17 @@ mod tests {
     }
 
     #[test]
-    fn rows_name_the_first_element_and_the_cause() {
-        let values = ckpt::Values {
+    fn rows_show_the_first_element_and_the_rounding() {
+        let values = ckpt::ElementDiff {
             differing: 3,
             elements: 8,
-            first: ckpt::At { element: 5, a: 1.0, b: 1.5 },
+            first: ckpt::ElementPair { element: 5, a: 1.0, b: 1.5 },
             max_abs: Some(0.5),
             max_at: None,
             mean_abs: 0.125,
             max_ulp: 4,
             not_finite: 0,
-            cast: Some(Cast::BIsBf16OfA),
+            cast: Some(RoundingCast::BIsBf16OfA),
         };
         let row = row(&TensorDiff { tensor: "weight/w".into(), shape: vec![2, 4], values });
         assert_eq!(

@@ -1,5 +1,6 @@
-//! `launch ckpt repair`: what can be derived is rebuilt, what can't is said.
-use super::{Failure, describe::clean, print, say};
+//! `launch ckpt repair`: rebuilds the derivable parts of a damaged checkpoint and reports the rest as
+//! lost.
+use super::{describe::printable, log, print};
 use ckpt::RepairOptions;
 use clap::Args;
 use contract::exit;
@@ -9,35 +10,41 @@ use std::path::PathBuf;
 /// Arguments of `launch ckpt repair`.
 #[derive(Debug, Args)]
 pub(super) struct RepairArgs {
-    /// A checkpoint of any kind, or a directory of them
+    /// Checkpoint of any kind, or directory of checkpoints
+    #[arg(value_name = "CHECKPOINT")]
     pub(super) dir: PathBuf,
-    /// The folder to make [default: NAME.repaired beside the folder NAME]
+    /// Directory to create [default: NAME.repaired next to the directory NAME]
     #[arg(long, value_name = "DIR", conflicts_with = "in_place")]
     pub(super) out: Option<PathBuf>,
-    /// Let the result take the folder's place; the original stays as NAME.before-repair
+    /// Replace the directory with the result and keep the original as NAME.before-repair
     #[arg(long)]
     pub(super) in_place: bool,
 }
 
-/// Repairs; the path of the folder to use is on stdout. Exit code 4 when it doesn't verify.
-pub(super) fn run(args: RepairArgs, json: bool) -> Result<u8, Failure> {
+/// Repairs a checkpoint and prints the directory to use. Exit code 4 if the result does not verify.
+pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
     let report = ckpt::repair(&args.dir, &RepairOptions { out: args.out, in_place: args.in_place })?;
     if json {
         print(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
     } else {
-        report.rebuilt.iter().for_each(|line| say(format_args!("rebuilt: {}", clean(line))));
-        report.lost.iter().for_each(|line| say(format_args!("lost: {}", clean(line))));
+        report.rebuilt.iter().for_each(|line| log(format_args!("rebuilt: {}", printable(line))));
+        report.lost.iter().for_each(|line| log(format_args!("lost: {}", printable(line))));
         match (report.sound, report.rebuilt.is_empty()) {
-            (true, true) => say(format_args!("nothing to repair")),
+            (true, true) => log(format_args!("nothing to repair")),
             (true, false) => {}
-            (false, true) => say(format_args!("error: it can't be repaired; use another checkpoint")),
-            (false, false) => say(format_args!("error: the result is not whole; use another checkpoint")),
+            (false, true) => log(format_args!("error: the checkpoint cannot be repaired; use another one")),
+            (false, false) => {
+                log(format_args!("error: the repaired checkpoint is not complete; use another one"))
+            }
         }
         if let Some(newest) = &report.newest {
-            say(format_args!("the newest whole checkpoint is {}", clean(newest)));
+            log(format_args!("the newest complete checkpoint is {}", printable(newest)));
         }
         if let Some(kept) = &report.kept {
-            say(format_args!("the original is at {}; remove it when all is well", kept.display()));
+            log(format_args!(
+                "the original is in {}; remove it when it is not needed any more",
+                kept.display()
+            ));
         }
         if let Some(path) = &report.path {
             print(&format!("{}\n", path.display()))?;
@@ -48,7 +55,7 @@ pub(super) fn run(args: RepairArgs, json: bool) -> Result<u8, Failure> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::saved;
+    use super::super::tests::save_sample;
     use super::*;
 
     fn repair(dir: PathBuf, in_place: bool) -> Option<u8> {
@@ -56,10 +63,10 @@ mod tests {
     }
 
     #[test]
-    fn the_exit_code_says_whether_the_result_is_whole() {
+    fn the_exit_code_reports_whether_the_result_is_complete() {
         let dir = tempfile::tempdir().expect("a directory");
         let root = dir.path().join("checkpoints");
-        let path = saved(&root);
+        let path = save_sample(&root);
         assert_eq!(repair(root.clone(), false), Some(exit::DONE), "nothing to repair");
         std::fs::remove_file(root.join("latest")).expect("removed");
         assert_eq!(repair(root.clone(), false), Some(exit::DONE));

@@ -1,39 +1,39 @@
-//! A program's `resume.from`: the folder that it gets, made to fit the number of workers before anything starts.
-use crate::{
-    error::{Failure, Kind},
-    plan::Plan,
-};
-use ckpt::{
-    CkptError,
-    rng_files::{
-        prepare,
-        rule::{Asked, Policy},
-    },
+//! `resume.from` of a job that runs a program: prepares the checkpoint directory for the number of
+//! workers before anything starts.
+use crate::plan::Plan;
+use ckpt::rng_files::{
+    prepare,
+    reconcile::{ReconcileOptions, ReconcilePolicy},
 };
 use contract::{
     env,
     job::{JobSpec, ResumeFrom, RngPolicy},
-    preflight::Finding,
+};
+use diagnostic::{
+    Diagnostic,
+    codes::{command, job as job_codes},
 };
 use std::path::{Path, PathBuf};
 
-/// In an argument of `run.command`: the folder to resume from, nothing when there is none.
+/// Replaced in arguments of `run.command` by the directory to resume from, or by nothing.
 const PLACEHOLDER: &str = "{resume}";
 
-/// Finds and prepares the folder for the plan's workers and tells them: in their environment, and where their command says
-/// `{resume}`. Lines for a person become warnings of the plan. Jobs of the built-in runtime are left alone.
-pub(crate) fn of_program(job: &JobSpec, plan: &mut Plan) -> Result<(), Failure> {
+/// Finds and prepares the directory to resume from. The workers of the plan receive its path in their
+/// environment and where their command contains `{resume}`; remarks become warnings of the plan. Jobs
+/// of the built-in training stay unchanged.
+pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnostic::Result<()> {
     if job.run.command.is_none() {
         return Ok(());
     }
-    let (path, lines) = folder(job, plan.world).map_err(|e| failure(&e))?;
-    let said = lines.into_iter().map(|message| Finding { path: "resume.from".into(), message, hint: None });
-    plan.warnings.extend(said);
+    let (path, remarks) = resume_directory(job, plan.world)?;
+    plan.warnings.extend(remarks.into_iter().map(|message| {
+        Diagnostic::warning(job_codes::JOB_RESUME_NOTICE, message).with_subject("resume.from")
+    }));
     let text = match &path {
-        Some(path) => path.to_str().ok_or_else(|| not_text(path))?,
+        Some(path) => path.to_str().ok_or_else(|| not_utf8(path))?,
         None => "",
     };
-    for worker in plan.nodes.iter_mut().flat_map(|n| &mut n.workers) {
+    for worker in plan.host_plans.iter_mut().flat_map(|host| &mut host.workers) {
         if job.resume.from != ResumeFrom::Never {
             worker.env.push((env::LAUNCH_RESUME_FROM.to_owned(), text.to_owned()));
         }
@@ -44,35 +44,38 @@ pub(crate) fn of_program(job: &JobSpec, plan: &mut Plan) -> Result<(), Failure> 
     Ok(())
 }
 
-/// The folder for `world` workers, absolute; `None`: the program begins anew.
-fn folder(job: &JobSpec, world: u32) -> Result<(Option<PathBuf>, Vec<String>), CkptError> {
+/// The absolute path of the directory for `world` workers, and remarks. `None`: the program starts
+/// without a checkpoint.
+fn resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Option<PathBuf>, Vec<String>)> {
     let workdir = &job.run.workdir;
-    let (found, mut lines) = match &job.resume.from {
+    let (found, mut remarks) = match &job.resume.from {
         ResumeFrom::Never => return Ok((None, Vec::new())),
-        ResumeFrom::Auto => prepare::newest(&workdir.join(&job.checkpoint.dir))?,
+        ResumeFrom::Auto => prepare::newest_complete(&workdir.join(&job.checkpoint.dir))?,
         ResumeFrom::Path(path) => (Some(workdir.join(path)), Vec::new()),
     };
     let Some(dir) = found else {
-        lines
-            .push(format!("{} has no checkpoint yet: the program begins anew", job.checkpoint.dir.display()));
-        return Ok((None, lines));
+        let checkpoints = job.checkpoint.dir.display();
+        remarks.push(format!("{checkpoints} has no checkpoint yet; the program starts from the beginning"));
+        return Ok((None, remarks));
     };
     let policy = match job.resume.rng {
-        RngPolicy::Reconcile => Policy::Reconcile,
-        RngPolicy::Strict => Policy::Strict,
-        RngPolicy::Reseed => Policy::Reseed,
+        RngPolicy::Reconcile => ReconcilePolicy::Reconcile,
+        RngPolicy::Strict => ReconcilePolicy::Strict,
+        RngPolicy::Reseed => ReconcilePolicy::Reseed,
     };
-    let prepared = prepare::program(&dir, &Asked::new(world, policy))?;
-    lines.extend(prepared.lines);
-    lines.push(format!("the program resumes from {}", prepared.path.display()));
-    Ok((Some(prepared.path), lines))
+    let prepared = prepare::prepare_resume(&dir, &ReconcileOptions::new(world, policy))
+        .map_err(|error| Diagnostic::from(error).with_field("key", "resume.from"))?;
+    remarks.extend(prepared.lines);
+    remarks.push(format!("the program resumes from {}", prepared.path.display()));
+    Ok((Some(prepared.path), remarks))
 }
 
-fn failure(error: &CkptError) -> Failure {
-    let kind = if error.is_checkpoint_at_fault() { Kind::Checkpoint } else { Kind::Failed };
-    Failure::new(kind, format!("resume.from: {error}"))
-}
-
-fn not_text(path: &Path) -> Failure {
-    Failure::new(Kind::Checkpoint, format!("resume.from: {} is no UTF-8 text", path.display()))
+fn not_utf8(path: &Path) -> Diagnostic {
+    let path = path.display().to_string();
+    Diagnostic::error(
+        command::RESUME_PATH_NOT_UTF8,
+        format!("the path to resume from is not UTF-8 text: {path}"),
+    )
+    .with_subject("resume.from")
+    .with_field("path", path)
 }

@@ -1,405 +1,463 @@
-//! Hosts: who has joined, who is lost, and which of them a start uses.
+//! Hosts: which agents have joined, which are lost, and which hosts an attempt uses.
 use super::{
-    AGENT_LEASE, BEAT, COOLING, Cause, Core, HELLO_LIMIT, MOST_FAILURES, HostIndex, Output, PREPARE_LIMIT,
-    Planned, REMOTE_LEASE, State, Worker,
+    AGENT_LEASE, Action, AgentEnd, AttemptState, Core, FailureReason, HEARTBEAT_INTERVAL, HELLO_TIMEOUT,
+    HostIndex, LOST_HOST_QUARANTINE, MAX_HOST_FAILURES, PREPARE_TIMEOUT, PlannedWorker, REMOTE_LEASE,
+    RootCause, WorkerState,
 };
-use crate::controller::introduce::Introductions;
+use crate::{
+    controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
+    report::count,
+};
 use contract::{
     control::{HostInventory, ToAgent, VERSION},
     event::Event,
     exit,
     ids::Rank,
 };
+use diagnostic::{Diagnostic, codes::run};
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 
-/// How far an agent is.
+/// How far the connection to a host's agent is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Link {
-    /// Not started.
+pub(super) enum AgentState {
+    /// Not started, or released.
     #[default]
-    Away,
-    /// Started, and hasn't introduced itself.
-    Greeting,
+    NotStarted,
+    /// Started; its hello has not arrived.
+    Starting,
+    /// Its hello has arrived.
     Joined,
+    /// Ended, or given up because of its silence.
     Lost,
 }
 
 /// A host and its agent.
 #[derive(Debug, Default)]
-pub(super) struct Node {
-    pub(super) link: Link,
-    /// The host's own name for itself.
-    pub(super) host: String,
+pub(super) struct HostState {
+    pub(super) agent: AgentState,
+    /// The name that the machine gives itself.
+    pub(super) hostname: String,
+    /// The agent's process.
     pub(super) pid: u32,
-    pub(super) heard: Duration,
-    /// Starts that it ended.
+    /// Memory that the job may use there, bytes; 0: unknown.
+    pub(super) memory: u64,
+    /// When the last message of the agent arrived.
+    pub(super) last_heard: Duration,
+    /// Attempts that failed because of this host.
     pub(super) failures: u32,
-    pub(super) left_out: bool,
-    /// The list of hosts has it no more.
+    /// The run uses it no more.
+    pub(super) excluded: bool,
+    /// It is no longer in the list of hosts.
     pub(super) unlisted: bool,
-    /// That it is used all the same was told.
-    pub(super) kept: bool,
-    /// A lost one: when no process of it can live any more.
-    pub(super) cool_at: Duration,
-    /// It may have processes of this epoch.
+    /// A notice has reported that it is used although it is unlisted.
+    pub(super) use_reported: bool,
+    /// For a lost host: from when on no process of the job can be alive there.
+    pub(super) quarantined_until: Duration,
+    /// It may have processes of this attempt.
     pub(super) active: bool,
-    /// Its ranks in this epoch.
+    /// Its ranks in this attempt.
     pub(super) ranks: Range<Rank>,
-    /// Its workers that run.
-    pub(super) alive: usize,
-    /// Its entry in the heap of leases; an older one says nothing.
+    /// The number of its workers that are running.
+    pub(super) running: usize,
+    /// The ticket of its valid entry in the lease queue.
     ticket: u32,
 }
 
-impl Node {
-    /// Is anybody there who could say something?
-    pub(super) fn heard_of(&self) -> bool {
-        matches!(self.link, Link::Greeting | Link::Joined)
+impl HostState {
+    /// Whether its agent may send messages.
+    pub(super) fn is_connected(&self) -> bool {
+        matches!(self.agent, AgentState::Starting | AgentState::Joined)
     }
 }
 
-/// When each agent's silence is looked at next: one entry for each, brought up to date when it is due, so that a message
-/// costs nothing here.
+/// When the lease of each agent is checked next: one valid entry per agent, renewed only when it is
+/// due, so that a message costs nothing here.
 #[derive(Debug, Default)]
-pub(super) struct Leases(BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
+pub(super) struct LeaseQueue(BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
-impl Leases {
+impl LeaseQueue {
     pub(super) fn next(&self) -> Option<Duration> {
-        // A lease is over when it is exceeded.
+        // A lease has expired when it is exceeded.
         self.0.peek().map(|Reverse((at, ..))| *at + Duration::from_nanos(1))
     }
 }
 
 impl Core {
     fn lease(&self, id: HostIndex) -> Duration {
-        match self.nodes[id].link {
-            Link::Joined if self.setup.hosts[id].remote => REMOTE_LEASE,
-            Link::Joined => AGENT_LEASE,
-            _ => HELLO_LIMIT,
+        match self.hosts[id].agent {
+            AgentState::Joined if self.setup.hosts[id].remote => REMOTE_LEASE,
+            AgentState::Joined => AGENT_LEASE,
+            AgentState::NotStarted | AgentState::Starting | AgentState::Lost => HELLO_TIMEOUT,
         }
     }
 
-    fn watch(&mut self, id: HostIndex) {
-        let due = self.nodes[id].heard + self.lease(id);
-        let ticket = self.nodes[id].ticket.wrapping_add(1);
-        self.nodes[id].ticket = ticket;
+    fn schedule_lease_check(&mut self, id: HostIndex) {
+        let due = self.hosts[id].last_heard + self.lease(id);
+        let ticket = self.hosts[id].ticket.wrapping_add(1);
+        self.hosts[id].ticket = ticket;
         self.leases.0.push(Reverse((due, id, ticket)));
     }
 
-    /// An agent was started: greets it.
-    pub(super) fn greet(&mut self, now: Duration, id: HostIndex) {
-        let node = &mut self.nodes[id];
-        (node.link, node.heard, node.pid) = (Link::Greeting, now, 0);
-        self.watch(id);
-        self.out.push(Output::Tell(id, ToAgent::Hello { version: VERSION }));
+    /// Sends the hello to an agent that was just started.
+    pub(super) fn send_hello(&mut self, now: Duration, id: HostIndex) {
+        let host = &mut self.hosts[id];
+        (host.agent, host.last_heard, host.pid) = (AgentState::Starting, now, 0);
+        self.schedule_lease_check(id);
+        self.actions.push(Action::Send(id, ToAgent::Hello { version: VERSION }));
     }
 
     pub(super) fn start_agent(&mut self, now: Duration, id: HostIndex) {
-        self.out.push(Output::StartAgent(id));
-        self.greet(now, id);
+        self.actions.push(Action::StartAgent(id));
+        self.send_hello(now, id);
     }
 
-    pub(super) fn hello(&mut self, now: Duration, id: HostIndex, version: u32, pid: u32, found: HostInventory) {
-        let node = &mut self.nodes[id];
-        if node.link != Link::Greeting {
+    pub(super) fn hello(
+        &mut self,
+        now: Duration,
+        id: HostIndex,
+        version: u32,
+        pid: u32,
+        inventory: HostInventory,
+    ) {
+        let host = &mut self.hosts[id];
+        if host.agent != AgentState::Starting {
             return;
         }
-        (node.link, node.pid) = (Link::Joined, pid);
-        node.host.clone_from(&found.host);
+        (host.agent, host.pid, host.memory) = (AgentState::Joined, pid, inventory.memory);
+        host.hostname.clone_from(&inventory.host);
         // The lease of a joined agent is shorter than the limit of its hello.
-        self.watch(id);
+        self.schedule_lease_check(id);
         if version != VERSION {
             let message = format!(
-                "it speaks version {version} of the control messages, this controller version {VERSION}: two different \
-                 builds of `launch` are mixed; install the same one on every node"
+                "the agent speaks version {version} of the control protocol and the controller version {VERSION}"
             );
-            return self.unfit(now, id, &message);
+            let error = Diagnostic::error(run::AGENT_VERSION_MISMATCH, message)
+                .with_help("install the same build of launch on every host");
+            return self.agent_failed(now, id, error);
         }
         if self.setup.hosts[id].remote {
-            // From its first beat on it knows that silence means the end.
-            self.out.push(Output::Tell(id, ToAgent::Heartbeat));
+            // From the first heartbeat on, the agent ends its workers when the controller is silent.
+            self.actions.push(Action::Send(id, ToAgent::Heartbeat));
         }
-        self.out.push(Output::Found(id, found));
-        self.release(now);
+        self.actions.push(Action::RecordInventory(id, inventory));
+        self.release_unlisted(now);
         self.try_prepare(now);
     }
 
-    /// A host's agent can't do its work. Who runs nothing of this start is given up, and the others go on.
-    pub(super) fn unfit(&mut self, now: Duration, id: HostIndex, message: &str) {
-        let joining = matches!(self.state, State::Joining | State::Preparing);
-        if !joining && !self.nodes[id].active {
-            self.out.push(Output::KillAgent(id));
-            return self.agent_gone(now, id, &format!("can't be used: its agent failed: {message}"));
+    /// An agent cannot do its work. A host without workers of this attempt is given up, and the
+    /// others continue.
+    pub(super) fn agent_failed(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
+        let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
+        if !joining && !self.hosts[id].active {
+            self.actions.push(Action::KillAgent(id));
+            return self.agent_gone(now, id, AgentEnd::Failed(diagnostic));
         }
-        let text = format!("the agent on {} failed: {message}", self.host(id));
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
-        self.fail(now, Cause { node: id, rank: None, text, exit_code });
+        let cause = self.agent_end_cause(id, AgentEnd::Failed(diagnostic)).with_exit_code(exit_code);
+        self.fail(now, cause);
     }
 
-    /// Goes on when the first hosts that can be had are there, as many as the job uses, or no more can come.
+    /// Prepares an attempt when the first hosts that are available have joined, as many as the job
+    /// uses, or when no more can come.
     ///
-    /// `front` moves over the list once, so that joining costs the same for each host.
+    /// `scanned` moves over the list once, so that joining costs the same for each host.
     pub(super) fn try_prepare(&mut self, now: Duration) {
-        if self.state != State::Joining {
+        if self.state != AttemptState::Joining {
             return;
         }
-        while self.front < self.nodes.len() && self.front_joined < self.setup.use_hosts {
-            let node = &self.nodes[self.front];
-            match node.link {
-                Link::Greeting => return,
-                Link::Joined if !node.left_out => self.front_joined += 1,
-                _ => {}
+        while self.scanned < self.hosts.len() && self.scanned_joined < self.setup.use_hosts {
+            let host = &self.hosts[self.scanned];
+            match host.agent {
+                AgentState::Starting => return,
+                AgentState::Joined if !host.excluded => self.scanned_joined += 1,
+                AgentState::Joined | AgentState::NotStarted | AgentState::Lost => {}
             }
-            self.front += 1;
+            self.scanned += 1;
         }
-        if self.front_joined < self.setup.min_hosts {
-            return self.too_few(now);
+        if self.scanned_joined < self.setup.min_hosts {
+            return self.fail_with_too_few_hosts(now);
         }
-        let joined = |id: &HostIndex| self.nodes[*id].link == Link::Joined && !self.nodes[*id].left_out;
-        self.members = (0..self.front).filter(joined).collect();
-        self.state = State::Preparing;
-        self.limit = Some(now + PREPARE_LIMIT);
-        self.out.push(Output::Prepare {
-            epoch: self.epoch,
+        let joined =
+            |id: &HostIndex| self.hosts[*id].agent == AgentState::Joined && !self.hosts[*id].excluded;
+        self.members = (0..self.scanned).filter(joined).collect();
+        self.state = AttemptState::Preparing;
+        self.phase_deadline = Some(now + PREPARE_TIMEOUT);
+        self.actions.push(Action::Prepare {
+            attempt: self.attempt,
             restarts: self.history.used,
-            nodes: self.members.clone(),
-            resume: self.saved.clone(),
+            hosts: self.members.clone(),
+            resume: self.checkpoint.clone(),
         });
     }
 
-    /// Counts the hosts for the next start from the beginning.
-    pub(super) fn count_again(&mut self) {
-        (self.front, self.front_joined) = (0, 0);
+    /// Makes [`Core::try_prepare`] look at all hosts again.
+    pub(super) fn restart_scan(&mut self) {
+        (self.scanned, self.scanned_joined) = (0, 0);
     }
 
-    /// A start can't be had with the hosts that are left.
-    fn too_few(&mut self, now: Duration) {
-        let (left, needed) = (self.front_joined, self.setup.min_hosts);
-        let before =
-            self.last_cause.as_ref().map_or_else(String::new, |c| format!("; the job had failed: {c}"));
-        let text = format!("{left} hosts are left and {needed} are needed (`run.min_hosts`){before}");
-        let node = (0..self.nodes.len()).find(|id| self.nodes[*id].link != Link::Joined).unwrap_or(0);
-        self.fail(now, Cause { node, rank: None, text, exit_code: exit::CLUSTER });
+    /// Fails because the remaining hosts are not enough for an attempt.
+    fn fail_with_too_few_hosts(&mut self, now: Duration) {
+        let (available, required) = (self.scanned_joined as u64, self.setup.min_hosts as u64);
+        let previous =
+            self.last_failure.as_ref().map_or_else(String::new, |c| format!("; the last failure was: {c}"));
+        let hosts = count(available, "host is", "hosts are");
+        let message = format!("{hosts} available, but `run.min_hosts` requires {required}{previous}");
+        let host = (0..self.hosts.len()).find(|id| self.hosts[*id].agent != AgentState::Joined).unwrap_or(0);
+        let reason = FailureReason::TooFewHosts { available, required };
+        self.fail(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
-    pub(super) fn is_preparing(&self, epoch: u32) -> bool {
-        self.state == State::Preparing && epoch == self.epoch
+    pub(super) fn is_preparing(&self, attempt: u32) -> bool {
+        self.state == AttemptState::Preparing && attempt == self.attempt
     }
 
-    /// The plan is made: the workers start.
-    pub(super) fn ready(&mut self, now: Duration, plan: Vec<Vec<Planned>>) {
-        self.limit = None;
+    /// Starts the workers of a plan.
+    pub(super) fn start_attempt(&mut self, now: Duration, plan: Vec<Vec<PlannedWorker>>) {
+        self.phase_deadline = None;
         self.workers.clear();
         for (&id, planned) in self.members.iter().zip(plan) {
             let first = self.workers.len() as Rank;
-            let workers = planned.into_iter().map(|worker| Worker {
-                node: id,
+            let workers = planned.into_iter().map(|worker| WorkerState {
+                host: id,
                 log: worker.log,
                 pid: None,
                 ended: None,
                 oom: false,
-                last_words: None,
-                still: None,
+                final_report: None,
+                stalled_for: None,
             });
             self.workers.extend(workers);
-            let node = &mut self.nodes[id];
-            (node.active, node.alive) = (true, 0);
-            node.ranks = first..self.workers.len() as Rank;
+            let host = &mut self.hosts[id];
+            (host.active, host.running) = (true, 0);
+            host.ranks = first..self.workers.len() as Rank;
         }
-        (self.active, self.alive, self.still) = (self.members.len(), 0, 0);
-        self.introductions = Introductions::new(self.epoch, self.workers.len());
-        self.state = State::Running;
-        if self.nodes.len() > 1 || self.epoch > 0 {
+        (self.active_hosts, self.running, self.stalled) = (self.members.len(), 0, 0);
+        self.peer_exchange = PeerExchange::new(self.attempt, self.workers.len());
+        self.state = AttemptState::Running;
+        if self.hosts.len() > 1 || self.attempt > 0 {
             let hosts = self.members.iter().map(|id| self.setup.hosts[*id].name.clone()).collect();
             let world = self.workers.len() as u32;
-            self.out.push(Output::Event(Event::Placed { epoch: self.epoch, world, hosts }));
+            self.actions.push(Action::Event(Event::Placement { attempt: self.attempt, world, hosts }));
         }
-        self.out.push(Output::Start);
-        // Who has gone meanwhile takes its part with it.
-        let lost = self.members.iter().copied().find(|id| self.nodes[*id].link != Link::Joined);
+        self.actions.push(Action::StartWorkers);
+        // Hosts that were lost meanwhile have no workers of this attempt.
+        let lost = self.members.iter().copied().find(|id| self.hosts[*id].agent != AgentState::Joined);
         for id in self.members.clone() {
-            if self.nodes[id].link != Link::Joined {
+            if self.hosts[id].agent != AgentState::Joined {
                 self.deactivate(id);
             }
         }
-        if let Some(node) = lost {
-            let text = format!("{} was lost before its workers started", self.place(node));
-            self.fail(now, Cause { node, rank: None, text, exit_code: exit::CLUSTER });
+        if let Some(id) = lost {
+            let message = format!("lost {} before its workers started", self.host_label(id));
+            let host = self.setup.hosts[id].name.clone();
+            let reason = FailureReason::HostLost { host, silent_s: None };
+            self.fail(now, RootCause::new(id, reason, message).with_exit_code(exit::CLUSTER));
         }
     }
 
-    /// No process of this epoch is left on the node.
+    /// No process of this attempt is left on the host.
     pub(super) fn deactivate(&mut self, id: HostIndex) {
-        let node = &mut self.nodes[id];
-        if std::mem::take(&mut node.active) {
-            self.active -= 1;
-            self.alive -= node.alive;
-            node.alive = 0;
-            for rank in node.ranks.clone() {
+        let host = &mut self.hosts[id];
+        if std::mem::take(&mut host.active) {
+            self.active_hosts -= 1;
+            self.running -= host.running;
+            host.running = 0;
+            for rank in host.ranks.clone() {
                 let worker = &mut self.workers[rank as usize];
-                if worker.alive() && worker.still.take().is_some() {
-                    self.still -= 1;
+                if worker.is_running() && worker.stalled_for.take().is_some() {
+                    self.stalled -= 1;
                 }
             }
         }
     }
 
-    pub(super) fn agent_gone(&mut self, now: Duration, id: HostIndex, how: &str) {
-        let before = self.nodes[id].link;
-        // One that was let go may leave.
-        if matches!(before, Link::Lost | Link::Away) {
+    pub(super) fn agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
+        // A released agent may leave.
+        if matches!(self.hosts[id].agent, AgentState::Lost | AgentState::NotStarted) {
             return;
         }
         let remote = self.setup.hosts[id].remote;
-        let node = &mut self.nodes[id];
-        node.link = Link::Lost;
-        node.cool_at = if remote { now + COOLING } else { now };
-        let was_active = node.active;
-        let text = match (remote, self.nodes[id].pid) {
-            (true, _) => format!("{} {how}", self.place(id)),
-            (false, 0) => format!("the agent on {} {how}", self.host(id)),
-            (false, pid) => format!("the agent on {} (pid {pid}) {how}", self.host(id)),
-        };
+        let host = &mut self.hosts[id];
+        host.agent = AgentState::Lost;
+        host.quarantined_until = if remote { now + LOST_HOST_QUARANTINE } else { now };
+        let was_active = host.active;
+        let cause = self.agent_end_cause(id, end);
         self.deactivate(id);
-        self.lost(now, id, text, was_active);
+        self.host_lost(now, cause, was_active);
     }
 
-    /// What follows from the loss of a host.
-    fn lost(&mut self, now: Duration, id: HostIndex, text: String, was_active: bool) {
-        self.host_lost = true;
-        let cause = |exit_code| Cause { node: id, rank: None, text: text.clone(), exit_code };
-        match self.state {
-            State::Joining => {
-                if id < self.front {
-                    self.count_again();
-                }
-                self.nodes[id].failures += 1;
-                if self.can_do_without_lost() {
-                    self.notice(format!("{text}; it is left out"));
-                    self.try_prepare(now);
-                } else {
-                    self.fail(now, cause(exit::CLUSTER));
-                }
-            }
-            State::Preparing if self.members.contains(&id) => {
-                self.nodes[id].failures += 1;
-                if self.can_do_without_lost() {
-                    self.notice(format!("{text}; it is left out"));
-                    self.state = State::Joining;
-                    self.limit = None;
-                    self.count_again();
-                    // A plan that is being made is of no use any more.
-                    self.epoch += 1;
-                    self.try_prepare(now);
-                } else {
-                    self.fail(now, cause(exit::CLUSTER));
-                }
-            }
-            State::Draining(_) if was_active && self.nodes[id].unlisted => self.cut_short(now, &text),
-            _ if was_active => self.fail(now, cause(exit::FAILED)),
-            State::Over => {}
-            State::Resting(until) => {
-                self.notice(text);
-                self.state = State::Resting(until.max(self.next_start(now, Duration::ZERO)));
-            }
-            // A spare, or a host whose part was over.
-            _ => self.notice(text),
+    /// The loss of an agent as the root cause, with exit code 1.
+    fn agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
+        let remote = self.setup.hosts[id].remote;
+        let host = if remote { &self.setup.hosts[id].name } else { self.hostname(id) };
+        let label = AgentLabel { host, remote, pid: self.hosts[id].pid };
+        let cause = RootCause::new(id, end.reason(label), end.message(label));
+        match end.into_diagnostic() {
+            Some(diagnostic) => cause.with_diagnostic(diagnostic),
+            None => cause,
         }
     }
 
-    /// Are the hosts that are there, or may still come, enough?
-    fn can_do_without_lost(&self) -> bool {
-        let usable = |n: &&Node| n.heard_of() && !n.left_out;
-        self.nodes.iter().filter(usable).count() >= self.setup.min_hosts
+    /// Decides what follows from the loss of a host.
+    fn host_lost(&mut self, now: Duration, cause: RootCause, was_active: bool) {
+        self.host_lost = true;
+        let id = cause.host;
+        match self.state {
+            AttemptState::Joining => {
+                if id < self.scanned {
+                    self.restart_scan();
+                }
+                self.hosts[id].failures += 1;
+                if self.has_enough_hosts() {
+                    self.notice(format!("{}; the run continues without it", cause.message));
+                    self.try_prepare(now);
+                } else {
+                    self.fail(now, cause.with_exit_code(exit::CLUSTER));
+                }
+            }
+            AttemptState::Preparing if self.members.contains(&id) => {
+                self.hosts[id].failures += 1;
+                if self.has_enough_hosts() {
+                    self.notice(format!("{}; the run continues without it", cause.message));
+                    self.state = AttemptState::Joining;
+                    self.phase_deadline = None;
+                    self.restart_scan();
+                    // Invalidates the plan that is being made.
+                    self.attempt += 1;
+                    self.try_prepare(now);
+                } else {
+                    self.fail(now, cause.with_exit_code(exit::CLUSTER));
+                }
+            }
+            AttemptState::Draining { .. } if was_active && self.hosts[id].unlisted => {
+                self.drained_host_lost(now, &cause.message);
+            }
+            AttemptState::Finished => {}
+            AttemptState::Backoff { until } => {
+                self.notice(cause.message);
+                let until = until.max(self.next_attempt_at(now, Duration::ZERO));
+                self.state = AttemptState::Backoff { until };
+            }
+            AttemptState::Preparing
+            | AttemptState::Running
+            | AttemptState::Stopping(_)
+            | AttemptState::Draining { .. }
+            | AttemptState::Ending => {
+                if was_active {
+                    self.fail(now, cause);
+                } else {
+                    // A spare, or a host whose workers had ended.
+                    self.notice(cause.message);
+                }
+            }
+        }
     }
 
-    /// Beats to the agents elsewhere.
-    pub(super) fn beat(&mut self, now: Duration) {
-        if now < self.beat_at {
+    /// Whether the hosts that have joined, or may still join, are enough.
+    fn has_enough_hosts(&self) -> bool {
+        let usable = |host: &&HostState| host.is_connected() && !host.excluded;
+        self.hosts.iter().filter(usable).count() >= self.setup.min_hosts
+    }
+
+    /// Sends a heartbeat to the agents on other hosts when it is due.
+    pub(super) fn send_heartbeats(&mut self, now: Duration) {
+        if now < self.next_heartbeat {
             return;
         }
-        self.beat_at = now + BEAT;
-        let remote = |id: &HostIndex| self.setup.hosts[*id].remote && self.nodes[*id].link == Link::Joined;
-        self.out.extend((0..self.nodes.len()).filter(remote).map(|id| Output::Tell(id, ToAgent::Heartbeat)));
+        self.next_heartbeat = now + HEARTBEAT_INTERVAL;
+        let remote =
+            |id: &HostIndex| self.setup.hosts[*id].remote && self.hosts[*id].agent == AgentState::Joined;
+        let heartbeats = (0..self.hosts.len()).filter(remote).map(|id| Action::Send(id, ToAgent::Heartbeat));
+        self.actions.extend(heartbeats);
     }
 
+    /// Gives up agents whose leases have expired.
     pub(super) fn check_leases(&mut self, now: Duration) {
         while let Some(Reverse((due, id, ticket))) = self.leases.0.peek().copied()
             && now > due
-            && self.state != State::Over
+            && self.state != AttemptState::Finished
         {
             self.leases.0.pop();
-            if !self.nodes[id].heard_of() || self.nodes[id].ticket != ticket {
+            if !self.hosts[id].is_connected() || self.hosts[id].ticket != ticket {
                 continue;
             }
             let lease = self.lease(id);
-            if now <= self.nodes[id].heard + lease {
-                self.watch(id);
+            if now <= self.hosts[id].last_heard + lease {
+                self.schedule_lease_check(id);
                 continue;
             }
             let seconds = lease.as_secs();
-            let how = match (self.nodes[id].link, self.setup.hosts[id].remote) {
-                (Link::Greeting, _) => format!("did not introduce itself for {seconds} s"),
-                (_, true) => format!("is lost: nothing was heard of its agent for {seconds} s"),
-                _ => format!("stopped responding for {seconds} s"),
+            let end = match self.hosts[id].agent {
+                AgentState::Starting => AgentEnd::NoHello { seconds },
+                AgentState::NotStarted | AgentState::Joined | AgentState::Lost => {
+                    AgentEnd::Silent { seconds }
+                }
             };
-            self.out.push(Output::KillAgent(id));
-            self.agent_gone(now, id, &how);
+            self.actions.push(Action::KillAgent(id));
+            self.agent_gone(now, id, end);
         }
     }
 
-    /// A failed start's hosts, made ready for the next one: who failed too often is left out, lost agents are started
-    /// again, as far as they are needed.
-    pub(super) fn join_again(&mut self, now: Duration) {
-        self.state = State::Joining;
-        self.count_again();
-        let suspects = (0..self.nodes.len()).filter(|id| {
-            let node = &self.nodes[*id];
-            node.failures >= MOST_FAILURES && !node.left_out
+    /// Begins the next attempt: excludes hosts that failed too often, and starts lost agents again as
+    /// far as they are needed.
+    pub(super) fn begin_joining(&mut self, now: Duration) {
+        self.state = AttemptState::Joining;
+        self.restart_scan();
+        let failing = (0..self.hosts.len()).filter(|id| {
+            let host = &self.hosts[*id];
+            host.failures >= MAX_HOST_FAILURES && !host.excluded
         });
-        for id in suspects.collect::<Vec<_>>() {
-            let others = (0..self.nodes.len()).filter(|o| *o != id && !self.nodes[*o].left_out);
-            let others =
-                others.filter(|o| self.nodes[*o].heard_of() || self.nodes[*o].failures < MOST_FAILURES);
-            if others.count() >= self.setup.min_hosts {
-                self.nodes[id].left_out = true;
-                let name = self.place(id);
-                self.notice(format!("{name} failed {MOST_FAILURES} times and is left out"));
+        for id in failing.collect::<Vec<_>>() {
+            let others = (0..self.hosts.len()).filter(|o| *o != id && !self.hosts[*o].excluded);
+            let usable =
+                |o: &HostIndex| self.hosts[*o].is_connected() || self.hosts[*o].failures < MAX_HOST_FAILURES;
+            if others.filter(usable).count() >= self.setup.min_hosts {
+                self.hosts[id].excluded = true;
+                let label = self.host_label(id);
+                self.notice(format!(
+                    "{label} made {MAX_HOST_FAILURES} attempts fail; the run continues without it"
+                ));
             }
         }
-        let usable = self.nodes.iter().filter(|n| n.link == Link::Joined && !n.left_out).count();
-        if usable < self.setup.use_hosts {
+        let is_usable = |host: &&HostState| host.agent == AgentState::Joined && !host.excluded;
+        if self.hosts.iter().filter(is_usable).count() < self.setup.use_hosts {
             let absent = |id: &HostIndex| {
-                let node = &self.nodes[*id];
-                matches!(node.link, Link::Lost | Link::Away) && !node.left_out && now >= node.cool_at
+                let host = &self.hosts[*id];
+                matches!(host.agent, AgentState::Lost | AgentState::NotStarted)
+                    && !host.excluded
+                    && now >= host.quarantined_until
             };
-            for id in (0..self.nodes.len()).filter(absent).collect::<Vec<_>>() {
+            for id in (0..self.hosts.len()).filter(absent).collect::<Vec<_>>() {
                 self.start_agent(now, id);
             }
         }
-        self.release(now);
+        self.release_unlisted(now);
         self.try_prepare(now);
     }
 
-    /// When the next start may begin: not before the hosts that it needs can't have processes of the last one.
-    pub(super) fn next_start(&self, now: Duration, pause: Duration) -> Duration {
-        let usable = self.nodes.iter().filter(|n| n.link == Link::Joined && !n.left_out).count();
-        let lost = self.nodes.iter().filter(|n| n.link == Link::Lost && !n.left_out);
-        let cool = if usable >= self.setup.use_hosts { None } else { lost.map(|n| n.cool_at).max() };
-        (now + pause).max(cool.unwrap_or_default())
+    /// When the next attempt may begin: after the pause, and not before the hosts that it needs are
+    /// free of processes of this attempt.
+    pub(super) fn next_attempt_at(&self, now: Duration, pause: Duration) -> Duration {
+        let is_usable = |host: &&HostState| host.agent == AgentState::Joined && !host.excluded;
+        if self.hosts.iter().filter(is_usable).count() >= self.setup.use_hosts {
+            return now + pause;
+        }
+        let lost = self.hosts.iter().filter(|host| host.agent == AgentState::Lost && !host.excluded);
+        let quarantine = lost.map(|host| host.quarantined_until).max();
+        (now + pause).max(quarantine.unwrap_or_default())
     }
 
-    /// The host's own name, for a person.
-    pub(super) fn host(&self, id: HostIndex) -> &str {
-        match self.nodes[id].host.as_str() {
+    /// The name that the machine gives itself, or else the name in the job.
+    pub(super) fn hostname(&self, id: HostIndex) -> &str {
+        match self.hosts[id].hostname.as_str() {
             "" if self.setup.hosts[id].name.is_empty() => "this machine",
             "" => &self.setup.hosts[id].name,
-            host => host,
+            hostname => hostname,
         }
     }
 
-    /// `host NAME`, as the job names it.
-    pub(super) fn place(&self, id: HostIndex) -> String {
+    /// `host NAME`, with the name in the job.
+    pub(super) fn host_label(&self, id: HostIndex) -> String {
         format!("host {}", self.setup.hosts[id].name)
     }
 }

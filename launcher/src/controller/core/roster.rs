@@ -1,139 +1,152 @@
-//! The list of hosts changes while the job runs: who comes is a spare, who isn't listed any more is let go when the others
-//! are enough.
-use super::{Core, HostSetup, HostIndex, Output, State, hosts::Link, hosts::Node};
+//! Changes of the list of hosts while the job runs: an added host is a spare, and a host that is no
+//! longer listed is released when the others are enough.
+use super::{Action, AttemptState, Core, HostIndex, HostSetup, hosts::AgentState, hosts::HostState};
+use crate::report::count;
 use std::time::Duration;
 
 impl Core {
-    pub(super) fn list(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
-        for (id, listed) in (0..self.nodes.len()).zip(listed) {
-            let node = &mut self.nodes[id];
-            match (node.unlisted, *listed) {
-                (false, false) => (node.unlisted, node.kept) = (true, false),
-                (true, true) => self.list_again(now, id),
-                _ => {}
+    /// Takes over a changed list: hosts that were added, and which of the known hosts are listed.
+    pub(super) fn update_roster(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
+        for (id, listed) in (0..self.hosts.len()).zip(listed) {
+            let host = &mut self.hosts[id];
+            match (host.unlisted, *listed) {
+                (false, false) => (host.unlisted, host.use_reported) = (true, false),
+                (true, true) => self.relist_host(now, id),
+                (false, true) | (true, false) => {}
             }
         }
         for setup in added {
             self.any_remote |= setup.remote;
             self.setup.hosts.push(setup);
-            self.nodes.push(Node::default());
-            self.invite(now, self.nodes.len() - 1);
+            self.hosts.push(HostState::default());
+            self.start_agent_of_listed(now, self.hosts.len() - 1);
         }
-        self.unlisted = self.nodes.iter().filter(|n| n.unlisted && !n.left_out).count();
-        if self.setup.use_all {
-            let listed = self.nodes.iter().filter(|n| !n.unlisted).count();
+        self.unlisted = self.hosts.iter().filter(|host| host.unlisted && !host.excluded).count();
+        if self.setup.use_all_listed {
+            let listed = self.hosts.iter().filter(|host| !host.unlisted).count();
             self.setup.use_hosts = listed.max(self.setup.min_hosts);
         }
-        if self.state == State::Joining {
-            self.count_again();
+        if self.state == AttemptState::Joining {
+            self.restart_scan();
         }
-        self.release(now);
+        self.release_unlisted(now);
         self.try_prepare(now);
     }
 
-    /// A host that had been taken from the list: it was mended, or it was a mistake.
-    fn list_again(&mut self, now: Duration, id: HostIndex) {
-        let node = &mut self.nodes[id];
-        (node.unlisted, node.left_out, node.failures) = (false, false, 0);
-        if node.link == Link::Away {
-            self.invite(now, id);
+    /// A host is listed again: it was repaired, or removing it was a mistake.
+    fn relist_host(&mut self, now: Duration, id: HostIndex) {
+        let host = &mut self.hosts[id];
+        (host.unlisted, host.excluded, host.failures) = (false, false, 0);
+        if host.agent == AgentState::NotStarted {
+            self.start_agent_of_listed(now, id);
         }
     }
 
-    /// Starts an agent there, unless the job ends: what follows then, if anything, starts it.
-    fn invite(&mut self, now: Duration, id: HostIndex) {
-        if !matches!(self.state, State::Stopping(_) | State::Ending | State::Over) {
+    /// Starts an agent, unless the attempt is ending; the next attempt starts it then.
+    fn start_agent_of_listed(&mut self, now: Duration, id: HostIndex) {
+        let ending =
+            matches!(self.state, AttemptState::Stopping(_) | AttemptState::Ending | AttemptState::Finished);
+        if !ending {
             self.start_agent(now, id);
         }
     }
 
-    /// Lets hosts go that are no longer listed, the last first, as far as the others are enough. Their workers are ended
-    /// first, by a start without them.
-    pub(super) fn release(&mut self, now: Duration) {
+    /// Releases hosts that are no longer listed, the last first, as far as the others are enough. Hosts
+    /// with workers are drained first: an attempt without them follows.
+    pub(super) fn release_unlisted(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
         }
-        // While hosts join, who has been started may come; later, only who is there counts.
-        let joining = self.state == State::Joining;
-        let there = |n: &Node| !n.left_out && (n.link == Link::Joined || joining && n.link == Link::Greeting);
-        let count = self.nodes.iter().filter(|n| there(n)).count();
-        let mut more = count.saturating_sub(self.setup.min_hosts);
+        // While hosts are joining, a started agent may still come; later only joined hosts count.
+        let joining = self.state == AttemptState::Joining;
+        let is_usable = |host: &HostState| {
+            !host.excluded
+                && (host.agent == AgentState::Joined || joining && host.agent == AgentState::Starting)
+        };
+        let usable = self.hosts.iter().filter(|host| is_usable(host)).count();
+        let mut surplus = usable.saturating_sub(self.setup.min_hosts);
         let (mut idle, mut busy) = (Vec::new(), Vec::new());
-        for id in (0..self.nodes.len()).rev() {
-            let node = &self.nodes[id];
-            if !node.unlisted || node.left_out {
+        for id in (0..self.hosts.len()).rev() {
+            let host = &self.hosts[id];
+            if !host.unlisted || host.excluded {
                 continue;
             }
-            match (there(node), more) {
-                (true, 0) => self.keep(id),
-                (is_there, _) => {
-                    more -= usize::from(is_there);
-                    if node.active { busy.push(id) } else { idle.push(id) }
+            match (is_usable(host), surplus) {
+                (true, 0) => self.report_use_of_unlisted(id),
+                (counts, _) => {
+                    surplus -= usize::from(counts);
+                    if host.active { busy.push(id) } else { idle.push(id) }
                 }
             }
         }
-        let members_go = self.state == State::Preparing && idle.iter().any(|id| self.members.contains(id));
-        idle.into_iter().for_each(|id| self.let_go(id));
-        if members_go {
-            // A plan that is being made is of no use any more.
-            (self.state, self.limit) = (State::Joining, None);
-            self.epoch += 1;
+        let releases_member =
+            self.state == AttemptState::Preparing && idle.iter().any(|id| self.members.contains(id));
+        idle.into_iter().for_each(|id| self.release_host(id));
+        if releases_member {
+            // Invalidates the plan that is being made.
+            (self.state, self.phase_deadline) = (AttemptState::Joining, None);
+            self.attempt += 1;
         }
-        if self.state == State::Joining {
-            self.count_again();
+        if self.state == AttemptState::Joining {
+            self.restart_scan();
             self.try_prepare(now);
         }
-        // Who was told to stop before all workers run might miss it.
-        let run = self.state == State::Running && self.suspect.is_none();
-        if run && !busy.is_empty() && self.workers.iter().all(|w| w.pid.is_some()) {
+        // A request to stop that is sent before all workers run might miss some of them.
+        let is_running = self.state == AttemptState::Running && self.suspect.is_none();
+        if is_running && !busy.is_empty() && self.workers.iter().all(|w| w.pid.is_some()) {
             self.drain(now, &busy);
         }
     }
 
-    fn keep(&mut self, id: HostIndex) {
-        if !std::mem::replace(&mut self.nodes[id].kept, true) {
-            let (place, needed) = (self.place(id), self.setup.min_hosts);
+    fn report_use_of_unlisted(&mut self, id: HostIndex) {
+        if !std::mem::replace(&mut self.hosts[id].use_reported, true) {
+            let label = self.host_label(id);
+            let needed = count(self.setup.min_hosts as u64, "host", "hosts");
             self.notice(format!(
-                "{place} isn't listed any more and is used all the same: the job needs {needed} hosts \
-                 (`run.min_hosts`) and has no other"
+                "{label} is no longer listed but stays in use: the job needs {needed} (`run.min_hosts`) \
+                 and no other is available"
             ));
         }
     }
 
-    /// No process of the job is there.
-    fn let_go(&mut self, id: HostIndex) {
+    /// Excludes a host that has no process of the job.
+    fn release_host(&mut self, id: HostIndex) {
         self.unlisted -= 1;
-        let node = &mut self.nodes[id];
-        node.left_out = true;
-        if node.heard_of() {
-            node.link = Link::Away;
-            self.out.push(Output::ReleaseAgent(id));
+        let host = &mut self.hosts[id];
+        host.excluded = true;
+        if host.is_connected() {
+            host.agent = AgentState::NotStarted;
+            self.actions.push(Action::ReleaseAgent(id));
         }
-        let place = self.place(id);
-        self.notice(format!("{place} isn't listed any more: it is left out"));
+        let label = self.host_label(id);
+        self.notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
-    /// All workers stop, to go on without these hosts.
-    fn drain(&mut self, now: Duration, going: &[HostIndex]) {
-        self.state = State::Draining(false);
-        self.tell_to_stop(now);
-        let names: Vec<&str> = going.iter().rev().map(|id| self.setup.hosts[*id].name.as_str()).collect();
-        let names = names.join(", ");
+    /// Stops all workers, to start them again without these hosts.
+    fn drain(&mut self, now: Duration, leaving: &[HostIndex]) {
+        self.state = AttemptState::Draining { host_lost: false };
+        self.send_stop(now);
+        let names: Vec<&str> = leaving.iter().rev().map(|id| self.setup.hosts[*id].name.as_str()).collect();
+        let hosts = if names.len() == 1 { "host" } else { "hosts" };
+        let subject = format!("draining {hosts} {}, no longer listed", names.join(", "));
         self.notice(if self.setup.builtin {
-            format!("no longer listed: {names}; the workers save at the next step boundary, and start again without")
+            format!("{subject}: workers save at the next step boundary and restart on the other hosts")
         } else {
             let grace = self.setup.grace.as_secs_f64();
-            format!("no longer listed: {names}; the workers got SIGTERM, have {grace} s, and start again without")
+            format!(
+                "{subject}: sent SIGTERM to the workers (SIGKILL follows in {grace} s); they restart on \
+                 the other hosts"
+            )
         });
     }
 
-    /// A host that was to go is gone before its workers had stopped: the others can't finish together.
-    pub(super) fn cut_short(&mut self, now: Duration, text: &str) {
-        self.notice(format!("{text}; it isn't listed any more, and the job goes on without it"));
-        if self.state == State::Draining(false) {
-            self.state = State::Draining(true);
+    /// A draining host is lost before its workers have stopped, so the others cannot finish the step.
+    pub(super) fn drained_host_lost(&mut self, now: Duration, message: &str) {
+        self.notice(format!("{message}; it is no longer listed, and the run continues without it"));
+        if self.state == (AttemptState::Draining { host_lost: false }) {
+            self.state = AttemptState::Draining { host_lost: true };
             let grace = if self.setup.builtin { super::ABORT_GRACE } else { self.setup.grace };
-            self.kill(now, text, grace, false);
+            self.kill_workers(now, message, grace, false);
         }
     }
 }

@@ -1,76 +1,82 @@
-//! The store's state: requests of clients in, replies out. No I/O, no clock: timeouts are the clients' own, who cancel
-//! what they wait for.
-use super::wire::{Key, MAX_MESSAGE, MAX_VALUE, Reply, Request, Value};
+//! [`Store`]: the keys, queues and waits of the rendezvous store, without I/O and clock.
+//!
+//! Timeouts are the clients' business: a client cancels its wait.
+use super::{
+    ClientError,
+    wire::{Key, MAX_MESSAGE, MAX_VALUE, Reply, Request, Value},
+};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-/// A connection.
+/// The number of a connection.
 pub(super) type Client = u64;
-/// Most bytes of all keys, values, queues and waits together, with [`ENTRY`] for each.
+/// Limit of the bytes of all keys, values, queues and waits together, including [`ENTRY`] for each.
 pub(super) const MAX_TOTAL: usize = 1 << 30;
-/// What an entry, or a key that is waited for, costs beside its bytes.
+/// Bytes that an entry, or a key that a client waits for, costs in addition to its own.
 const ENTRY: usize = 128;
-/// Answer of CHECK, and what ends a WAIT or BARRIER.
+/// Reply to CHECK, and to a WAIT or BARRIER that ends.
 const READY: u8 = 0;
+/// Reply to CHECK if a key is missing.
 const NOT_READY: u8 = 1;
-/// Answer of CANCEL_WAIT.
+/// Reply to CANCEL_WAIT.
 const CANCELED: u8 = 1;
 
-/// Replies in the order in which they are to be sent.
+/// Replies, in the order in which they must be sent.
 pub(super) type Replies = Vec<(Client, Reply)>;
 
 /// What a client waits for.
 #[derive(Debug)]
 enum Waiting {
-    /// All of these keys; so many of them aren't there.
+    /// All of these keys, and how many of them are missing.
     Keys(Vec<Key>, usize),
-    /// Others at this barrier.
+    /// Other clients at this barrier.
     Barrier(Key),
 }
 
-/// Keys, queues and who waits.
+/// The state of the store.
 #[derive(Debug, Default)]
 pub(super) struct Store {
     values: BTreeMap<Key, Value>,
-    /// None is empty.
+    /// No queue is empty.
     queues: HashMap<Key, VecDeque<Value>>,
     waiting: HashMap<Client, Waiting>,
-    /// For each key that is waited for: by whom, first come first.
+    /// The clients that wait for each key, in the order of their requests.
     waiters: HashMap<Key, Vec<Client>>,
-    /// At each barrier: who waits.
+    /// The clients that wait at each barrier.
     arrived: HashMap<Key, Vec<Client>>,
     bytes: usize,
 }
 
 impl Store {
-    /// Bytes that the keys, values, queues and waits take.
+    /// Bytes of all keys, values, queues and waits.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Carries out a request; replies go to `out`. An error ends the client's connection, and says why.
+    /// Executes a request and appends the replies to `out`. After an error the client's connection must be
+    /// closed.
     pub(super) fn handle(
         &mut self,
         client: Client,
         request: Request,
         out: &mut Replies,
-    ) -> Result<(), String> {
+    ) -> Result<(), ClientError> {
         let mut answer = |reply| out.push((client, reply));
         match request {
             Request::Validate => {}
             Request::Ping(nonce) => answer(Reply::Nonce(nonce)),
             Request::Get(key) => answer(Reply::Value(self.value(&key))),
-            Request::GetMany(keys) => answer(Reply::Values(self.many(&keys)?)),
+            Request::GetMany(keys) => answer(Reply::Values(self.values(&keys)?)),
             Request::Check(keys) => {
                 let ready = keys.iter().all(|key| self.has(key));
                 answer(Reply::Byte(if ready { READY } else { NOT_READY }));
             }
             Request::CountKeys => answer(Reply::Number((self.values.len() + self.queues.len()) as i64)),
-            Request::ListKeys => answer(Reply::Keys(self.list()?)),
+            Request::ListKeys => answer(Reply::Keys(self.list_keys()?)),
             Request::Delete(key) => answer(Reply::Number(self.delete(&key))),
             Request::QueueLength(key) => answer(Reply::Number(self.queues.get(&key).map_or(0, len))),
             Request::Pop(key) => answer(self.pop(&key)),
             Request::CancelWait => {
-                self.leave(client);
+                self.remove_client(client);
                 answer(Reply::Byte(CANCELED));
             }
             Request::Set(key, value) => self.set(key, value, out)?,
@@ -96,8 +102,8 @@ impl Store {
         Ok(())
     }
 
-    /// The client is gone, or waits no more.
-    pub(super) fn leave(&mut self, client: Client) {
+    /// Ends the wait of a client, if there is one: the client cancelled it, or is gone.
+    pub(super) fn remove_client(&mut self, client: Client) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
             Some(Waiting::Keys(keys, _)) => (&mut self.waiters, keys),
@@ -120,48 +126,48 @@ impl Store {
         self.values.contains_key(key) || self.queues.contains_key(key)
     }
 
-    /// Empty when there is none: clients wait first.
+    /// The value of a key; empty when there is none.
     fn value(&self, key: &[u8]) -> Value {
         self.values.get(key).cloned().unwrap_or_default()
     }
 
-    fn many(&self, keys: &[Key]) -> Result<Vec<Value>, String> {
+    fn values(&self, keys: &[Key]) -> Result<Vec<Value>, ClientError> {
         let length = |key: &Key| 8 + self.values.get(key).map_or(0, Vec::len);
-        fits_a_reply(keys.iter().map(length).sum())?;
+        check_reply_length(keys.iter().map(length).sum())?;
         Ok(keys.iter().map(|key| self.value(key)).collect())
     }
 
-    fn list(&self) -> Result<Vec<Key>, String> {
-        fits_a_reply(self.values.keys().map(|key| 8 + key.len()).sum())?;
+    fn list_keys(&self) -> Result<Vec<Key>, ClientError> {
+        check_reply_length(self.values.keys().map(|key| 8 + key.len()).sum())?;
         Ok(self.values.keys().cloned().collect())
     }
 
-    fn set(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), String> {
+    fn set(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), ClientError> {
         if value.len() as u64 > MAX_VALUE {
-            return Err(format!("a value grew beyond {MAX_VALUE} bytes"));
+            return Err(ClientError::ValueTooLong);
         }
         let before = self.values.get(&key).map_or(0, |old| cost(&key, old));
-        self.grow(before, cost(&key, &value))?;
-        // Of those who wait for a queue, its items may have woken only some.
+        self.account(before, cost(&key, &value))?;
+        // The items of a queue may have woken only some of the clients that wait for it.
         let (new, queue) = (!self.has(&key), self.queues.contains_key(&key));
         self.values.insert(key.clone(), value);
         if new {
-            self.appeared(&key);
+            self.key_appeared(&key);
         } else if !queue {
             return Ok(());
         }
-        // Taken out first: thousands may wait for one key.
+        // Removed first, because thousands of clients may wait for one key.
         let waiters = self.waiters.remove(&key).unwrap_or_default();
-        let still: Vec<Client> = waiters.into_iter().filter(|c| !self.wake_if_ready(*c, out)).collect();
-        if !still.is_empty() {
-            self.waiters.insert(key, still);
+        let waiting: Vec<Client> = waiters.into_iter().filter(|c| !self.wake_if_ready(*c, out)).collect();
+        if !waiting.is_empty() {
+            self.waiters.insert(key, waiting);
         }
         Ok(())
     }
 
-    /// A key is there: those who wait for it lack one less. Counting makes a key cost the same for each who waits,
-    /// however many others they wait for.
-    fn appeared(&mut self, key: &[u8]) {
+    /// Counts a new key for the clients that wait for it. Counting makes a key cost the same for each
+    /// waiting client, however many other keys it waits for.
+    fn key_appeared(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing -= 1;
@@ -169,8 +175,8 @@ impl Store {
         }
     }
 
-    /// A key is gone.
-    fn vanished(&mut self, key: &[u8]) {
+    /// Counts a removed key for the clients that wait for it.
+    fn key_removed(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing += 1;
@@ -178,10 +184,11 @@ impl Store {
         }
     }
 
-    fn grow(&mut self, before: usize, after: usize) -> Result<(), String> {
+    /// Replaces `before` bytes by `after` in the sum of all bytes.
+    fn account(&mut self, before: usize, after: usize) -> Result<(), ClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_TOTAL {
-            return Err(format!("the store is full: it holds at most {MAX_TOTAL} bytes"));
+            return Err(ClientError::StoreFull);
         }
         self.bytes = bytes;
         Ok(())
@@ -191,18 +198,18 @@ impl Store {
         let Some(value) = self.values.remove(key) else { return 0 };
         self.bytes -= cost(key, &value);
         if !self.has(key) {
-            self.vanished(key);
+            self.key_removed(key);
         }
         1
     }
 
-    fn add(&mut self, key: Key, n: i64, out: &mut Replies) -> Result<i64, String> {
+    fn add(&mut self, key: Key, n: i64, out: &mut Replies) -> Result<i64, ClientError> {
         let number = match self.values.get(&key) {
             None => Some(0),
             Some(value) => std::str::from_utf8(value).ok().and_then(|text| text.trim().parse::<i64>().ok()),
         };
         let sum = number.and_then(|number| number.checked_add(n));
-        let sum = sum.ok_or("it added to a value that isn't a number, or beyond 64 bits")?;
+        let sum = sum.ok_or(ClientError::InvalidSum)?;
         self.set(key, sum.to_string().into_bytes(), out)?;
         Ok(sum)
     }
@@ -213,7 +220,7 @@ impl Store {
         expected: Value,
         new: Value,
         out: &mut Replies,
-    ) -> Result<Value, String> {
+    ) -> Result<Value, ClientError> {
         match self.values.get(&key) {
             None if !expected.is_empty() => return Ok(expected),
             Some(value) if *value != expected => return Ok(value.clone()),
@@ -225,14 +232,14 @@ impl Store {
 
     // ---- queues ----
 
-    fn push(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), String> {
-        self.grow(0, cost(&key, &value))?;
+    fn push(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), ClientError> {
+        self.account(0, cost(&key, &value))?;
         let new = !self.has(&key);
         self.queues.entry(key.clone()).or_default().push_back(value);
         if new {
-            self.appeared(&key);
+            self.key_appeared(&key);
         }
-        // One item is for one client: a second one would find the queue empty.
+        // An item wakes one client: a second one would find the queue empty.
         for client in self.waiters.get(&key).cloned().unwrap_or_default() {
             if self.wake_if_ready(client, out) {
                 break;
@@ -250,7 +257,7 @@ impl Store {
         if empty {
             self.queues.remove(key);
             if !self.has(key) {
-                self.vanished(key);
+                self.key_removed(key);
             }
         }
         Reply::Popped(length, value)
@@ -258,8 +265,8 @@ impl Store {
 
     // ---- waiting ----
 
-    fn wait(&mut self, client: Client, mut keys: Vec<Key>, out: &mut Replies) -> Result<(), String> {
-        self.may_wait(client)?;
+    fn wait(&mut self, client: Client, mut keys: Vec<Key>, out: &mut Replies) -> Result<(), ClientError> {
+        self.check_not_waiting(client)?;
         keys.sort_unstable();
         keys.dedup();
         let missing = keys.iter().filter(|key| !self.has(key)).count();
@@ -267,7 +274,7 @@ impl Store {
             out.push((client, Reply::Byte(READY)));
             return Ok(());
         }
-        self.grow(0, cost_of_wait(&keys))?;
+        self.account(0, cost_of_wait(&keys))?;
         for key in &keys {
             self.waiters.entry(key.clone()).or_default().push(client);
         }
@@ -275,29 +282,35 @@ impl Store {
         Ok(())
     }
 
-    fn may_wait(&self, client: Client) -> Result<(), String> {
+    fn check_not_waiting(&self, client: Client) -> Result<(), ClientError> {
         match self.waiting.contains_key(&client) {
-            true => Err("it waits for two things at once".to_owned()),
+            true => Err(ClientError::SecondWait),
             false => Ok(()),
         }
     }
 
-    /// Ends a client's wait for keys when all are there.
+    /// Ends a client's wait for keys if none is missing.
     fn wake_if_ready(&mut self, client: Client, out: &mut Replies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(Waiting::Keys(_, 0)));
         if ready {
-            self.leave(client);
+            self.remove_client(client);
             out.push((client, Reply::Byte(READY)));
         }
         ready
     }
 
-    /// Counts an arrival; the one that completes the number lets all go on, and so does each later one.
-    fn barrier(&mut self, client: Client, key: Key, world: i64, out: &mut Replies) -> Result<(), String> {
-        self.may_wait(client)?;
+    /// Counts an arrival. The arrival that completes the number wakes all clients; later ones do not wait.
+    fn barrier(
+        &mut self,
+        client: Client,
+        key: Key,
+        world: i64,
+        out: &mut Replies,
+    ) -> Result<(), ClientError> {
+        self.check_not_waiting(client)?;
         let count = self.add(key.clone(), 1, out)?;
         if count < world {
-            self.grow(0, cost_of_wait(std::slice::from_ref(&key)))?;
+            self.account(0, cost_of_wait(std::slice::from_ref(&key)))?;
             self.arrived.entry(key.clone()).or_default().push(client);
             self.waiting.insert(client, Waiting::Barrier(key));
             return Ok(());
@@ -316,7 +329,7 @@ fn cost(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY
 }
 
-/// Keys that are waited for are held twice: by client and by key.
+/// The cost of a wait: its keys are stored twice, by client and by key.
 fn cost_of_wait(keys: &[Key]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY).sum()
 }
@@ -325,9 +338,9 @@ fn len(queue: &VecDeque<Value>) -> i64 {
     queue.len() as i64
 }
 
-fn fits_a_reply(bytes: usize) -> Result<(), String> {
+fn check_reply_length(bytes: usize) -> Result<(), ClientError> {
     match bytes > MAX_MESSAGE {
-        true => Err(format!("it asked for {bytes} bytes at once, at most {MAX_MESSAGE} are sent")),
+        true => Err(ClientError::ReplyTooLong(bytes)),
         false => Ok(()),
     }
 }

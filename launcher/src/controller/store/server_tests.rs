@@ -5,23 +5,23 @@ use std::{
     net::TcpStream as Socket,
 };
 
-/// Far more than anything takes.
+/// Much longer than any operation takes.
 const LIMIT: Duration = Duration::from_secs(30);
 
-fn server() -> (Server, mpsc::Receiver<String>) {
-    let (talk, heard) = mpsc::channel(16);
-    (start(0, talk).expect("a server"), heard)
+fn server() -> (StoreServer, mpsc::Receiver<String>) {
+    let (sender, messages) = mpsc::channel(16);
+    (start(0, sender).expect("a server"), messages)
 }
 
-fn connect(server: &Server) -> Socket {
+fn connect(server: &StoreServer) -> Socket {
     let mut socket = Socket::connect((Ipv4Addr::LOCALHOST, server.port())).expect("connected");
     socket.set_read_timeout(Some(LIMIT)).expect("limit");
     socket.write_all(&request(&Request::Validate)).expect("sent");
     socket
 }
 
-fn send(socket: &mut Socket, asked: Request) {
-    socket.write_all(&request(&asked)).expect("sent");
+fn send(socket: &mut Socket, sent: Request) {
+    socket.write_all(&request(&sent)).expect("sent");
 }
 
 #[track_caller]
@@ -31,7 +31,7 @@ fn receive(socket: &mut Socket, expected: &[u8]) {
     assert_eq!(bytes, expected);
 }
 
-/// Everything asked before has been carried out.
+/// Waits until all earlier requests of the client are handled.
 fn settle(socket: &mut Socket) {
     send(socket, Request::Ping(9));
     receive(socket, &9u32.to_le_bytes());
@@ -50,11 +50,11 @@ fn number(n: i64) -> Vec<u8> {
 }
 
 #[test]
-fn every_operation_over_a_socket() {
+fn every_operation_works_over_a_socket() {
     use Request::*;
-    let (server, _heard) = server();
+    let (server, _messages) = server();
     let mut client = connect(&server);
-    for (asked, answer) in [
+    for (request, answer) in [
         (Ping(0xdead), 0xdeadu32.to_le_bytes().to_vec()),
         (Set(k("/a"), k("1")), vec![]),
         (Get(k("/a")), value("1")),
@@ -76,7 +76,7 @@ fn every_operation_over_a_socket() {
         (Barrier(k("/bar"), 1), vec![0]),
         (CancelWait, vec![1]),
     ] {
-        send(&mut client, asked);
+        send(&mut client, request);
         receive(&mut client, &answer);
     }
     settle(&mut client);
@@ -84,7 +84,7 @@ fn every_operation_over_a_socket() {
 
 #[test]
 fn a_wait_ends_when_another_client_sets_the_key() {
-    let (server, _heard) = server();
+    let (server, _messages) = server();
     let (mut waiting, mut other) = (connect(&server), connect(&server));
     send(&mut waiting, Request::Wait(vec![k("/a"), k("/b")]));
     settle(&mut waiting);
@@ -102,7 +102,7 @@ fn a_wait_ends_when_another_client_sets_the_key() {
 
 #[test]
 fn a_barrier_holds_until_the_last_has_come() {
-    let (server, _heard) = server();
+    let (server, _messages) = server();
     let mut clients: Vec<Socket> = (0..20).map(|_| connect(&server)).collect();
     for client in &mut clients {
         send(client, Request::Barrier(k("/b"), 20));
@@ -113,8 +113,8 @@ fn a_barrier_holds_until_the_last_has_come() {
 }
 
 #[test]
-fn requests_in_pieces_and_many_at_once() {
-    let (server, _heard) = server();
+fn requests_may_arrive_in_pieces_and_many_at_once() {
+    let (server, _messages) = server();
     let mut client = connect(&server);
     for byte in request(&Request::Set(k("/slow"), k("value"))) {
         client.write_all(&[byte]).expect("sent");
@@ -132,9 +132,10 @@ fn requests_in_pieces_and_many_at_once() {
 }
 
 #[test]
-fn strangers_are_sent_away_and_others_do_not_notice() {
-    let (server, mut heard) = server();
+fn a_client_with_another_protocol_is_disconnected_and_others_are_not() {
+    let (server, mut messages) = server();
     let mut good = connect(&server);
+    let mut lines = Vec::new();
     for bytes in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         &request(&Request::Get(k("/no magic"))),
@@ -147,15 +148,17 @@ fn strangers_are_sent_away_and_others_do_not_notice() {
         let mut rest = Vec::new();
         // A connection that is closed with input unread is reset.
         assert!(bad.read_to_end(&mut rest).is_err() || rest.is_empty(), "answered {rest:?}");
-        let said = heard.blocking_recv().expect("told");
-        assert!(said.contains("closed the connection of 127.0.0.1"), "{said}");
+        lines.push(messages.blocking_recv().expect("a message"));
         settle(&mut good);
     }
+    let mut settings = insta::Settings::clone_current();
+    settings.add_filter(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT");
+    settings.bind(|| insta::assert_snapshot!(lines.join("\n")));
 }
 
 #[test]
 fn a_client_that_waits_and_leaves_is_forgotten() {
-    let (server, _heard) = server();
+    let (server, _messages) = server();
     let (mut leaving, mut staying) = (connect(&server), connect(&server));
     for client in [&mut leaving, &mut staying] {
         send(client, Request::Wait(vec![k("/q")]));
@@ -163,7 +166,7 @@ fn a_client_that_waits_and_leaves_is_forgotten() {
     }
     leaving.shutdown(std::net::Shutdown::Both).expect("shut down");
     let mut other = connect(&server);
-    // An item for one who left in the very moment stays in the queue; the next push wakes the one who stayed.
+    // An item for a client that leaves at that moment stays in the queue; the next push wakes the other.
     for _ in 0..2 {
         send(&mut other, Request::Push(k("/q"), k("item")));
     }
@@ -172,26 +175,26 @@ fn a_client_that_waits_and_leaves_is_forgotten() {
 
 #[test]
 fn a_port_is_held_until_the_end() {
-    let (server, _heard) = server();
+    let (server, _messages) = server();
     let port = server.port();
-    let (talk, _also_heard) = mpsc::channel(1);
-    let error = start(port, talk.clone()).expect_err("taken");
+    let (sender, _other_messages) = mpsc::channel(1);
+    let error = start(port, sender.clone()).expect_err("taken");
     assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     let mut client = connect(&server);
     settle(&mut client);
     drop(server);
     let mut rest = Vec::new();
     assert_eq!(client.read_to_end(&mut rest).expect("closed"), 0);
-    start(port, talk).expect("free again");
+    start(port, sender).expect("free again");
 }
 
-/// A server for this machine alone.
-fn start(port: u16, talk: mpsc::Sender<String>) -> io::Result<Server> {
-    Server::start(Ipv4Addr::LOCALHOST.into(), port, &[], talk)
+/// A server for this machine only.
+fn start(port: u16, messages: mpsc::Sender<String>) -> io::Result<StoreServer> {
+    StoreServer::start(Ipv4Addr::LOCALHOST.into(), port, &[], messages)
 }
 
 #[test]
-fn only_the_jobs_hosts_are_let_in() {
+fn only_hosts_of_the_job_may_connect() {
     let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
     let peers: HashSet<IpAddr> = [ip("10.0.0.7"), ip("2001:db8::7")].into();
     for (peer, expected) in [
@@ -203,27 +206,29 @@ fn only_the_jobs_hosts_are_let_in() {
         ("10.0.0.8", false),
         ("2001:db8::8", false),
     ] {
-        assert_eq!(allowed(&peers, SocketAddr::new(ip(peer), 1)), expected, "{peer}");
+        assert_eq!(is_allowed(&peers, SocketAddr::new(ip(peer), 1)), expected, "{peer}");
     }
 }
 
 #[test]
-fn a_limit_of_open_files_that_is_too_low_is_named() {
-    assert_eq!(room(10_000, 16_384), Ok(()));
-    let error = room(10_000, 4096).expect_err("too low");
-    assert!(error.contains("4096 (`ulimit -Hn`)") && error.contains("10000 ranks"), "{error}");
-    let error = room(70_000, 1 << 20).expect_err("too many");
-    assert!(error.contains("at most 65536"), "{error}");
+fn a_low_limit_of_open_files_is_rejected() {
+    assert_eq!(check_file_limit(10_000, 16_384), Ok(()));
+    for (ranks, open_files) in [(10_000, 4096), (70_000, 1 << 20)] {
+        let error = check_file_limit(ranks, open_files).expect_err("rejected");
+        assert_eq!(error.code(), run::RENDEZVOUS_TOO_MANY_RANKS);
+        assert_eq!(error.field("ranks"), Some(&ranks.into()));
+        assert_eq!(error.field("open_files"), Some(&open_files.into()));
+    }
 }
 
 #[test]
-fn replies_that_nobody_takes_are_counted_until_they_are_gone() {
-    let (server, _heard) = server();
+fn unread_replies_count_until_their_connection_closes() {
+    let (server, _messages) = server();
     let mut greedy = connect(&server);
     let large = vec![7; wire::MAX_VALUE as usize];
     send(&mut greedy, Request::Set(k("/large"), large));
     settle(&mut greedy);
-    // Each asks for 8 MiB and reads nothing: only the next one's counting would tell that something is off.
+    // Each requests 8 MiB and reads nothing. An error of accounting would show in the next requests.
     for _ in 0..20 {
         let mut idle = connect(&server);
         send(&mut idle, Request::Get(k("/large")));
@@ -233,6 +238,6 @@ fn replies_that_nobody_takes_are_counted_until_they_are_gone() {
         let mut client = connect(&server);
         send(&mut client, Request::Get(k("/large")));
         let mut length = [0; 8];
-        client.read_exact(&mut length).expect("the connections before it have left nothing behind");
+        client.read_exact(&mut length).expect("closed connections free their buffers");
     }
 }

@@ -1,6 +1,9 @@
-//! Bytes ↔ [`Request`] and [`Reply`]. Integers are little-endian (torch sends the host's order, and its hosts are);
-//! a text or value is a u64 length and its bytes. Requests have no outer frame, so each length is checked against a cap
-//! before its bytes are waited for.
+//! The wire format of torch's `TCPStore`: bytes to [`Request`] and [`Reply`] to bytes.
+//!
+//! Integers are little-endian (torch uses the host's byte order); a key or value is a u64 length and its
+//! bytes. Requests have no outer frame, so each length is compared with a limit before its bytes are
+//! awaited.
+use super::error::{ClientError, LengthField};
 
 /// Longest key, bytes.
 pub(super) const MAX_KEY: u64 = 8 << 10;
@@ -10,15 +13,15 @@ pub(super) const MAX_VALUE: u64 = 8 << 20;
 pub(super) const MAX_KEYS: u64 = 128 << 10;
 /// Longest request or reply, bytes.
 pub(super) const MAX_MESSAGE: usize = 64 << 20;
-/// What a client begins with: it shows that torch's newer protocol is spoken.
+/// The first number that a client sends, from torch 2.4 on.
 const MAGIC: u32 = 0x3C85_F7CE;
 
-/// A key, as the client sent it.
+/// A key, in the bytes that the client sent.
 pub(super) type Key = Vec<u8>;
 /// A value.
 pub(super) type Value = Vec<u8>;
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Request {
     Validate,
@@ -40,11 +43,11 @@ pub(super) enum Request {
     Pop(Key),
     QueueLength(Key),
     ListKeys,
-    /// Key, number of clients that shall arrive.
+    /// Key, number of clients that must arrive.
     Barrier(Key, i64),
 }
 
-/// What a client is answered.
+/// A reply to a client.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Reply {
     Byte(u8),
@@ -52,51 +55,52 @@ pub(super) enum Reply {
     Number(i64),
     Value(Value),
     Values(Vec<Value>),
-    /// Length of the queue before, and the item.
+    /// Length of the queue before the pop, and the item.
     Popped(i64, Value),
     Keys(Vec<Key>),
 }
 
-/// What the first bytes of a connection's input are.
+/// What the input of a connection starts with.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Parsed {
     /// A request, and the number of its bytes.
-    Whole(Request, usize),
-    /// At least this many bytes in all are needed to say more.
-    Part(usize),
-    /// Not the protocol; why.
-    Malformed(String),
+    Complete(Request, usize),
+    /// Part of a request; parsing needs at least this many bytes in total.
+    Incomplete(usize),
+    /// Bytes that are not a valid request.
+    Malformed(ClientError),
 }
 
-/// Reads the request that `bytes` begin with.
+/// Parses the request that `bytes` starts with.
 pub(super) fn parse(bytes: &[u8]) -> Parsed {
-    // A long request that arrives piece by piece is looked at often: nothing is copied before it is whole.
-    let whole = Input { bytes, at: 0, copies: false }.request();
-    let mut input = Input { bytes, at: 0, copies: true };
-    match whole.and_then(|_| input.request()) {
-        Ok(request) => Parsed::Whole(request, input.at),
-        Err(Stop::Part(need)) if need > MAX_MESSAGE => {
-            Parsed::Malformed(format!("a request is longer than {MAX_MESSAGE} bytes"))
+    // A long request that arrives in pieces is parsed often: nothing is copied before it is complete.
+    let checked = RequestParser { bytes, at: 0, copies: false }.request();
+    let mut parser = RequestParser { bytes, at: 0, copies: true };
+    match checked.and_then(|_| parser.request()) {
+        Ok(request) => Parsed::Complete(request, parser.at),
+        Err(ParseStop::Incomplete(needed)) if needed > MAX_MESSAGE => {
+            Parsed::Malformed(ClientError::RequestTooLong)
         }
-        Err(Stop::Part(need)) => Parsed::Part(need),
-        Err(Stop::Malformed(why)) => Parsed::Malformed(why),
+        Err(ParseStop::Incomplete(needed)) => Parsed::Incomplete(needed),
+        Err(ParseStop::Malformed(error)) => Parsed::Malformed(error),
     }
 }
 
-enum Stop {
-    Part(usize),
-    Malformed(String),
+/// Why parsing stopped before the end of a request.
+enum ParseStop {
+    Incomplete(usize),
+    Malformed(ClientError),
 }
 
-struct Input<'b> {
+struct RequestParser<'b> {
     bytes: &'b [u8],
     at: usize,
-    /// Keys, values and lists are made; else they stay empty.
+    /// Whether keys, values and lists are copied; otherwise they stay empty.
     copies: bool,
 }
 
-impl Input<'_> {
-    fn request(&mut self) -> Result<Request, Stop> {
+impl RequestParser<'_> {
+    fn request(&mut self) -> Result<Request, ParseStop> {
         Ok(match self.array::<1>()?[0] {
             0 => self.validate()?,
             1 => Request::Set(self.key()?, self.value()?),
@@ -109,7 +113,7 @@ impl Input<'_> {
             8 => Request::Delete(self.key()?),
             9 => Request::Append(self.key()?, self.value()?),
             10 => Request::GetMany(self.keys()?),
-            11 => Request::SetMany(self.list(16, |input| Ok((input.key()?, input.value()?)))?),
+            11 => Request::SetMany(self.list(16, |parser| Ok((parser.key()?, parser.value()?)))?),
             12 => Request::CancelWait,
             13 => Request::Ping(u32::from_le_bytes(self.array()?)),
             14 => Request::Push(self.key()?, self.value()?),
@@ -117,73 +121,78 @@ impl Input<'_> {
             16 => Request::QueueLength(self.key()?),
             17 => Request::ListKeys,
             18 => Request::Barrier(self.key()?, self.number()?),
-            other => return Err(Stop::Malformed(format!("there is no operation {other}"))),
+            other => return Err(ParseStop::Malformed(ClientError::UnknownOperation(other))),
         })
     }
 
-    fn validate(&mut self) -> Result<Request, Stop> {
+    fn validate(&mut self) -> Result<Request, ParseStop> {
         match u32::from_le_bytes(self.array()?) {
             MAGIC => Ok(Request::Validate),
-            other => Err(Stop::Malformed(format!("the connection began with {other:#x}"))),
+            other => Err(ParseStop::Malformed(ClientError::WrongMagic(other))),
         }
     }
 
     /// The next `length` bytes.
-    fn take(&mut self, length: usize) -> Result<&[u8], Stop> {
+    fn take(&mut self, length: usize) -> Result<&[u8], ParseStop> {
         let end = self.at.saturating_add(length);
-        let taken = self.bytes.get(self.at..end).ok_or(Stop::Part(end))?;
+        let taken = self.bytes.get(self.at..end).ok_or(ParseStop::Incomplete(end))?;
         self.at = end;
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], ParseStop> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
     }
 
-    fn number(&mut self) -> Result<i64, Stop> {
+    fn number(&mut self) -> Result<i64, ParseStop> {
         Ok(i64::from_le_bytes(self.array()?))
     }
 
-    /// A length, at most `most`.
-    fn length(&mut self, what: &str, most: u64) -> Result<usize, Stop> {
+    /// A length of at most `limit`.
+    fn length(&mut self, field: LengthField, limit: u64) -> Result<usize, ParseStop> {
         let length = u64::from_le_bytes(self.array()?);
-        if length > most {
-            return Err(Stop::Malformed(format!("{what} of {length} is more than {most}")));
+        if length > limit {
+            return Err(ParseStop::Malformed(ClientError::LengthAboveLimit { field, length, limit }));
         }
         Ok(length as usize)
     }
 
-    fn key(&mut self) -> Result<Key, Stop> {
-        let length = self.length("a key's length", MAX_KEY)?;
-        self.text(length)
+    fn key(&mut self) -> Result<Key, ParseStop> {
+        let length = self.length(LengthField::Key, MAX_KEY)?;
+        self.bytes_of(length)
     }
 
-    fn value(&mut self) -> Result<Value, Stop> {
-        let length = self.length("a value's length", MAX_VALUE)?;
-        self.text(length)
+    fn value(&mut self) -> Result<Value, ParseStop> {
+        let length = self.length(LengthField::Value, MAX_VALUE)?;
+        self.bytes_of(length)
     }
 
-    fn text(&mut self, length: usize) -> Result<Vec<u8>, Stop> {
+    /// The next `length` bytes, copied if values are wanted.
+    fn bytes_of(&mut self, length: usize) -> Result<Vec<u8>, ParseStop> {
         let copies = self.copies;
         let bytes = self.take(length)?;
         Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
-    fn keys(&mut self) -> Result<Vec<Key>, Stop> {
+    fn keys(&mut self) -> Result<Vec<Key>, ParseStop> {
         self.list(8, Self::key)
     }
 
-    /// A counted list whose items have at least `least` bytes each.
-    fn list<T>(&mut self, least: usize, item: impl Fn(&mut Self) -> Result<T, Stop>) -> Result<Vec<T>, Stop> {
-        let count = self.length("a number of keys", MAX_KEYS)?;
+    /// A list with its length, of items with at least `min_bytes` bytes each.
+    fn list<T>(
+        &mut self,
+        min_bytes: usize,
+        item: impl Fn(&mut Self) -> Result<T, ParseStop>,
+    ) -> Result<Vec<T>, ParseStop> {
+        let count = self.length(LengthField::KeyCount, MAX_KEYS)?;
         let mut items = Vec::new();
         for left in (1..=count).rev() {
-            // Nothing is read, or made, before all that is left can be there.
-            let end = self.at + left * least;
+            // Nothing is parsed or allocated before the rest of the list can be complete.
+            let end = self.at + left * min_bytes;
             if end > self.bytes.len() {
-                return Err(Stop::Part(end));
+                return Err(ParseStop::Incomplete(end));
             }
             let item = item(self)?;
             if self.copies {
@@ -194,7 +203,7 @@ impl Input<'_> {
     }
 }
 
-/// Appends a reply to what a client gets.
+/// Appends the bytes of a reply.
 pub(super) fn encode(reply: &Reply, out: &mut Vec<u8>) {
     let bytes = |out: &mut Vec<u8>, bytes: &[u8]| {
         out.extend((bytes.len() as u64).to_le_bytes());

@@ -6,7 +6,7 @@ fn text(out: &mut Vec<u8>, text: &[u8]) {
     out.extend_from_slice(text);
 }
 
-/// A request as a client sends it.
+/// The bytes of a request.
 pub(crate) fn request(request: &Request) -> Vec<u8> {
     let mut out = Vec::new();
     let mut put = |code: u8, texts: &[&[u8]]| {
@@ -62,7 +62,7 @@ pub(crate) fn request(request: &Request) -> Vec<u8> {
     out
 }
 
-/// Any request over few and short keys.
+/// Any request over a few short keys.
 pub(crate) fn any_request() -> impl Strategy<Value = Request> {
     let key = || "[abc]{0,1}".prop_map(|k| k.into_bytes());
     let value = || prop_oneof!["[0-9]{1,3}", "[a-z]{0,3}"].prop_map(|v| v.into_bytes());
@@ -91,7 +91,7 @@ pub(crate) fn any_request() -> impl Strategy<Value = Request> {
 }
 
 #[test]
-fn what_is_not_the_protocol_is_refused() {
+fn bytes_of_another_protocol_are_rejected() {
     let mut long_key = vec![3];
     long_key.extend((MAX_KEY + 1).to_le_bytes());
     let mut long_value = vec![1];
@@ -99,42 +99,42 @@ fn what_is_not_the_protocol_is_refused() {
     long_value.extend(u64::MAX.to_le_bytes());
     let mut many = vec![6];
     many.extend((MAX_KEYS + 1).to_le_bytes());
-    for (bytes, part) in [
-        (vec![19], "no operation 19"),
-        (vec![255], "no operation 255"),
-        (vec![0, 1, 2, 3, 4], "0x4030201"),
-        (b"GET / HTTP/1.1".to_vec(), "no operation 71"),
-        (long_key, "key's length of 8193"),
-        (long_value, "value's length of 18446744073709551615"),
-        (many, "number of keys of 131073"),
+    let above = |field, length, limit| ClientError::LengthAboveLimit { field, length, limit };
+    for (bytes, error) in [
+        (vec![19], ClientError::UnknownOperation(19)),
+        (vec![255], ClientError::UnknownOperation(255)),
+        (vec![0, 1, 2, 3, 4], ClientError::WrongMagic(0x0403_0201)),
+        (b"GET / HTTP/1.1".to_vec(), ClientError::UnknownOperation(71)),
+        (long_key, above(LengthField::Key, 8193, MAX_KEY)),
+        (long_value, above(LengthField::Value, u64::MAX, MAX_VALUE)),
+        (many, above(LengthField::KeyCount, 131_073, MAX_KEYS)),
     ] {
-        let parsed = parse(&bytes);
-        assert!(matches!(&parsed, Parsed::Malformed(why) if why.contains(part)), "{part}: {parsed:?}");
+        assert_eq!(parse(&bytes), Parsed::Malformed(error));
     }
     let mut most = vec![11];
     most.extend(MAX_KEYS.to_le_bytes());
-    assert_eq!(parse(&most), Parsed::Part(9 + 16 * MAX_KEYS as usize), "nothing is made before it is there");
+    assert_eq!(parse(&most), Parsed::Incomplete(9 + 16 * MAX_KEYS as usize), "nothing is allocated early");
 }
 
 proptest! {
     #[test]
-    fn requests_round_trip_and_parts_wait_for_more(sent in any_request(), rest in "[a-z]{0,3}") {
+    fn requests_round_trip_and_incomplete_ones_need_more_bytes(sent in any_request(), rest in "[a-z]{0,3}") {
         let mut bytes = request(&sent);
         let length = bytes.len();
         for cut in 0..length {
-            let Parsed::Part(need) = parse(&bytes[..cut]) else { panic!("{cut} of {length}") };
-            prop_assert!(need > cut && need <= length, "{} of {} needs {}", cut, length, need);
+            let Parsed::Incomplete(needed) = parse(&bytes[..cut]) else { panic!("{cut} of {length}") };
+            prop_assert!(needed > cut && needed <= length, "{} of {} needs {}", cut, length, needed);
         }
         bytes.extend(rest.bytes());
-        prop_assert_eq!(parse(&bytes), Parsed::Whole(sent, length));
+        prop_assert_eq!(parse(&bytes), Parsed::Complete(sent, length));
     }
 
     #[test]
-    fn no_bytes_panic(code in 0u8..20, bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
+    fn parsing_never_panics(code in 0u8..20, bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
         let bytes = [vec![code], bytes].concat();
         match parse(&bytes) {
-            Parsed::Whole(_, length) => prop_assert!(length <= bytes.len()),
-            Parsed::Part(need) => prop_assert!(need > bytes.len() && need <= MAX_MESSAGE),
+            Parsed::Complete(_, length) => prop_assert!(length <= bytes.len()),
+            Parsed::Incomplete(needed) => prop_assert!(needed > bytes.len() && needed <= MAX_MESSAGE),
             Parsed::Malformed(_) => {}
         }
     }

@@ -1,35 +1,40 @@
-//! Every fault on the first, a middle and the last host, in the simulator: the one true cause, and in time.
+//! Every injected fault on the first, a middle and the last host, in the simulator: the right root cause,
+//! and an end in time.
 use super::{
     super::core::REMOTE_LEASE,
-    sim::{Fault, Scene, World},
-    simulated::{LONGEST, calm, check},
+    sim::{InjectedFault, Scenario, World},
+    simulated::{TIME_LIMIT, check, quiet_scenario},
 };
 use std::time::Duration;
 
-/// When it strikes.
+/// When the fault is injected.
 const AT: Duration = Duration::from_secs(4);
-/// Some of the simulator's programs take no notice of SIGTERM, and use all of their grace.
+/// The grace period of programs; some of the simulated ones ignore SIGTERM.
 const GRACE: Duration = Duration::from_secs(3);
 
 #[test]
-fn every_fault_at_every_position_ends_the_job_with_its_cause_in_time() {
-    for node in [0, 1, 3] {
-        let rank = node as u32 * 2 + 1;
+fn every_fault_on_every_host_ends_the_run_with_its_root_cause_in_time() {
+    for host in [0, 1, 3] {
+        let rank = host as u32 * 2 + 1;
         for (fault, silent) in [
-            (Fault::WorkerExits(rank, 9), false),
-            (Fault::WorkerKilled(rank), false),
-            (Fault::AgentKilled(node), false),
-            (Fault::LinkBreaks(node), false),
-            (Fault::Silence(node), true),
-            (Fault::HostDies(node), true),
-            (Fault::HostFreezes(node, 60_000), true),
+            (InjectedFault::WorkerExits(rank, 9), false),
+            (InjectedFault::WorkerKilled(rank), false),
+            (InjectedFault::AgentKilled(host), false),
+            (InjectedFault::LinkBreaks(host), false),
+            (InjectedFault::Silence(host), true),
+            (InjectedFault::HostDies(host), true),
+            (InjectedFault::HostFreezes(host, 60_000), true),
         ] {
             for builtin in [true, false] {
-                let scene =
-                    Scene { local: 2, builtin, work: Duration::from_secs(90), ..calm(4, vec![(AT, fault)]) };
-                let mut world = World::new(scene.clone());
-                world.run(LONGEST).expect("runs");
-                check(&world, &scene).unwrap_or_else(|why| panic!("{why}: {:#?}", world.told));
+                let scenario = Scenario {
+                    local: 2,
+                    builtin,
+                    work: Duration::from_secs(90),
+                    ..quiet_scenario(4, vec![(AT, fault)])
+                };
+                let mut world = World::new(scenario.clone());
+                world.run(TIME_LIMIT).expect("runs");
+                check(&world, &scenario).unwrap_or_else(|error| panic!("{error}: {:#?}", world.reported));
                 assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(1), "{fault:?}");
                 let lease = if silent { REMOTE_LEASE } else { Duration::ZERO };
                 let took = world.ended_at - AT;

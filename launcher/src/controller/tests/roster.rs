@@ -1,117 +1,134 @@
-//! Hosts that come and go with the list while a job runs, in the simulator.
+//! Hosts that are added to and removed from the list while a job runs, in the simulator.
 use super::{
-    sim::{Fault, Scene, World},
-    simulated::{LONGEST, calm, check},
+    sim::{InjectedFault, Scenario, World},
+    simulated::{TIME_LIMIT, check, quiet_scenario},
 };
 use contract::event::Event;
 use std::time::Duration;
 
-/// Plays a scene of four hosts to its end; the hosts of each of its starts.
-fn placed(scene: Scene) -> (World, Vec<Vec<String>>) {
-    let mut world = World::new(scene.clone());
-    world.run(LONGEST).expect("runs");
-    check(&world, &scene).unwrap_or_else(|why| panic!("{why}: {:#?}", world.told));
-    let placed = world.told.iter().filter_map(|event| match event {
-        Event::Placed { hosts, .. } => Some(hosts.clone()),
+/// Simulates a scenario of four hosts; returns the hosts of each attempt, too.
+fn placements(scenario: Scenario) -> (World, Vec<Vec<String>>) {
+    let mut world = World::new(scenario.clone());
+    world.run(TIME_LIMIT).expect("runs");
+    check(&world, &scenario).unwrap_or_else(|error| panic!("{error}: {:#?}", world.reported));
+    let placements = world.reported.iter().filter_map(|event| match event {
+        Event::Placement { hosts, .. } => Some(hosts.clone()),
         _ => None,
     });
-    let placed = placed.collect();
-    (world, placed)
+    let placements = placements.collect();
+    (world, placements)
 }
 
-fn scene(min_hosts: usize, builtin: bool, faults: &[(u64, Fault)]) -> Scene {
+fn scenario(min_hosts: usize, builtin: bool, faults: &[(u64, InjectedFault)]) -> Scenario {
     let faults = faults.iter().map(|(ms, fault)| (Duration::from_millis(*ms), *fault)).collect();
-    Scene { min_hosts, builtin, local: 2, ..calm(4, faults) }
+    Scenario { min_hosts, builtin, local: 2, ..quiet_scenario(4, faults) }
 }
 
-fn names(nodes: &[usize]) -> Vec<String> {
-    nodes.iter().map(|node| format!("h{node}")).collect()
+fn names(hosts: &[usize]) -> Vec<String> {
+    hosts.iter().map(|host| format!("h{host}")).collect()
 }
 
-/// It went well, without a failure and without a restart that counts.
-fn well(world: &World) {
-    assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.told);
-    let troubled = |e: &Event| matches!(e, Event::Failure { .. } | Event::Restart { .. });
-    assert!(!world.told.iter().any(troubled), "{:#?}", world.told);
+/// Asserts that the run succeeded without a failure and without a restart from the budget.
+fn assert_success(world: &World) {
+    assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.reported);
+    let is_failure = |e: &Event| matches!(e, Event::Failure(_) | Event::Restart { .. });
+    assert!(!world.reported.iter().any(is_failure), "{:#?}", world.reported);
 }
 
-fn said(world: &World, part: &str) -> usize {
-    let notice = |e: &&Event| matches!(e, Event::Notice { message, .. } if message.contains(part));
-    world.told.iter().filter(notice).count()
+/// The notices of a run.
+fn notices(world: &World) -> Vec<String> {
+    let notices = world.reported.iter().filter_map(|event| match event {
+        Event::Notice { message, .. } => Some(message.clone()),
+        _ => None,
+    });
+    notices.collect()
 }
 
 const ALL: [usize; 4] = [0, 1, 2, 3];
 
 #[test]
-fn a_host_that_is_taken_from_the_list_is_drained() {
+fn a_host_that_is_removed_from_the_list_is_drained() {
+    let mut all_notices = Vec::new();
     for builtin in [true, false] {
-        for node in [0, 1, 3] {
-            let (world, placed) = placed(scene(3, builtin, &[(4000, Fault::HostUnlisted(node))]));
-            well(&world);
-            let rest: Vec<usize> = ALL.into_iter().filter(|n| *n != node).collect();
-            assert_eq!(placed, [names(&ALL), names(&rest)], "host {node}, built-in {builtin}");
-            assert_eq!(said(&world, "it is left out"), 1);
+        for host in [0, 1, 3] {
+            let (world, attempts) =
+                placements(scenario(3, builtin, &[(4000, InjectedFault::HostUnlisted(host))]));
+            assert_success(&world);
+            let rest: Vec<usize> = ALL.into_iter().filter(|n| *n != host).collect();
+            assert_eq!(attempts, [names(&ALL), names(&rest)], "host {host}, built-in {builtin}");
+            all_notices.extend(notices(&world));
         }
     }
+    insta::assert_snapshot!(all_notices.join("\n"));
 }
 
 #[test]
-fn a_host_that_is_needed_is_kept_until_another_one_comes() {
-    let (world, starts) = placed(scene(4, true, &[(4000, Fault::HostUnlisted(1))]));
-    well(&world);
-    assert_eq!((starts, said(&world, "used all the same")), (vec![names(&ALL)], 1));
-    let faults = [(4000, Fault::HostUnlisted(1)), (5000, Fault::HostAdded)];
+fn a_removed_host_that_is_needed_stays_in_use_until_another_is_added() {
+    let (world, attempts) = placements(scenario(4, true, &[(4000, InjectedFault::HostUnlisted(1))]));
+    assert_success(&world);
+    assert_eq!(attempts, vec![names(&ALL)]);
+    insta::assert_snapshot!("use_of_a_removed_host", notices(&world).join("\n"));
+    let faults = [(4000, InjectedFault::HostUnlisted(1)), (5000, InjectedFault::HostAdded)];
     for builtin in [true, false] {
-        let (world, starts) = placed(scene(4, builtin, &faults));
-        well(&world);
-        assert_eq!(starts, [names(&ALL), names(&[0, 2, 3, 4])]);
-        assert_eq!(said(&world, "used all the same"), 1);
+        let (world, attempts) = placements(scenario(4, builtin, &faults));
+        assert_success(&world);
+        assert_eq!(attempts, [names(&ALL), names(&[0, 2, 3, 4])]);
     }
-    // Listed again before another came: it was a mistake.
-    let faults = [(4000, Fault::HostUnlisted(1)), (5000, Fault::HostListed(1)), (6000, Fault::HostAdded)];
-    let (world, starts) = placed(scene(4, true, &faults));
-    well(&world);
-    assert_eq!(starts, [names(&ALL)]);
+    // Listed again before another host was added.
+    let faults = [
+        (4000, InjectedFault::HostUnlisted(1)),
+        (5000, InjectedFault::HostListed(1)),
+        (6000, InjectedFault::HostAdded),
+    ];
+    let (world, attempts) = placements(scenario(4, true, &faults));
+    assert_success(&world);
+    assert_eq!(attempts, [names(&ALL)]);
 }
 
 #[test]
-fn a_host_that_comes_takes_the_place_of_a_lost_one_and_joins_an_elastic_job_at_its_next_start() {
-    let faults = [(2000, Fault::HostAdded), (4000, Fault::HostDies(2))];
-    let (world, starts) = placed(Scene { restarts: 1, ..scene(4, true, &faults) });
-    assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.told);
-    assert_eq!(starts, [names(&ALL), names(&[0, 1, 3, 4])]);
-    let faults = [(2000, Fault::HostAdded), (4000, Fault::WorkerKilled(2))];
-    let (world, starts) = placed(Scene { restarts: 1, ..scene(2, true, &faults) });
+fn an_added_host_replaces_a_lost_one_and_joins_an_elastic_job_at_its_next_attempt() {
+    let faults = [(2000, InjectedFault::HostAdded), (4000, InjectedFault::HostDies(2))];
+    let (world, attempts) = placements(Scenario { restarts: 1, ..scenario(4, true, &faults) });
+    assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.reported);
+    assert_eq!(attempts, [names(&ALL), names(&[0, 1, 3, 4])]);
+    let faults = [(2000, InjectedFault::HostAdded), (4000, InjectedFault::WorkerKilled(2))];
+    let (world, attempts) = placements(Scenario { restarts: 1, ..scenario(2, true, &faults) });
     assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0));
-    assert_eq!(starts, [names(&ALL), names(&[0, 1, 2, 3, 4])]);
+    assert_eq!(attempts, [names(&ALL), names(&[0, 1, 2, 3, 4])]);
 }
 
 #[test]
-fn a_host_that_goes_while_it_is_drained_is_no_failure() {
-    for (builtin, fault) in
-        [(false, Fault::HostDies(1)), (false, Fault::AgentKilled(1)), (true, Fault::LinkBreaks(1))]
-    {
-        let (world, starts) = placed(scene(3, builtin, &[(4000, Fault::HostUnlisted(1)), (4001, fault)]));
-        well(&world);
-        assert_eq!(starts, [names(&ALL), names(&[0, 2, 3])], "{fault:?}");
+fn the_loss_of_a_draining_host_is_not_a_failure() {
+    for (builtin, fault) in [
+        (false, InjectedFault::HostDies(1)),
+        (false, InjectedFault::AgentKilled(1)),
+        (true, InjectedFault::LinkBreaks(1)),
+    ] {
+        let (world, attempts) =
+            placements(scenario(3, builtin, &[(4000, InjectedFault::HostUnlisted(1)), (4001, fault)]));
+        assert_success(&world);
+        assert_eq!(attempts, [names(&ALL), names(&[0, 2, 3])], "{fault:?}");
     }
 }
 
 #[test]
-fn whoever_asks_for_the_end_while_hosts_are_drained_gets_it() {
-    let faults = [(4000, Fault::HostUnlisted(1)), (4001, Fault::Interrupt)];
+fn a_stop_request_while_hosts_are_drained_ends_the_run() {
+    let faults = [(4000, InjectedFault::HostUnlisted(1)), (4001, InjectedFault::Interrupt)];
     for builtin in [true, false] {
-        let (world, starts) = placed(scene(3, builtin, &faults));
-        assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(130), "{:#?}", world.told);
-        assert_eq!(starts.len(), 1);
+        let (world, attempts) = placements(scenario(3, builtin, &faults));
+        assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(130), "{:#?}", world.reported);
+        assert_eq!(attempts.len(), 1);
     }
 }
 
 #[test]
-fn a_host_that_was_let_go_may_come_back() {
-    let faults =
-        [(2000, Fault::HostUnlisted(3)), (4000, Fault::HostListed(3)), (6000, Fault::WorkerKilled(0))];
-    let (world, starts) = placed(Scene { restarts: 1, ..scene(2, true, &faults) });
-    assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.told);
-    assert_eq!(starts, [names(&ALL), names(&[0, 1, 2]), names(&ALL)]);
+fn a_released_host_may_be_listed_again() {
+    let faults = [
+        (2000, InjectedFault::HostUnlisted(3)),
+        (4000, InjectedFault::HostListed(3)),
+        (6000, InjectedFault::WorkerKilled(0)),
+    ];
+    let (world, attempts) = placements(Scenario { restarts: 1, ..scenario(2, true, &faults) });
+    assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.reported);
+    assert_eq!(attempts, [names(&ALL), names(&[0, 1, 2]), names(&ALL)]);
 }

@@ -1,10 +1,13 @@
-//! A seeded simulator of a whole job: the controller's core and the agents' cores, with links between them, workers,
-//! and faults. A discrete-event loop; no thread, no clock, no I/O.
+//! [`World`]: a seeded discrete-event simulator of a job: the cores of the controller and of the agents,
+//! the connections between them, workers, and injected faults. No threads, no clock, no I/O.
 //!
-//! A stream never reorders or repeats what it carries; it delays, breaks (both ends see it) or goes silent (nobody sees
-//! anything). Messages of an agent that was replaced still arrive at the driver, which knows them by their number; here
-//! they are given to the core now and then all the same, as a repeated message of an old epoch.
-use super::super::core::{Core, HostSetup, Input, HostIndex, Output, Planned, Setup, Stop};
+//! A stream never reorders or repeats messages. It delays them, breaks (both ends see that), or goes silent
+//! (no end sees that). The driver drops messages of a replaced agent by its number; here some of them are
+//! delivered to the core nevertheless, as late messages of an earlier attempt.
+use super::super::{
+    core::{Action, Core, HostIndex, HostSetup, Input, PlannedWorker, Setup, StopRequest},
+    root_cause::AgentEnd,
+};
 use crate::agent::simulated::{Core as AgentCore, Input as AgentInput};
 use contract::{
     control::{ExitStatus, FromAgent, HostInventory, HostPlan, ToAgent, WorkerPlan},
@@ -20,15 +23,15 @@ use std::{
 mod faults;
 mod hosts;
 
-pub(super) use faults::Fault;
-use hosts::{Agent, Host};
+pub(super) use faults::InjectedFault;
+use hosts::{Agent, SimHost};
 
-/// SplitMix64.
-pub(super) struct Chance(u64);
+/// A SplitMix64 random number generator.
+pub(super) struct Rng(u64);
 
-impl Chance {
+impl Rng {
     pub(super) fn new(seed: u64) -> Self {
-        Chance(seed)
+        Rng(seed)
     }
 
     pub(super) fn next(&mut self) -> u64 {
@@ -38,7 +41,7 @@ impl Chance {
         x ^ (x >> 31)
     }
 
-    /// From 0 to below `n`.
+    /// A number from 0 to below `n`.
     pub(super) fn below(&mut self, n: u64) -> u64 {
         self.next() % n.max(1)
     }
@@ -52,8 +55,9 @@ impl Chance {
     }
 }
 
+/// What is simulated.
 #[derive(Clone, Debug)]
-pub(super) struct Scene {
+pub(super) struct Scenario {
     pub(super) seed: u64,
     pub(super) hosts: usize,
     pub(super) local: u32,
@@ -62,33 +66,35 @@ pub(super) struct Scene {
     pub(super) restarts: u32,
     pub(super) min_hosts: usize,
     pub(super) use_hosts: usize,
-    pub(super) faults: Vec<(Duration, Fault)>,
-    /// How long workers work.
+    pub(super) faults: Vec<(Duration, InjectedFault)>,
+    /// How long workers run.
     pub(super) work: Duration,
 }
 
+/// Something that happens at a point in time.
 #[derive(Debug)]
-enum What {
+enum SimEvent {
     ToAgent(HostIndex, u32, ToAgent),
     ToController(HostIndex, u32, FromAgent),
-    /// The agent sees the end of its stream.
+    /// The agent reads the end of its stream.
     AgentSeesEnd(HostIndex, u32),
     ControllerSeesEnd(HostIndex, u32),
     AgentTick(HostIndex, u32),
     ControllerTick,
+    /// The plan of this attempt is ready.
     Planned(u32),
     Feed(HostIndex, u32, AgentInput),
     WorkerEnds {
-        node: HostIndex,
-        epoch: u32,
+        host: HostIndex,
+        attempt: u32,
         rank: Rank,
         status: ExitStatus,
     },
-    Fault(Fault),
-    Thaw(HostIndex),
+    InjectedFault(InjectedFault),
+    Unfreeze(HostIndex),
 }
 
-impl Scene {
+impl Scenario {
     fn setup(&self) -> Setup {
         Setup {
             hosts: (0..self.hosts)
@@ -98,315 +104,327 @@ impl Scene {
             grace: Duration::from_secs(3),
             restarts: self.restarts,
             use_hosts: self.use_hosts,
-            use_all: self.use_hosts == self.hosts && self.min_hosts < self.use_hosts,
+            use_all_listed: self.use_hosts == self.hosts && self.min_hosts < self.use_hosts,
             min_hosts: self.min_hosts,
             seed: self.seed,
         }
     }
 
-    /// Plays it, then tells a controller alone the same again: how many messages there were, and how long that one took.
-    pub(super) fn alone(self, limit: Duration) -> (u64, Duration) {
+    /// Simulates the scenario, then feeds the recorded inputs to a single core. Returns the number of messages
+    /// and the time of that core.
+    pub(super) fn time_core(self, limit: Duration) -> (u64, Duration) {
         let mut core = Core::new(self.setup());
         let mut world = World::new(self);
-        world.heard = Some(Vec::new());
+        world.recorded = Some(Vec::new());
         world.run(limit).expect("runs");
-        assert!(world.outcome.is_some() && world.living().is_empty());
+        assert!(world.outcome.is_some() && world.running_workers().is_empty());
         core.start(Duration::ZERO);
-        let heard = world.heard.take().unwrap_or_default();
+        let recorded = world.recorded.take().unwrap_or_default();
         let messages = world.messages;
         drop(world);
         let mut spent = Duration::ZERO;
-        // As from a driver, each message has just been made: reading a long record from memory isn't the controller's time.
-        for part in heard.chunks(64) {
+        // Copied in small parts, so that each input is in the cache, as it is when a driver has just made it.
+        for part in recorded.chunks(64) {
             let part = part.to_vec();
-            let began = std::time::Instant::now();
+            let started = std::time::Instant::now();
             for (now, input) in part {
                 core.handle(now, input);
             }
-            spent += began.elapsed();
+            spent += started.elapsed();
         }
         (messages, spent)
     }
 }
 
+/// The state of a simulation.
 pub(super) struct World {
-    scene: Scene,
-    chance: Chance,
+    scenario: Scenario,
+    rng: Rng,
     now: Duration,
     queue: BinaryHeap<Reverse<(Duration, u64)>>,
-    events: BTreeMap<u64, What>,
+    events: BTreeMap<u64, SimEvent>,
     count: u64,
     core: Core,
     controller_alive: bool,
-    hosts: Vec<Host>,
-    /// By host: the list names it.
+    hosts: Vec<SimHost>,
+    /// Whether the list contains each host.
     listed: Vec<bool>,
-    numbers: u32,
-    /// The plan of this epoch, by node.
+    agents_started: u32,
+    /// The plans of this attempt with their hosts.
     plans: Vec<(HostIndex, HostPlan)>,
     preparing: Option<(u32, u32, Vec<HostIndex>)>,
-    pub(super) told: Vec<Event>,
+    /// The events that the controller reported.
+    pub(super) reported: Vec<Event>,
     pub(super) outcome: Option<super::super::core::Outcome>,
     pub(super) ended_at: Duration,
     /// Messages to and from the controller.
     pub(super) messages: u64,
-    /// What the controller's core was told, where that is kept.
-    heard: Option<Vec<(Duration, Input)>>,
+    /// The inputs of the controller's core, if they are recorded.
+    recorded: Option<Vec<(Duration, Input)>>,
     tick_at: Duration,
-    pub(super) injected: Vec<Fault>,
-    /// What must not be.
-    pub(super) wrong: Option<String>,
+    pub(super) injected: Vec<InjectedFault>,
+    /// An invariant that was violated.
+    pub(super) violation: Option<String>,
     max_pid: u32,
 }
 
 impl World {
-    pub(super) fn new(scene: Scene) -> World {
-        let setup = scene.setup();
+    pub(super) fn new(scenario: Scenario) -> World {
+        let setup = scenario.setup();
         let mut world = World {
-            chance: Chance::new(scene.seed),
+            rng: Rng::new(scenario.seed),
             now: Duration::ZERO,
             queue: BinaryHeap::new(),
             events: BTreeMap::new(),
             count: 0,
             core: Core::new(setup),
             controller_alive: true,
-            hosts: (0..scene.hosts).map(|_| Host::default()).collect(),
-            listed: vec![true; scene.hosts],
-            numbers: 0,
+            hosts: (0..scenario.hosts).map(|_| SimHost::default()).collect(),
+            listed: vec![true; scenario.hosts],
+            agents_started: 0,
             plans: Vec::new(),
             preparing: None,
-            told: Vec::new(),
+            reported: Vec::new(),
             outcome: None,
             ended_at: Duration::ZERO,
             messages: 0,
-            heard: None,
+            recorded: None,
             tick_at: Duration::MAX,
             injected: Vec::new(),
-            wrong: None,
+            violation: None,
             max_pid: 100,
-            scene,
+            scenario,
         };
-        for node in 0..world.scene.hosts {
-            world.start_agent(node);
+        for host in 0..world.scenario.hosts {
+            world.start_agent(host);
         }
-        let outputs = world.core.start(world.now);
-        world.carry_out(outputs);
-        for (at, fault) in world.scene.faults.clone() {
-            world.at(at, What::Fault(fault));
+        let actions = world.core.start(world.now);
+        world.execute_actions(actions);
+        for (at, fault) in world.scenario.faults.clone() {
+            world.schedule(at, SimEvent::InjectedFault(fault));
         }
         world
     }
 
-    fn at(&mut self, when: Duration, what: What) {
+    fn schedule(&mut self, when: Duration, event: SimEvent) {
         self.count += 1;
-        self.events.insert(self.count, what);
+        self.events.insert(self.count, event);
         self.queue.push(Reverse((when.max(self.now), self.count)));
     }
 
-    /// On a stream: never before what was sent on it earlier, since all take the same time in one direction.
-    fn latency(&self, node: HostIndex) -> Duration {
-        Duration::from_micros(200 + (self.scene.seed ^ node as u64) % 3000)
+    /// The delay of messages of a host, which is constant so that streams keep their order.
+    fn latency(&self, host: HostIndex) -> Duration {
+        Duration::from_micros(200 + (self.scenario.seed ^ host as u64) % 3000)
     }
 
-    /// Until nothing is left that could happen, or the limit.
+    /// Runs until no event is left, or until the limit.
     pub(super) fn run(&mut self, limit: Duration) -> Result<(), String> {
-        let mut left = 2_000_000 + 5000 * self.scene.hosts;
+        let mut budget = 2_000_000 + 5000 * self.scenario.hosts;
         while let Some(Reverse((when, key))) = self.queue.pop() {
-            left -= 1;
-            if left == 0 {
-                return Err(format!("it goes round in circles at {when:?}"));
+            budget -= 1;
+            if budget == 0 {
+                return Err(format!("no end in sight at {when:?}"));
             }
             if when > limit {
                 return Ok(());
             }
             self.now = when;
-            if let Some(what) = self.events.remove(&key) {
-                self.happen(what)?;
+            if let Some(event) = self.events.remove(&key) {
+                self.process(event)?;
             }
-            let over = self.outcome.is_some() || !self.controller_alive;
-            // Looking at all hosts at every event would take longer than everything else.
-            let look = over && left.is_multiple_of(1 + self.hosts.len() / 8);
-            if look && self.living().is_empty() && self.hosts.iter().all(|h| h.agents.is_empty() || h.dead) {
+            let is_over = self.outcome.is_some() || !self.controller_alive;
+            // Checking all hosts after every event would dominate the run time.
+            let check_hosts = is_over && budget.is_multiple_of(1 + self.hosts.len() / 8);
+            if check_hosts
+                && self.running_workers().is_empty()
+                && self.hosts.iter().all(|h| h.agents.is_empty() || h.dead)
+            {
                 return Ok(());
             }
         }
         Ok(())
     }
 
-    /// Workers that live on hosts that do.
-    pub(super) fn living(&self) -> Vec<(HostIndex, u32, Rank)> {
+    /// The workers that run on hosts that are up: host, attempt and rank.
+    pub(super) fn running_workers(&self) -> Vec<(HostIndex, u32, Rank)> {
         let hosts = self.hosts.iter().enumerate().filter(|(_, h)| !h.dead);
-        hosts.flat_map(|(node, h)| h.workers.keys().map(move |(e, r)| (node, *e, *r))).collect()
+        hosts
+            .flat_map(|(host, h)| h.workers.keys().map(move |(attempt, rank)| (host, *attempt, *rank)))
+            .collect()
     }
 
-    // ---- what happens ----
+    // ---- events ----
 
-    fn happen(&mut self, what: What) -> Result<(), String> {
-        let node = match &what {
-            What::ToAgent(n, ..) | What::AgentSeesEnd(n, _) | What::AgentTick(n, _) | What::Feed(n, ..) => {
-                Some(*n)
-            }
-            What::WorkerEnds { node, .. } => Some(*node),
+    fn process(&mut self, event: SimEvent) -> Result<(), String> {
+        let host = match &event {
+            SimEvent::ToAgent(n, ..)
+            | SimEvent::AgentSeesEnd(n, _)
+            | SimEvent::AgentTick(n, _)
+            | SimEvent::Feed(n, ..) => Some(*n),
+            SimEvent::WorkerEnds { host, .. } => Some(*host),
             _ => None,
         };
-        if let Some(node) = node {
-            let host = &mut self.hosts[node];
+        if let Some(host) = host {
+            let host = &mut self.hosts[host];
             if host.dead {
                 return Ok(());
             }
             if host.frozen {
-                host.held.push_back(what);
+                host.delayed.push_back(event);
                 return Ok(());
             }
         }
-        match what {
-            What::ToAgent(node, number, message) => self.feed(node, number, AgentInput::Controller(message)),
-            What::AgentSeesEnd(node, number) => self.feed(node, number, AgentInput::ControllerGone),
-            What::AgentTick(node, number) => {
-                if let Some(agent) = self.agent(node, number) {
+        match event {
+            SimEvent::ToAgent(host, number, message) => {
+                self.feed(host, number, AgentInput::Controller(message))
+            }
+            SimEvent::AgentSeesEnd(host, number) => self.feed(host, number, AgentInput::ControllerLost),
+            SimEvent::AgentTick(host, number) => {
+                if let Some(agent) = self.agent(host, number) {
                     agent.tick_at = Duration::MAX;
                 }
-                self.feed(node, number, AgentInput::Tick)
+                self.feed(host, number, AgentInput::Tick)
             }
-            What::Feed(node, number, input) => self.feed(node, number, input),
-            What::WorkerEnds { node, epoch, rank, status } => self.worker_ends(node, epoch, rank, status),
-            What::ToController(node, number, message) => {
-                // The driver drops what a replaced agent says; the core is tried with it all the same.
-                let current = self.hosts[node].agents.last().is_none_or(|a| a.number == number);
-                if current || self.chance.one_in(2) && !matches!(message, FromAgent::Hello { .. }) {
-                    self.tell_controller(Input::Agent(node, message));
+            SimEvent::Feed(host, number, input) => self.feed(host, number, input),
+            SimEvent::WorkerEnds { host, attempt, rank, status } => {
+                self.worker_ends(host, attempt, rank, status)
+            }
+            SimEvent::ToController(host, number, message) => {
+                // The driver would drop messages of a replaced agent; some are delivered nevertheless.
+                let is_current = self.hosts[host].agents.last().is_none_or(|a| a.number == number);
+                if is_current || self.rng.one_in(2) && !matches!(message, FromAgent::Hello { .. }) {
+                    self.input_to_controller(Input::Agent(host, message));
                 }
                 Ok(())
             }
-            What::ControllerSeesEnd(node, number) => {
-                if self.hosts[node].agents.last().is_none_or(|a| a.number <= number) {
-                    self.tell_controller(Input::AgentGone {
-                        node,
-                        how: "is lost: its stream has ended".into(),
-                    });
+            SimEvent::ControllerSeesEnd(host, number) => {
+                if self.hosts[host].agents.last().is_none_or(|a| a.number <= number) {
+                    self.input_to_controller(Input::AgentGone { host, end: AgentEnd::ConnectionEnded(None) });
                 }
                 Ok(())
             }
-            What::ControllerTick => {
+            SimEvent::ControllerTick => {
                 self.tick_at = Duration::MAX;
-                self.tell_controller(Input::Tick);
+                self.input_to_controller(Input::Tick);
                 Ok(())
             }
-            What::Planned(epoch) => {
-                self.planned(epoch);
+            SimEvent::Planned(attempt) => {
+                self.finish_plan(attempt);
                 Ok(())
             }
-            What::Fault(fault) => self.fault(fault),
-            What::Thaw(node) => {
-                self.hosts[node].frozen = false;
-                let held: Vec<What> = self.hosts[node].held.drain(..).collect();
-                held.into_iter().try_for_each(|what| self.happen(what))
+            SimEvent::InjectedFault(fault) => self.inject(fault),
+            SimEvent::Unfreeze(host) => {
+                self.hosts[host].frozen = false;
+                let delayed: Vec<SimEvent> = self.hosts[host].delayed.drain(..).collect();
+                delayed.into_iter().try_for_each(|event| self.process(event))
             }
         }
     }
 
     // ---- the controller ----
 
-    fn start_agent(&mut self, node: HostIndex) {
-        self.numbers += 1;
-        let number = self.numbers;
-        if self.hosts[node].dead || self.hosts[node].cut {
-            return; // nobody answers
+    fn start_agent(&mut self, host: HostIndex) {
+        self.agents_started += 1;
+        let number = self.agents_started;
+        if self.hosts[host].dead || self.hosts[host].disconnected {
+            return; // no process answers
         }
-        let found = HostInventory { host: format!("h{node}"), cpus: vec![0], ..HostInventory::default() };
-        let core = AgentCore::new(number, found);
+        let inventory = HostInventory { host: format!("h{host}"), cpus: vec![0], ..HostInventory::default() };
+        let core = AgentCore::new(number, inventory);
         let agent = Agent { number, core, plan: None, linked: true, silent: false, tick_at: Duration::MAX };
-        self.hosts[node].agents.push(agent);
+        self.hosts[host].agents.push(agent);
     }
 
-    fn tell_controller(&mut self, input: Input) {
+    fn input_to_controller(&mut self, input: Input) {
         if !self.controller_alive || self.outcome.is_some() {
             return;
         }
         self.messages += 1;
-        if let Some(heard) = &mut self.heard {
-            heard.push((self.now, input.clone()));
+        if let Some(recorded) = &mut self.recorded {
+            recorded.push((self.now, input.clone()));
         }
-        let outputs = self.core.handle(self.now, input);
-        self.carry_out(outputs);
+        let actions = self.core.handle(self.now, input);
+        self.execute_actions(actions);
     }
 
-    fn carry_out(&mut self, outputs: Vec<Output>) {
-        for output in outputs {
-            match output {
-                Output::Tell(node, message) => self.tell(node, message),
-                Output::Prepare { epoch, restarts, nodes, .. } => {
-                    self.preparing = Some((epoch, restarts, nodes));
-                    let at = self.now + self.chance.ms(0, 20);
-                    self.at(at, What::Planned(epoch));
+    fn execute_actions(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Send(host, message) => self.send_to_agent(host, message),
+                Action::Prepare { attempt, restarts, hosts, .. } => {
+                    self.preparing = Some((attempt, restarts, hosts));
+                    let at = self.now + self.rng.ms(0, 20);
+                    self.schedule(at, SimEvent::Planned(attempt));
                 }
-                Output::Start => {
-                    for (node, plan) in std::mem::take(&mut self.plans) {
-                        self.tell(node, ToAgent::Start(Box::new(plan)));
+                Action::StartWorkers => {
+                    for (host, plan) in std::mem::take(&mut self.plans) {
+                        self.send_to_agent(host, ToAgent::Start(Box::new(plan)));
                     }
                 }
-                Output::StartAgent(node) => self.start_agent(node),
-                // workers of the simulation have no collectives
-                Output::Introduce { .. } => {}
-                Output::KillAgent(node) | Output::ReleaseAgent(node) => self.break_link(node),
-                Output::Event(event) => {
-                    self.placed(&event);
-                    self.told.push(event);
+                Action::StartAgent(host) => self.start_agent(host),
+                // Workers of the simulation have no collectives.
+                Action::SendPeers { .. } => {}
+                Action::KillAgent(host) | Action::ReleaseAgent(host) => self.break_link(host),
+                Action::Event(event) => {
+                    self.check_placement(&event);
+                    self.reported.push(event);
                 }
-                Output::End(outcome) => {
+                Action::End(outcome) => {
                     self.outcome = Some(outcome);
                     self.ended_at = self.now;
-                    (0..self.hosts.len()).for_each(|node| self.break_link(node));
+                    (0..self.hosts.len()).for_each(|host| self.break_link(host));
                 }
-                Output::Found(..) | Output::Line { .. } | Output::Progress { .. } => {}
+                Action::RecordInventory(..) | Action::Line { .. } | Action::Progress { .. } => {}
             }
         }
         if let Some(due) = self.core.deadline().filter(|_| self.outcome.is_none())
             && due < self.tick_at
         {
             self.tick_at = due;
-            self.at(due, What::ControllerTick);
+            self.schedule(due, SimEvent::ControllerTick);
         }
     }
 
-    /// A host that isn't listed is used only where it is needed.
-    fn placed(&mut self, event: &Event) {
-        let Event::Placed { hosts, .. } = event else { return };
-        let unlisted = |name: &String| name[1..].parse::<usize>().is_ok_and(|node| !self.listed[node]);
-        if hosts.len() > self.scene.min_hosts && hosts.iter().any(unlisted) {
-            self.wrong = Some(format!("placed on {hosts:?} at {:?}, listed are {:?}", self.now, self.listed));
+    /// Checks that a host that is not listed is used only where it is needed.
+    fn check_placement(&mut self, event: &Event) {
+        let Event::Placement { hosts, .. } = event else { return };
+        let unlisted = |name: &String| name[1..].parse::<usize>().is_ok_and(|host| !self.listed[host]);
+        if hosts.len() > self.scenario.min_hosts && hosts.iter().any(unlisted) {
+            self.violation =
+                Some(format!("placed on {hosts:?} at {:?}, listed are {:?}", self.now, self.listed));
         }
     }
 
-    fn tell(&mut self, node: HostIndex, message: ToAgent) {
+    fn send_to_agent(&mut self, host: HostIndex, message: ToAgent) {
         self.messages += 1;
-        let host = &self.hosts[node];
-        let Some(agent) = host.agents.last().filter(|a| a.linked && !a.silent) else { return };
-        if !host.cut {
-            let (number, at) = (agent.number, self.now + self.latency(node));
-            self.at(at, What::ToAgent(node, number, message));
+        let state = &self.hosts[host];
+        let Some(agent) = state.agents.last().filter(|a| a.linked && !a.silent) else { return };
+        if !state.disconnected {
+            let (number, at) = (agent.number, self.now + self.latency(host));
+            self.schedule(at, SimEvent::ToAgent(host, number, message));
         }
     }
 
-    /// Both ends see the end of the stream, unless nothing passes.
-    fn break_link(&mut self, node: HostIndex) {
-        let at = self.now + self.latency(node);
-        let cut = self.hosts[node].cut;
-        let Some(agent) = self.hosts[node].agents.last_mut().filter(|a| a.linked) else { return };
-        let (number, passes) = (agent.number, !agent.silent && !cut);
+    /// Breaks a stream. Both ends see that, unless the host is disconnected or silent.
+    fn break_link(&mut self, host: HostIndex) {
+        let at = self.now + self.latency(host);
+        let disconnected = self.hosts[host].disconnected;
+        let Some(agent) = self.hosts[host].agents.last_mut().filter(|a| a.linked) else { return };
+        let (number, is_visible) = (agent.number, !agent.silent && !disconnected);
         agent.linked = false;
-        if passes {
-            self.at(at, What::AgentSeesEnd(node, number));
+        if is_visible {
+            self.schedule(at, SimEvent::AgentSeesEnd(host, number));
         }
-        self.at(at, What::ControllerSeesEnd(node, number));
+        self.schedule(at, SimEvent::ControllerSeesEnd(host, number));
     }
 
-    fn planned(&mut self, epoch: u32) {
-        let Some((of, restarts, nodes)) = self.preparing.take().filter(|(of, ..)| *of == epoch) else {
+    fn finish_plan(&mut self, attempt: u32) {
+        let Some((number, restarts, hosts)) = self.preparing.take().filter(|(number, ..)| *number == attempt)
+        else {
             return;
         };
-        let (local, world) = (self.scene.local, nodes.len() as u32 * self.scene.local);
-        let builtin = self.scene.builtin;
+        let (local, world) = (self.scenario.local, hosts.len() as u32 * self.scenario.local);
+        let builtin = self.scenario.builtin;
         let worker = |rank: Rank| WorkerPlan {
             rank,
             local_rank: rank % local,
@@ -418,29 +436,29 @@ impl World {
             threads: 1,
             log: "/log".into(),
         };
-        let plan = |(at, node): (u32, &HostIndex)| {
+        let plan = |(at, host): (u32, &HostIndex)| {
             let workers = (at * local..(at + 1) * local).map(worker).collect();
             let job = crate::testing::job();
             let (run, run_dir) = ("r".into(), "/r".into());
             (
-                *node,
+                *host,
                 HostPlan {
                     job,
                     run,
                     host: String::new(),
                     run_dir,
-                    epoch: of,
+                    attempt: number,
                     world,
                     workers,
                     grace_ms: 3000,
                 },
             )
         };
-        self.plans = (0..).zip(&nodes).map(plan).collect();
+        self.plans = (0..).zip(&hosts).map(plan).collect();
         let planned = |(_, plan): &(HostIndex, HostPlan)| {
-            plan.workers.iter().map(|w| Planned { log: w.log.clone() }).collect()
+            plan.workers.iter().map(|w| PlannedWorker { log: w.log.clone() }).collect()
         };
         let workers = self.plans.iter().map(planned).collect();
-        self.tell_controller(Input::Ready { epoch, workers });
+        self.input_to_controller(Input::Ready { attempt, workers });
     }
 }

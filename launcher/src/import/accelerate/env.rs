@@ -1,11 +1,11 @@
-//! The environment that Accelerate's library reads.
+//! [`environment`]: the environment variables that Accelerate's library reads.
 use super::{
-    super::{Draft, hostfile, keys::Keys, wording},
-    Kind,
+    super::{Draft, keys::RemainingKeys, set_hostfile, wording},
+    DistributedType,
 };
 use std::path::Path;
 
-/// A variable: its name, the key, what it is when the key isn't there, and whether its letters become small.
+/// A variable: its name, the key, the default, and whether the value becomes lower case.
 struct Variable(&'static str, &'static str, Option<&'static str>, bool);
 
 const DYNAMO: &[Variable] = &[
@@ -44,7 +44,7 @@ const DEEPSPEED: &[Variable] = &[
     Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", None, false),
     Variable("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", None, true),
     Variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer_device", None, true),
-    // Accelerate's library reads these two, and its launcher forgets to set them
+    // Accelerate's library reads these two variables, but its launcher does not set them.
     Variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "offload_optimizer_nvme_path", None, false),
     Variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "offload_param_nvme_path", None, false),
     Variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_param_device", None, true),
@@ -64,9 +64,10 @@ const PARALLEL: &[Variable] = &[
     Variable("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// Only with context parallelism, and only with sequence parallelism.
+/// Variables that are only set with context parallelism.
 const CONTEXT: &[Variable] =
     &[Variable("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
+/// Variables that are only set with sequence parallelism.
 const SEQUENCE: &[Variable] = &[
     Variable("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     Variable(
@@ -78,7 +79,7 @@ const SEQUENCE: &[Variable] = &[
     Variable("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sp_attn_implementation", Some("sdpa"), false),
 ];
 
-/// Megatron's keys become variables of the same name; these are there without being given.
+/// Keys of Megatron with defaults. Each becomes a variable of the same name.
 const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("tp_degree", "1"),
     ("use_custom_fsdp", "False"),
@@ -91,7 +92,7 @@ const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("pp_degree", "1"),
     ("gradient_clipping", "1.0"),
 ];
-/// And these are there when they are given.
+/// Keys of Megatron without defaults.
 const MEGATRON: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
@@ -112,7 +113,7 @@ const MEGATRON: &[&str] = &[
     "use_rotary_position_embeddings",
 ];
 
-/// Keys of `fp8_config`: the variable's end, and the names that it goes by.
+/// Keys of `fp8_config`: the end of the variable's name, the names of the key, and the default.
 const FP8: &[(&str, &[&str], &str)] = &[
     ("BACKEND", &["backend"], ""),
     ("USE_AUTOCAST_DURING_EVAL", &["use_autocast_during_eval"], "False"),
@@ -126,69 +127,74 @@ const FP8: &[(&str, &[&str], &str)] = &[
     ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
-/// All variables of a config. Does a section of it name the hosts?
-pub(super) fn environment(draft: &mut Draft, keys: &mut Keys<'_>, kind: Kind, cpu: bool) -> bool {
-    let simple = matches!(kind, Kind::One | Kind::Cpu);
-    if simple {
+/// Sets all variables of a configuration; returns whether the configuration names the hosts.
+pub(super) fn environment(
+    draft: &mut Draft,
+    keys: &mut RemainingKeys<'_>,
+    kind: DistributedType,
+    cpu: bool,
+) -> bool {
+    let is_plain = matches!(kind, DistributedType::Single | DistributedType::Cpu);
+    if is_plain {
         draft.env("use_cpu", "ACCELERATE_USE_CPU", if cpu { "True" } else { "False" });
     }
     if keys.boolean("debug") == Some(true) {
         draft.env("debug", "ACCELERATE_DEBUG_MODE", "true");
     }
-    if simple && cpu {
+    if is_plain && cpu {
         draft.env("use_cpu", "KMP_AFFINITY", "granularity=fine,compact,1,0");
         draft.env("use_cpu", "KMP_BLOCKTIME", "1");
     }
     let precision = precision(draft, keys);
     if keys.boolean("enable_cpu_affinity") == Some(true) {
-        // Accelerate's launcher takes it from its command line alone.
-        let why = "launch binds workers to CPUs itself (`run.bind`)";
+        // Accelerate's launcher ignores the key and reads its command line only.
+        let reason = "launch binds workers to CPUs itself (`run.cpu_bind`)";
         draft.not_carried(
             "enable_cpu_affinity",
-            why,
-            "set `ACCELERATE_CPU_AFFINITY` in `run.env` for Accelerate's own",
+            reason,
+            "set `ACCELERATE_CPU_AFFINITY` in `run.env` for Accelerate's binding",
         );
     }
     let mut named = false;
-    if kind == Kind::DeepSpeed {
+    if kind == DistributedType::DeepSpeed {
         named = deepspeed(draft, keys, precision.is_some());
-        unused(draft, keys, "dynamo_config", "with DeepSpeed Accelerate doesn't pass it on either");
+        note_unused_section(draft, keys, "dynamo_config", "with DeepSpeed Accelerate ignores it too");
         keys.take("dynamo_backend");
     } else {
         dynamo(draft, keys);
-        unused(draft, keys, "deepspeed_config", "`distributed_type` isn't DEEPSPEED");
+        note_unused_section(draft, keys, "deepspeed_config", "`distributed_type` is not DEEPSPEED");
     }
     match kind {
-        Kind::Fsdp => fsdp(draft, keys),
-        _ => unused(draft, keys, "fsdp_config", "`distributed_type` isn't FSDP"),
+        DistributedType::Fsdp => fsdp(draft, keys),
+        _ => note_unused_section(draft, keys, "fsdp_config", "`distributed_type` is not FSDP"),
     }
     match kind {
-        Kind::Megatron => megatron(draft, keys),
-        _ => unused(draft, keys, "megatron_lm_config", "`distributed_type` isn't MEGATRON_LM"),
+        DistributedType::Megatron => megatron(draft, keys),
+        _ => note_unused_section(draft, keys, "megatron_lm_config", "`distributed_type` is not MEGATRON_LM"),
     }
     match kind {
-        Kind::One | Kind::Cpu => {
-            unused(draft, keys, "parallelism_config", "it has an effect with FSDP alone")
+        DistributedType::Single | DistributedType::Cpu => {
+            note_unused_section(draft, keys, "parallelism_config", "it only applies to FSDP")
         }
         _ => parallelism(draft, keys),
     }
     named
 }
 
-/// A section of another kind of job.
-fn unused(draft: &mut Draft, keys: &mut Keys<'_>, section: &str, why: &str) {
+/// Notes a section that applies to another kind of job.
+fn note_unused_section(draft: &mut Draft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
     let Some(part) = keys.section(section) else { return };
     if !part.names().is_empty() {
-        draft.not_carried(section, why, "");
+        draft.not_carried(section, reason, "");
     }
 }
 
-/// The precision, when the config says it.
-fn precision(draft: &mut Draft, keys: &mut Keys<'_>) -> Option<String> {
+/// Sets the precision; returns it if the configuration has it.
+fn precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Option<String> {
     let fp16 = keys.boolean("fp16");
     let given = keys.text("mixed_precision");
     let word = match &given {
-        // `no` without quotes is a boolean to Accelerate's reader of YAML
+        // Accelerate reads `no` without quotes as a boolean.
         Some(word) if word == "False" => "no".to_owned(),
         Some(word) => word.to_lowercase(),
         None if fp16 == Some(true) => "fp16".to_owned(),
@@ -197,7 +203,7 @@ fn precision(draft: &mut Draft, keys: &mut Keys<'_>) -> Option<String> {
     if !["no", "fp16", "bf16", "fp8"].contains(&word.as_str()) {
         draft.not_carried(
             "mixed_precision",
-            format!("Accelerate knows no `{}`", word.escape_debug()),
+            format!("Accelerate has no precision `{}`", word.escape_debug()),
             "use no, fp16, bf16 or fp8",
         );
         return given;
@@ -205,12 +211,12 @@ fn precision(draft: &mut Draft, keys: &mut Keys<'_>) -> Option<String> {
     draft.env("mixed_precision", "ACCELERATE_MIXED_PRECISION", &word);
     match word.as_str() {
         "fp8" => fp8(draft, keys),
-        _ => unused(draft, keys, "fp8_config", "`mixed_precision` isn't fp8"),
+        _ => note_unused_section(draft, keys, "fp8_config", "`mixed_precision` is not fp8"),
     }
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-fn fp8(draft: &mut Draft, keys: &mut Keys<'_>) {
+fn fp8(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.section("fp8_config");
     for (end, names, default) in FP8 {
         let spellings = names.iter().flat_map(|name| [(*name).to_owned(), format!("fp8_{name}")]);
@@ -230,40 +236,40 @@ fn fp8(draft: &mut Draft, keys: &mut Keys<'_>) {
         match &item.value {
             contract::job::ItemValue::List(three) if three.len() == 3 => {
                 for (end, item) in ends.iter().zip(three) {
-                    draft.env(name, end, &wording::python(item));
+                    draft.env(name, end, &wording::python_str(item));
                 }
             }
-            _ => part.refuse(name, item, "a list of three"),
+            _ => part.reject(name, item, "a list of three"),
         }
     }
     finish(draft, keys, part);
 }
 
-fn finish(draft: &mut Draft, keys: &mut Keys<'_>, part: Keys<'_>) {
-    let (rest, problems) = part.rest();
-    keys.problems.extend(problems);
+fn finish(draft: &mut Draft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
+    let (rest, errors) = part.into_rest();
+    keys.errors.extend(errors);
     for (key, value) in rest {
-        draft.not_carried(&key, format!("launch doesn't know this key (it is {value})"), "");
+        draft.not_carried(&key, format!("launch does not know this key (value: {value})"), "");
     }
 }
 
-/// The variables of a section whose keys may begin with `prefix`.
-fn variables(draft: &mut Draft, part: &mut Keys<'_>, prefix: &str, table: &[Variable]) {
-    for Variable(name, key, default, small) in table {
-        let own = part.text(&format!("{prefix}{key}"));
-        let given = if prefix.is_empty() { own } else { own.or_else(|| part.text(key)) };
+/// Sets the variables of a section whose keys may begin with `prefix`.
+fn variables(draft: &mut Draft, part: &mut RemainingKeys<'_>, prefix: &str, table: &[Variable]) {
+    for Variable(name, key, default, is_lower_case) in table {
+        let prefixed = part.text(&format!("{prefix}{key}"));
+        let given = if prefix.is_empty() { prefixed } else { prefixed.or_else(|| part.text(key)) };
         let Some(mut value) = given.or_else(|| default.map(str::to_owned)) else { continue };
-        if *small {
+        if *is_lower_case {
             value.make_ascii_lowercase();
         }
         draft.env(&part.path(key), name, &value);
     }
 }
 
-fn dynamo(draft: &mut Draft, keys: &mut Keys<'_>) {
-    let old = keys.text("dynamo_backend");
+fn dynamo(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+    let top_level = keys.text("dynamo_backend");
     let Some(mut part) = keys.section("dynamo_config") else {
-        let backend = old.unwrap_or_else(|| "no".to_owned()).to_uppercase();
+        let backend = top_level.unwrap_or_else(|| "no".to_owned()).to_uppercase();
         let backend = if backend == "FALSE" { "NO".to_owned() } else { backend };
         draft.env("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
         for Variable(name, key, default, _) in DYNAMO {
@@ -271,14 +277,14 @@ fn dynamo(draft: &mut Draft, keys: &mut Keys<'_>) {
         }
         return;
     };
-    let backend = part.text("dynamo_backend").or_else(|| part.text("backend")).or(old);
+    let backend = part.text("dynamo_backend").or_else(|| part.text("backend")).or(top_level);
     let backend = backend.unwrap_or_else(|| "no".to_owned()).to_uppercase();
     draft.env("dynamo_config.dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
     variables(draft, &mut part, "dynamo_", DYNAMO);
     finish(draft, keys, part);
 }
 
-fn fsdp(draft: &mut Draft, keys: &mut Keys<'_>) {
+fn fsdp(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     draft.env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.section("fsdp_config") else {
         for Variable(name, key, default, _) in FSDP {
@@ -292,7 +298,7 @@ fn fsdp(draft: &mut Draft, keys: &mut Keys<'_>) {
     finish(draft, keys, part);
 }
 
-fn megatron(draft: &mut Draft, keys: &mut Keys<'_>) {
+fn megatron(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     draft.env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.section("megatron_lm_config");
     let names = MEGATRON_DEFAULTS.iter().map(|(name, value)| (*name, Some(*value)));
@@ -308,7 +314,7 @@ fn megatron(draft: &mut Draft, keys: &mut Keys<'_>) {
     }
 }
 
-fn parallelism(draft: &mut Draft, keys: &mut Keys<'_>) {
+fn parallelism(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.section("parallelism_config") else { return };
     if part.names().is_empty() {
         return;
@@ -327,8 +333,8 @@ fn parallelism(draft: &mut Draft, keys: &mut Keys<'_>) {
     finish(draft, keys, part);
 }
 
-/// DeepSpeed through Accelerate. Does it name the hosts?
-fn deepspeed(draft: &mut Draft, keys: &mut Keys<'_>, precision: bool) -> bool {
+/// Sets the variables of DeepSpeed; returns whether its section names the hosts.
+fn deepspeed(draft: &mut Draft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
     draft.env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
     let Some(mut part) = keys.section("deepspeed_config") else {
         let fields = if precision { "mixed_precision" } else { "" };
@@ -341,32 +347,32 @@ fn deepspeed(draft: &mut Draft, keys: &mut Keys<'_>, precision: bool) -> bool {
     }
     draft.env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", &fields.join(",").to_lowercase());
     variables(draft, &mut part, "", DEEPSPEED);
-    let named = where_it_runs(draft, &mut part);
+    let named = set_deepspeed_hosts(draft, &mut part);
     finish(draft, keys, part);
     named
 }
 
-/// What the DeepSpeed section says of hosts. Does it name them?
-fn where_it_runs(draft: &mut Draft, part: &mut Keys<'_>) -> bool {
+/// Converts the hosts of the DeepSpeed section; returns whether it names them.
+fn set_deepspeed_hosts(draft: &mut Draft, part: &mut RemainingKeys<'_>) -> bool {
     let launcher = part.text("deepspeed_multinode_launcher");
     let file = part.text("deepspeed_hostfile");
     if let Some(launcher) = &launcher {
-        let why = match launcher.as_str() {
-            "slurm" => "inside an allocation launch uses Slurm by itself".to_owned(),
-            other => format!("`{}`: launch reaches hosts by SSH itself", other.escape_debug()),
+        let reason = match launcher.as_str() {
+            "slurm" => "launch uses Slurm automatically inside an allocation".to_owned(),
+            other => format!("`{}`: launch reaches hosts over SSH", other.escape_debug()),
         };
-        draft.not_carried(&part.path("deepspeed_multinode_launcher"), why, "");
+        draft.not_carried(&part.path("deepspeed_multinode_launcher"), reason, "");
     }
     match &file {
         Some(file) => {
-            hostfile(draft, &part.path("deepspeed_hostfile"), Path::new(file));
-            // the hosts' slots say how many
+            set_hostfile(draft, &part.path("deepspeed_hostfile"), Path::new(file));
+            // The slots of the hosts determine the number of workers.
             for (key, path) in
                 [("deepspeed_inclusion_filter", "include"), ("deepspeed_exclusion_filter", "exclude")]
             {
                 if let Some(filter) = part.text(key) {
-                    let yaml = wording::list(&[filter]);
-                    draft.wish(&part.path(key), &format!("cluster.{path}"), yaml);
+                    let yaml = wording::yaml_list(&[filter]);
+                    draft.set_imported(&part.path(key), &format!("cluster.{path}"), yaml);
                 }
             }
         }

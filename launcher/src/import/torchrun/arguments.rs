@@ -1,7 +1,9 @@
-//! torchrun's command line, read as its own parser does: `--a-b x`, `--a_b=x`, beginnings that only one name has, `-m`, and
-//! everything after the script is the script's.
+//! [`parse`]: parses torchrun's command line with the rules of torchrun's parser: `--a-b x`, `--a_b=x`,
+//! unambiguous prefixes, `-m`, and everything after the script belongs to the script.
 
-/// Options that take a value.
+use diagnostic::{Diagnostic, Location, codes::command};
+
+/// Options with a value.
 const VALUES: &[&str] = &[
     "nnodes",
     "nproc-per-node",
@@ -30,40 +32,86 @@ const VALUES: &[&str] = &[
     "signals-to-handle",
     "shutdown-timeout",
 ];
+/// Options without a value.
 const FLAGS: &[&str] = &["standalone", "module", "no-python", "run-path", "virtual-local-rank"];
+/// Short options and their long names.
 const SHORT: &[(&str, &str)] = &[("-m", "module"), ("-r", "redirects"), ("-t", "tee")];
 
-/// What was given.
+/// The parsed arguments.
 #[derive(Debug)]
-pub(super) struct Given {
+pub(super) struct TorchrunArgs {
     options: Vec<(&'static str, String)>,
     /// The script, module or program, and its arguments.
     pub(super) program: Vec<String>,
 }
 
-impl Given {
-    /// The last value of an option; it is taken.
+impl TorchrunArgs {
+    /// Takes the last value of an option.
     pub(super) fn value(&mut self, name: &str) -> Option<String> {
         let value = self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.clone());
         self.options.retain(|(n, _)| *n != name);
         value
     }
 
-    /// The same, left there.
-    pub(super) fn shown(&self, name: &str) -> Option<&str> {
+    /// The last value of an option, without taking it.
+    pub(super) fn peek(&self, name: &str) -> Option<&str> {
         self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
     }
 
+    /// Takes an option without a value; returns whether it was given.
     pub(super) fn flag(&mut self, name: &str) -> bool {
         self.value(name).is_some()
     }
 }
 
-/// Reads the arguments.
-pub(super) fn read(args: &[String]) -> Result<Given, String> {
-    let mut given = Given { options: Vec::new(), program: Vec::new() };
+/// The arguments are not a command line of torchrun.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ArgumentError {
+    /// There is no such option.
+    #[error("torchrun has no option `{0}`")]
+    UnknownOption(String),
+    /// The beginning of a name that several options share.
+    #[error("`{option}` is ambiguous: `--{first}` or `--{second}`")]
+    Ambiguous { option: String, first: &'static str, second: &'static str },
+    /// A value for an option that takes none.
+    #[error("`--{0}` takes no value")]
+    UnexpectedValue(&'static str),
+    /// An option at the end without its value.
+    #[error("`--{0}` requires a value")]
+    MissingValue(&'static str),
+    /// A value of the wrong form.
+    #[error("`--{option}` is `{value}`; expected {expected}")]
+    InvalidValue { option: &'static str, value: String, expected: &'static str },
+    /// No script follows the options.
+    #[error("no script follows the options of torchrun")]
+    MissingScript,
+    /// The name of the script is empty.
+    #[error("the name of the script is empty")]
+    EmptyScript,
+}
+
+impl From<ArgumentError> for Diagnostic {
+    fn from(error: ArgumentError) -> Diagnostic {
+        let diagnostic = Diagnostic::error(command::IMPORT_ARGUMENTS_INVALID, error.to_string())
+            .with_location(Location::File { file: "torchrun".to_owned() })
+            .with_help("write the arguments that follow `torchrun`: -- --nproc-per-node 2 train.py");
+        match error {
+            ArgumentError::InvalidValue { option, value, .. } => {
+                diagnostic.with_field("option", option).with_field("value", value)
+            }
+            ArgumentError::UnexpectedValue(option) | ArgumentError::MissingValue(option) => {
+                diagnostic.with_field("option", option)
+            }
+            _ => diagnostic,
+        }
+    }
+}
+
+/// Parses the arguments that follow `torchrun`.
+pub(super) fn parse(args: &[String]) -> Result<TorchrunArgs, ArgumentError> {
+    let mut given = TorchrunArgs { options: Vec::new(), program: Vec::new() };
     let mut args = args.iter().peekable();
-    // people copy the whole line
+    // The command line may have been copied with the program's name.
     args.next_if(|first| first.rsplit('/').next() == Some("torchrun"));
     while let Some(arg) = args.next() {
         if arg == "--" || !arg.starts_with('-') || arg == "-" {
@@ -71,25 +119,25 @@ pub(super) fn read(args: &[String]) -> Result<Given, String> {
             given.program.extend(args.cloned());
             break;
         }
-        let (name, attached) = option(arg)?;
+        let (name, attached) = parse_option(arg)?;
         let value = match (FLAGS.contains(&name), attached) {
-            (true, Some(_)) => return Err(format!("`--{name}` takes no value")),
+            (true, Some(_)) => return Err(ArgumentError::UnexpectedValue(name)),
             (true, None) => String::new(),
             (false, Some(value)) => value,
-            (false, None) => args.next().cloned().ok_or_else(|| format!("`--{name}` needs a value"))?,
+            (false, None) => args.next().cloned().ok_or(ArgumentError::MissingValue(name))?,
         };
         given.options.push((name, value));
     }
     match given.program.first() {
-        None => Err("no script is named after torchrun's own arguments".to_owned()),
-        Some(script) if script.is_empty() => Err("the script's name is empty".to_owned()),
+        None => Err(ArgumentError::MissingScript),
+        Some(script) if script.is_empty() => Err(ArgumentError::EmptyScript),
         Some(_) => Ok(given),
     }
 }
 
-/// The whole name of an option, and the value that is written with it.
-fn option(arg: &str) -> Result<(&'static str, Option<String>), String> {
-    let unknown = || format!("torchrun has no option `{}`", arg.escape_debug());
+/// The full name of an option, and the value that is attached to it.
+fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), ArgumentError> {
+    let unknown = || ArgumentError::UnknownOption(arg.escape_debug().to_string());
     let Some(long) = arg.strip_prefix("--") else {
         let found = SHORT.iter().find(|(short, _)| arg.starts_with(short));
         let (short, name) = found.ok_or_else(unknown)?;
@@ -98,14 +146,16 @@ fn option(arg: &str) -> Result<(&'static str, Option<String>), String> {
     };
     let (written, value) = long.split_once('=').map_or((long, None), |(n, v)| (n, Some(v.to_owned())));
     let written = written.replace('_', "-");
-    let all = || VALUES.iter().chain(FLAGS);
-    if let Some(name) = all().find(|name| **name == written) {
+    let names = || VALUES.iter().chain(FLAGS);
+    if let Some(name) = names().find(|name| **name == written) {
         return Ok((name, value));
     }
-    let mut near = all().filter(|name| name.starts_with(&written) && !written.is_empty());
+    let mut near = names().filter(|name| name.starts_with(&written) && !written.is_empty());
     match (near.next(), near.next()) {
         (Some(name), None) => Ok((name, value)),
-        (Some(one), Some(two)) => Err(format!("`{}` may be `--{one}` or `--{two}`", arg.escape_debug())),
+        (Some(first), Some(second)) => {
+            Err(ArgumentError::Ambiguous { option: arg.escape_debug().to_string(), first, second })
+        }
         (None, _) => Err(unknown()),
     }
 }
@@ -114,15 +164,16 @@ fn option(arg: &str) -> Result<(&'static str, Option<String>), String> {
 mod tests {
     use super::*;
 
-    fn of(text: &str) -> Result<Given, String> {
-        read(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    fn parse_line(text: &str) -> Result<TorchrunArgs, ArgumentError> {
+        parse(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
     }
 
     #[test]
-    fn options_as_torchruns_parser_takes_them() {
-        let mut given =
-            of("torchrun --nproc_per_node=2 --nnodes 1:4 --stand -m -t3 --max-r 5 pkg.train --nnodes 9 -- x")
-                .expect("read");
+    fn options_follow_the_rules_of_torchruns_parser() {
+        let mut given = parse_line(
+            "torchrun --nproc_per_node=2 --nnodes 1:4 --stand -m -t3 --max-r 5 pkg.train --nnodes 9 -- x",
+        )
+        .expect("read");
         assert_eq!(given.program, ["pkg.train", "--nnodes", "9", "--", "x"]);
         assert_eq!(given.value("nnodes").as_deref(), Some("1:4"));
         assert_eq!(given.value("nnodes"), None);
@@ -133,18 +184,19 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
-        for (text, part) in [
-            ("", "no script"),
-            ("--nnodes", "needs a value"),
-            ("--nnodes 2", "no script"),
-            ("--frobnicate a.py", "no option `--frobnicate`"),
-            ("--n a.py", "may be"),
-            ("--standalone=1 a.py", "takes no value"),
-            ("-x a.py", "no option `-x`"),
+    fn mistakes_are_identified() {
+        use ArgumentError::*;
+        let unknown = |option: &str| UnknownOption(option.to_owned());
+        for (text, expected) in [
+            ("", MissingScript),
+            ("--nnodes", MissingValue("nnodes")),
+            ("--nnodes 2", MissingScript),
+            ("--frobnicate a.py", unknown("--frobnicate")),
+            ("--n a.py", Ambiguous { option: "--n".into(), first: "nnodes", second: "nproc-per-node" }),
+            ("--standalone=1 a.py", UnexpectedValue("standalone")),
+            ("-x a.py", unknown("-x")),
         ] {
-            let message = of(text).expect_err(text);
-            assert!(message.contains(part), "{text}: {message}");
+            assert_eq!(parse_line(text).expect_err(text), expected);
         }
     }
 }

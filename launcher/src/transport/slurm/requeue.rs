@@ -1,18 +1,10 @@
-//! Asking Slurm to start this job again.
+//! Asks Slurm to run a batch job again.
+use super::successful_output;
 use std::process::{Command, Stdio};
 
-/// `scontrol requeue JOB`: Slurm ends what is left of this job and puts it back into the queue under the same id. The
-/// error is what scontrol says.
-pub(crate) fn requeue(job: u64) -> Result<(), String> {
-    let output = Command::new("scontrol")
-        .arg("requeue")
-        .arg(job.to_string())
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("scontrol can't be started: {error}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', " | ");
-    Err(if said.is_empty() { format!("scontrol requeue {job}: {}", output.status) } else { said })
+/// Runs `scontrol requeue JOB`. Slurm ends the processes of the job that are left and queues the
+/// job again under the same id.
+pub(crate) fn requeue_job(job: u64) -> diagnostic::Result<()> {
+    let output = Command::new("scontrol").arg("requeue").arg(job.to_string()).stdin(Stdio::null()).output();
+    successful_output("scontrol requeue", output).map(drop)
 }

@@ -1,51 +1,63 @@
-//! The command line of `srun`, and the executable it starts.
-use crate::discover::slurm::expand;
-use std::{io, path::PathBuf};
+//! The command line of `srun`, the executable that it starts, and its output.
+use crate::discover::slurm::expand_node_list;
+use diagnostic::{Code, Diagnostic, codes::host};
+use std::path::PathBuf;
 
-/// Nodes of one step.
+/// The nodes of one step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Nodes {
-    /// Their group of a heterogeneous job.
-    pub(super) het: Option<u32>,
-    /// What to ask for; `None`: a step gets the job's by itself.
-    pub(super) gpus: Option<Gpus>,
+pub(super) struct StepNodes {
+    /// The index of their group in a heterogeneous job.
+    pub(super) het_group: Option<u32>,
+    /// GPUs to request; `None` where the step gets the GPUs of the job without a request.
+    pub(super) gpus: Option<GpuRequest>,
     pub(super) names: Vec<String>,
 }
 
-/// GPUs of a step of a job that asked for them by task. Which way Slurm 22.05 grants all of a node's depends on whether
-/// the job has as many on each node.
+/// A request for GPUs, for steps of a job that requested GPUs per task.
+///
+/// Slurm 22.05 grants all GPUs of a node to a step through one of two options. Which one works
+/// depends on whether all nodes of the job have the same number of GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Gpus {
-    /// The same on every node of the job.
-    OnEach(u32),
-    /// On this one node of a job where they differ.
-    OnOne(u32),
+pub(super) enum GpuRequest {
+    /// The number on each node, where all nodes of the job have the same number.
+    PerNode(u32),
+    /// The number on the only node of the step, where nodes have different numbers.
+    Total(u32),
 }
 
-/// What runs on the nodes.
+/// The executable that srun starts on the nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Executable {
+pub(super) struct StepExecutable {
     path: PathBuf,
-    /// Where it is copied to on the nodes first.
+    /// The path on the nodes to which srun copies the executable first.
     copy: Option<String>,
 }
 
-impl Executable {
-    /// The file this process runs; with `bcast`, copied to `/tmp` of each node, where the agent removes it once it runs.
-    pub(super) fn own(bcast: bool, job: u64) -> io::Result<Executable> {
-        let path = std::fs::read_link("/proc/self/exe")?;
+impl StepExecutable {
+    /// The file that this process runs.
+    ///
+    /// With `bcast` srun copies it to `/tmp` of each node, where the agent removes it after its start.
+    pub(super) fn current(bcast: bool, job: u64) -> diagnostic::Result<StepExecutable> {
+        let path = std::fs::read_link("/proc/self/exe").map_err(|error| {
+            Diagnostic::error(host::EXECUTABLE_UNREADABLE, "cannot find the executable of this process")
+                .with_cause(&error)
+        })?;
         if !path.exists() {
-            let message = format!("{} was replaced or removed since launch began", path.display());
-            return Err(io::Error::new(io::ErrorKind::NotFound, message));
+            let message =
+                format!("the executable {} was replaced or removed while launch was running", path.display());
+            return Err(Diagnostic::error(host::EXECUTABLE_REPLACED, message)
+                .with_subject(path.display().to_string()));
         }
         let copy = bcast.then(|| format!("/tmp/launch-{job}-{}", std::process::id()));
-        Ok(Executable { path, copy })
+        Ok(StepExecutable { path, copy })
     }
 }
 
-/// Options of srun that the environment of a job may hold: they were meant for the job's own steps, and would give the
-/// agents one GPU, one CPU or another order than one on each node.
-pub(super) const NOT_FOR_AGENTS: &[&str] = &[
+/// Environment variables that set options of srun, removed from the environment of srun.
+///
+/// The job's script sets them for its own steps. For the agents they would request one GPU or one
+/// CPU, or another placement than one task on each node.
+pub(super) const REMOVED_VARIABLES: &[&str] = &[
     "SLURM_ACCTG_FREQ",
     "SLURM_CPU_BIND",
     "SLURM_CPU_BIND_LIST",
@@ -89,16 +101,17 @@ pub(super) const NOT_FOR_AGENTS: &[&str] = &[
     "SRUN_CPUS_PER_TASK",
 ];
 
-/// Everything behind `srun`.
+/// The arguments of `srun`, without `srun` itself.
 ///
-/// `--overlap`: agents aren't in the way of other steps of this job, nor those in theirs. Without `--exact` a step has all
-/// CPUs of the job on each node, and `--mem=0` is all of its memory. `--no-kill` and `-K0`: that an agent or a node is
-/// lost is for the controller to answer, with the others still there.
-pub(super) fn arguments(nodes: &Nodes, executable: &Executable) -> Vec<String> {
+/// - `--overlap`: agents share the resources of the job with its other steps.
+/// - Without `--exact` a step gets all CPUs of the job on each node, and `--mem=0` is all its memory.
+/// - `--no-kill` and `--kill-on-bad-exit=0`: when an agent or a node is lost, the others stay, and
+///   the controller decides.
+pub(super) fn arguments(nodes: &StepNodes, executable: &StepExecutable) -> Vec<String> {
     let count = nodes.names.len();
-    let mut words: Vec<String> = Vec::new();
-    words.extend(nodes.het.map(|group| format!("--het-group={group}")));
-    words.extend([
+    let mut arguments: Vec<String> = Vec::new();
+    arguments.extend(nodes.het_group.map(|group| format!("--het-group={group}")));
+    arguments.extend([
         format!("--nodes={count}"),
         format!("--ntasks={count}"),
         "--ntasks-per-node=1".to_owned(),
@@ -115,47 +128,41 @@ pub(super) fn arguments(nodes: &Nodes, executable: &Executable) -> Vec<String> {
         "--quiet".to_owned(),
         "--job-name=launch".to_owned(),
     ]);
-    words.extend(nodes.gpus.map(|gpus| match gpus {
-        Gpus::OnEach(count) => format!("--gpus-per-node={count}"),
-        Gpus::OnOne(count) => format!("--gpus={count}"),
+    arguments.extend(nodes.gpus.map(|gpus| match gpus {
+        GpuRequest::PerNode(count) => format!("--gpus-per-node={count}"),
+        GpuRequest::Total(count) => format!("--gpus={count}"),
     }));
-    words.extend(executable.copy.as_ref().map(|copy| format!("--bcast={copy}")));
-    words.push(executable.path.display().to_string());
-    words.extend(["agent".to_owned(), "--join".to_owned()]);
-    words.extend(executable.copy.as_ref().map(|_| "--remove-own-file".to_owned()));
-    words
+    arguments.extend(executable.copy.as_ref().map(|copy| format!("--bcast={copy}")));
+    arguments.push(executable.path.display().to_string());
+    arguments.extend(["agent".to_owned(), "--join".to_owned()]);
+    arguments.extend(executable.copy.as_ref().map(|_| "--remove-own-file".to_owned()));
+    arguments
 }
 
-/// A line of srun that says nothing about this job.
+/// Whether a line of srun is a warning without meaning for this job.
 pub(super) fn is_noise(line: &str) -> bool {
     line.contains("cluster configuration lacks support for cpu binding")
 }
 
-/// The nodes that a line such as `srun: error: h[2-3]: tasks 1-2: Exited with exit code 2` is about.
-pub(super) fn ended_nodes(line: &str) -> Vec<String> {
-    let told = line.strip_prefix("srun: error: ").and_then(|rest| rest.split_once(": task"));
-    told.and_then(|(nodes, _)| expand(nodes)).unwrap_or_default()
+/// The nodes that a line such as `srun: error: h[2-3]: tasks 1-2: Exited with exit code 2` names.
+pub(super) fn failed_nodes(line: &str) -> Vec<String> {
+    let nodes = line.strip_prefix("srun: error: ").and_then(|rest| rest.split_once(": task"));
+    nodes.and_then(|(nodes, _)| expand_node_list(nodes)).unwrap_or_default()
 }
 
-/// What to do about srun's last words, where they are known.
-pub(super) fn advice(words: &str) -> Option<&'static str> {
-    let says = |part: &str| words.contains(part);
-    if says("execve()") && says("No such file") {
-        return Some(
-            "the nodes don't have launch's executable at the path it has here: put it on the shared file system, or set \
-             `slurm.bcast: true` to have it copied",
-        );
+/// Recognizes the reason of a failure in the output of a Slurm command, which has no other form.
+pub(super) fn classify_output(output: &str) -> Option<Code> {
+    let has = |part: &str| output.contains(part);
+    if has("execve()") && has("No such file") {
+        return Some(host::SLURM_EXECUTABLE_MISSING);
     }
-    if says("execve()") && says("Permission denied") {
-        return Some(
-            "launch's executable lies where nodes may not execute files (noexec): move it, or set `slurm.bcast: true`",
-        );
+    if has("execve()") && has("Permission denied") {
+        return Some(host::SLURM_EXECUTABLE_NOT_ALLOWED);
     }
-    if says("Socket timed out") || says("Unable to contact slurm controller") {
-        return Some("Slurm's controller doesn't answer: see `scontrol ping`");
+    if has("Socket timed out") || has("Unable to contact slurm controller") {
+        return Some(host::SLURM_CONTROLLER_UNREACHABLE);
     }
-    (says("Job/step already completing") || says("Invalid job id"))
-        .then_some("the allocation is over: see `squeue` and `scontrol show job`")
+    (has("Job/step already completing") || has("Invalid job id")).then_some(host::SLURM_ALLOCATION_ENDED)
 }
 
 #[cfg(test)]
@@ -163,43 +170,61 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_task_on_each_node() {
-        let nodes = Nodes { het: None, gpus: None, names: vec!["a".into(), "b".into()] };
-        let executable = Executable { path: "/x/launch".into(), copy: None };
-        let words = arguments(&nodes, &executable);
-        for word in
+    fn a_step_has_one_task_on_each_node() {
+        let nodes = StepNodes { het_group: None, gpus: None, names: vec!["a".into(), "b".into()] };
+        let executable = StepExecutable { path: "/x/launch".into(), copy: None };
+        let arguments = arguments(&nodes, &executable);
+        for argument in
             ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=a,b", "--overlap", "--no-kill"]
         {
-            assert!(words.iter().any(|w| w == word), "{word}: {words:?}");
+            assert!(arguments.iter().any(|a| a == argument), "{argument}: {arguments:?}");
         }
-        assert_eq!(words[words.len() - 3..], ["/x/launch", "agent", "--join"]);
-        assert!(!words.iter().any(|w| w.starts_with("--gpus") || w.starts_with("--het")), "{words:?}");
+        assert_eq!(arguments[arguments.len() - 3..], ["/x/launch", "agent", "--join"]);
+        assert!(
+            !arguments.iter().any(|a| a.starts_with("--gpus") || a.starts_with("--het")),
+            "{arguments:?}"
+        );
     }
 
     #[test]
-    fn groups_gpus_and_copies() {
-        let nodes = Nodes { het: Some(1), gpus: Some(Gpus::OnOne(3)), names: vec!["a".into()] };
-        let executable = Executable { path: "/x/launch".into(), copy: Some("/tmp/l-7".into()) };
-        let words = arguments(&nodes, &executable);
-        for word in ["--het-group=1", "--gpus=3", "--bcast=/tmp/l-7", "--remove-own-file"] {
-            assert!(words.iter().any(|w| w == word), "{word}: {words:?}");
+    fn het_groups_gpus_and_copies_have_options() {
+        let nodes =
+            StepNodes { het_group: Some(1), gpus: Some(GpuRequest::Total(3)), names: vec!["a".into()] };
+        let executable = StepExecutable { path: "/x/launch".into(), copy: Some("/tmp/l-7".into()) };
+        let arguments = arguments(&nodes, &executable);
+        for argument in ["--het-group=1", "--gpus=3", "--bcast=/tmp/l-7", "--remove-own-file"] {
+            assert!(arguments.iter().any(|a| a == argument), "{argument}: {arguments:?}");
         }
     }
 
     #[test]
-    fn tasks_that_have_ended() {
-        let nodes = ended_nodes("srun: error: h[2-3]: tasks 1-2: Exited with exit code 2");
+    fn nodes_of_failed_tasks_are_parsed() {
+        let nodes = failed_nodes("srun: error: h[2-3]: tasks 1-2: Exited with exit code 2");
         assert_eq!(nodes, ["h2", "h3"]);
-        assert_eq!(ended_nodes("srun: error: h1: task 0: Killed"), ["h1"]);
+        assert_eq!(failed_nodes("srun: error: h1: task 0: Killed"), ["h1"]);
         for other in ["srun: error: Unable to create step for job 4: Invalid", "h1: task 0: Killed", ""] {
-            assert!(ended_nodes(other).is_empty(), "{other}");
+            assert!(failed_nodes(other).is_empty(), "{other}");
         }
     }
 
     #[test]
-    fn last_words_that_are_known_have_advice() {
-        let words = "slurmstepd-h1: error: execve(): /nowhere/launch: No such file or directory";
-        assert!(advice(words).is_some_and(|a| a.contains("slurm.bcast")));
-        assert_eq!(advice("srun: error: h1: task 0: Killed"), None);
+    fn known_failures_are_classified_by_the_output() {
+        for (output, code) in [
+            (
+                "slurmstepd-h1: error: execve(): /nowhere/launch: No such file or directory",
+                Some(host::SLURM_EXECUTABLE_MISSING),
+            ),
+            (
+                "slurmstepd-h1: error: execve(): /x/launch: Permission denied",
+                Some(host::SLURM_EXECUTABLE_NOT_ALLOWED),
+            ),
+            (
+                "srun: error: Unable to confirm allocation for job 7: Invalid job id specified",
+                Some(host::SLURM_ALLOCATION_ENDED),
+            ),
+            ("srun: error: h1: task 0: Killed", None),
+        ] {
+            assert_eq!(classify_output(output), code, "{output}");
+        }
     }
 }

@@ -1,6 +1,9 @@
-//! A step: the srun process that holds agents, from its start to its exit status.
-use super::srun::{self, NOT_FOR_AGENTS};
-use crate::link::join::Invitation;
+//! A Slurm step: the srun process that holds agents, from its start to its exit status.
+use super::{
+    command_not_started,
+    srun::{self, REMOVED_VARIABLES},
+};
+use crate::connection::handshake::Invitation;
 use contract::control::ExitStatus;
 use std::{
     collections::{HashSet, VecDeque},
@@ -15,52 +18,58 @@ use tokio::{
     sync::watch,
 };
 
-/// Lines of srun that are kept to tell why it ended.
-const LAST_WORDS: usize = 5;
-/// Longest piece of a line, bytes.
-const LINE_MAX: u64 = 4 << 10;
-/// Bytes between srun and the controller's reader.
-const TALK: usize = 16 << 10;
+/// Last lines of srun that are kept to explain its end.
+const TAIL_LINES: usize = 5;
+/// The longest line that is kept whole, in bytes.
+const MAX_LINE_BYTES: u64 = 4 << 10;
+/// Bytes of output that wait for the controller.
+const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 
-/// srun's process, shared by the connections to its agents.
+/// The process of srun, shared by the connections to its agents.
 #[derive(Debug)]
 pub(super) struct Step {
     pid: u32,
-    fate: watch::Sender<Option<ExitStatus>>,
-    words: Mutex<VecDeque<String>>,
-    /// Nodes whose task has ended, as srun says.
-    over: Mutex<HashSet<String>>,
+    exit_status: watch::Sender<Option<ExitStatus>>,
+    tail: Mutex<VecDeque<String>>,
+    /// Nodes whose task has failed, according to srun.
+    failed_nodes: Mutex<HashSet<String>>,
 }
 
 impl Step {
-    /// Starts srun and hands the agents their invitation. The stream is what srun and the agents say.
+    /// Starts srun and passes the invitation to its tasks. The stream is the output of srun and of
+    /// the agents.
     pub(super) fn start(
         arguments: &[String],
         invitation: &Invitation,
-    ) -> io::Result<(Arc<Step>, DuplexStream)> {
-        let (said, output) = io::pipe()?;
+    ) -> diagnostic::Result<(Arc<Step>, DuplexStream)> {
+        Self::spawn(arguments, invitation).map_err(|error| command_not_started("srun", &error))
+    }
+
+    fn spawn(arguments: &[String], invitation: &Invitation) -> io::Result<(Arc<Step>, DuplexStream)> {
+        let (output, output_writer) = io::pipe()?;
         let mut command = Command::new("srun");
         command.args(arguments);
-        NOT_FOR_AGENTS.iter().for_each(|name| _ = command.env_remove(name));
-        command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output);
-        // A group of its own: a terminal's Ctrl-C would have it kill the agents.
+        REMOVED_VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
+        command.stdin(Stdio::piped()).stdout(output_writer.try_clone()?).stderr(output_writer);
+        // In a separate group, srun does not receive a terminal's Ctrl-C, on which it kills its tasks.
         command.process_group(0);
-        let mut child = command.spawn().map_err(|error| cannot_start(&error))?;
-        drop(command); // and with it our copies of the pipe's end
+        let mut child = command.spawn()?;
+        drop(command); // closes this process's copies of the pipe's writing end
         let step = Arc::new(Step {
             pid: child.id(),
-            fate: watch::Sender::new(None),
-            words: Mutex::default(),
-            over: Mutex::default(),
+            exit_status: watch::Sender::new(None),
+            tail: Mutex::default(),
+            failed_nodes: Mutex::default(),
         });
         if let Some(mut stdin) = child.stdin.take() {
-            // A few hundred bytes: they fit into the empty pipe. If srun is gone already, its words say why.
+            // A few hundred bytes fit into the empty pipe. If srun has ended already, its output
+            // explains why.
             _ = stdin.write_all(invitation.to_line().as_bytes());
         }
-        let said = pipe::Receiver::from_owned_fd(OwnedFd::from(said))?;
-        let (near, far) = tokio::io::duplex(TALK);
-        tokio::spawn(listen(said, near, step.clone()));
-        // Dropping `child` neither waits for nor kills it; the controller reaps.
+        let output = pipe::Receiver::from_owned_fd(OwnedFd::from(output))?;
+        let (near, far) = tokio::io::duplex(OUTPUT_BUFFER_BYTES);
+        tokio::spawn(forward_output(output, near, step.clone()));
+        // Dropping `child` neither waits for it nor kills it; the controller reaps it.
         Ok((step, far))
     }
 
@@ -68,64 +77,58 @@ impl Step {
         self.pid
     }
 
-    /// Its pid while it hasn't been reaped.
-    pub(super) fn living(&self) -> Option<u32> {
-        self.status().is_none().then_some(self.pid)
+    /// The pid of srun, until srun has been reaped.
+    pub(super) fn running_pid(&self) -> Option<u32> {
+        self.exit_status().is_none().then_some(self.pid)
     }
 
-    pub(super) fn status(&self) -> Option<ExitStatus> {
-        *self.fate.borrow()
+    pub(super) fn exit_status(&self) -> Option<ExitStatus> {
+        *self.exit_status.borrow()
     }
 
-    /// It was reaped.
-    pub(super) fn ended(&self, status: ExitStatus) {
-        self.fate.send_replace(Some(status));
+    /// Records that srun was reaped.
+    pub(super) fn set_exit_status(&self, status: ExitStatus) {
+        self.exit_status.send_replace(Some(status));
     }
 
-    /// Becomes its exit status.
-    pub(super) fn fate(&self) -> watch::Receiver<Option<ExitStatus>> {
-        self.fate.subscribe()
+    /// Becomes `Some` when srun has ended.
+    pub(super) fn watch_exit(&self) -> watch::Receiver<Option<ExitStatus>> {
+        self.exit_status.subscribe()
     }
 
-    /// What it said last, on one line.
-    pub(super) fn last_words(&self) -> String {
-        let words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        words.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
+    /// The last lines of output, joined to one line.
+    pub(super) fn output_tail(&self) -> String {
+        let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
+        tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 
-    /// Has the task of this node ended with an error?
-    pub(super) fn is_over(&self, node: &str) -> bool {
-        self.over.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
+    /// Whether the task of this node has ended with an error.
+    pub(super) fn has_failed_on(&self, node: &str) -> bool {
+        self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }
 
-    fn remember(&self, line: &str) {
-        self.over.lock().unwrap_or_else(PoisonError::into_inner).extend(srun::ended_nodes(line));
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        if words.len() == LAST_WORDS {
-            words.pop_front();
+    fn record_line(&self, line: &str) {
+        let mut failed = self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        failed.extend(srun::failed_nodes(line));
+        drop(failed);
+        let mut tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
+        if tail.len() == TAIL_LINES {
+            tail.pop_front();
         }
-        words.push_back(line.to_owned());
+        tail.push_back(line.to_owned());
     }
 }
 
-fn cannot_start(error: &io::Error) -> io::Error {
-    let why = match error.kind() {
-        io::ErrorKind::NotFound => "srun isn't in PATH: is Slurm's client installed on this node?".to_owned(),
-        _ => format!("srun can't be started: {error}"),
-    };
-    io::Error::new(error.kind(), why)
-}
-
-/// Remembers what srun says, and passes it on without its noise.
-async fn listen(said: impl AsyncRead + Unpin, mut talk: DuplexStream, step: Arc<Step>) {
-    let mut said = BufReader::new(said);
+/// Records the output of srun and forwards it without irrelevant warnings.
+async fn forward_output(output: impl AsyncRead + Unpin, mut forwarded: DuplexStream, step: Arc<Step>) {
+    let mut output = BufReader::new(output);
     let mut line = Vec::new();
-    while let Ok(1..) = (&mut said).take(LINE_MAX).read_until(b'\n', &mut line).await {
+    while let Ok(1..) = (&mut output).take(MAX_LINE_BYTES).read_until(b'\n', &mut line).await {
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
         if !srun::is_noise(&text) {
-            step.remember(&text);
-            // Whoever doesn't want to hear it any more shall not stop srun.
-            _ = talk.write_all(format!("{text}\n").as_bytes()).await;
+            step.record_line(&text);
+            // srun must not block or fail when the reader has gone.
+            _ = forwarded.write_all(format!("{text}\n").as_bytes()).await;
         }
         line.clear();
     }

@@ -1,120 +1,154 @@
-//! Who we are: keys of the agent and keys in files. No passwords: nobody is asked while a job starts.
-use super::{connect::refuse, known_hosts, target::Target};
-use crate::transport::Refusal;
+//! Logs in with the keys of the SSH agent and with key files.
+//!
+//! Passwords and passphrases are not supported, because launch never prompts while a job starts.
+use super::{known_hosts, ssh_error, target::SshTarget};
+use diagnostic::{Diagnostic, codes::host};
 use ssh2::{Agent, ErrorCode, PublicKey, Session};
 use std::{
     fs::File,
-    io::Read,
+    io::{self, Read},
     path::{Path, PathBuf},
 };
 
-/// Keys that are shown to one server (OpenSSH's hangs up after six).
-const MAX_TRIES: usize = 5;
-/// Most of a key file that is read, bytes.
-const MAX_KEY: u64 = 64 << 10;
+/// Keys that are offered to one server. OpenSSH's server disconnects after six.
+const MAX_ATTEMPTS: usize = 5;
+/// The most bytes of a key file that are read.
+const MAX_KEY_BYTES: u64 = 64 << 10;
 
-/// Lets the user in, or says what was tried.
-pub(super) fn authenticate(target: &Target, session: &Session) -> Result<(), Refusal> {
-    let mut tried = Tried::default();
-    let agent = agent(target, session, &mut tried);
-    let own: Vec<Option<String>> = target.keys.iter().map(|key| public(key)).collect();
+/// Logs the user in. The error lists the keys that were tried.
+pub(super) fn authenticate(target: &SshTarget, session: &Session) -> diagnostic::Result<()> {
+    let mut attempts = LoginAttempts::default();
+    let agent = connect_ssh_agent(target, session, &mut attempts);
+    let public_keys: Vec<Option<String>> = target.keys.iter().map(|key| read_public_key(key)).collect();
     if let Some((agent, identities)) = &agent {
-        // first those that the configuration names, then the others
-        let named =
-            |key: &&PublicKey| own.iter().flatten().any(|own| *own == known_hosts::encode(key.blob()));
-        let (first, rest): (Vec<&PublicKey>, Vec<&PublicKey>) = identities.iter().partition(named);
-        let rest = if target.keys_only { Vec::new() } else { rest };
-        for key in first.into_iter().chain(rest) {
-            let what = format!("the agent's key `{}`", shown(key.comment()));
-            if tried.attempt(what, || agent.userauth(&target.user, key)) {
+        // First the keys that the configuration names, then the others.
+        let is_configured = |key: &&PublicKey| {
+            public_keys.iter().flatten().any(|public| *public == known_hosts::encode_base64(key.blob()))
+        };
+        let (configured, others): (Vec<&PublicKey>, Vec<&PublicKey>) =
+            identities.iter().partition(is_configured);
+        let others = if target.configured_keys_only { Vec::new() } else { others };
+        for key in configured.into_iter().chain(others) {
+            let name = format!("the key `{}` of the SSH agent", printable(key.comment()));
+            if attempts.offer(name, || agent.userauth(&target.user, key)) {
                 return Ok(());
             }
         }
     }
-    let in_agent = |public: &Option<String>| {
-        let listed = agent.iter().flat_map(|(_, keys)| keys);
-        public
-            .as_ref()
-            .is_some_and(|own| listed.into_iter().any(|key| known_hosts::encode(key.blob()) == *own))
+    let is_in_agent = |public_key: &Option<String>| {
+        let identities = agent.iter().flat_map(|(_, keys)| keys);
+        public_key.as_ref().is_some_and(|public| {
+            identities.into_iter().any(|key| known_hosts::encode_base64(key.blob()) == *public)
+        })
     };
-    for (key, _) in target.keys.iter().zip(&own).filter(|(_, public)| !in_agent(public)) {
-        match usable(key) {
-            Key::Missing => tried.said.push(format!("{} is not there", key.display())),
-            Key::Unreadable(why) => tried.said.push(format!("{} {why}", key.display())),
-            Key::Locked => {
-                tried.locked.get_or_insert_with(|| key.clone());
-                tried.said.push(format!("{} has a passphrase", key.display()));
+    for (key, _) in target.keys.iter().zip(&public_keys).filter(|(_, public)| !is_in_agent(public)) {
+        match inspect_key_file(key) {
+            KeyFile::Missing => attempts.skip(format!("{} does not exist", key.display())),
+            KeyFile::Unreadable(error) => {
+                attempts.skip(format!("{} cannot be read: {error}", key.display()));
             }
-            Key::Open => {
-                let attempt = || session.userauth_pubkey_file(&target.user, None, key, None);
-                if tried.attempt(key.display().to_string(), attempt) {
+            KeyFile::Damaged => attempts.skip(format!("{} is damaged", key.display())),
+            KeyFile::NotAKey => attempts.skip(format!("{} is not a private key", key.display())),
+            KeyFile::Locked => {
+                attempts.locked_key.get_or_insert_with(|| key.clone());
+                attempts.skip(format!("{} has a passphrase", key.display()));
+            }
+            KeyFile::Usable => {
+                let login = || session.userauth_pubkey_file(&target.user, None, key, None);
+                if attempts.offer(key.display().to_string(), login) {
                     return Ok(());
                 }
             }
         }
     }
-    Err(tried.refusal(target, session))
+    Err(attempts.into_diagnostic(target, session))
 }
 
+/// The keys that were tried or skipped, and why.
 #[derive(Default)]
-struct Tried {
-    attempts: usize,
-    said: Vec<String>,
-    locked: Option<PathBuf>,
+struct LoginAttempts {
+    offered: usize,
+    results: Vec<String>,
+    locked_key: Option<PathBuf>,
 }
 
-impl Tried {
-    fn attempt(&mut self, what: String, show: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
-        if self.attempts >= MAX_TRIES {
-            self.said.push(format!("{what} was not tried any more"));
+impl LoginAttempts {
+    /// Offers a key to the server. Returns whether the login succeeded.
+    fn offer(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
+        if self.offered >= MAX_ATTEMPTS {
+            self.skip(format!("{name} was not tried (at most {MAX_ATTEMPTS} keys are)"));
             return false;
         }
-        self.attempts += 1;
-        match show() {
+        self.offered += 1;
+        match login() {
             Ok(()) => return true,
+            // LIBSSH2_ERROR_AUTHENTICATION_FAILED, LIBSSH2_ERROR_PUBLICKEY_UNVERIFIED
             Err(e) if matches!(e.code(), ErrorCode::Session(-18 | -19)) => {
-                self.said.push(format!("{what} was refused"));
+                self.skip(format!("{name} was rejected"));
             }
-            Err(e) => self.said.push(format!("{what}: {}", e.message())),
+            Err(e) => self.skip(format!("{name}: {}", e.message())),
         }
         false
     }
 
-    fn refusal(self, target: &Target, session: &Session) -> Refusal {
-        let offers = session.auth_methods(&target.user).unwrap_or_default().to_owned();
-        let hint = match &self.locked {
-            Some(key) => format!("add the key to the agent first: ssh-add {}", key.display()),
-            None if !offers.is_empty() && !offers.split(',').any(|m| m == "publickey") => {
+    fn skip(&mut self, result: String) {
+        self.results.push(result);
+    }
+
+    fn into_diagnostic(self, target: &SshTarget, session: &Session) -> Diagnostic {
+        let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
+        let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");
+        let (code, help) = match &self.locked_key {
+            Some(key) => (
+                host::SSH_KEY_LOCKED,
+                format!("add the key to the SSH agent first: `ssh-add {}`", key.display()),
+            ),
+            None if no_publickey => (
+                host::SSH_PUBLICKEY_UNSUPPORTED,
                 format!(
-                    "the server takes {offers}, and launch has keys only: let it take public keys (PubkeyAuthentication)"
-                )
-            }
-            None => format!(
-                "let `ssh -p {} {}@{}` in without a question first: ssh-copy-id puts a key there; `cluster.ssh.user` and `cluster.ssh.key` say who and with what",
-                target.port, target.user, target.hostname
+                    "the server accepts {methods}, and launch logs in with public keys only; \
+                     enable `PubkeyAuthentication` in its sshd_config"
+                ),
+            ),
+            None => (
+                host::SSH_LOGIN_FAILED,
+                format!(
+                    "make `ssh -p {} {}@{}` work without a password, for example with `ssh-copy-id`; \
+                     `cluster.ssh.user` and `cluster.ssh.key` select the user and the key",
+                    target.port, target.user, target.hostname
+                ),
             ),
         };
-        let said =
-            if self.said.is_empty() { "there is no key to show".to_owned() } else { self.said.join(", ") };
-        refuse(target, &format!("authentication failed for the user `{}`: {said}", target.user), Some(&hint))
+        let results =
+            if self.results.is_empty() { "no key was found".to_owned() } else { self.results.join(", ") };
+        let message =
+            format!("authentication on host {} failed for user `{}`: {results}", target.name, target.user);
+        ssh_error(target, code, message)
+            .with_field("user", target.user.as_str())
+            .with_field("attempts", self.results)
+            .with_help(help)
     }
 }
 
-/// The agent with what it has; `None` where there is none.
-fn agent(target: &Target, session: &Session, tried: &mut Tried) -> Option<(Agent, Vec<PublicKey>)> {
+/// Connects to the SSH agent and lists its keys; `None` where there is no agent or it fails.
+fn connect_ssh_agent(
+    target: &SshTarget,
+    session: &Session,
+    attempts: &mut LoginAttempts,
+) -> Option<(Agent, Vec<PublicKey>)> {
     let socket = match &target.agent {
         Some(None) => return None,
         Some(Some(socket)) => Some(socket.clone()),
         None => std::env::var_os(contract::env::SSH_AUTH_SOCK).filter(|s| !s.is_empty()).map(PathBuf::from),
     }?;
     let mut agent = session.agent().ok()?;
-    let asked = agent.set_identity_path(&socket).and_then(|()| agent.connect());
-    let asked = asked.and_then(|()| agent.list_identities()).and_then(|()| agent.identities());
-    match asked {
+    let connected = agent.set_identity_path(&socket).and_then(|()| agent.connect());
+    let identities = connected.and_then(|()| agent.list_identities()).and_then(|()| agent.identities());
+    match identities {
         Ok(identities) => Some((agent, identities)),
         Err(error) => {
-            tried.said.push(format!(
-                "the agent at {} does not answer ({})",
+            attempts.skip(format!(
+                "the SSH agent at {} does not answer ({})",
                 socket.display(),
                 error.message()
             ));
@@ -123,60 +157,64 @@ fn agent(target: &Target, session: &Session, tried: &mut Tried) -> Option<(Agent
     }
 }
 
-fn shown(comment: &str) -> String {
+/// The first 80 characters of a key's comment, with control characters escaped.
+fn printable(comment: &str) -> String {
     comment.chars().take(80).flat_map(char::escape_debug).collect()
 }
 
-/// The public key beside a private one, as base64.
-fn public(key: &Path) -> Option<String> {
-    let mut name = key.as_os_str().to_owned();
+/// The public key next to a private one (`FILE.pub`), as base64.
+fn read_public_key(private_key: &Path) -> Option<String> {
+    let mut name = private_key.as_os_str().to_owned();
     name.push(".pub");
-    let text = read(Path::new(&name)).ok()?;
+    let text = read_key_file(Path::new(&name)).ok()?;
     text.split_whitespace().nth(1).map(str::to_owned)
 }
 
-fn read(file: &Path) -> std::io::Result<String> {
+fn read_key_file(file: &Path) -> io::Result<String> {
     let mut text = String::new();
-    File::open(file)?.take(MAX_KEY).read_to_string(&mut text)?;
+    File::open(file)?.take(MAX_KEY_BYTES).read_to_string(&mut text)?;
     Ok(text)
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum Key {
+/// Whether a file holds a private key that can be used without a prompt.
+#[derive(Debug)]
+enum KeyFile {
     Missing,
-    Unreadable(String),
+    Unreadable(io::Error),
+    Damaged,
+    NotAKey,
+    /// The key has a passphrase.
     Locked,
-    Open,
+    Usable,
 }
 
-/// Can the key in this file be used without asking somebody?
-fn usable(file: &Path) -> Key {
-    let text = match read(file) {
+fn inspect_key_file(file: &Path) -> KeyFile {
+    let text = match read_key_file(file) {
         Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Key::Missing,
-        Err(e) => return Key::Unreadable(format!("can't be read: {e}")),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return KeyFile::Missing,
+        Err(e) => return KeyFile::Unreadable(e),
     };
     let mut lines = text.lines().map(str::trim);
     match lines.next() {
         Some("-----BEGIN OPENSSH PRIVATE KEY-----") => {
             let body: String = lines.take_while(|l| !l.starts_with('-')).collect();
             match openssh_cipher(&body) {
-                Some(cipher) if cipher == b"none" => Key::Open,
-                Some(_) => Key::Locked,
-                None => Key::Unreadable("is damaged".to_owned()),
+                Some(cipher) if cipher == b"none" => KeyFile::Usable,
+                Some(_) => KeyFile::Locked,
+                None => KeyFile::Damaged,
             }
         }
-        Some("-----BEGIN ENCRYPTED PRIVATE KEY-----") => Key::Locked,
+        Some("-----BEGIN ENCRYPTED PRIVATE KEY-----") => KeyFile::Locked,
         Some(first) if first.starts_with("-----BEGIN ") && first.ends_with("PRIVATE KEY-----") => {
-            if text.contains("ENCRYPTED") { Key::Locked } else { Key::Open }
+            if text.contains("ENCRYPTED") { KeyFile::Locked } else { KeyFile::Usable }
         }
-        _ => Key::Unreadable("is not a private key".to_owned()),
+        _ => KeyFile::NotAKey,
     }
 }
 
-/// The name of the cipher in an OpenSSH key: magic, then a string.
+/// The name of the cipher in an OpenSSH key: the magic bytes, then a length-prefixed string.
 fn openssh_cipher(base64: &str) -> Option<Vec<u8>> {
-    let bytes = known_hosts::decode(base64)?;
+    let bytes = known_hosts::decode_base64(base64)?;
     let rest = bytes.strip_prefix(b"openssh-key-v1\0")?;
     let (length, rest) = rest.split_first_chunk::<4>()?;
     rest.get(..u32::from_be_bytes(*length) as usize).map(<[u8]>::to_vec)
@@ -188,37 +226,44 @@ mod tests {
     use std::{fs, process::Command};
 
     #[test]
-    fn keys_that_ask_for_a_passphrase_are_seen() {
+    fn keys_with_a_passphrase_are_recognized() {
         let dir = tempfile::tempdir().expect("a directory");
-        let make = |name: &str, more: &[&str]| {
+        let generate = |name: &str, arguments: &[&str]| {
             let file = dir.path().join(name);
-            let made = Command::new("ssh-keygen").args(["-q", "-f"]).arg(&file).args(more).output();
-            made.is_ok_and(|m| m.status.success()).then_some(file)
+            let output = Command::new("ssh-keygen").args(["-q", "-f"]).arg(&file).args(arguments).output();
+            output.is_ok_and(|o| o.status.success()).then_some(file)
         };
-        for (name, more, expected) in [
-            ("open", &["-t", "ed25519", "-N", ""][..], Key::Open),
-            ("locked", &["-t", "ed25519", "-N", "secret"], Key::Locked),
-            ("pem", &["-t", "rsa", "-m", "PEM", "-N", ""], Key::Open),
-            ("locked-pem", &["-t", "rsa", "-m", "PEM", "-N", "secret"], Key::Locked),
-            ("pkcs8", &["-t", "ecdsa", "-m", "PKCS8", "-N", "secret"], Key::Locked),
+        for (name, arguments, locked) in [
+            ("open", &["-t", "ed25519", "-N", ""][..], false),
+            ("locked", &["-t", "ed25519", "-N", "secret"], true),
+            ("pem", &["-t", "rsa", "-m", "PEM", "-N", ""], false),
+            ("locked-pem", &["-t", "rsa", "-m", "PEM", "-N", "secret"], true),
+            ("pkcs8", &["-t", "ecdsa", "-m", "PKCS8", "-N", "secret"], true),
         ] {
-            if let Some(file) = make(name, more) {
-                assert_eq!(usable(&file), expected, "{name}");
-                assert!(public(&file).is_some(), "{name}");
+            if let Some(file) = generate(name, arguments) {
+                let key = inspect_key_file(&file);
+                assert!(
+                    if locked { matches!(key, KeyFile::Locked) } else { matches!(key, KeyFile::Usable) },
+                    "{name}: {key:?}"
+                );
+                assert!(read_public_key(&file).is_some(), "{name}");
             }
         }
     }
 
     #[test]
-    fn what_is_no_key_is_told() {
+    fn files_without_a_usable_key_are_recognized() {
         let dir = tempfile::tempdir().expect("a directory");
         let file = dir.path().join("k");
-        assert_eq!(usable(&file), Key::Missing);
-        for text in ["", "ssh-ed25519 AAAA", "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNz\n-----END"] {
+        assert!(matches!(inspect_key_file(&file), KeyFile::Missing));
+        for text in ["", "ssh-ed25519 AAAA"] {
             fs::write(&file, text).expect("a file");
-            assert!(matches!(usable(&file), Key::Unreadable(_)), "{text}");
+            assert!(matches!(inspect_key_file(&file), KeyFile::NotAKey), "{text}");
         }
+        fs::write(&file, "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNz\n-----END").expect("a file");
+        assert!(matches!(inspect_key_file(&file), KeyFile::Damaged));
         // a length that reaches beyond the end
-        assert_eq!(openssh_cipher(&known_hosts::encode(b"openssh-key-v1\0\xff\xff\xff\xffnone")), None);
+        let key = known_hosts::encode_base64(b"openssh-key-v1\0\xff\xff\xff\xffnone");
+        assert_eq!(openssh_cipher(&key), None);
     }
 }

@@ -1,33 +1,45 @@
-//! ssh_config(5) as far as connecting needs it. What this reader can't judge (`Match`, say) is left to `ssh -G`, which knows.
+//! Reads ssh_config(5), as far as connecting needs it.
+//!
+//! `Match` and the canonicalization of host names are not evaluated here; the resolver runs `ssh -G`
+//! when a file contains them.
+use diagnostic::{Diagnostic, Location, codes::host};
 use std::{
     fs, io,
     path::{Path, PathBuf},
 };
 
-/// Deepest `Include`.
-const MAX_DEPTH: u32 = 8;
-/// Largest file, bytes.
-const MAX_FILE: u64 = 1 << 20;
-/// Most lines, with those of included files.
+/// The deepest nesting of `Include`.
+const MAX_INCLUDE_DEPTH: u32 = 8;
+/// The largest file, in bytes.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// The most lines, with those of included files.
 const MAX_LINES: usize = 50_000;
 
-/// Lines of the configuration that may matter, included files in their places.
+/// The relevant lines of the configuration, with included files in place.
 #[derive(Debug, Default)]
-pub(super) struct Config {
-    lines: Vec<Line>,
-    /// A construct that only OpenSSH's own client can judge, with its place.
-    pub(super) beyond: Option<String>,
+pub(super) struct SshConfigLines {
+    lines: Vec<ConfigLine>,
+    /// A keyword that only OpenSSH's client evaluates, with its file and line.
+    pub(super) unsupported: Option<UnsupportedKeyword>,
+}
+
+/// A keyword that only OpenSSH's client evaluates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct UnsupportedKeyword {
+    pub(super) keyword: String,
+    pub(super) file: String,
+    pub(super) line: usize,
 }
 
 #[derive(Debug)]
-enum Line {
-    /// Patterns; the lines up to the next one count for hosts that they match. `depth` of `Include`.
+enum ConfigLine {
+    /// The lines up to the next `Host` apply to hosts that match. `depth` is that of `Include`.
     Host {
         patterns: Vec<String>,
         depth: u32,
     },
-    /// An included file ends: what held before it holds again.
-    End {
+    /// The end of a file: the `Host` that applied before `Include` applies again.
+    EndOfFile {
         depth: u32,
     },
     Set {
@@ -36,9 +48,9 @@ enum Line {
     },
 }
 
-/// What the configuration says of a host. The first value counts, as in OpenSSH, except for keys, which are collected.
+/// The settings of one host. The first value of a keyword applies, except for keys, which add up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Settings {
+pub(super) struct HostSettings {
     pub(super) hostname: Option<String>,
     pub(super) user: Option<String>,
     pub(super) port: Option<u16>,
@@ -50,100 +62,136 @@ pub(super) struct Settings {
     pub(super) identity_agent: Option<String>,
     pub(super) user_known_hosts: Option<Vec<String>>,
     pub(super) global_known_hosts: Option<Vec<String>>,
-    pub(super) strict: Option<String>,
+    pub(super) strict_host_key_checking: Option<String>,
 }
 
-/// Why a configuration can't be used: one line that names the file.
-pub(super) type Fault = String;
+/// A mistake in a configuration file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+enum SyntaxError {
+    #[error("a quote is not closed")]
+    QuoteNotClosed,
+    #[error("the keyword has no value")]
+    ValueMissing,
+    #[error("`Include` is nested more than {MAX_INCLUDE_DEPTH} deep")]
+    IncludeTooDeep,
+    #[error("the SSH configuration has more than {MAX_LINES} lines")]
+    TooManyLines,
+}
 
-impl Config {
-    /// Reads these files, one after the other; a missing one is a fault where it is `required`.
-    pub(super) fn read(files: &[PathBuf], required: bool, home: &Path) -> Result<Config, Fault> {
-        let mut config = Config::default();
+impl SyntaxError {
+    /// `line` counts from 1.
+    fn into_diagnostic(self, file: &Path, line: usize, text: &str) -> Diagnostic {
+        let file = file.display().to_string();
+        Diagnostic::error(host::SSH_CONFIG_INVALID, format!("the SSH configuration is not valid: {self}"))
+            .with_subject(file.clone())
+            .with_location(Location::Line {
+                file,
+                line: u32::try_from(line).unwrap_or(u32::MAX),
+                column: 1,
+                width: u32::try_from(text.chars().count()).unwrap_or(u32::MAX).max(1),
+                text: text.to_owned(),
+            })
+    }
+}
+
+impl SshConfigLines {
+    /// Reads these files, one after the other. A file that does not exist is an error only where
+    /// it is `required`.
+    pub(super) fn read(files: &[PathBuf], required: bool, home: &Path) -> diagnostic::Result<SshConfigLines> {
+        let mut config = SshConfigLines::default();
         for file in files {
-            config.file(file, required, home, 0)?;
-            config.lines.push(Line::End { depth: 0 });
+            config.read_file(file, required, home, 0)?;
+            config.lines.push(ConfigLine::EndOfFile { depth: 0 });
         }
         Ok(config)
     }
 
-    fn file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> Result<(), Fault> {
-        let shown = file.display();
-        let text = match read(file) {
+    fn read_file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> diagnostic::Result<()> {
+        let name = file.display().to_string();
+        let text = match read_text(file) {
             Ok(text) => text,
             Err(e) if !required && e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(e) => return Err(format!("the SSH configuration {shown} can't be read: {e}")),
+            Err(error) => {
+                let message = format!("cannot read the SSH configuration {name}");
+                return Err(Diagnostic::error(host::SSH_CONFIG_UNREADABLE, message)
+                    .with_subject(name)
+                    .with_cause(&error));
+            }
         };
-        for (number, line) in text.lines().enumerate() {
-            let at = || format!("{shown}:{}", number + 1);
-            let Some((keyword, values)) = words(line).map_err(|m| format!("{}: {m}", at()))? else {
-                continue;
-            };
+        for (index, line) in text.lines().enumerate() {
+            let invalid = |error: SyntaxError| error.into_diagnostic(file, index + 1, line);
+            let Some((keyword, values)) = parse_line(line).map_err(invalid)? else { continue };
             if self.lines.len() >= MAX_LINES {
-                return Err(format!("{}: the SSH configuration has more than {MAX_LINES} lines", at()));
+                return Err(invalid(SyntaxError::TooManyLines));
             }
             match keyword.as_str() {
-                "host" => self.lines.push(Line::Host { patterns: values, depth }),
-                "include" => {
-                    self.include(&values, file, home, depth).map_err(|m| format!("{}: {m}", at()))?
-                }
+                "host" => self.lines.push(ConfigLine::Host { patterns: values, depth }),
+                "include" if depth >= MAX_INCLUDE_DEPTH => return Err(invalid(SyntaxError::IncludeTooDeep)),
+                "include" => self.include(&values, file, home, depth)?,
                 "match" | "canonicalizehostname" | "canonicaldomains" => {
-                    self.beyond.get_or_insert(format!("`{keyword}` ({})", at()));
+                    let file = name.clone();
+                    self.unsupported.get_or_insert(UnsupportedKeyword { keyword, file, line: index + 1 });
                 }
-                _ if values.is_empty() => return Err(format!("{}: `{keyword}` has no value", at())),
-                _ => self.lines.push(Line::Set { keyword, values }),
+                _ if values.is_empty() => return Err(invalid(SyntaxError::ValueMissing)),
+                _ => self.lines.push(ConfigLine::Set { keyword, values }),
             }
         }
         Ok(())
     }
 
-    fn include(&mut self, patterns: &[String], from: &Path, home: &Path, depth: u32) -> Result<(), Fault> {
-        if depth >= MAX_DEPTH {
-            return Err(format!("`Include` is nested more than {MAX_DEPTH} deep"));
-        }
+    fn include(
+        &mut self,
+        patterns: &[String],
+        from: &Path,
+        home: &Path,
+        depth: u32,
+    ) -> diagnostic::Result<()> {
         for pattern in patterns {
-            let system = from.starts_with("/etc/ssh");
-            let base = if system { PathBuf::from("/etc/ssh") } else { home.join(".ssh") };
-            let pattern = base.join(tilde(pattern, home));
+            let is_system = from.starts_with("/etc/ssh");
+            let base = if is_system { PathBuf::from("/etc/ssh") } else { home.join(".ssh") };
+            let pattern = base.join(expand_tilde(pattern, home));
             for file in glob(&pattern) {
-                self.file(&file, false, home, depth + 1)?;
-                self.lines.push(Line::End { depth: depth + 1 });
+                self.read_file(&file, false, home, depth + 1)?;
+                self.lines.push(ConfigLine::EndOfFile { depth: depth + 1 });
             }
         }
         Ok(())
     }
 
-    /// What holds for the host as it was typed.
-    pub(super) fn settings(&self, host: &str) -> Settings {
-        let mut settings = Settings::default();
-        let mut holds = vec![true];
+    /// The settings of a host, which `Host` patterns match by the name that the job uses.
+    pub(super) fn settings(&self, host: &str) -> HostSettings {
+        let mut settings = HostSettings::default();
+        // Whether the current `Host` matches, for each level of `Include`.
+        let mut matches = vec![true];
         for line in &self.lines {
             match line {
-                Line::Host { patterns, depth } => {
-                    let matches = matches_any(patterns, host);
-                    holds.resize(*depth as usize + 1, *holds.last().unwrap_or(&true));
-                    if let Some(last) = holds.last_mut() {
-                        *last = matches;
+                ConfigLine::Host { patterns, depth } => {
+                    let host_matches = matches_any(patterns, host);
+                    matches.resize(*depth as usize + 1, *matches.last().unwrap_or(&true));
+                    if let Some(last) = matches.last_mut() {
+                        *last = host_matches;
                     }
                 }
-                Line::End { depth } => holds.truncate((*depth as usize).max(1)),
-                Line::Set { keyword, values } if holds.iter().all(|h| *h) => settings.set(keyword, values),
-                Line::Set { .. } => {}
+                ConfigLine::EndOfFile { depth } => matches.truncate((*depth as usize).max(1)),
+                ConfigLine::Set { keyword, values } if matches.iter().all(|m| *m) => {
+                    settings.set(keyword, values);
+                }
+                ConfigLine::Set { .. } => {}
             }
-            if matches!(line, Line::End { depth: 0 }) {
-                holds = vec![true];
+            if matches!(line, ConfigLine::EndOfFile { depth: 0 }) {
+                matches = vec![true];
             }
         }
         settings
     }
 }
 
-impl Settings {
-    /// What `ssh -G` printed.
-    pub(super) fn printed(text: &str) -> Settings {
-        let mut settings = Settings::default();
-        for (keyword, mut values) in text.lines().filter_map(|line| words(line).ok().flatten()) {
-            // It prints no quotes: the whole line is the one path.
+impl HostSettings {
+    /// Parses the output of `ssh -G`.
+    pub(super) fn from_ssh_g(text: &str) -> HostSettings {
+        let mut settings = HostSettings::default();
+        for (keyword, mut values) in text.lines().filter_map(|line| parse_line(line).ok().flatten()) {
+            // `ssh -G` prints no quotes: the whole rest of the line is one path.
             if keyword == "identityfile" {
                 values = vec![values.join(" ")];
             }
@@ -154,37 +202,38 @@ impl Settings {
 
     fn set(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
-        let one = |place: &mut Option<String>| _ = place.get_or_insert_with(|| first.clone());
-        let given = |value: &str| !value.eq_ignore_ascii_case("none");
+        let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
+        let is_set = |value: &str| !value.eq_ignore_ascii_case("none");
         match keyword {
-            "hostname" => one(&mut self.hostname),
-            "user" => one(&mut self.user),
+            "hostname" => set_once(&mut self.hostname),
+            "user" => set_once(&mut self.user),
             "port" => self.port = self.port.or_else(|| first.parse().ok()),
-            "hostkeyalias" => one(&mut self.host_key_alias),
-            "proxyjump" if self.proxy_command.is_none() => one(&mut self.proxy_jump),
+            "hostkeyalias" => set_once(&mut self.host_key_alias),
+            "proxyjump" if self.proxy_command.is_none() => set_once(&mut self.proxy_jump),
             "proxycommand" if self.proxy_jump.is_none() && self.proxy_command.is_none() => {
                 self.proxy_command = Some(values.join(" "));
             }
-            "identityfile" if given(first) => self.identity_files.push(first.clone()),
+            "identityfile" if is_set(first) => self.identity_files.push(first.clone()),
             "identitiesonly" => self.identities_only = self.identities_only.or(Some(first == "yes")),
-            "identityagent" => one(&mut self.identity_agent),
+            "identityagent" => set_once(&mut self.identity_agent),
             "userknownhostsfile" => _ = self.user_known_hosts.get_or_insert_with(|| values.to_vec()),
             "globalknownhostsfile" => _ = self.global_known_hosts.get_or_insert_with(|| values.to_vec()),
-            "stricthostkeychecking" => one(&mut self.strict),
+            "stricthostkeychecking" => set_once(&mut self.strict_host_key_checking),
             _ => {}
         }
     }
 }
 
-fn read(file: &Path) -> io::Result<String> {
-    if fs::metadata(file)?.len() > MAX_FILE {
-        return Err(io::Error::other("it is larger than 1 MiB"));
+fn read_text(file: &Path) -> io::Result<String> {
+    if fs::metadata(file)?.len() > MAX_FILE_BYTES {
+        return Err(io::Error::other("the file is larger than 1 MiB"));
     }
     fs::read_to_string(file)
 }
 
-/// A line's keyword, in lower case, and its values; quotes keep words together.
-fn words(line: &str) -> Result<Option<(String, Vec<String>)>, String> {
+/// Splits a line into its keyword, in lower case, and its values. Quotes keep words together.
+/// Returns `None` for empty lines and comments.
+fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, SyntaxError> {
     let line = line.trim();
     if line.is_empty() || line.starts_with('#') {
         return Ok(None);
@@ -206,10 +255,10 @@ fn words(line: &str) -> Result<Option<(String, Vec<String>)>, String> {
         }
     }
     values.extend(word);
-    if quoted { Err("a quote is never closed".to_owned()) } else { Ok(Some((keyword, values))) }
+    if quoted { Err(SyntaxError::QuoteNotClosed) } else { Ok(Some((keyword, values))) }
 }
 
-/// Does one of the patterns match, and none of those with `!`?
+/// Whether a pattern matches, and no pattern with `!` does.
 pub(super) fn matches_any(patterns: &[String], text: &str) -> bool {
     let mut matched = false;
     for pattern in patterns {
@@ -222,10 +271,11 @@ pub(super) fn matches_any(patterns: &[String], text: &str) -> bool {
     matched
 }
 
-/// `*` and `?`; case counts, as in `Host` lines.
+/// Matches `*` and `?` in a pattern. Case-sensitive, like `Host` lines.
 pub(super) fn wildcard(pattern: &str, text: &str) -> bool {
     let characters = |s: &str| s.chars().collect::<Vec<_>>();
     let (pattern, text) = (characters(pattern), characters(text));
+    // The positions in both, and where the last `*` was tried.
     let (mut p, mut t, mut star) = (0, 0, None);
     while t < text.len() {
         match pattern.get(p) {
@@ -249,8 +299,8 @@ pub(super) fn wildcard(pattern: &str, text: &str) -> bool {
     pattern[p..].iter().all(|c| *c == '*')
 }
 
-/// `~/x` below the home directory.
-pub(super) fn tilde(path: &str, home: &Path) -> PathBuf {
+/// Replaces `~/` at the start of a path by the home directory.
+pub(super) fn expand_tilde(path: &str, home: &Path) -> PathBuf {
     match path.strip_prefix("~/") {
         Some(rest) => home.join(rest),
         None if path == "~" => home.to_owned(),
@@ -258,15 +308,16 @@ pub(super) fn tilde(path: &str, home: &Path) -> PathBuf {
     }
 }
 
-/// Files whose last component matches; in their order by name.
+/// The files whose last path component matches the pattern, sorted by name.
 fn glob(pattern: &Path) -> Vec<PathBuf> {
     let Some(name) = pattern.file_name().and_then(|n| n.to_str()) else { return Vec::new() };
-    let Some(folder) = pattern.parent().filter(|_| name.contains(['*', '?'])) else {
+    let Some(directory) = pattern.parent().filter(|_| name.contains(['*', '?'])) else {
         return vec![pattern.to_owned()];
     };
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let fits = |path: &PathBuf| path.file_name().and_then(|n| n.to_str()).is_some_and(|n| wildcard(name, n));
-    let mut files: Vec<PathBuf> = entries.map(|e| e.path()).filter(fits).collect();
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let matches =
+        |path: &PathBuf| path.file_name().and_then(|n| n.to_str()).is_some_and(|n| wildcard(name, n));
+    let mut files: Vec<PathBuf> = entries.map(|e| e.path()).filter(matches).collect();
     files.sort();
     files
 }
@@ -277,14 +328,14 @@ mod tests {
     use proptest::prelude::*;
     use std::process::Command;
 
-    fn config(files: &[(&str, &str)]) -> (tempfile::TempDir, Config) {
+    fn config(files: &[(&str, &str)]) -> (tempfile::TempDir, SshConfigLines) {
         let home = tempfile::tempdir().expect("a directory");
         fs::create_dir(home.path().join(".ssh")).expect("a directory");
         for (name, text) in files {
             fs::write(home.path().join(".ssh").join(name), text).expect("a file");
         }
-        let config =
-            Config::read(&[home.path().join(".ssh/config")], true, home.path()).expect("a configuration");
+        let config = SshConfigLines::read(&[home.path().join(".ssh/config")], true, home.path())
+            .expect("a configuration");
         (home, config)
     }
 
@@ -293,7 +344,7 @@ mod tests {
         Host *\nidentityfile /last\nStrictHostKeyChecking accept-new\nUserKnownHostsFile /k1 /k2\n";
 
     #[test]
-    fn values_are_openssh_s() {
+    fn settings_equal_those_of_openssh() {
         let (home, config) = config(&[("config", SAMPLE)]);
         for host in ["gpu-1", "gpu-9", "gpu-10", "other", "GPU-1"] {
             let output = Command::new("ssh")
@@ -302,75 +353,81 @@ mod tests {
                 .args(["-G", host])
                 .output();
             let Ok(output) = output else { return };
-            let theirs = Settings::printed(&String::from_utf8_lossy(&output.stdout));
-            let ours = config.settings(host);
-            let hostname =
-                ours.hostname.clone().map_or(host.to_lowercase(), |h| h.replace("%h", &host.to_lowercase()));
-            assert_eq!(Some(hostname), theirs.hostname, "{host}");
-            assert_eq!(ours.port.or(Some(22)), theirs.port, "{host}");
-            assert_eq!((&ours.user, &ours.proxy_jump), (&theirs.user, &theirs.proxy_jump), "{host}");
-            assert_eq!(ours.identity_files, theirs.identity_files, "{host}");
-            assert_eq!(ours.user_known_hosts, theirs.user_known_hosts, "{host}");
-            assert_eq!(ours.strict, theirs.strict, "{host}");
+            let expected = HostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout));
+            let settings = config.settings(host);
+            let hostname = settings
+                .hostname
+                .clone()
+                .map_or(host.to_lowercase(), |h| h.replace("%h", &host.to_lowercase()));
+            assert_eq!(Some(hostname), expected.hostname, "{host}");
+            assert_eq!(settings.port.or(Some(22)), expected.port, "{host}");
+            assert_eq!(
+                (&settings.user, &settings.proxy_jump),
+                (&expected.user, &expected.proxy_jump),
+                "{host}"
+            );
+            assert_eq!(settings.identity_files, expected.identity_files, "{host}");
+            assert_eq!(settings.user_known_hosts, expected.user_known_hosts, "{host}");
+            assert_eq!(settings.strict_host_key_checking, expected.strict_host_key_checking, "{host}");
         }
     }
 
     #[test]
-    fn included_files_stand_in_their_places() {
+    fn settings_of_included_files_apply_within_the_including_host() {
         let (_home, config) = config(&[
             ("config", "Host a\nInclude *.inc\nUser inside\nHost *\nUser outside\nPort 7\n"),
             ("1.inc", "Port 5\nHost b\nPort 6\n"),
         ]);
-        let of = |host: &str| (config.settings(host).user, config.settings(host).port);
-        assert_eq!(of("a"), (Some("inside".to_owned()), Some(5)));
+        let user_and_port = |host: &str| (config.settings(host).user, config.settings(host).port);
+        assert_eq!(user_and_port("a"), (Some("inside".to_owned()), Some(5)));
         assert_eq!(
-            of("b"),
+            user_and_port("b"),
             (Some("outside".to_owned()), Some(7)),
             "the included file counts within `Host a` only"
         );
     }
 
     #[test]
-    fn what_only_the_client_knows_is_noticed() {
+    fn keywords_that_only_openssh_evaluates_are_reported() {
         let (_home, config) = config(&[("config", "Host a\nUser b\nMatch user c\nPort 5\n")]);
-        assert!(
-            config.beyond.as_deref().is_some_and(|b| b.contains("`match`") && b.contains(":3")),
-            "{config:?}"
-        );
+        let unsupported = config.unsupported.map(|u| (u.keyword, u.line));
+        assert_eq!(unsupported, Some(("match".to_owned(), 3)));
     }
 
     #[test]
-    fn faults_name_the_place() {
+    fn syntax_errors_have_a_location() {
         let home = tempfile::tempdir().expect("a directory");
         let file = home.path().join("config");
-        for (text, part) in [("User \"a", ":1: a quote"), ("\nPort\n", ":2: `port` has no value")] {
+        for (text, expected_line) in [("User \"a", 1), ("\nPort\n", 2)] {
             fs::write(&file, text).expect("a file");
-            let fault = Config::read(std::slice::from_ref(&file), true, home.path()).expect_err(text);
-            assert!(fault.contains(part), "{fault}");
+            let error = SshConfigLines::read(std::slice::from_ref(&file), true, home.path()).expect_err(text);
+            assert_eq!(error.code(), host::SSH_CONFIG_INVALID);
+            assert_eq!(error.location().map(Location::line), Some(expected_line), "{error:?}");
         }
         fs::write(&file, format!("Include {}", file.display())).expect("a file");
-        let fault = Config::read(std::slice::from_ref(&file), true, home.path()).expect_err("a circle");
-        assert!(fault.contains("nested"), "{fault}");
+        let error =
+            SshConfigLines::read(std::slice::from_ref(&file), true, home.path()).expect_err("a cycle");
+        assert_eq!(error.code(), host::SSH_CONFIG_INVALID);
     }
 
     proptest! {
         #[test]
-        fn wildcards_match_as_a_slow_reader_does(pattern in "[ab*?]{0,8}", text in "[ab]{0,8}") {
-            fn slow(p: &[u8], t: &[u8]) -> bool {
+        fn wildcards_match_like_a_recursive_matcher(pattern in "[ab*?]{0,8}", text in "[ab]{0,8}") {
+            fn recursive(p: &[u8], t: &[u8]) -> bool {
                 match (p.first(), t.first()) {
                     (None, None) => true,
-                    (Some(b'*'), _) => slow(&p[1..], t) || (!t.is_empty() && slow(p, &t[1..])),
-                    (Some(b'?'), Some(_)) => slow(&p[1..], &t[1..]),
-                    (Some(a), Some(b)) if a == b => slow(&p[1..], &t[1..]),
+                    (Some(b'*'), _) => recursive(&p[1..], t) || (!t.is_empty() && recursive(p, &t[1..])),
+                    (Some(b'?'), Some(_)) => recursive(&p[1..], &t[1..]),
+                    (Some(a), Some(b)) if a == b => recursive(&p[1..], &t[1..]),
                     _ => false,
                 }
             }
-            prop_assert_eq!(wildcard(&pattern, &text), slow(pattern.as_bytes(), text.as_bytes()));
+            prop_assert_eq!(wildcard(&pattern, &text), recursive(pattern.as_bytes(), text.as_bytes()));
         }
 
         #[test]
-        fn any_line_does_no_harm(line in "\\PC{0,80}") {
-            _ = words(&line);
+        fn untrusted_lines_never_panic(line in "\\PC{0,80}") {
+            _ = parse_line(&line);
         }
     }
 }

@@ -1,12 +1,14 @@
-//! From a target to a session: a TCP connection (perhaps through other hosts), keys agreed, the host known, the user let in.
+//! Opens an SSH session: TCP connection (possibly through jump hosts), key exchange, check of the
+//! host key, login.
 use super::{
-    auth,
-    known_hosts::{self, Judgement, Known, encode, fingerprint, takes_new},
-    progress::{Progress, Stage},
-    pump,
-    target::Target,
+    THREAD_STACK_BYTES, auth,
+    known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, fingerprint},
+    progress::{ConnectionProgress, ConnectionStage},
+    relay, ssh_error,
+    target::SshTarget,
 };
-use crate::transport::Refusal;
+use contract::job::KnownHosts as KnownHostsPolicy;
+use diagnostic::{Diagnostic, codes::host};
 use nix::sys::socket::{setsockopt, sockopt};
 use ssh2::{ErrorCode, HashType, HostKeyType, MethodType, Session};
 use std::{
@@ -17,276 +19,364 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Elliptic curves first: a fraction of the work of the others.
+/// Key exchange methods in order of preference. Elliptic curves are the cheapest.
 const KEX: &str = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,\
-    ecdh-sha2-nistp521,diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,diffie-hellman-group14-sha256";
-/// Authenticated ciphers first: AES has instructions of its own.
-const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,aes128-ctr,aes192-ctr,aes256-ctr";
-const HOST_KEYS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,rsa-sha2-512,rsa-sha2-256,ssh-rsa";
-/// A dead way is noticed when nothing was acknowledged for this long, milliseconds.
-const USER_TIMEOUT: u32 = 30_000;
-/// Between two signs of life to a host that has nothing to say, seconds.
-pub(super) const KEEPALIVE: u32 = 15;
-/// Times that a server which hangs up before its greeting (it has too many callers) is called again.
-const CALLS: u32 = 6;
-/// Before the second call; doubled each time.
-const CALL_PAUSE: Duration = Duration::from_millis(200);
+    ecdh-sha2-nistp521,diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,\
+    diffie-hellman-group14-sha256";
+/// Ciphers in order of preference: authenticated ones first, and of them AES, which CPUs accelerate.
+const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,\
+    aes128-ctr,aes192-ctr,aes256-ctr";
+/// Host key algorithms in order of preference.
+const HOST_KEYS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,\
+    rsa-sha2-512,rsa-sha2-256,ssh-rsa";
+/// The kernel closes the connection when sent data is not acknowledged for this long, in milliseconds.
+const TCP_USER_TIMEOUT_MS: u32 = 30_000;
+/// The interval of keepalive messages on an idle connection, in seconds.
+pub(super) const KEEPALIVE_S: u32 = 15;
+/// The most connections to a server that closes them before its banner because it has too many.
+const MAX_CONNECT_ATTEMPTS: u32 = 6;
+/// The pause before the second attempt; doubled each time.
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// The way to a host's SSH server.
-enum Wire {
+/// The byte stream to a host's SSH server.
+enum SshSocket {
     Tcp(TcpStream),
-    /// The near end of a bridge over a jump host.
-    Bridge(UnixStream),
+    /// The local end of a tunnel through a jump host.
+    Tunnel(UnixStream),
 }
 
-impl Wire {
+impl SshSocket {
     fn duplicate(&self) -> io::Result<OwnedFd> {
         match self {
-            Wire::Tcp(stream) => stream.try_clone().map(OwnedFd::from),
-            Wire::Bridge(stream) => stream.try_clone().map(OwnedFd::from),
+            SshSocket::Tcp(stream) => stream.try_clone().map(OwnedFd::from),
+            SshSocket::Tunnel(stream) => stream.try_clone().map(OwnedFd::from),
         }
     }
 }
 
-/// A session with a host that is known, as a user who was let in. It blocks, with the target's timeout.
-pub(super) fn connect(target: &Target, progress: &Progress) -> Result<Session, Refusal> {
-    let mut way: Option<(Session, &Target)> = None;
-    for hop in target.jumps.iter().chain([target]) {
-        let session = call(target, hop, way.take(), progress)?;
-        way = Some((session, hop));
+/// Connects, checks the host key and logs in. Blocks.
+///
+/// The session is in blocking mode, with the timeout of the target.
+pub(super) fn connect(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<Session> {
+    let mut previous = None;
+    for hop in &target.jumps {
+        previous = Some((connect_hop(target, hop, previous.take(), progress)?, hop));
     }
-    let (session, _) = way.ok_or_else(|| refuse(target, "there is no way to it", None))?;
-    Ok(session)
+    connect_hop(target, target, previous, progress)
 }
 
-/// One hop, called again where its server hangs up at once.
-fn call(
-    target: &Target,
-    hop: &Target,
-    over: Option<(Session, &Target)>,
-    progress: &Progress,
-) -> Result<Session, Refusal> {
-    let mut over = over;
-    let mut pause = CALL_PAUSE;
-    for calls in 1.. {
-        progress.check(&target.name)?;
-        let wire = match over.take() {
-            None => Wire::Tcp(dial(hop, progress)?),
-            Some((session, from)) => Wire::Bridge(bridge(session, from, hop)?),
+/// Connects to one hop, again if its server closes the connection before its banner.
+fn connect_hop(
+    target: &SshTarget,
+    hop: &SshTarget,
+    previous: Option<(Session, &SshTarget)>,
+    progress: &ConnectionProgress,
+) -> diagnostic::Result<Session> {
+    let mut previous = previous;
+    let mut delay = FIRST_RETRY_DELAY;
+    let mut attempt = 1;
+    loop {
+        progress.check_not_aborted(&target.name)?;
+        let socket = match previous.take() {
+            None => SshSocket::Tcp(connect_tcp(hop, progress)?),
+            Some((session, jump)) => SshSocket::Tunnel(open_tunnel(session, jump, hop)?),
         };
-        let bridged = matches!(wire, Wire::Bridge(_));
-        progress.watch(&wire.duplicate().map_err(|e| refuse(hop, &format!("no descriptors: {e}"), None))?);
-        progress.at(Stage::HostKey);
-        let known = hop.known().map_err(|e| refuse(hop, &e, None))?;
-        match greet(hop, wire, &known) {
-            Err(Greeting::HungUp(_)) if calls < CALLS && !bridged => {
-                thread::sleep(pause);
-                pause *= 2;
+        let is_tunnel = matches!(socket, SshSocket::Tunnel(_));
+        progress.set_socket(&socket.duplicate().map_err(|error| no_resources(hop, &error))?);
+        progress.set_stage(ConnectionStage::HostKey);
+        let known_hosts = hop.known_hosts()?;
+        match handshake(hop, socket, &known_hosts) {
+            Err(HandshakeFailure::ClosedBeforeBanner) if attempt < MAX_CONNECT_ATTEMPTS && !is_tunnel => {
+                thread::sleep(delay);
+                delay *= 2;
+                attempt += 1;
             }
-            Err(Greeting::HungUp(why) | Greeting::Failed(why)) => {
-                return Err(refuse(
-                    hop,
-                    &why,
-                    Some("is it an SSH server, and does it allow more connections (MaxStartups)?"),
-                ));
-            }
+            Err(failure) => return Err(failure.into_diagnostic(hop)),
             Ok(session) => {
-                verify(hop, &session, &known)?;
-                progress.at(Stage::Authentication);
+                verify_host_key(hop, &session, &known_hosts)?;
+                progress.set_stage(ConnectionStage::Authentication);
                 auth::authenticate(hop, &session)?;
-                session.set_keepalive(true, KEEPALIVE);
+                session.set_keepalive(true, KEEPALIVE_S);
                 return Ok(session);
             }
         }
     }
-    Err(refuse(hop, "it can't be called", None))
 }
 
-pub(super) fn refuse(target: &Target, what: &str, hint: Option<&str>) -> Refusal {
-    Refusal { message: format!("{}: {what}", target.name), hint: hint.map(str::to_owned) }
+fn no_resources(target: &SshTarget, error: &io::Error) -> Diagnostic {
+    let message = format!("cannot open an SSH connection to host {}", target.name);
+    ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-fn dial(target: &Target, progress: &Progress) -> Result<TcpStream, Refusal> {
-    progress.at(Stage::Name);
-    let (host, port) = (target.hostname.as_str(), target.port);
-    let addresses: Vec<SocketAddr> =
-        (host, port).to_socket_addrs().map_err(|e| unresolved(target, &e))?.collect();
-    progress.at(Stage::Tcp);
-    let until = Instant::now() + target.timeout;
-    let mut last = None;
+fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<TcpStream> {
+    progress.set_stage(ConnectionStage::Name);
+    let addresses: Vec<SocketAddr> = (target.hostname.as_str(), target.port)
+        .to_socket_addrs()
+        .map_err(|error| name_unresolved(target, &system_message(&error)))?
+        .collect();
+    progress.set_stage(ConnectionStage::Tcp);
+    let deadline = Instant::now() + target.timeout;
+    let mut last_error = None;
     for address in &addresses {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
             break;
         }
-        match TcpStream::connect_timeout(address, left) {
+        match TcpStream::connect_timeout(address, remaining) {
             Ok(stream) => {
                 _ = stream.set_nodelay(true);
-                _ = setsockopt(&stream, sockopt::TcpUserTimeout, &USER_TIMEOUT);
+                _ = setsockopt(&stream, sockopt::TcpUserTimeout, &TCP_USER_TIMEOUT_MS);
                 return Ok(stream);
             }
-            Err(error) => last = Some((error, address)),
+            Err(error) => last_error = Some((error, address)),
         }
     }
-    Err(match last {
-        Some((error, address)) => unreached(target, &error, *address),
-        None => refuse(target, &format!("the name `{host}` has no address"), None),
+    Err(match last_error {
+        Some((error, address)) => connect_failed(target, &error, *address),
+        None => name_unresolved(target, "the name has no address"),
     })
 }
 
-fn unresolved(target: &Target, error: &io::Error) -> Refusal {
-    let what = format!("the name `{}` can't be resolved ({})", target.hostname, plain(error));
-    refuse(
-        target,
-        &what,
-        Some("is it spelled right, and does `getent hosts` know it here? An address works too"),
-    )
+fn name_unresolved(target: &SshTarget, reason: &str) -> Diagnostic {
+    let SshTarget { name, hostname, .. } = target;
+    let message = format!("cannot resolve the name `{hostname}` of host {name}: {reason}");
+    ssh_error(target, host::SSH_NAME_UNRESOLVED, message)
+        .with_field("hostname", hostname.as_str())
+        .with_help(format!("check the name with `getent hosts {hostname}`, or use an address"))
 }
 
-/// The system's words without Rust's frame.
-fn plain(error: &io::Error) -> String {
+/// The text of an operating system error, without what Rust adds to it.
+fn system_message(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" (os error").map_or(text.as_str(), |(text, _)| text);
     text.strip_prefix("failed to lookup address information: ").unwrap_or(text).to_owned()
 }
 
-fn unreached(target: &Target, error: &io::Error, address: SocketAddr) -> Refusal {
-    let (what, hint) = match error.kind() {
+fn connect_failed(target: &SshTarget, error: &io::Error, address: SocketAddr) -> Diagnostic {
+    let name = &target.name;
+    let (code, message, help) = match error.kind() {
         io::ErrorKind::ConnectionRefused => (
-            "the connection was refused".to_owned(),
-            "the host is up, but no SSH server listens there: is sshd running, and is the port right?",
+            host::SSH_CONNECT_REFUSED,
+            format!("cannot connect to host {name}: connection refused (TCP, {address})"),
+            "the host is up, but no SSH server listens there; check that sshd runs and that the port is right",
         ),
-        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => (
-            format!("no answer within {} s", target.timeout.as_secs_f64()),
-            "is the host up? A firewall that drops packets looks the same; `cluster.ssh.connect_timeout` is the wait",
-        ),
-        io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
-            ("no route to the host".to_owned(), "is the host up and in a network that this machine reaches?")
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+            let seconds = target.timeout.as_secs_f64();
+            (
+                host::SSH_CONNECT_TIMEOUT,
+                format!("host {name} did not answer within {seconds} s (TCP, {address})"),
+                "check that the host is up and that no firewall drops the packets; \
+                 `cluster.ssh.connect_timeout` sets the limit",
+            )
         }
-        _ => (plain(error), "can `ssh` reach it from here?"),
+        io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => (
+            host::SSH_NO_ROUTE,
+            format!("cannot connect to host {name}: no route to the host (TCP, {address})"),
+            "check that the host is up and in a network that this machine reaches",
+        ),
+        _ => {
+            let reason = system_message(error);
+            (
+                host::SSH_CONNECT_FAILED,
+                format!("cannot connect to host {name}: {reason} (TCP, {address})"),
+                "try `ssh` to the host from this machine",
+            )
+        }
     };
-    refuse(target, &format!("{what} (TCP, {address})"), Some(hint))
+    ssh_error(target, code, message).with_field("address", address.to_string()).with_help(help)
 }
 
-/// A way to `hop` through a session with another host. The bridge ends with either side.
-fn bridge(session: Session, from: &Target, hop: &Target) -> Result<UnixStream, Refusal> {
-    let channel = session.channel_direct_tcpip(&hop.hostname, hop.port, None).map_err(|e| {
-        let what = format!(
-            "the jump host {} can't connect to {}:{}: {}",
-            from.name,
-            hop.hostname,
-            hop.port,
-            e.message()
+/// Opens a tunnel to `hop` through the session with a jump host. The tunnel ends with either side.
+fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnostic::Result<UnixStream> {
+    let SshTarget { name, hostname, port, .. } = hop;
+    let channel = session.channel_direct_tcpip(hostname, *port, None).map_err(|error| {
+        let message = format!(
+            "jump host {} cannot connect to host {name} at {hostname}:{port}: {}",
+            jump.name,
+            error.message()
         );
-        refuse(
-            hop,
-            &what,
-            Some("does the jump host reach it, and allow TCP forwarding (AllowTcpForwarding)?"),
-        )
+        ssh_error(hop, host::SSH_JUMP_FAILED, message)
+            .with_field("jump_host", jump.name.as_str())
+            .with_help("check that the jump host reaches it and allows TCP forwarding (`AllowTcpForwarding`)")
     })?;
-    let own = |e: io::Error| refuse(hop, &format!("no descriptors for the jump host: {e}"), None);
-    let (near, far) = UnixStream::pair().map_err(own)?;
-    let run = move || _ = pump::pump(&session, channel, &far, None, Vec::new());
-    thread::Builder::new().name("ssh-jump".into()).stack_size(super::STACK).spawn(run).map_err(own)?;
+    let (near, far) = UnixStream::pair().map_err(|error| no_resources(hop, &error))?;
+    let run = move || _ = relay::relay(&session, channel, &far, None, Vec::new());
+    thread::Builder::new()
+        .name("ssh-jump".into())
+        .stack_size(THREAD_STACK_BYTES)
+        .spawn(run)
+        .map_err(|error| no_resources(hop, &error))?;
     Ok(near)
 }
 
-/// Why no session came of a wire.
-enum Greeting {
-    /// The server closed it before it had said who it is.
-    HungUp(String),
-    Failed(String),
+/// Why the SSH handshake failed.
+#[derive(Debug, thiserror::Error)]
+enum HandshakeFailure {
+    #[error("the server closed the connection before its banner")]
+    ClosedBeforeBanner,
+    #[error("no SSH banner was received in time")]
+    Timeout,
+    #[error("{0}")]
+    Protocol(String),
 }
 
-/// Greetings, and keys agreed.
-fn greet(target: &Target, wire: Wire, known: &Known) -> Result<Session, Greeting> {
-    let failed = |e: ssh2::Error| match e.code() {
-        ErrorCode::Session(-9 | -37) => {
-            Greeting::Failed(format!("no SSH greeting within {} s", target.timeout.as_secs_f64()))
+impl From<ssh2::Error> for HandshakeFailure {
+    fn from(error: ssh2::Error) -> Self {
+        match error.code() {
+            // LIBSSH2_ERROR_TIMEOUT, LIBSSH2_ERROR_EAGAIN
+            ErrorCode::Session(-9 | -37) => HandshakeFailure::Timeout,
+            // LIBSSH2_ERROR_SOCKET_DISCONNECT, LIBSSH2_ERROR_SOCKET_RECV
+            ErrorCode::Session(-13 | -43) => HandshakeFailure::ClosedBeforeBanner,
+            _ => HandshakeFailure::Protocol(error.message().to_owned()),
         }
-        ErrorCode::Session(-13 | -43) => {
-            Greeting::HungUp("the server closed the connection before its greeting".to_owned())
-        }
-        _ => Greeting::Failed(format!("SSH can't be spoken with it: {}", e.message())),
-    };
-    let mut session = Session::new().map_err(failed)?;
+    }
+}
+
+impl HandshakeFailure {
+    fn into_diagnostic(self, target: &SshTarget) -> Diagnostic {
+        let name = &target.name;
+        let (code, message) = match &self {
+            HandshakeFailure::Timeout => (
+                host::SSH_HANDSHAKE_TIMEOUT,
+                format!("host {name} sent no SSH banner within {} s", target.timeout.as_secs_f64()),
+            ),
+            HandshakeFailure::ClosedBeforeBanner | HandshakeFailure::Protocol(_) => {
+                (host::SSH_HANDSHAKE_FAILED, format!("the SSH handshake with host {name} failed: {self}"))
+            }
+        };
+        ssh_error(target, code, message).with_help(
+            "check that an SSH server listens on the port and allows more connections (`MaxStartups`)",
+        )
+    }
+}
+
+/// Exchanges banners and keys.
+fn handshake(
+    target: &SshTarget,
+    socket: SshSocket,
+    known_hosts: &KnownHosts,
+) -> Result<Session, HandshakeFailure> {
+    let mut session = Session::new()?;
     session.set_timeout(u32::try_from(target.timeout.as_millis()).unwrap_or(u32::MAX));
-    match wire {
-        Wire::Tcp(stream) => session.set_tcp_stream(stream),
-        Wire::Bridge(stream) => session.set_tcp_stream(stream),
+    match socket {
+        SshSocket::Tcp(stream) => session.set_tcp_stream(stream),
+        SshSocket::Tunnel(stream) => session.set_tcp_stream(stream),
     }
     for (method, names) in
         [(MethodType::Kex, KEX), (MethodType::CryptCs, CIPHERS), (MethodType::CryptSc, CIPHERS)]
     {
-        session.method_pref(method, names).map_err(failed)?;
+        session.method_pref(method, names)?;
     }
-    session.method_pref(MethodType::HostKey, &host_keys(&known.kinds(&target.known_as))).map_err(failed)?;
-    session.handshake().map_err(failed)?;
+    let host_keys = host_key_preference(&known_hosts.key_types(&target.known_hosts_name));
+    session.method_pref(MethodType::HostKey, &host_keys)?;
+    session.handshake()?;
     Ok(session)
 }
 
-/// The algorithms to ask for: first those of the keys that are known.
-fn host_keys(known: &[&str]) -> String {
-    let of = |name: &&str| known.contains(name) || (name.starts_with("rsa-") && known.contains(&"ssh-rsa"));
-    let (mut first, rest): (Vec<&str>, Vec<&str>) = HOST_KEYS.split(',').partition(of);
-    first.extend(rest);
-    first.join(",")
+/// The host key algorithms to request, those of known keys first.
+fn host_key_preference(known_types: &[&str]) -> String {
+    let is_known = |name: &&str| {
+        known_types.contains(name) || (name.starts_with("rsa-") && known_types.contains(&"ssh-rsa"))
+    };
+    let (mut preference, others): (Vec<&str>, Vec<&str>) = HOST_KEYS.split(',').partition(is_known);
+    preference.extend(others);
+    preference.join(",")
 }
 
-/// Is it the host that is meant?
-fn verify(target: &Target, session: &Session, known: &Known) -> Result<(), Refusal> {
-    let shown = session.host_key().zip(session.host_key_hash(HashType::Sha256));
-    let ((blob, kind), hash) = shown.ok_or_else(|| refuse(target, "it shows no host key", None))?;
-    let (kind, print, key) = (kind_name(kind), fingerprint(hash), encode(blob));
-    let (name, files) = (&target.known_as, files(target));
-    let (what, hint) = match known.judge(name, kind, &key) {
-        Judgement::Known => return Ok(()),
-        Judgement::Unknown if takes_new(target.policy) => {
-            let kept = known_hosts::add(&target.new_keys, name, kind, &key);
-            return kept.map_err(|e| {
-                let what = format!("its new host key can't be kept in {}: {e}", target.new_keys.display());
-                refuse(
-                    target,
-                    &what,
-                    Some("make the file writable, or add the key yourself and use `strict`"),
-                )
-            });
-        }
-        Judgement::Unknown => (
-            format!("unknown host: it shows the {kind} key {print}, and {files} has no key of `{name}`"),
+/// Compares the host's key with known_hosts. Stores a new key if the policy allows it.
+fn verify_host_key(
+    target: &SshTarget,
+    session: &Session,
+    known_hosts: &KnownHosts,
+) -> diagnostic::Result<()> {
+    let key = session.host_key().zip(session.host_key_hash(HashType::Sha256));
+    let ((blob, key_type), hash) = key.ok_or_else(|| {
+        let message = format!("the SSH handshake with host {} failed: it presents no host key", target.name);
+        ssh_error(target, host::SSH_HANDSHAKE_FAILED, message)
+    })?;
+    let (key_type, print, key) = (key_type_name(key_type), fingerprint(hash), encode_base64(blob));
+    let known_name = &target.known_hosts_name;
+    let status = known_hosts.check(known_name, key_type, &key);
+    if status == HostKeyStatus::Known {
+        return Ok(());
+    }
+    if status == HostKeyStatus::Unknown && target.host_key_policy == KnownHostsPolicy::AcceptNew {
+        return known_hosts::add_key(&target.new_keys_file, known_name, key_type, &key).map_err(|error| {
+            let file = target.new_keys_file.display().to_string();
+            let message = format!("cannot store the new key of host {} in {file}", target.name);
+            ssh_error(target, host::SSH_KNOWN_HOSTS_UNWRITABLE, message)
+                .with_field("file", file)
+                .with_cause(&error)
+                .with_help("make the file writable, or add the key yourself and use `strict`")
+        });
+    }
+    Err(host_key_rejected(target, status, key_type, &print))
+}
+
+fn host_key_rejected(
+    target: &SshTarget,
+    status: HostKeyStatus,
+    key_type: &str,
+    fingerprint: &str,
+) -> Diagnostic {
+    let name = &target.name;
+    let known_name = &target.known_hosts_name;
+    let file = target
+        .known_hosts_files
+        .first()
+        .map_or_else(|| "known_hosts".to_owned(), |f| f.display().to_string());
+    let (code, message, help) = match status {
+        HostKeyStatus::Known | HostKeyStatus::Unknown => (
+            host::SSH_HOST_KEY_UNKNOWN,
             format!(
-                "compare the fingerprint with the host's own (ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub), then connect once with `ssh -p {} {}`, or set `cluster.ssh.known_hosts: accept_new`",
+                "the key of host {name} is unknown: it presents the {key_type} key {fingerprint}, \
+                 and {file} has no key of `{known_name}`"
+            ),
+            format!(
+                "compare the fingerprint with the host's own \
+                 (`ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub`), then connect once with \
+                 `ssh -p {} {}`, or set `cluster.ssh.known_hosts: accept_new`",
                 target.port, target.hostname
             ),
         ),
-        Judgement::Changed => (
+        HostKeyStatus::Changed => (
+            host::SSH_HOST_KEY_CHANGED,
             format!(
-                "the host key has changed: it shows the {kind} key {print}, and {files} has another one of `{name}`"
+                "the key of host {name} has changed: it presents the {key_type} key {fingerprint}, \
+                 and {file} has another one of `{known_name}`"
             ),
             format!(
-                "either the host was installed anew, or someone else answers in its place. Find out which; then `ssh-keygen -R '{name}'` forgets the old key"
-            ),
-        ),
-        Judgement::OtherTypes => (
-            format!("it shows the {kind} key {print}, and {files} has only keys of other types of `{name}`"),
-            format!(
-                "compare the fingerprint with the host's own, then add the key, or forget the old ones with `ssh-keygen -R '{name}'`"
+                "the host was reinstalled, or another machine answers in its place; find out which, \
+                 then remove the old key with `ssh-keygen -R '{known_name}'`"
             ),
         ),
-        Judgement::Revoked => (
-            format!("its {kind} key {print} is marked as revoked in {files}"),
-            "someone who had the key may answer in the host's place: give the host a new key".to_owned(),
+        HostKeyStatus::OtherTypes => (
+            host::SSH_HOST_KEY_TYPE_UNKNOWN,
+            format!(
+                "host {name} presents the {key_type} key {fingerprint}, and {file} has only keys of \
+                 other types of `{known_name}`"
+            ),
+            format!(
+                "compare the fingerprint with the host's own, then add the key, or remove the old \
+                 ones with `ssh-keygen -R '{known_name}'`"
+            ),
+        ),
+        HostKeyStatus::Revoked => (
+            host::SSH_HOST_KEY_REVOKED,
+            format!("the {key_type} key {fingerprint} of host {name} is marked as revoked in {file}"),
+            "another machine that has the key may answer in its place; give the host a new key".to_owned(),
         ),
     };
-    Err(refuse(target, &what, Some(&hint)))
+    ssh_error(target, code, message)
+        .with_field("key_type", key_type)
+        .with_field("fingerprint", fingerprint)
+        .with_field("known_hosts", file)
+        .with_help(help)
 }
 
-fn files(target: &Target) -> String {
-    target.known_hosts.first().map_or_else(|| "known_hosts".to_owned(), |f| f.display().to_string())
-}
-
-fn kind_name(kind: HostKeyType) -> &'static str {
-    match kind {
+/// The name of a key type in known_hosts.
+fn key_type_name(key_type: HostKeyType) -> &'static str {
+    match key_type {
         HostKeyType::Rsa => "ssh-rsa",
         HostKeyType::Dss => "ssh-dss",
         HostKeyType::Ecdsa256 => "ecdsa-sha2-nistp256",

@@ -1,6 +1,8 @@
-//! How far the way to one agent is, and how it ended: written by the connection's thread, read by the controller.
-use crate::transport::{Connection, Refusal};
+//! How far the connection to one host is and how it ended, shared by the connection's thread and the
+//! controller.
+use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
+use diagnostic::{Diagnostic, codes::host};
 use nix::sys::socket::{Shutdown, shutdown};
 use std::{
     fmt,
@@ -11,114 +13,120 @@ use std::{
     },
 };
 
-/// Steps on the way to an agent, in their order.
+/// The stages of starting an agent over SSH, in their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Stage {
-    /// The job and the SSH configuration say how.
+pub(crate) enum ConnectionStage {
+    /// Evaluate the job and the SSH configuration.
     #[default]
     Config,
-    /// Name → address.
+    /// Resolve the host's name.
     Name,
+    /// Connect over TCP.
     Tcp,
+    /// Check the host's key.
     HostKey,
+    /// Log in.
     Authentication,
-    /// A shell answers and the executable runs.
+    /// Run a shell and the executable.
     Exec,
     /// The agent runs.
     Agent,
 }
 
-/// Shared by a connection's thread and whoever watches it.
+/// Written by a connection's thread, read by the controller or by `launch check`.
 #[derive(Default)]
-pub(crate) struct Progress {
-    inner: Mutex<Inner>,
-    broken: AtomicBool,
+pub(crate) struct ConnectionProgress {
+    state: Mutex<ProgressState>,
+    aborted: AtomicBool,
 }
 
 #[derive(Default)]
-struct Inner {
-    stage: Stage,
-    /// A duplicate of the socket, to break it off.
-    wire: Option<OwnedFd>,
-    refusal: Option<Refusal>,
-    status: Option<ExitStatus>,
-    /// What the login shell said on its own.
-    noise: String,
+struct ProgressState {
+    stage: ConnectionStage,
+    /// A duplicate of the socket in use, to shut it down.
+    socket: Option<OwnedFd>,
+    failure: Option<Diagnostic>,
+    exit_status: Option<ExitStatus>,
+    /// What the login shell printed before the agent answered.
+    shell_output: String,
 }
 
-impl Progress {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+impl ConnectionProgress {
+    fn lock(&self) -> MutexGuard<'_, ProgressState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn at(&self, stage: Stage) {
+    pub(super) fn set_stage(&self, stage: ConnectionStage) {
         self.lock().stage = stage;
     }
 
-    /// The stage that was reached; it failed there when there is a refusal.
-    pub(crate) fn stage(&self) -> Stage {
+    /// The stage that was reached, or that failed if [`Self::connection_failure`] is set.
+    pub(crate) fn stage(&self) -> ConnectionStage {
         self.lock().stage
     }
 
     /// What the login shell printed before the agent answered.
-    pub(crate) fn noise(&self) -> String {
-        self.lock().noise.clone()
+    pub(crate) fn shell_output(&self) -> String {
+        self.lock().shell_output.clone()
     }
 
-    pub(super) fn heard(&self, noise: &[u8]) {
-        self.lock().noise = String::from_utf8_lossy(noise).trim().to_owned();
+    pub(super) fn set_shell_output(&self, output: &[u8]) {
+        self.lock().shell_output = String::from_utf8_lossy(output).trim().to_owned();
     }
 
-    /// The socket that is in use from now on.
-    pub(super) fn watch(&self, wire: &OwnedFd) {
-        self.lock().wire = wire.try_clone().ok();
-        if self.broken.load(Ordering::SeqCst) {
-            self.cut();
+    /// Sets the socket that [`RemoteConnection::abort`] shuts down.
+    pub(super) fn set_socket(&self, socket: &OwnedFd) {
+        self.lock().socket = socket.try_clone().ok();
+        if self.aborted.load(Ordering::SeqCst) {
+            self.shut_down();
         }
     }
 
-    /// An error once it was broken off.
-    pub(super) fn check(&self, name: &str) -> Result<(), Refusal> {
-        match self.broken.load(Ordering::SeqCst) {
-            true => Err(Refusal { message: format!("{name}: the connection was given up"), hint: None }),
-            false => Ok(()),
+    /// Returns an error after the connection was aborted.
+    pub(super) fn check_not_aborted(&self, name: &str) -> diagnostic::Result<()> {
+        if !self.aborted.load(Ordering::SeqCst) {
+            return Ok(());
         }
+        let message = format!("the SSH connection to host {name} was aborted before its agent was running");
+        Err(Diagnostic::error(host::SSH_CONNECTION_ABORTED, message).with_subject(name))
     }
 
-    pub(super) fn end(&self, refusal: Option<Refusal>, status: Option<ExitStatus>) {
-        let mut inner = self.lock();
-        (inner.refusal, inner.status, inner.wire) = (refusal, status, None);
+    /// Records how the connection ended.
+    pub(super) fn finish(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
+        let mut state = self.lock();
+        (state.failure, state.exit_status, state.socket) = (failure, exit_status, None);
     }
 
-    pub(crate) fn refusal(&self) -> Option<Refusal> {
-        self.lock().refusal.clone()
+    /// Why the connection failed, once it has.
+    pub(crate) fn connection_failure(&self) -> Option<Diagnostic> {
+        self.lock().failure.clone()
     }
 
-    fn cut(&self) {
-        if let Some(wire) = &self.lock().wire {
-            _ = shutdown(wire.as_raw_fd(), Shutdown::Both);
+    fn shut_down(&self) {
+        if let Some(socket) = &self.lock().socket {
+            _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
         }
     }
 }
 
-impl fmt::Debug for Progress {
+impl fmt::Debug for ConnectionProgress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let inner = self.lock();
-        write!(f, "{:?} {:?} {:?}", inner.stage, inner.refusal, inner.status)
+        let state = self.lock();
+        write!(f, "{:?} {:?} {:?}", state.stage, state.failure, state.exit_status)
     }
 }
 
-impl Connection for Arc<Progress> {
-    fn break_off(&self) {
-        self.broken.store(true, Ordering::SeqCst);
-        self.cut();
+impl RemoteConnection for Arc<ConnectionProgress> {
+    fn abort(&self) {
+        self.aborted.store(true, Ordering::SeqCst);
+        self.shut_down();
     }
 
-    fn why(&self) -> Option<Refusal> {
-        self.refusal()
+    fn failure(&self) -> Option<Diagnostic> {
+        self.connection_failure()
     }
 
-    fn status(&self) -> Option<ExitStatus> {
-        self.lock().status
+    fn exit_status(&self) -> Option<ExitStatus> {
+        self.lock().exit_status
     }
 }

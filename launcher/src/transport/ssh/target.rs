@@ -1,13 +1,13 @@
-//! Where and how a host is reached: the job, then the SSH configuration, then the usual.
+//! Resolves how a host is reached: from the job, then the SSH configuration, then OpenSSH's defaults.
 use super::{
-    config::{Config, Settings, tilde},
-    known_hosts::{self, Known, name_of},
+    config::{HostSettings, SshConfigLines, UnsupportedKeyword, expand_tilde},
+    known_hosts::{self, KnownHosts, known_hosts_name},
 };
-use crate::transport::Refusal;
 use contract::{
-    hosts::{Host, parse_hosts},
-    job::{KnownHosts, SshConfig, SshSpec},
+    hosts::{HostAddress, parse_hosts},
+    job::{KnownHosts as KnownHostsPolicy, SshConfig, SshSpec},
 };
+use diagnostic::{Diagnostic, codes::host};
 use nix::unistd::{Uid, User};
 use std::{
     path::{Path, PathBuf},
@@ -16,146 +16,165 @@ use std::{
     time::Duration,
 };
 
-/// Most hosts that are passed on the way to one.
+/// The most jump hosts on the way to one host.
 const MAX_JUMPS: usize = 4;
-/// Keys that are tried when nothing else is said, as ssh does.
-const USUAL_KEYS: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
+/// Keys that are tried if no key is configured, as OpenSSH does.
+const DEFAULT_KEYS: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
 
-/// All that connecting to a host needs to know.
+/// Everything that is needed to connect to a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Target {
-    /// As the job names it.
+pub(super) struct SshTarget {
+    /// The host as the job names it.
     pub(super) name: String,
     pub(super) hostname: String,
     pub(super) port: u16,
     pub(super) user: String,
-    /// Names in known_hosts.
-    pub(super) known_as: String,
-    pub(super) policy: KnownHosts,
-    pub(super) known_hosts: Vec<PathBuf>,
-    /// Where a new key is kept.
-    pub(super) new_keys: PathBuf,
+    /// The name of the host in known_hosts.
+    pub(super) known_hosts_name: String,
+    /// What to do with a key that is not known.
+    pub(super) host_key_policy: KnownHostsPolicy,
+    pub(super) known_hosts_files: Vec<PathBuf>,
+    /// The file that receives new host keys.
+    pub(super) new_keys_file: PathBuf,
+    /// Files of private keys.
     pub(super) keys: Vec<PathBuf>,
-    /// Keys of the agent that aren't in `keys` are not used.
-    pub(super) keys_only: bool,
-    /// Socket of the agent, where the environment's isn't meant; `None` in `Some`: no agent.
+    /// Of the SSH agent's keys, offer only those that are also in `keys`.
+    pub(super) configured_keys_only: bool,
+    /// The socket of the SSH agent: `None` for that of the environment, `Some(None)` for no agent.
     pub(super) agent: Option<Option<PathBuf>>,
-    pub(super) jumps: Vec<Target>,
+    /// The jump hosts on the way, nearest first.
+    pub(super) jumps: Vec<SshTarget>,
+    /// The limit of connecting and of the SSH handshake.
     pub(super) timeout: Duration,
 }
 
-/// What is the same for all hosts of a job.
+/// Resolves the hosts of a job.
 #[derive(Debug)]
-pub(super) struct Resolver {
+pub(super) struct TargetResolver {
     spec: SshSpec,
-    config: Config,
-    /// `-F` of the `ssh -G` that may have to be asked.
-    file: Option<PathBuf>,
+    config: SshConfigLines,
+    /// The argument of `-F` for `ssh -G`.
+    config_file: Option<PathBuf>,
     home: PathBuf,
-    user: String,
+    /// The name of the local user.
+    local_user: String,
 }
 
-impl Resolver {
-    /// Reads the SSH configuration; relative paths of the job are relative to `base`.
-    pub(super) fn new(spec: &SshSpec, base: &Path) -> Result<Resolver, Refusal> {
+impl TargetResolver {
+    /// Reads the SSH configuration. Relative paths of the job are relative to `base`.
+    pub(super) fn new(spec: &SshSpec, base: &Path) -> diagnostic::Result<TargetResolver> {
         let account = User::from_uid(Uid::current()).ok().flatten();
         let home = std::env::home_dir().or_else(|| account.as_ref().map(|a| a.dir.clone()));
         let home = home.unwrap_or_else(|| PathBuf::from("/"));
-        let user = account.map_or_else(|| Uid::current().to_string(), |a| a.name);
-        let usual = [home.join(".ssh/config"), PathBuf::from("/etc/ssh/ssh_config")];
-        let (files, file) = match &spec.config {
-            SshConfig::Usual => (usual.to_vec(), None),
+        let local_user = account.map_or_else(|| Uid::current().to_string(), |a| a.name);
+        let default_files = [home.join(".ssh/config"), PathBuf::from("/etc/ssh/ssh_config")];
+        let (files, config_file) = match &spec.config {
+            SshConfig::Default => (default_files.to_vec(), None),
             SshConfig::None => (Vec::new(), Some(PathBuf::from("none"))),
             SshConfig::File(path) => {
-                let path = base.join(tilde(&path.to_string_lossy(), &home));
+                let path = base.join(expand_tilde(&path.to_string_lossy(), &home));
                 (vec![path.clone()], Some(path))
             }
         };
         let required = matches!(spec.config, SshConfig::File(_));
-        let config = Config::read(&files, required, &home).map_err(|message| Refusal {
-            message,
-            hint: Some("`cluster.ssh.config` says which file is read; `none` reads none".to_owned()),
+        let config = SshConfigLines::read(&files, required, &home).map_err(|error| {
+            error.with_help("`cluster.ssh.config` names the file that is read; `none` reads no file")
         })?;
         let mut spec = spec.clone();
-        spec.key = spec.key.map(|key| base.join(tilde(&key.to_string_lossy(), &home)));
-        Ok(Resolver { spec, config, file, home, user })
+        spec.key = spec.key.map(|key| base.join(expand_tilde(&key.to_string_lossy(), &home)));
+        Ok(TargetResolver { spec, config, config_file, home, local_user })
     }
 
-    /// How to reach this host.
-    pub(super) fn target(&self, host: &Host) -> Result<Target, Refusal> {
+    /// Resolves how this host is reached.
+    pub(super) fn target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
         let settings = self.settings(host)?;
-        let mut target = self.direct(host, &settings, &self.spec)?;
-        if let Some(command) =
-            settings.proxy_command.filter(|c| !c.eq_ignore_ascii_case("none") && self.spec.jump.is_none())
+        let mut target = self.resolve_hop(host, &settings, &self.spec)?;
+        let is_set = |value: &String| !value.eq_ignore_ascii_case("none");
+        if let Some(command) = settings.proxy_command.filter(is_set)
+            && self.spec.jump.is_none()
         {
-            return Err(Refusal {
-                message: format!(
-                    "{host}: the SSH configuration reaches it by `ProxyCommand {command}`, which can't be done"
-                ),
-                hint: Some(
-                    "where it only passes another host, say so with `ProxyJump` or `cluster.ssh.jump`"
-                        .to_owned(),
-                ),
-            });
+            let message = format!(
+                "the SSH configuration reaches host {host} through `ProxyCommand {command}`, \
+                 which is not supported"
+            );
+            return Err(Diagnostic::error(host::SSH_PROXY_UNSUPPORTED, message)
+                .with_subject(host.name())
+                .with_field("proxy_command", command)
+                .with_help(
+                    "if the command only passes through another host, use `ProxyJump` or `cluster.ssh.jump`",
+                ));
         }
         let jump = self.spec.jump.clone().or(settings.proxy_jump);
-        if let Some(jump) = jump.filter(|j| !j.eq_ignore_ascii_case("none")) {
+        if let Some(jump) = jump.filter(is_set) {
             target.jumps = self.jumps(&target, &jump)?;
         }
         Ok(target)
     }
 
-    /// The hosts on the way, nearest first.
-    fn jumps(&self, target: &Target, text: &str) -> Result<Vec<Target>, Refusal> {
+    /// Resolves the jump hosts, nearest first.
+    fn jumps(&self, target: &SshTarget, text: &str) -> diagnostic::Result<Vec<SshTarget>> {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
-        let hosts = parse_hosts(text).map_err(|f| Refusal {
-            message: format!("{}: the jump host `{text}` {}", target.name, f.message),
-            hint: None,
-        })?;
+        let invalid = |reason: String| {
+            let message = format!("the jump hosts `{text}` of host {} are not valid: {reason}", target.name);
+            Diagnostic::error(host::SSH_JUMP_INVALID, message).with_subject(&target.name)
+        };
+        let hosts = parse_hosts(text).map_err(|error| invalid(error.to_string()))?;
         if hosts.len() > MAX_JUMPS {
-            let message = format!("{}: more than {MAX_JUMPS} jump hosts", target.name);
-            return Err(Refusal { message, hint: None });
+            return Err(invalid(format!("at most {MAX_JUMPS} are supported")));
         }
-        // What the job says is of its hosts; a jump host has its own user and port, but is shown the same key.
+        // The job's user and port are those of its hosts. Jump hosts have their own, but accept the
+        // key of the job.
         let spec = SshSpec { user: None, port: None, ..self.spec.clone() };
-        let own = |host: &Host| self.settings(host).and_then(|settings| self.direct(host, &settings, &spec));
+        let resolve = |host: &HostAddress| self.resolve_hop(host, &self.settings(host)?, &spec);
         hosts
             .iter()
             .filter(|host| host.host != target.hostname && host.host != target.name)
-            .map(own)
+            .map(resolve)
             .collect()
     }
 
-    fn settings(&self, host: &Host) -> Result<Settings, Refusal> {
-        match &self.config.beyond {
+    fn settings(&self, host: &HostAddress) -> diagnostic::Result<HostSettings> {
+        match &self.config.unsupported {
             None => Ok(self.config.settings(&host.host)),
-            Some(beyond) => ask_ssh(host, self.file.as_deref(), &self.spec, beyond),
+            Some(keyword) => query_openssh(host, self.config_file.as_deref(), &self.spec, keyword),
         }
     }
 
-    fn direct(&self, host: &Host, settings: &Settings, spec: &SshSpec) -> Result<Target, Refusal> {
+    /// Resolves one host, without its jump hosts.
+    fn resolve_hop(
+        &self,
+        host: &HostAddress,
+        settings: &HostSettings,
+        spec: &SshSpec,
+    ) -> diagnostic::Result<SshTarget> {
         let hostname = settings.hostname.clone().unwrap_or_else(|| host.host.clone());
         let hostname = hostname.replace("%h", &host.host).replace("%%", "%");
         let user = host.user.clone().or_else(|| spec.user.clone()).or_else(|| settings.user.clone());
-        let user = user.unwrap_or_else(|| self.user.clone());
+        let user = user.unwrap_or_else(|| self.local_user.clone());
         let port = host.port.or(spec.port).or(settings.port).unwrap_or(22);
+        let tokens = PathTokens { typed: &host.host, hostname: &hostname, port, user: &user };
         let path = |text: &String| {
-            self.path(text, &host.host, &hostname, port, &user).map_err(|message| Refusal {
-                message: format!("{host}: {message}"),
-                hint: Some("give `cluster.ssh.key` or another `cluster.ssh.config`".to_owned()),
+            self.expand_path(text, &tokens).map_err(|error| {
+                let message = format!("the path `{text}` in the SSH configuration of host {host}: {error}");
+                Diagnostic::error(host::SSH_CONFIG_TOKEN_UNKNOWN, message)
+                    .with_subject(host.name())
+                    .with_field("path", text.as_str())
+                    .with_help("set `cluster.ssh.key`, or another file as `cluster.ssh.config`")
             })
         };
-        let paths =
-            |texts: &[String]| texts.iter().filter(|t| *t != "none").map(path).collect::<Result<Vec<_>, _>>();
-        let usual = ["~/.ssh/known_hosts".to_owned(), "~/.ssh/known_hosts2".to_owned()];
-        let system = ["/etc/ssh/ssh_known_hosts".to_owned(), "/etc/ssh/ssh_known_hosts2".to_owned()];
-        let mut known_hosts = paths(settings.user_known_hosts.as_deref().unwrap_or(&usual))?;
-        let new_keys = known_hosts.first().cloned().unwrap_or_else(|| self.home.join(".ssh/known_hosts"));
-        known_hosts.extend(paths(settings.global_known_hosts.as_deref().unwrap_or(&system))?);
+        let paths = |texts: &[String]| {
+            texts.iter().filter(|t| *t != "none").map(path).collect::<diagnostic::Result<Vec<_>>>()
+        };
+        let user_files = ["~/.ssh/known_hosts".to_owned(), "~/.ssh/known_hosts2".to_owned()];
+        let system_files = ["/etc/ssh/ssh_known_hosts".to_owned(), "/etc/ssh/ssh_known_hosts2".to_owned()];
+        let mut known_hosts_files = paths(settings.user_known_hosts.as_deref().unwrap_or(&user_files))?;
+        let new_keys_file =
+            known_hosts_files.first().cloned().unwrap_or_else(|| self.home.join(".ssh/known_hosts"));
+        known_hosts_files.extend(paths(settings.global_known_hosts.as_deref().unwrap_or(&system_files))?);
         let keys = match &spec.key {
             Some(key) => vec![key.clone()],
             None if !settings.identity_files.is_empty() => paths(&settings.identity_files)?,
-            None => USUAL_KEYS.iter().map(|key| self.home.join(".ssh").join(key)).collect(),
+            None => DEFAULT_KEYS.iter().map(|key| self.home.join(".ssh").join(key)).collect(),
         };
         let alias = settings.host_key_alias.as_ref().map(|alias| alias.to_lowercase());
         let agent = match settings.identity_agent.as_deref() {
@@ -163,71 +182,84 @@ impl Resolver {
             Some("none") => Some(None),
             Some(socket) => Some(Some(path(&socket.to_owned())?)),
         };
-        Ok(Target {
+        Ok(SshTarget {
             name: host.name(),
-            known_as: alias.unwrap_or_else(|| name_of(&hostname, port)),
+            known_hosts_name: alias.unwrap_or_else(|| known_hosts_name(&hostname, port)),
             hostname,
             port,
             user,
-            policy: spec.known_hosts,
-            known_hosts,
-            new_keys,
+            host_key_policy: spec.known_hosts,
+            known_hosts_files,
+            new_keys_file,
             keys,
-            keys_only: spec.key.is_some() || settings.identities_only == Some(true),
+            configured_keys_only: spec.key.is_some() || settings.identities_only == Some(true),
             agent,
             jumps: Vec::new(),
             timeout: Duration::from_millis(spec.connect_timeout_ms),
         })
     }
 
-    /// A path of the configuration with its tokens (ssh_config(5), "TOKENS").
-    fn path(
-        &self,
-        text: &str,
-        typed: &str,
-        hostname: &str,
-        port: u16,
-        user: &str,
-    ) -> Result<PathBuf, String> {
-        let mut out = String::new();
+    /// Expands the tokens of a path (ssh_config(5), "TOKENS") and `~/`.
+    fn expand_path(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathError> {
+        let mut path = String::new();
         let mut chars = text.chars();
         while let Some(c) = chars.next() {
             match (c, if c == '%' { chars.next() } else { None }) {
-                ('%', Some('%')) => out.push('%'),
-                ('%', Some('d')) => out.push_str(&self.home.to_string_lossy()),
-                ('%', Some('h')) => out.push_str(hostname),
-                ('%', Some('n')) => out.push_str(typed),
-                ('%', Some('p')) => out.push_str(&port.to_string()),
-                ('%', Some('r')) => out.push_str(user),
-                ('%', Some('u')) => out.push_str(&self.user),
+                ('%', Some('%')) => path.push('%'),
+                ('%', Some('d')) => path.push_str(&self.home.to_string_lossy()),
+                ('%', Some('h')) => path.push_str(tokens.hostname),
+                ('%', Some('n')) => path.push_str(tokens.typed),
+                ('%', Some('p')) => path.push_str(&tokens.port.to_string()),
+                ('%', Some('r')) => path.push_str(tokens.user),
+                ('%', Some('u')) => path.push_str(&self.local_user),
                 ('%', other) => {
-                    let token = other.map_or(String::new(), String::from);
-                    return Err(format!(
-                        "the SSH configuration's path `{text}` has `%{token}`, which is not known"
-                    ));
+                    return Err(PathError::UnknownToken(other.map_or(String::new(), String::from)));
                 }
-                _ => out.push(c),
+                _ => path.push(c),
             }
         }
-        match out.contains("${") {
-            true => Err(format!("the SSH configuration's path `{text}` has a variable, which is not known")),
-            false => Ok(tilde(&out, &self.home)),
+        if path.contains("${") {
+            return Err(PathError::Variable);
         }
+        Ok(expand_tilde(&path, &self.home))
     }
 }
 
-impl Target {
-    /// What the known_hosts files say.
-    pub(super) fn known(&self) -> Result<Arc<Known>, String> {
-        known_hosts::known(&self.known_hosts)
+/// The values of the tokens in a path.
+struct PathTokens<'a> {
+    /// The host as the job names it.
+    typed: &'a str,
+    hostname: &'a str,
+    port: u16,
+    user: &'a str,
+}
+
+/// Why a path of the SSH configuration cannot be expanded.
+#[derive(Debug, thiserror::Error)]
+enum PathError {
+    #[error("the token `%{0}` is not supported")]
+    UnknownToken(String),
+    #[error("environment variables are not supported")]
+    Variable,
+}
+
+impl SshTarget {
+    /// Reads the known_hosts files of this target.
+    pub(super) fn known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
+        known_hosts::load(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
     }
 }
 
-/// What OpenSSH's client says of the host.
-fn ask_ssh(host: &Host, file: Option<&Path>, spec: &SshSpec, beyond: &str) -> Result<Settings, Refusal> {
+/// Runs `ssh -G`, which prints the settings of a host as OpenSSH's client evaluates them.
+fn query_openssh(
+    host: &HostAddress,
+    config_file: Option<&Path>,
+    spec: &SshSpec,
+    keyword: &UnsupportedKeyword,
+) -> diagnostic::Result<HostSettings> {
     let mut command = Command::new("ssh");
     command.arg("-G").stdin(Stdio::null());
-    if let Some(file) = file {
+    if let Some(file) = config_file {
         command.arg("-F").arg(file);
     }
     for (option, value) in
@@ -237,17 +269,22 @@ fn ask_ssh(host: &Host, file: Option<&Path>, spec: &SshSpec, beyond: &str) -> Re
             command.args([option, &value]);
         }
     }
-    let why = match command.arg("--").arg(&host.host).output() {
+    let reason = match command.arg("--").arg(&host.host).output() {
         Ok(output) if output.status.success() => {
-            return Ok(Settings::printed(&String::from_utf8_lossy(&output.stdout)));
+            return Ok(HostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout)));
         }
         Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-        Err(error) => format!("ssh can't be started: {error}"),
+        Err(error) => format!("cannot start `ssh`: {error}"),
     };
-    Err(Refusal {
-        message: format!("{host}: the SSH configuration has {beyond}, which only `ssh -G` can judge: {why}"),
-        hint: Some("install OpenSSH's client here, or name another file as `cluster.ssh.config`".to_owned()),
-    })
+    let UnsupportedKeyword { keyword, file, line } = keyword;
+    let message = format!(
+        "the SSH configuration of host {host} uses `{keyword}` ({file}:{line}), which only `ssh -G` \
+         evaluates: {reason}"
+    );
+    Err(Diagnostic::error(host::SSH_CONFIG_UNSUPPORTED, message)
+        .with_subject(host.name())
+        .with_field("keyword", keyword.as_str())
+        .with_help("install OpenSSH's client on this machine, or set `cluster.ssh.config` to another file"))
 }
 
 #[cfg(test)]
@@ -255,68 +292,70 @@ mod tests {
     use super::*;
     use std::fs;
 
-    fn resolver(config: &str, spec: impl FnOnce(&mut SshSpec)) -> (tempfile::TempDir, Resolver) {
+    fn resolver(config: &str, spec: impl FnOnce(&mut SshSpec)) -> (tempfile::TempDir, TargetResolver) {
         let dir = tempfile::tempdir().expect("a directory");
         fs::write(dir.path().join("config"), config).expect("a file");
         let mut ssh = crate::testing::job().cluster.ssh;
         ssh.config = SshConfig::File("config".into());
         spec(&mut ssh);
-        let resolver = Resolver::new(&ssh, dir.path()).expect("a configuration");
+        let resolver = TargetResolver::new(&ssh, dir.path()).expect("a configuration");
         (dir, resolver)
     }
 
-    fn host(text: &str) -> Host {
+    fn parse_host(text: &str) -> HostAddress {
         parse_hosts(text).expect(text).remove(0)
     }
 
     #[test]
-    fn the_host_then_the_job_then_the_configuration() {
+    fn the_host_takes_precedence_over_the_job_and_the_job_over_the_configuration() {
         let config = "Host a\nHostName %h.lan\nUser cfg\nPort 7\nIdentityFile /k/%r@%h:%p\nUserKnownHostsFile /kh\nIdentitiesOnly yes\n";
         let (_dir, plain) = resolver(config, |_| ());
-        let target = plain.target(&host("a")).expect("a target");
+        let target = plain.target(&parse_host("a")).expect("a target");
         assert_eq!((target.hostname.as_str(), target.port, target.user.as_str()), ("a.lan", 7, "cfg"));
         assert_eq!(target.keys, [PathBuf::from("/k/cfg@a.lan:7")]);
-        assert_eq!((target.known_as.as_str(), target.keys_only), ("[a.lan]:7", true));
-        assert_eq!(target.new_keys, PathBuf::from("/kh"));
+        assert_eq!((target.known_hosts_name.as_str(), target.configured_keys_only), ("[a.lan]:7", true));
+        assert_eq!(target.new_keys_file, PathBuf::from("/kh"));
         let (dir, job) =
             resolver(config, |s| (s.user, s.port, s.key) = (Some("job".into()), Some(8), Some("key".into())));
-        let target = job.target(&host("a")).expect("a target");
+        let target = job.target(&parse_host("a")).expect("a target");
         assert_eq!(
             (target.port, target.user.as_str(), &target.keys),
             (8, "job", &vec![dir.path().join("key")])
         );
-        let target = job.target(&host("own@a:9")).expect("a target");
+        let target = job.target(&parse_host("own@a:9")).expect("a target");
         assert_eq!((target.port, target.user.as_str()), (9, "own"));
     }
 
     #[test]
-    fn ways_over_other_hosts() {
+    fn jump_hosts_come_from_the_configuration() {
         let config = "Host b\nUser x\nHost c\nProxyJump me@b,d:7\nHost p\nProxyCommand nc %h %p\nHost q\nProxyJump none\n";
         let (_dir, resolver) = resolver(config, |_| ());
-        let jumps = resolver.target(&host("c")).expect("a target").jumps;
+        let jumps = resolver.target(&parse_host("c")).expect("a target").jumps;
         let shown: Vec<_> = jumps.iter().map(|t| (t.user.as_str(), t.hostname.as_str(), t.port)).collect();
         assert_eq!(shown[0], ("me", "b", 22));
         assert_eq!((shown[1].1, shown[1].2), ("d", 7));
-        assert!(resolver.target(&host("q")).expect("a target").jumps.is_empty());
-        let refusal = resolver.target(&host("p")).expect_err("a command");
-        assert!(refusal.message.contains("ProxyCommand nc"), "{refusal:?}");
+        assert!(resolver.target(&parse_host("q")).expect("a target").jumps.is_empty());
+        let error = resolver.target(&parse_host("p")).expect_err("a command");
+        assert_eq!(error.code(), host::SSH_PROXY_UNSUPPORTED);
+        assert_eq!(error.field("proxy_command"), Some(&"nc %h %p".into()));
     }
 
     #[test]
-    fn what_only_ssh_knows_is_asked_of_it() {
+    fn match_blocks_are_evaluated_by_ssh_g() {
         let (_dir, resolver) = resolver("Match host a\nUser matched\nPort 5\n", |_| ());
-        match resolver.target(&host("a")) {
+        match resolver.target(&parse_host("a")) {
             Ok(target) => assert_eq!((target.user.as_str(), target.port), ("matched", 5)),
-            Err(refusal) => assert!(refusal.message.contains("can't be started"), "{refusal:?}"),
+            // OpenSSH's client is not installed.
+            Err(error) => assert_eq!(error.code(), host::SSH_CONFIG_UNSUPPORTED),
         }
     }
 
     #[test]
-    fn unknown_tokens_are_refused() {
+    fn unknown_tokens_are_rejected() {
         for text in ["IdentityFile /%Z", "IdentityFile ${X}/k", "UserKnownHostsFile /%"] {
             let (_dir, resolver) = resolver(text, |_| ());
-            let refusal = resolver.target(&host("a")).expect_err(text);
-            assert!(refusal.message.contains("not known"), "{refusal:?}");
+            let error = resolver.target(&parse_host("a")).expect_err(text);
+            assert_eq!(error.code(), host::SSH_CONFIG_TOKEN_UNKNOWN);
         }
     }
 }

@@ -1,73 +1,80 @@
-//! Writes a checkpoint anew in another format, for another stage or number of ranks, from any [`Source`].
+//! Converts a checkpoint of any [`Source`] to another format, ZeRO stage or number of ranks.
 //!
-//! First the whole result is planned: every file with its values and, for each tensor, which elements of which tensor of
-//! the source it holds ([`file`]). Then the files are written in parallel, tensors flowing through windows of fixed size
-//! ([`run`]), into a hidden folder that survives a kill ([`output`]) and gets its name when all of it is there.
-mod beside;
+//! First the result is planned: every file with its values and, for each tensor, the elements of
+//! source tensors that it stores ([`file_plan`]). Then the files are written in parallel, with
+//! tensors streamed through windows of a fixed size ([`write_files`]). The output directory is
+//! hidden until it is complete, and a killed conversion can be continued ([`output`]).
+mod companions;
 mod deepspeed;
-mod earlier;
-mod file;
-mod groups;
+mod error;
+mod file_plan;
 mod native;
+mod notice;
 pub(crate) mod output;
-mod run;
-mod state;
-mod steps;
+mod param_groups;
+mod resume_check;
+mod training_state;
 mod universal;
+mod write_files;
+mod write_steps;
 
-pub use self::groups::{Ungrouped, ungrouped};
+pub use self::error::ConvertError;
+pub use self::notice::ConvertNotice;
+pub use self::param_groups::{UngroupedWeights, find_ungrouped};
 
-use self::file::{Content, FilePlan};
+use self::file_plan::{FileContent, FilePlan};
 use self::output::Output;
-use self::state::State;
+use self::training_state::SourceState;
 use crate::dtype::Dtype;
-use crate::error::{CkptError, Result};
-use crate::source::Source;
+use crate::error::{CkptError, OptionProblem, Result};
+use crate::source::TensorSource;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// What is written.
+/// The format that a conversion writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// A checkpoint of ours.
+pub enum ConvertTarget {
+    /// A native checkpoint of `launch`.
     Native,
-    /// A ZeRO checkpoint in DeepSpeed's own layout.
+    /// A ZeRO checkpoint in DeepSpeed's layout.
     DeepSpeed,
-    /// DeepSpeed's universal format, for stages 1 to 3 at once.
+    /// DeepSpeed's universal format, which stages 1 to 3 load.
     Universal,
 }
 
-/// How to convert.
+/// Options of [`convert`].
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
-    pub to: Target,
-    /// ZeRO stage, 1 to 3; that of the source when it has one, else 2.
+    /// The format to write.
+    pub target: ConvertTarget,
+    /// ZeRO stage, 1 to 3; by default that of the source, or 2 if it has none.
     pub stage: Option<u8>,
-    /// Ranks; those of the source when it says them, else 1.
+    /// Number of ranks; by default that of the source, or 1 if unknown.
     pub world: Option<u32>,
-    /// Elements of a rank's part from which stage 3 begins another sub-group (`sub_group_size` of the config).
+    /// Elements of a ZeRO-3 sub-group per rank (`sub_group_size` in DeepSpeed's config).
     pub sub_group_size: u64,
-    /// Type of the module's copies of trained weights; that of the source when it has one, else F32.
+    /// Dtype of the module's copies of trained weights; by default that of the source, or F32 if
+    /// unknown.
     pub dtype: Option<Dtype>,
-    /// Groups, counted from 0, of weights of which the checkpoint doesn't say it (those of [`ungrouped`]). When any is given,
-    /// the others of those are in group 0.
+    /// Parameter group, counted from 0, by name of a weight that the source doesn't assign to a
+    /// group (see [`find_ungrouped`]). When the map isn't empty, other such weights are in group 0.
     pub groups: BTreeMap<String, usize>,
-    /// Bytes that may be used beside the plan.
+    /// Memory for the conversion in addition to the plan, bytes.
     pub memory: u64,
-    /// Replace a folder that was made by converting.
+    /// Replace an output directory that an earlier conversion made.
     pub force: bool,
 }
 
-/// Least memory that converting can work with, bytes.
+/// Least memory with which a conversion works, bytes.
 const MEMORY_MIN: u64 = 64 << 20;
-/// Most ranks that are written.
+/// Most ranks of a result.
 const WORLD_MAX: u32 = 65_536;
 
 impl ConvertOptions {
-    /// Defaults for a target.
-    pub fn to(to: Target) -> ConvertOptions {
+    /// Default options for a target.
+    pub fn new(target: ConvertTarget) -> ConvertOptions {
         ConvertOptions {
-            to,
+            target,
             stage: None,
             world: None,
             sub_group_size: 1_000_000_000,
@@ -79,76 +86,83 @@ impl ConvertOptions {
     }
 
     fn check(&self) -> Result<()> {
-        let wrong = |what: String| Err(CkptError::invalid(what));
-        if self.stage.is_some_and(|s| !(1..=3).contains(&s)) {
-            return wrong(format!("a ZeRO stage is 1, 2 or 3, not {}", self.stage.unwrap_or(0)));
-        }
-        if self.world.is_some_and(|w| w == 0 || w > WORLD_MAX) {
-            return wrong(format!("a world has 1 to {WORLD_MAX} ranks"));
-        }
-        if self.sub_group_size == 0 {
-            return wrong("a sub-group has at least one element".into());
-        }
-        if self.memory < MEMORY_MIN {
-            return wrong(format!("converting needs at least {} of memory", crate::error::bytes(MEMORY_MIN)));
-        }
-        if self.dtype.is_some_and(|d| !d.is_float()) {
-            return wrong("a model computes in F32, BF16 or F16".into());
-        }
-        Ok(())
+        let problem = if let Some(stage) = self.stage.filter(|s| !(1..=3).contains(s)) {
+            OptionProblem::Stage { stage }
+        } else if let Some(world) = self.world.filter(|w| !(1..=WORLD_MAX).contains(w)) {
+            OptionProblem::WorldSize { world, limit: WORLD_MAX }
+        } else if self.sub_group_size == 0 {
+            OptionProblem::EmptySubGroup
+        } else if self.memory < MEMORY_MIN {
+            OptionProblem::Memory { needed: MEMORY_MIN, limit: self.memory }
+        } else if let Some(dtype) = self.dtype.filter(|d| !d.is_float()) {
+            OptionProblem::Dtype { dtype }
+        } else {
+            return Ok(());
+        };
+        Err(CkptError::invalid_option(problem))
     }
 }
 
-/// What was written.
+/// The result of a conversion.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct ConvertReport {
+    /// The output directory.
     pub path: PathBuf,
+    /// The optimizer step of the checkpoint.
     pub step: u64,
+    /// Number of ranks.
     pub world: u32,
     /// ZeRO stage; `None` for the universal format.
     pub stage: Option<u8>,
+    /// Number of files.
     pub files: u64,
-    /// Of files that were planned.
+    /// Total size of the planned files' tensors.
     pub bytes: u64,
-    /// Files that an interrupted conversion had finished.
+    /// Number of files that an interrupted conversion had finished.
     pub reused: u64,
-    /// What the source has not, or what can't be said in the target's format.
-    pub notices: Vec<String>,
+    /// Remarks for the user.
+    pub notices: Vec<ConvertNotice>,
 }
 
-/// The files of a result, and what is worth knowing about it.
-struct Plan {
+/// The planned files of a result.
+struct OutputPlan {
     files: Vec<FilePlan>,
     stage: Option<u8>,
     world: u32,
 }
 
-/// Writes `out` from `source`. `progress` gets (bytes done, bytes to do).
+/// Converts `source` and writes the result to the directory `out`. `progress` gets (bytes done,
+/// total bytes).
 ///
-/// `out` is complete or absent. It may exist when it is empty or, with `force`, when it was made by converting. What an
-/// earlier conversion of the same source with the same options had finished before it was killed is checked and kept.
+/// `out` is either complete or absent. It may exist if it is empty or, with `force`, if a
+/// conversion made it. Files that a killed conversion of an unchanged source with equal options had
+/// finished are verified and reused.
+///
+/// # Errors
+/// When options are invalid, the source is damaged or lacks what the target needs, `out` can't be
+/// replaced, or I/O fails.
 pub fn convert(
-    source: &dyn Source,
+    source: &dyn TensorSource,
     out: &Path,
     options: &ConvertOptions,
     progress: impl FnMut(u64, u64),
 ) -> Result<ConvertReport> {
     options.check()?;
     source.require_weights()?;
-    let mut state = State::of(source, options)?;
-    let mut plan = match options.to {
-        Target::Native => native::plan(&mut state, options)?,
-        Target::DeepSpeed => deepspeed::plan(&mut state, options)?,
-        Target::Universal => universal::plan(&mut state)?,
+    let mut state = SourceState::from_source(source, options)?;
+    let mut plan = match options.target {
+        ConvertTarget::Native => native::plan(&mut state, options)?,
+        ConvertTarget::DeepSpeed => deepspeed::plan(&mut state, options)?,
+        ConvertTarget::Universal => universal::plan(&mut state)?,
     };
-    if options.to != Target::Native {
-        beside::add(source, &mut state, &mut plan)?;
+    if options.target != ConvertTarget::Native {
+        companions::add_companions(source, &mut state, &mut plan)?;
     }
     let bytes = plan.files.iter().map(FilePlan::bytes).sum();
     let mut output = Output::begin(source, out, options, bytes)?;
-    let result = write(source, &mut state, &plan, &mut output, options, progress);
+    let result = write_output(source, &mut state, &plan, &mut output, options, progress);
     match result {
-        Ok((reused, path)) => Ok(report(path, state, &plan, reused)),
+        Ok((reused, path)) => Ok(make_report(path, state, &plan, reused)),
         Err(e) => {
             output.discard();
             Err(e)
@@ -156,29 +170,31 @@ pub fn convert(
     }
 }
 
-/// Writes the files of another program's training state into the folder `dir`, which the caller makes, names and removes;
-/// nothing else is in it afterwards but what was. All of it is durable.
+/// Writes the files of an external training state into the existing directory `dir`, which the
+/// caller publishes or removes. The files are durable on return.
 pub(crate) fn convert_into(
-    source: &dyn Source,
+    source: &dyn TensorSource,
     dir: &Path,
     options: &ConvertOptions,
 ) -> Result<ConvertReport> {
     options.check()?;
     source.require_weights()?;
-    let mut state = State::of(source, options)?;
-    let plan = match options.to {
-        Target::Native => return Err(CkptError::invalid("a checkpoint of ours has a folder of its own")),
-        Target::DeepSpeed => deepspeed::plan(&mut state, options)?,
-        Target::Universal => universal::plan(&mut state)?,
+    let mut state = SourceState::from_source(source, options)?;
+    let plan = match options.target {
+        ConvertTarget::Native => {
+            return Err(CkptError::internal("convert_into does not write native checkpoints"));
+        }
+        ConvertTarget::DeepSpeed => deepspeed::plan(&mut state, options)?,
+        ConvertTarget::Universal => universal::plan(&mut state)?,
     };
     let bytes = plan.files.iter().map(FilePlan::bytes).sum();
-    let mut output = Output::within(dir, bytes)?;
-    run::run(source, &state, &plan.files, &mut output, options.memory, |_, _| {})?;
+    let mut output = Output::in_directory(dir, bytes)?;
+    write_files::write_files(source, &state, &plan.files, &mut output, options.memory, |_, _| {})?;
     crate::disk::sync_all_of(dir)?;
-    Ok(report(dir.to_owned(), state, &plan, 0))
+    Ok(make_report(dir.to_owned(), state, &plan, 0))
 }
 
-fn report(path: PathBuf, state: State, plan: &Plan, reused: u64) -> ConvertReport {
+fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64) -> ConvertReport {
     ConvertReport {
         path,
         step: state.step,
@@ -191,17 +207,18 @@ fn report(path: PathBuf, state: State, plan: &Plan, reused: u64) -> ConvertRepor
     }
 }
 
-/// Files that were reused, and where the result is.
-fn write(
-    source: &dyn Source,
-    state: &mut State,
-    plan: &Plan,
+/// Writes all files and publishes the directory. Returns the number of reused files and the final
+/// path.
+fn write_output(
+    source: &dyn TensorSource,
+    state: &mut SourceState,
+    plan: &OutputPlan,
     output: &mut Output,
     options: &ConvertOptions,
     progress: impl FnMut(u64, u64),
 ) -> Result<(u64, PathBuf)> {
-    let done = run::run(source, state, &plan.files, output, options.memory, progress)?;
-    if options.to == Target::Native {
+    let done = write_files::write_files(source, state, &plan.files, output, options.memory, progress)?;
+    if options.target == ConvertTarget::Native {
         native::finish(state, plan, &output.dir, &done)?;
     }
     Ok((done.reused, output.publish()?))

@@ -1,19 +1,22 @@
-//! Two ranges of numbers, compared.
+//! Statistics of the differences between two arrays of numbers.
 use half::{bf16, f16};
 use serde::Serialize;
 
-/// An element and its two values.
+/// An element and its values on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct At {
+pub struct ElementPair {
     /// Row-major index in the whole tensor.
     pub element: u64,
+    /// The value in `a`.
     pub a: f32,
+    /// The value in `b`.
     pub b: f32,
 }
 
-/// A rounding (to nearest, ties to even) that makes one side of the other, in every element.
+/// A rounding (to nearest, ties to even) that turns every element of one side into that of the
+/// other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub enum Cast {
+pub enum RoundingCast {
     /// `b` is `a` rounded to bfloat16.
     BIsBf16OfA,
     /// `b` is `a` rounded to float16.
@@ -24,73 +27,81 @@ pub enum Cast {
     AIsF16OfB,
 }
 
-impl Cast {
-    const ALL: [Cast; 4] = [Cast::BIsBf16OfA, Cast::BIsF16OfA, Cast::AIsBf16OfB, Cast::AIsF16OfB];
+impl RoundingCast {
+    const ALL: [RoundingCast; 4] = [
+        RoundingCast::BIsBf16OfA,
+        RoundingCast::BIsF16OfA,
+        RoundingCast::AIsBf16OfB,
+        RoundingCast::AIsF16OfB,
+    ];
 
-    fn holds(self, a: f32, b: f32) -> bool {
+    fn explains(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
         match self {
-            Cast::BIsBf16OfA => bf16(a) == b.to_bits(),
-            Cast::BIsF16OfA => f16(a) == b.to_bits(),
-            Cast::AIsBf16OfB => bf16(b) == a.to_bits(),
-            Cast::AIsF16OfB => f16(b) == a.to_bits(),
+            RoundingCast::BIsBf16OfA => bf16(a) == b.to_bits(),
+            RoundingCast::BIsF16OfA => f16(a) == b.to_bits(),
+            RoundingCast::AIsBf16OfB => bf16(b) == a.to_bits(),
+            RoundingCast::AIsF16OfB => f16(b) == a.to_bits(),
         }
     }
 }
 
 /// How the elements of a tensor differ.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Values {
-    /// Elements with other bits.
+pub struct ElementDiff {
+    /// Number of elements with different bits.
     pub differing: u64,
+    /// Number of all elements.
     pub elements: u64,
-    pub first: At,
-    /// Largest `|a - b|`, and where; of finite values only. `None`: no differing pair is finite.
+    /// The first element with different bits.
+    pub first: ElementPair,
+    /// Largest `|a - b|` of finite values; `None` when no differing pair is finite.
     pub max_abs: Option<f64>,
-    pub max_at: Option<At>,
-    /// Mean of `|a - b|` over all elements whose values are finite on both sides.
+    /// The element with the largest `|a - b|`.
+    pub max_at: Option<ElementPair>,
+    /// Mean of `|a - b|` over all elements that are finite on both sides.
     pub mean_abs: f64,
-    /// Largest distance in float32 numbers, of finite values only.
+    /// Largest distance of finite values in units in the last place (ulp) of float32.
     pub max_ulp: u64,
-    /// Elements where one side or both are NaN or infinite and the bits differ.
+    /// Number of elements with different bits where a side is NaN or infinite.
     pub not_finite: u64,
-    /// A rounding that explains all of it.
-    pub cast: Option<Cast>,
+    /// The rounding that explains every difference, if there is one.
+    pub cast: Option<RoundingCast>,
 }
 
-/// Collected over a range, or over neighbouring ranges.
+/// Statistics over a range of elements. Ranges that follow each other can be joined.
 #[derive(Default)]
-pub(super) struct Stats {
+pub(super) struct DiffStats {
     elements: u64,
     differing: u64,
-    first: Option<At>,
-    max: Option<(f64, At)>,
+    first: Option<ElementPair>,
+    max: Option<(f64, ElementPair)>,
     sum: f64,
     finite: u64,
     max_ulp: u64,
     not_finite: u64,
-    /// Of [`Cast::ALL`]: refuted by some element.
+    /// For each of [`RoundingCast::ALL`], whether some element contradicts it.
     refuted: [bool; 4],
 }
 
-impl Stats {
-    /// Of two equally long ranges that begin at element `start`.
-    pub(super) fn of(start: u64, a: &[f32], b: &[f32]) -> Stats {
-        let mut stats = Stats { elements: a.len() as u64, ..Stats::default() };
+impl DiffStats {
+    /// Compares two equally long slices that begin at element `start` of their tensors.
+    pub(super) fn compare(start: u64, a: &[f32], b: &[f32]) -> DiffStats {
+        let mut stats = DiffStats { elements: a.len() as u64, ..DiffStats::default() };
         if bytemuck::cast_slice::<f32, u8>(a) == bytemuck::cast_slice::<f32, u8>(b) {
             stats.finite = a.iter().filter(|x| x.is_finite()).count() as u64;
-            stats.refute(a, b);
+            stats.refute_casts(a, b);
             return stats;
         }
         for (i, (&x, &y)) in a.iter().zip(b).enumerate() {
-            stats.pair(At { element: start + i as u64, a: x, b: y });
+            stats.add_pair(ElementPair { element: start + i as u64, a: x, b: y });
         }
-        stats.refute(a, b);
+        stats.refute_casts(a, b);
         stats
     }
 
-    fn pair(&mut self, at: At) {
+    fn add_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);
         if at.a.to_bits() == at.b.to_bits() {
@@ -110,14 +121,14 @@ impl Stats {
         }
     }
 
-    fn refute(&mut self, a: &[f32], b: &[f32]) {
-        for (refuted, cast) in self.refuted.iter_mut().zip(Cast::ALL) {
-            *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.holds(x, y));
+    fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
+        for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
+            *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains(x, y));
         }
     }
 
-    /// Takes in what follows.
-    pub(super) fn append(&mut self, next: Stats) {
+    /// Joins the statistics of the range that follows this one.
+    pub(super) fn append(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;
         self.first = self.first.or(next.first);
@@ -133,10 +144,11 @@ impl Stats {
         self.refuted.iter_mut().zip(next.refuted).for_each(|(mine, theirs)| *mine |= theirs);
     }
 
-    /// `None`: all bits are equal.
-    pub(super) fn finish(self) -> Option<Values> {
-        let cast = self.refuted.iter().zip(Cast::ALL).find(|(refuted, _)| !**refuted).map(|(_, cast)| cast);
-        Some(Values {
+    /// The differences; `None` when all bits are equal.
+    pub(super) fn finish(self) -> Option<ElementDiff> {
+        let cast =
+            self.refuted.iter().zip(RoundingCast::ALL).find(|(refuted, _)| !**refuted).map(|(_, cast)| cast);
+        Some(ElementDiff {
             differing: self.differing,
             elements: self.elements,
             first: self.first?,
@@ -150,13 +162,13 @@ impl Stats {
     }
 }
 
-/// How many float32 numbers lie between, plus one; 0 for +0 and -0.
+/// The distance of two float32 numbers in ulp: 1 for neighbours, 0 for +0 and -0.
 fn ulps(a: f32, b: f32) -> u64 {
-    let place = |x: f32| {
+    let ordinal = |x: f32| {
         let magnitude = i64::from(x.to_bits() & 0x7fff_ffff);
         if x.is_sign_negative() { -magnitude } else { magnitude }
     };
-    place(a).abs_diff(place(b))
+    ordinal(a).abs_diff(ordinal(b))
 }
 
 #[cfg(test)]
@@ -165,7 +177,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn distances_in_ulps() {
+    fn ulps_count_the_steps_between_two_numbers() {
         assert_eq!(ulps(1.0, 1.0 + f32::EPSILON), 1);
         assert_eq!(ulps(0.0, -0.0), 0);
         assert_eq!(ulps(f32::from_bits(1), -f32::from_bits(1)), 2);
@@ -173,44 +185,45 @@ mod tests {
     }
 
     #[test]
-    fn casts_are_recognised() {
+    fn a_rounding_that_explains_all_differences_is_found() {
         let a = [0.1f32, -3.3, 7.7e-6, 0.0];
         let to = |cast: fn(f32) -> f32| a.map(cast);
         let bf = to(|x| bf16::from_f32(x).to_f32());
         let hf = to(|x| f16::from_f32(x).to_f32());
-        let cast = |a: &[f32], b: &[f32]| Stats::of(0, a, b).finish().expect("different").cast;
-        assert_eq!(cast(&a, &bf), Some(Cast::BIsBf16OfA));
-        assert_eq!(cast(&bf, &a), Some(Cast::AIsBf16OfB));
-        assert_eq!(cast(&a, &hf), Some(Cast::BIsF16OfA));
-        assert_eq!(cast(&hf, &a), Some(Cast::AIsF16OfB));
+        let cast = |a: &[f32], b: &[f32]| DiffStats::compare(0, a, b).finish().expect("different").cast;
+        assert_eq!(cast(&a, &bf), Some(RoundingCast::BIsBf16OfA));
+        assert_eq!(cast(&bf, &a), Some(RoundingCast::AIsBf16OfB));
+        assert_eq!(cast(&a, &hf), Some(RoundingCast::BIsF16OfA));
+        assert_eq!(cast(&hf, &a), Some(RoundingCast::AIsF16OfB));
         assert_eq!(cast(&a, &[0.2, -3.3, 7.7e-6, 0.0]), None);
     }
 
     #[test]
-    fn what_is_not_finite_is_counted_apart() {
-        let found = Stats::of(10, &[1.0, f32::NAN, 2.0, f32::NAN], &[1.0, 1.0, f32::INFINITY, f32::NAN]);
+    fn nan_and_infinity_are_counted_separately() {
+        let found =
+            DiffStats::compare(10, &[1.0, f32::NAN, 2.0, f32::NAN], &[1.0, 1.0, f32::INFINITY, f32::NAN]);
         let found = found.finish().expect("different");
         assert_eq!((found.differing, found.not_finite, found.max_abs), (2, 2, None));
         assert_eq!(found.first.element, 11);
-        assert!(Stats::of(0, &[f32::NAN], &[f32::NAN]).finish().is_none(), "the same bits");
+        assert!(DiffStats::compare(0, &[f32::NAN], &[f32::NAN]).finish().is_none(), "equal bits");
     }
 
     proptest! {
         #[test]
-        fn cut_anywhere_the_answer_is_the_same(
+        fn joined_ranges_give_the_statistics_of_the_whole(
             pairs in proptest::collection::vec((-4i8..4, -4i8..4), 1..40),
             cut in 0usize..40,
         ) {
             let (a, b): (Vec<f32>, Vec<f32>) = pairs.iter().map(|(x, y)| (f32::from(*x) / 3.0, f32::from(*y) / 3.0)).unzip();
             let cut = cut.min(a.len());
-            let mut joined = Stats::default();
-            joined.append(Stats::of(0, &a[..cut], &b[..cut]));
-            joined.append(Stats::of(cut as u64, &a[cut..], &b[cut..]));
-            let (joined, whole) = (joined.finish(), Stats::of(0, &a, &b).finish());
+            let mut joined = DiffStats::default();
+            joined.append(DiffStats::compare(0, &a[..cut], &b[..cut]));
+            joined.append(DiffStats::compare(cut as u64, &a[cut..], &b[cut..]));
+            let (joined, whole) = (joined.finish(), DiffStats::compare(0, &a, &b).finish());
             prop_assert_eq!(joined.is_some(), whole.is_some());
             if let (Some(joined), Some(whole)) = (joined, whole) {
                 prop_assert!((joined.mean_abs - whole.mean_abs).abs() < 1e-12);
-                prop_assert_eq!(Values { mean_abs: 0.0, ..joined }, Values { mean_abs: 0.0, ..whole });
+                prop_assert_eq!(ElementDiff { mean_abs: 0.0, ..joined }, ElementDiff { mean_abs: 0.0, ..whole });
             }
         }
     }

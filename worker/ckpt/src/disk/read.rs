@@ -1,6 +1,6 @@
-//! Blocks of files, read ahead by a thread while the caller checks and uses the ones before.
-use super::{ALIGN, BLOCK, Buffer, Buffers, Folder, WINDOW};
-use crate::error::{CkptError, Result};
+//! Reads blocks of files. A thread reads ahead while the caller verifies and uses the previous blocks.
+use super::{ALIGN, BLOCK, Buffer, Buffers, Directory, WINDOW};
+use crate::error::{CkptError, DamageReason, Result};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::fs::File;
 use std::io;
@@ -12,41 +12,41 @@ use std::sync::mpsc::sync_channel;
 /// Blocks per window.
 const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
 
-/// An open file of known size.
+/// An open file that is read in blocks.
 pub(crate) struct BlockFile {
     file: File,
-    folder: PathBuf,
+    directory: PathBuf,
     name: String,
     direct: bool,
     size: u64,
 }
 
 impl BlockFile {
-    /// Opens it past the page cache where the file system allows it.
-    pub(crate) fn open(folder: &Folder, name: &str) -> Result<BlockFile> {
-        let (file, size, direct) = match folder.open_file(name, OFlag::O_DIRECT) {
+    /// Opens the file with O_DIRECT if the file system supports it.
+    pub(crate) fn open(directory: &Directory, name: &str) -> Result<BlockFile> {
+        let (file, size, direct) = match directory.open_file(name, OFlag::O_DIRECT) {
             Ok((file, size)) => (file, size, true),
             Err(CkptError::Io { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
-                let (file, size) = folder.open_file(name, OFlag::empty())?;
+                let (file, size) = directory.open_file(name, OFlag::empty())?;
                 (file, size, false)
             }
             Err(e) => return Err(e),
         };
-        Ok(BlockFile { file, folder: folder.path().to_owned(), name: name.to_owned(), direct, size })
+        Ok(BlockFile { file, directory: directory.path().to_owned(), name: name.to_owned(), direct, size })
     }
 
-    /// Size now.
+    /// Size of the file when it was opened.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
-    /// Reads `bytes` (starting at a block) into the start of `window`; a file that ends early is damage.
+    /// Reads `bytes`, which begin at a block, to the start of `window`. A file that ends early is damaged.
     fn read(&mut self, bytes: Range<u64>, window: &mut [u8]) -> Result<()> {
         match self.fill(bytes, window) {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
-                Err(CkptError::damaged(&self.folder, &self.name, "it is cut short"))
+                Err(CkptError::damaged(&self.directory, &self.name, DamageReason::Truncated))
             }
-            other => other.map_err(CkptError::io("read", &self.folder.join(&self.name))),
+            other => other.map_err(CkptError::io("read", &self.directory.join(&self.name))),
         }
     }
 
@@ -71,24 +71,24 @@ impl BlockFile {
     }
 }
 
-/// Blocks to read of one file.
+/// A request to read blocks of one file.
 #[derive(Clone, Debug)]
-pub(crate) struct Job {
-    /// Index of the file; the caller's.
+pub(crate) struct ReadJob {
+    /// Index of the file, assigned by the caller.
     pub(crate) file: usize,
-    /// Whole file's size as the caller expects it: the last block may be shorter.
+    /// Expected size of the file; the last block may be shorter.
     pub(crate) size: u64,
     /// Indices of the blocks.
     pub(crate) blocks: Range<u64>,
 }
 
-impl Job {
-    /// Jobs of at most one window each.
-    fn windows(&self) -> impl Iterator<Item = Job> + '_ {
+impl ReadJob {
+    /// Splits the job into jobs of at most one window each.
+    fn windows(&self) -> impl Iterator<Item = ReadJob> + '_ {
         self.blocks
             .clone()
             .step_by(WINDOW_BLOCKS as usize)
-            .map(|b| Job { blocks: b..(b + WINDOW_BLOCKS).min(self.blocks.end), ..*self })
+            .map(|b| ReadJob { blocks: b..(b + WINDOW_BLOCKS).min(self.blocks.end), ..*self })
     }
 
     fn bytes(&self) -> Range<u64> {
@@ -97,20 +97,21 @@ impl Job {
     }
 }
 
-/// What came of one window: its blocks' bytes one after the other, or why they could not be read.
-pub(crate) type Window<'a> = (Job, std::result::Result<&'a [u8], &'a CkptError>);
+/// The result of reading one window: the bytes of its blocks, or the error.
+pub(crate) type Window<'a> = (ReadJob, std::result::Result<&'a [u8], &'a CkptError>);
 
-/// Reads all jobs in order, handing each window to `sink`; stops at the first error of `sink`. `open` is called once per
-/// run of jobs of the same file.
+/// Reads all jobs in order and passes each window to `sink`; stops at the first error of `sink`. `open` is
+/// called once for consecutive jobs of the same file.
 pub(crate) fn stream(
     buffers: &Buffers,
-    jobs: &[Job],
+    jobs: &[ReadJob],
     open: impl Fn(usize) -> Result<BlockFile> + Send,
     mut sink: impl FnMut(Window<'_>) -> Result<()>,
 ) -> Result<()> {
     let mut reader = Reader { open, current: None };
-    let memory = |e| CkptError::Io { action: "get memory to read", path: "a checkpoint".into(), source: e };
-    let mut windows = jobs.iter().flat_map(Job::windows).peekable();
+    let memory =
+        |e| CkptError::Io { action: "allocate memory to read", path: "a checkpoint".into(), source: e };
+    let mut windows = jobs.iter().flat_map(ReadJob::windows).peekable();
     let Some(first) = windows.next() else { return Ok(()) };
     if windows.peek().is_none() {
         let mut buffer = buffers.take().map_err(memory)?;
@@ -121,7 +122,7 @@ pub(crate) fn stream(
         return result;
     }
     std::thread::scope(|scope| {
-        let (full, inbox) = sync_channel::<(Job, io::Result<Buffer>, Result<()>)>(1);
+        let (full, inbox) = sync_channel::<(ReadJob, io::Result<Buffer>, Result<()>)>(1);
         let ahead = std::iter::once(first).chain(windows);
         scope.spawn(move || {
             for job in ahead {
@@ -148,14 +149,14 @@ pub(crate) fn stream(
     })
 }
 
-/// Keeps the file of the last job open.
+/// Reads jobs, and keeps the file of the last job open.
 struct Reader<F> {
     open: F,
     current: Option<(usize, BlockFile)>,
 }
 
 impl<F: Fn(usize) -> Result<BlockFile>> Reader<F> {
-    fn read(&mut self, job: &Job, window: &mut [u8]) -> Result<()> {
+    fn read(&mut self, job: &ReadJob, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));
         }

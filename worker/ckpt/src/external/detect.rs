@@ -1,135 +1,137 @@
-//! Finds out what a folder is.
-use super::draft::{Draft, Trained};
-use super::{Foreign, beside};
-use crate::disk::{Folder, exists};
+//! Recognizes the program and layout of a checkpoint, and opens the checkpoint.
+use super::builder::{CheckpointBuilder, Trained};
+use super::{ExternalCheckpoint, StatePart, companion_files};
+use crate::diagnosis::{Diagnosis, diagnose};
+use crate::disk::{Directory, exists};
 use crate::error::{CkptError, Result};
 use crate::formats::{dcp, deepspeed, optimizer, weights};
 use std::path::{Path, PathBuf};
 
-/// Folders of FSDP's sharded states.
+/// Directories of FSDP's sharded states.
 const FSDP_MODEL: &str = "pytorch_model_fsdp_0";
 const FSDP_OPTIMIZER: &str = "optimizer_0";
-/// Files of optimizers of HF Trainer and Accelerate.
+/// Optimizer files of HF Trainer and Accelerate.
 const OPTIMIZERS: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
-/// Checkpoints in a directory that are tried before giving up.
-const TRIES: usize = 16;
+/// Limit on the checkpoints that are tried in a directory.
+const ATTEMPTS: usize = 16;
 
-/// Opens the checkpoint of another program at `path`: its own folder, or the newest in a directory of them. `None` when
-/// nothing of the kind is there.
-pub(crate) fn open(path: &Path) -> Result<Option<Foreign>> {
+/// Opens the checkpoint of another program at `path`: the directory itself, or the newest of several in
+/// it. `None` when there is none.
+pub(crate) fn open(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     open_trained(path, None)
 }
 
-/// The same for a reader that trains these weights: where states of the optimizer have numbers and some weights were
-/// frozen, they are taken for those, if that fits.
-pub(crate) fn open_trained(path: &Path, trained: Option<&Trained>) -> Result<Option<Foreign>> {
+/// Like [`open`], for a reader that trains the given weights. If the optimizer states are numbered and
+/// some weights were frozen, the states are assigned to these weights when they match.
+pub(crate) fn open_trained(path: &Path, trained: Option<&Trained>) -> Result<Option<ExternalCheckpoint>> {
     if path.is_file() {
-        return single(path).map(Some);
+        return open_weights_file(path).map(Some);
     }
-    let folder = Folder::open(path)?;
-    let inside = numbered(&folder)?;
-    let only_weights = !has_state(path, &folder)?;
+    let directory = Directory::open(path)?;
+    let inside = numbered_directories(&directory)?;
+    let only_weights = !has_state(path, &directory)?;
     if only_weights && !inside.is_empty() {
-        return newest(path, &inside, trained).map(Some);
+        return open_newest(path, &inside, trained).map(Some);
     }
-    if let Some(found) = one(path, trained)? {
+    if let Some(found) = open_directory(path, trained)? {
         return Ok(Some(found));
     }
-    // Accelerate's own naming puts them into a folder `checkpoints`
-    match folder.has_folder("checkpoints")? {
+    // Accelerate's automatic naming uses the directory `checkpoints`
+    match directory.has_directory("checkpoints")? {
         true => {
             let path = path.join("checkpoints");
-            let inside = numbered(&Folder::open(&path)?)?;
-            if inside.is_empty() { Ok(None) } else { newest(&path, &inside, trained).map(Some) }
+            let inside = numbered_directories(&Directory::open(&path)?)?;
+            if inside.is_empty() { Ok(None) } else { open_newest(&path, &inside, trained).map(Some) }
         }
         false => Ok(None),
     }
 }
 
-/// True when the folder itself holds a training state.
-fn has_state(path: &Path, folder: &Folder) -> Result<bool> {
+/// True when the directory itself has a training state.
+fn has_state(path: &Path, directory: &Directory) -> Result<bool> {
     for name in
         ["latest", "latest_universal", dcp::METADATA, FSDP_MODEL, FSDP_OPTIMIZER].iter().chain(&OPTIMIZERS)
     {
-        if folder.has(name)? {
+        if directory.has(name)? {
             return Ok(true);
         }
     }
-    Ok(deepspeed::is_tag(path) || deepspeed::universal::is(path))
+    Ok(deepspeed::is_tag(path) || deepspeed::universal::is_universal(path))
 }
 
-/// The folder's own checkpoint.
-fn one(path: &Path, trained: Option<&Trained>) -> Result<Option<Foreign>> {
+/// Opens the checkpoint in the directory itself.
+fn open_directory(path: &Path, trained: Option<&Trained>) -> Result<Option<ExternalCheckpoint>> {
     if let Some(found) = deepspeed::open(path)? {
         return Ok(Some(found));
     }
-    let mut draft = Draft::new(path)?;
-    draft.trained = trained.cloned();
-    match torch(&mut draft)? {
+    let mut builder = CheckpointBuilder::new(path)?;
+    builder.trained = trained.cloned();
+    match add_torch_files(&mut builder)? {
         true => {
-            draft.facts.incomplete.extend(deepspeed::absent(&draft.folder)?);
-            draft.finish().map(Some)
+            builder.facts.incomplete.extend(deepspeed::missing_tag(&builder.directory)?);
+            builder.finish().map(Some)
         }
         false => Ok(None),
     }
 }
 
-/// A single file of weights.
-fn single(path: &Path) -> Result<Foreign> {
+/// Opens a single file of weights.
+fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     let (parent, name) =
         (crate::disk::parent_of(path), path.file_name().unwrap_or_default().to_string_lossy());
-    let mut draft = Draft::new(&parent)?;
+    let mut builder = CheckpointBuilder::new(&parent)?;
     if ![".safetensors", ".bin", ".pt", ".pth"].iter().any(|end| name.ends_with(end)) {
-        let why = "it is a file, and its name doesn't end in .safetensors, .bin, .pt or .pth".into();
-        return Err(CkptError::NotACheckpoint { path: path.to_owned(), why });
+        return Err(CkptError::not_a_checkpoint(path, Diagnosis::NotAWeightsFile));
     }
-    weights::add_file(&mut draft, &name)?;
-    draft.facts.kind = "weights";
-    draft.facts.tag = name.into_owned();
-    draft.facts.writer = "unknown".into();
-    draft.finish().map(Foreign::single)
+    weights::add_file(&mut builder, &name)?;
+    builder.facts.kind = "weights";
+    builder.facts.tag = name.into_owned();
+    builder.facts.writer = "unknown".into();
+    builder.finish().map(ExternalCheckpoint::single_file)
 }
 
-/// What torch alone wrote: weights, optimizer, distributed checkpoints. False when nothing of it is there.
-fn torch(draft: &mut Draft) -> Result<bool> {
-    let folder = draft.folder.clone();
-    draft.facts.tag = folder.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
-    draft.facts.writer = "unknown".into();
-    if folder.has(dcp::METADATA)? {
-        return distributed(draft).map(|()| true);
+/// Adds what torch writes: weights, optimizer, distributed checkpoints. False when there are no
+/// weights.
+fn add_torch_files(builder: &mut CheckpointBuilder) -> Result<bool> {
+    let directory = builder.directory.clone();
+    builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+    builder.facts.writer = "unknown".into();
+    if directory.has(dcp::METADATA)? {
+        return add_distributed(builder).map(|()| true);
     }
-    let sharded = folder.has(&format!("{FSDP_MODEL}/{}", dcp::METADATA))?;
-    let full = folder.has("pytorch_model_fsdp.bin")?;
-    let whole = match sharded {
+    let sharded = directory.has(&format!("{FSDP_MODEL}/{}", dcp::METADATA))?;
+    let full = directory.has("pytorch_model_fsdp.bin")?;
+    let has_weights = match sharded {
         true => {
-            dcp::add(draft, FSDP_MODEL)?;
+            dcp::add(builder, FSDP_MODEL)?;
             true
         }
-        false => weights::add(draft)?,
+        false => weights::add(builder)?,
     };
-    if !whole {
+    if !has_weights {
         return Ok(false);
     }
-    put_in_order(draft);
-    let fsdp_optimizer = folder.has(&format!("{FSDP_OPTIMIZER}/{}", dcp::METADATA))?;
+    sort_by_registration(builder);
+    let fsdp_optimizer = directory.has(&format!("{FSDP_OPTIMIZER}/{}", dcp::METADATA))?;
     if fsdp_optimizer {
-        dcp::add(draft, FSDP_OPTIMIZER)?;
+        dcp::add(builder, FSDP_OPTIMIZER)?;
     }
     let mut states = Vec::new();
     for name in OPTIMIZERS {
-        if folder.size_of(name)?.is_some() {
+        if directory.size_of(name)?.is_some() {
             states.push(name);
         }
     }
     if let Some(first) = states.first().filter(|_| !fsdp_optimizer) {
-        optimizer::add(draft, first)?;
+        optimizer::add(builder, first)?;
     }
-    if states.len() > 1 || (fsdp_optimizer && !states.is_empty()) || folder.has("optimizer_1.bin")? {
-        draft.notice("there is more than one optimizer; the first is read".to_owned());
+    if states.len() > 1 || (fsdp_optimizer && !states.is_empty()) || directory.has("optimizer_1.bin")? {
+        builder.notice("there are several optimizers; using the first".to_owned());
     }
-    check_states(draft)?;
-    let (trainer, accelerate) = (beside::is_trainer(&folder)?, beside::is_accelerate(&folder)?);
-    (draft.facts.kind, draft.facts.writer) = match (trainer, accelerate, sharded, full) {
+    check_states(builder)?;
+    let (trainer, accelerate) =
+        (companion_files::is_trainer(&directory)?, companion_files::is_accelerate(&directory)?);
+    (builder.facts.kind, builder.facts.writer) = match (trainer, accelerate, sharded, full) {
         (true, _, true, _) => ("HF Trainer with FSDP, sharded", "HF Trainer".into()),
         (true, _, _, true) => ("HF Trainer with FSDP, full", "HF Trainer".into()),
         (true, ..) => ("HF Trainer", "HF Trainer".into()),
@@ -140,59 +142,63 @@ fn torch(draft: &mut Draft) -> Result<bool> {
         (_, _, _, true) => ("FSDP, full", "torch".into()),
         _ => ("weights", "unknown".into()),
     };
-    if draft.facts.kind != "weights" {
-        let mut facts = std::mem::take(&mut draft.facts);
-        // the last one is where the run was; groups may have begun later
+    if builder.facts.kind != "weights" {
+        let mut facts = std::mem::take(&mut builder.facts);
+        // the largest step is that of the run, since groups may have been added later
         let done = facts.steps.values().copied().max();
         facts.step = facts.step.or(if trainer { None } else { done });
-        beside::add(&mut facts, &folder)?;
-        draft.facts = facts;
+        companion_files::add(&mut facts, &directory)?;
+        builder.facts = facts;
     }
     Ok(true)
 }
 
-/// A distributed checkpoint by itself.
-fn distributed(draft: &mut Draft) -> Result<()> {
-    dcp::add(draft, "")?;
-    check_states(draft)?;
-    draft.facts.kind = "torch distributed checkpoint";
-    draft.facts.writer = "torch".into();
-    draft.facts.step = draft.facts.steps.values().copied().max();
-    let part = match draft.facts.tag.as_str() {
-        FSDP_MODEL => Some("the weights"),
-        FSDP_OPTIMIZER => Some("the optimizer"),
+/// Adds a distributed checkpoint that is the directory itself.
+fn add_distributed(builder: &mut CheckpointBuilder) -> Result<()> {
+    dcp::add(builder, "")?;
+    check_states(builder)?;
+    builder.facts.kind = "torch distributed checkpoint";
+    builder.facts.writer = "torch".into();
+    builder.facts.step = builder.facts.steps.values().copied().max();
+    let part = match builder.facts.tag.as_str() {
+        FSDP_MODEL => Some("weights"),
+        FSDP_OPTIMIZER => Some("optimizer state"),
         _ => None,
     };
     if let Some(part) = part {
-        draft.notice(format!("this folder is {part} alone; give the one that holds it for the whole state"));
+        builder.notice(format!(
+            "this directory has only the {part}; give its parent for the whole training state"
+        ));
     }
-    draft.facts.missing.push("scheduler".into());
-    draft.facts.missing.push("random states".into());
+    builder.facts.missing.push(StatePart::Scheduler);
+    builder.facts.missing.push(StatePart::RandomStates);
     Ok(())
 }
 
-/// Weights in their model's order where it is known.
-fn put_in_order(draft: &mut Draft) {
-    let names: Vec<&str> = draft.weights().map(|(name, _)| name).collect();
-    if let Some(order) = crate::formats::order::registered(&names).into_iter().next() {
+/// Sorts the weights in the order of the model, if it is known.
+fn sort_by_registration(builder: &mut CheckpointBuilder) {
+    let names: Vec<&str> = builder.weights().map(|(name, _)| name).collect();
+    if let Some(order) = crate::formats::module_order::registration_orders(&names).into_iter().next() {
         let order: Vec<String> = order.into_iter().map(str::to_owned).collect();
-        draft.sort_by(&order);
+        builder.sort_by(&order);
     }
 }
 
-/// Every state belongs to a weight of its shape.
-fn check_states(draft: &Draft) -> Result<()> {
-    let weights: std::collections::HashMap<&str, &[u64]> = draft.weights().collect();
+/// Checks that every state belongs to a weight of the same shape.
+fn check_states(builder: &CheckpointBuilder) -> Result<()> {
+    let weights: std::collections::HashMap<&str, &[u64]> = builder.weights().collect();
     if weights.is_empty() {
         return Ok(());
     }
-    for info in draft.entries.iter().map(|e| &e.info).filter(|i| i.role.is_optimizer_state()) {
+    for info in builder.entries.iter().map(|e| &e.info).filter(|i| i.role.is_optimizer_state()) {
         let label = || format!("{}/{}", info.role, info.name);
         match weights.get(info.name.as_str()) {
-            None => return Err(draft.damaged(&label(), "it is the state of no weight in here")),
+            None => return Err(builder.damaged(&label(), "no weight has this state's name")),
             Some(shape) if *shape != info.shape.as_slice() => {
-                return Err(draft
-                    .damaged(&label(), format!("it has the shape {:?}, the weight {shape:?}", info.shape)));
+                return Err(builder.damaged(
+                    &label(),
+                    format!("the shape is {:?}, that of the weight {shape:?}", info.shape),
+                ));
             }
             Some(_) => {}
         }
@@ -200,12 +206,12 @@ fn check_states(draft: &Draft) -> Result<()> {
     Ok(())
 }
 
-/// Folders in here whose names end in the number of a step, oldest first.
-fn numbered(folder: &Folder) -> Result<Vec<String>> {
+/// Subdirectories whose names end in a step or epoch number, oldest first.
+fn numbered_directories(directory: &Directory) -> Result<Vec<String>> {
     let mut found: Vec<(u64, String)> = Vec::new();
-    for name in folder.names()? {
+    for name in directory.names()? {
         if let Some(step) = step_of(&name)
-            && folder.has_folder(&name)?
+            && directory.has_directory(&name)?
         {
             found.push((step, name));
         }
@@ -221,38 +227,37 @@ fn step_of(name: &str) -> Option<u64> {
     prefixes.iter().find_map(|p| name.strip_prefix(p)).or_else(universal)?.parse().ok()
 }
 
-/// The newest that opens.
-fn newest(path: &Path, names: &[String], trained: Option<&Trained>) -> Result<Foreign> {
-    let mut passed: Vec<String> = Vec::new();
+/// Opens the newest readable checkpoint of a directory.
+fn open_newest(path: &Path, names: &[String], trained: Option<&Trained>) -> Result<ExternalCheckpoint> {
+    let mut skipped: Vec<String> = Vec::new();
     let mut first = None;
-    for name in names.iter().rev().take(TRIES) {
+    for name in names.iter().rev().take(ATTEMPTS) {
         let inner: PathBuf = path.join(name);
-        let found = one(&inner, trained).and_then(|f| {
-            f.ok_or_else(|| CkptError::NotACheckpoint {
-                path: inner.clone(),
-                why: crate::diagnosis::seems(&inner),
-            })
-        });
+        let found = open_directory(&inner, trained)
+            .and_then(|f| f.ok_or_else(|| CkptError::not_a_checkpoint(&inner, diagnose(&inner))));
         match found {
             Ok(mut found) => {
                 let others = names.len() - 1;
-                let which = format!(
-                    "of the {} checkpoints in {} the newest that is whole, {name}, is used",
-                    others + 1,
-                    path.display()
-                );
-                let only = format!("{name} in {} is used", path.display());
-                let said = std::iter::once(if others > 0 { which } else { only });
-                let beside = weights::FILES.iter().find(|f| exists(&path.join(f)));
-                let beside = beside.map(|f| format!("{f} lies beside it: to use that alone, give its path"));
-                found.say_first(said.chain(beside).chain(passed).collect());
+                let chosen = match others {
+                    0 => format!("using {name} in {}", path.display()),
+                    _ => format!(
+                        "using {name}, the newest complete of {} checkpoints in {}",
+                        others + 1,
+                        path.display()
+                    ),
+                };
+                let chosen = std::iter::once(chosen);
+                let other_weights = weights::FILES.iter().find(|f| exists(&path.join(f)));
+                let other_weights = other_weights
+                    .map(|f| format!("there is also {f}; give its path to use only these weights"));
+                found.prepend_notices(chosen.chain(other_weights).chain(skipped).collect());
                 return Ok(found);
             }
             Err(e) => {
-                passed.push(format!("passed over: {e}"));
+                skipped.push(format!("skipped: {e}"));
                 first = first.or(Some(e));
             }
         }
     }
-    Err(first.unwrap_or(CkptError::NotACheckpoint { path: path.to_owned(), why: "it is empty".into() }))
+    Err(first.unwrap_or(CkptError::not_a_checkpoint(path, Diagnosis::Empty)))
 }

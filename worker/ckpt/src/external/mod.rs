@@ -1,27 +1,26 @@
-//! Checkpoints that other programs wrote, read where they lie.
-mod beside;
+//! [`ExternalCheckpoint`]: a checkpoint written by another program, read in place.
+pub(crate) mod builder;
 mod check;
+pub(crate) mod companion_files;
+mod crc_combine;
 mod detect;
-pub(crate) mod draft;
 mod facts;
-mod listed;
 mod part;
+pub(crate) mod scan;
 pub(crate) mod store;
-mod sums;
-pub(crate) mod sweep;
+mod unfuse_experts;
 pub(crate) mod values;
 
-pub(crate) use self::beside::add as add_beside;
 pub(crate) use self::detect::{open, open_trained};
-pub use self::facts::ForeignFacts;
+pub use self::facts::{ExternalFacts, StatePart};
 
-use self::store::{Part, Store, Wanted};
-use crate::catalog::{Role, TensorInfo, TextFile};
-use crate::cut;
-use crate::disk::Folder;
-use crate::error::{CkptError, Damage, Result};
-use crate::passthrough::Extras;
-use crate::source::{Request, Source};
+use self::store::{PartRead, Store, TensorPart};
+use crate::catalog::{TensorInfo, TensorRole, TextFile};
+use crate::disk::Directory;
+use crate::error::{CkptError, Damage, DamageReason, MissingPart, Result, UnsupportedFeature};
+use crate::partition;
+use crate::passthrough::PassthroughState;
+use crate::source::{ReadRequest, TensorSource};
 use crate::state::TrainingState;
 use crate::verify::CheckpointReport;
 use serde_json::{Map, Value};
@@ -29,11 +28,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Largest text file that is taken along, bytes.
+/// Limit on text files that are exported with the weights, bytes.
 const TEXT_MAX: u64 = 64 << 20;
-/// How one rank's missing file is called among what is missing.
-pub(crate) const RANDOM_STATE_OF: &str = "random state of rank";
-/// Files beside a model that belong into a Hugging Face folder.
+/// Files next to a model that belong to a Hugging Face directory.
 const TEXTS: [&str; 8] = [
     "generation_config.json",
     "tokenizer.json",
@@ -45,71 +42,73 @@ const TEXTS: [&str; 8] = [
     "chat_template.jinja",
 ];
 
-/// One tensor and where its elements are.
-pub(crate) struct Entry {
+/// A tensor and the parts of files that hold its elements.
+pub(crate) struct ExternalTensor {
     pub(crate) info: TensorInfo,
-    /// Sorted by start; together they are the tensor.
-    pub(crate) parts: Vec<Part>,
+    /// Sorted by start; together they cover the tensor.
+    pub(crate) parts: Vec<TensorPart>,
 }
 
-/// A checkpoint of another program, open for reading.
-pub struct Foreign {
+/// An open checkpoint of another program.
+pub struct ExternalCheckpoint {
     path: PathBuf,
-    facts: ForeignFacts,
+    facts: ExternalFacts,
     store: Store,
-    entries: Vec<Entry>,
-    index: HashMap<(Role, String), usize>,
+    entries: Vec<ExternalTensor>,
+    index: HashMap<(TensorRole, String), usize>,
     config: Option<Map<String, Value>>,
     texts: Vec<TextFile>,
-    /// What goes along when it is written anew.
-    extras: Extras,
-    /// It is a single file: others beside it aren't part of it.
-    alone: bool,
+    /// State that a conversion copies unchanged.
+    passthrough: PassthroughState,
+    /// The checkpoint is a single file; files next to it do not belong to it.
+    is_single_file: bool,
 }
 
-impl fmt::Debug for Foreign {
+impl fmt::Debug for ExternalCheckpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Foreign({}, {})", self.facts.kind, self.path.display())
+        write!(f, "ExternalCheckpoint({}, {})", self.facts.kind, self.path.display())
     }
 }
 
-impl Foreign {
-    /// Checks that the entries are whole; `beside` is the folder that may hold `config.json` and a tokenizer.
+impl ExternalCheckpoint {
+    /// Checks that the entries are complete; `root` is the directory that may have `config.json` and a
+    /// tokenizer.
     pub(crate) fn new(
         path: &Path,
-        beside: &Path,
-        mut facts: ForeignFacts,
+        root: &Path,
+        mut facts: ExternalFacts,
         store: Store,
-        mut entries: Vec<Entry>,
-    ) -> Result<Foreign> {
+        mut entries: Vec<ExternalTensor>,
+    ) -> Result<ExternalCheckpoint> {
         entries.sort_by_key(|e| e.info.role);
         let mut index = HashMap::new();
         for (i, entry) in entries.iter().enumerate() {
             let label = format!("{}/{}", entry.info.role, entry.info.name);
-            let wrong = |why: String| CkptError::damaged(path, label.as_str(), why);
-            crate::catalog::check_name(&entry.info.name).map_err(wrong)?;
+            let damaged = |reason: DamageReason| CkptError::damaged(path, label.as_str(), reason);
+            crate::catalog::check_name(&entry.info.name).map_err(|e| damaged(e.into()))?;
             let total = crate::catalog::elements(&entry.info.shape)
-                .ok_or_else(|| wrong(format!("it has the impossible shape {:?}", entry.info.shape)))?;
-            if let Some(flaw) = cut::flaw(total, entry.parts.iter().map(Part::elements)) {
-                return Err(wrong(flaw.to_string()));
+                .ok_or_else(|| damaged(format!("the shape {:?} is impossible", entry.info.shape).into()))?;
+            let error = partition::coverage_error(total, entry.parts.iter().map(TensorPart::elements));
+            if let Some(error) = error {
+                return Err(damaged(error.into()));
             }
             if index.insert((entry.info.role, entry.info.name.clone()), i).is_some() {
-                return Err(wrong("it is there twice".into()));
+                return Err(damaged("the tensor occurs twice".into()));
             }
         }
-        let of_role = |role: Role| entries.iter().filter(move |e| e.info.role == role);
-        facts.buffers = of_role(Role::Buffer).map(|e| e.info.name.clone()).collect();
-        facts.root = beside.to_owned();
-        let beside = Folder::open(beside)?;
-        let config = config(&beside)?;
-        let texts = texts(&beside)?;
+        let of_role = |role: TensorRole| entries.iter().filter(move |e| e.info.role == role);
+        facts.buffers = of_role(TensorRole::Buffer).map(|e| e.info.name.clone()).collect();
+        facts.root = root.to_owned();
+        let root = Directory::open(root)?;
+        let config = read_config(&root)?;
+        let texts = read_texts(&root)?;
         if config.is_none() {
-            facts.missing.push("config.json".into());
+            facts.missing.push(StatePart::Config);
         }
         if !texts.iter().any(|t| t.name != TEXTS[0]) {
-            facts.missing.push("tokenizer".into());
+            facts.missing.push(StatePart::Tokenizer);
         }
-        Ok(Foreign {
+        Ok(ExternalCheckpoint {
             path: path.to_owned(),
             facts,
             store,
@@ -117,25 +116,25 @@ impl Foreign {
             index,
             config,
             texts,
-            extras: Extras::default(),
-            alone: false,
+            passthrough: PassthroughState::default(),
+            is_single_file: false,
         })
     }
 
-    /// The same with what goes along when it is written anew.
-    pub(crate) fn with_extras(mut self, extras: Extras) -> Foreign {
-        self.extras = extras;
+    /// Adds state that a conversion copies unchanged.
+    pub(crate) fn with_passthrough(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
+        self.passthrough = passthrough;
         self
     }
 
-    /// What is known about it.
-    pub fn facts(&self) -> &ForeignFacts {
+    /// Facts about the checkpoint.
+    pub fn facts(&self) -> &ExternalFacts {
         &self.facts
     }
 
-    /// The same, being one file and nothing that lies beside it.
-    pub(crate) fn single(mut self) -> Foreign {
-        self.alone = true;
+    /// Marks the checkpoint as a single file.
+    pub(crate) fn single_file(mut self) -> ExternalCheckpoint {
+        self.is_single_file = true;
         self
     }
 
@@ -144,8 +143,8 @@ impl Foreign {
         self.facts.warnings.extend(lines);
     }
 
-    /// Puts notices before the others.
-    fn say_first(&mut self, mut lines: Vec<String>) {
+    /// Inserts notices before the others.
+    fn prepend_notices(&mut self, mut lines: Vec<String>) {
         lines.append(&mut self.facts.notices);
         self.facts.notices = lines;
     }
@@ -155,35 +154,35 @@ impl Foreign {
         self.store.files.iter().map(|f| (f.name.as_str(), f.size))
     }
 
-    /// `role/name` of the tensors with such a part.
-    fn holders(&self, inside: &dyn Fn(&Part) -> bool) -> Vec<String> {
-        let held = self.entries.iter().filter(|e| e.parts.iter().any(inside));
-        held.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
+    /// `role/name` of the tensors with a part that satisfies the predicate.
+    fn tensors_with(&self, inside: &dyn Fn(&TensorPart) -> bool) -> Vec<String> {
+        let entries = self.entries.iter().filter(|e| e.parts.iter().any(inside));
+        entries.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
     }
 
-    /// Reads every byte of every file, also of those that hold no tensors: what is damaged, and what is to be warned of.
+    /// Verifies every byte of every file, including files without tensors; returns the report and warnings.
     pub(crate) fn verify(&self) -> Result<(CheckpointReport, Vec<String>)> {
-        let (mut bytes, mut blocks, mut problems) = self.store.check(|inside| self.holders(inside))?;
+        let (mut bytes, mut blocks, mut problems) =
+            self.store.verify_all(|inside| self.tensors_with(inside))?;
         let lost = |name: &String| Damage {
             file: self.facts.tag.clone(),
             block: None,
-            tensors: vec![format!("{}/{name}", Role::Weight)],
-            why: "nothing of it is stored".into(),
+            tensors: vec![format!("{}/{name}", TensorRole::Weight)],
+            reason: DamageReason::PartMissing(MissingPart::Weights(vec![name.clone()])),
         };
         problems.extend(self.facts.lost.iter().map(lost));
         let file = || self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let incomplete =
-            |why: &String| Damage { file: file(), block: None, tensors: Vec::new(), why: why.clone() };
+        let incomplete = |detail: &String| Damage::of_file(file(), detail.clone());
         problems.extend(self.facts.incomplete.iter().map(incomplete));
-        for other in self.others()? {
-            bytes += other.bytes;
-            blocks += other.members;
-            problems.extend(other.problems);
+        for scan in self.scan_other_files()? {
+            bytes += scan.bytes;
+            blocks += scan.members;
+            problems.extend(scan.problems);
         }
         let mut warnings = self.facts.warnings.clone();
-        // some ranks have one, so all should
-        let alone = self.facts.missing.iter().filter(|m| m.starts_with(RANDOM_STATE_OF));
-        warnings.extend(alone.map(|m| format!("the {m} is missing")));
+        // when some ranks have a random state, all should
+        let absent = self.facts.missing.iter().filter(|m| matches!(m, StatePart::RandomState { .. }));
+        warnings.extend(absent.map(|m| format!("the {m} is missing")));
         let report = CheckpointReport {
             path: self.path.clone(),
             step: self.facts.step,
@@ -195,66 +194,59 @@ impl Foreign {
         Ok((report, warnings))
     }
 
-    /// The files that hold nothing that was read: random states, schedulers, what programs added.
-    fn others(&self) -> Result<Vec<sweep::Swept>> {
-        if self.alone {
+    /// Scans the files without tensors: random states, schedulers, and files of other programs.
+    fn scan_other_files(&self) -> Result<Vec<scan::ScanReport>> {
+        if self.is_single_file {
             return Ok(Vec::new());
         }
-        let tag = self.store.files.first().map(|f| f.folder().path().to_owned());
+        let tag = self.store.files.first().map(|f| f.directory().path().to_owned());
         let mut paths = vec![(self.facts.root.clone(), 0)];
         if let Some(tag) = tag.filter(|tag| *tag != self.facts.root) {
             paths.push((tag, 3));
         }
-        let mut all = Vec::new();
+        let mut scans = Vec::new();
         for (path, depth) in paths {
-            let own = |f: &store::StoredFile| (f.folder().path() == path).then(|| f.name.clone());
-            let known = self.store.files.iter().filter_map(own).collect();
-            all.push(sweep::sweep(&path, &known, depth)?);
+            let name = |f: &store::StoredFile| (f.directory().path() == path).then(|| f.name.clone());
+            let known = self.store.files.iter().filter_map(name).collect();
+            scans.push(scan::scan_directory(&path, &known, depth)?);
         }
-        Ok(all)
+        Ok(scans)
     }
 
-    fn entry(&self, name: &str, role: Role) -> Result<&Entry> {
+    fn entry(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
         self.index.get(&(role, name.to_owned())).map(|&i| &self.entries[i]).ok_or_else(|| {
-            CkptError::Mismatch {
-                path: self.path.clone(),
-                what: "tensors".into(),
-                expected: format!("{role}/{name}"),
-                found: "no such tensor".into(),
-            }
+            CkptError::NoSuchTensor { path: self.path.clone(), tensor: format!("{role}/{name}") }
         })
     }
 
-    fn resolve<'a>(&'a self, request: &'a mut Request<'_>, wanted: &mut Vec<Wanted<'a>>) -> Result<()> {
+    fn resolve<'a>(&'a self, request: &'a mut ReadRequest<'_>, wanted: &mut Vec<PartRead<'a>>) -> Result<()> {
         let entry = self.entry(request.name, request.role)?;
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
         if range.end > entry.info.elements() {
-            return Err(CkptError::Mismatch {
+            return Err(CkptError::RangeOutsideTensor {
                 path: self.path.clone(),
-                what: format!("size of {}/{}", request.role, request.name),
-                expected: format!("at least {} elements", range.end),
-                found: format!("{} elements", entry.info.elements()),
+                tensor: format!("{}/{}", request.role, request.name),
+                elements: entry.info.elements(),
+                requested: range.end,
             });
         }
         if !entry.info.dtype.is_float() {
-            let what = format!(
-                "{}/{} is {}, which has no exact place in F32",
-                request.role, request.name, entry.info.dtype
-            );
-            return Err(CkptError::Unsupported { path: self.path.clone(), what });
+            let tensor = format!("{}/{}", request.role, request.name);
+            let feature = UnsupportedFeature::Dtype { tensor, dtype: entry.info.dtype };
+            return Err(CkptError::unsupported(&self.path, feature));
         }
         let mut rest: &mut [f32] = request.out;
-        for (i, range) in cut::cover(&entry.parts, Part::elements, range) {
+        for (i, range) in partition::cover(&entry.parts, TensorPart::elements, range) {
             let (out, tail) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
             rest = tail;
-            wanted.push(Wanted { part: &entry.parts[i], dtype: entry.info.dtype, range, out });
+            wanted.push(PartRead { part: &entry.parts[i], dtype: entry.info.dtype, range, out });
         }
         Ok(())
     }
 }
 
-impl Source for Foreign {
+impl TensorSource for ExternalCheckpoint {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -263,46 +255,51 @@ impl Source for Foreign {
         self.entries.iter().map(|e| e.info.clone()).collect()
     }
 
-    fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         let mut wanted = Vec::new();
         for request in requests {
             self.resolve(request, &mut wanted)?;
         }
-        self.store.read(wanted, |inside| self.holders(inside))
+        self.store.read(wanted, |inside| self.tensors_with(inside))
     }
 
-    fn read_unchecked(&self, requests: &mut [Request<'_>]) -> Result<()> {
+    fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         let mut wanted = Vec::new();
         for request in requests {
             self.resolve(request, &mut wanted)?;
         }
-        self.store.read_unchecked(wanted, |inside| self.holders(inside))
+        self.store.read_unchecked(wanted, |inside| self.tensors_with(inside))
     }
 
-    fn settle(&self, all: bool) -> Result<()> {
-        self.store.settle(all, |inside| self.holders(inside))
+    fn verify_reads(&self, all: bool) -> Result<()> {
+        self.store.verify_reads(all, |inside| self.tensors_with(inside))
     }
 
-    fn read_raw(&self, name: &str, role: Role, start_element: u64, out: &mut [u8]) -> Result<()> {
+    fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
         let entry = self.entry(name, role)?;
         let size = entry.info.dtype.size();
         let end = start_element.saturating_add(out.len() as u64 / size);
         let mut rest = out;
-        for (i, range) in cut::cover(&entry.parts, Part::elements, start_element..end) {
+        for (i, range) in partition::cover(&entry.parts, TensorPart::elements, start_element..end) {
             let bytes = ((range.end - range.start) * size) as usize;
             let (now, later) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = later;
-            let holders = |inside: &dyn Fn(&Part) -> bool| self.holders(inside);
-            self.store.read_raw(&entry.parts[i], entry.info.dtype, range, now, holders)?;
+            let tensors_with = |inside: &dyn Fn(&TensorPart) -> bool| self.tensors_with(inside);
+            self.store.read_raw(&entry.parts[i], entry.info.dtype, range, now, tensors_with)?;
         }
         match rest.is_empty() {
             true => Ok(()),
-            false => Err(CkptError::invalid(format!("{role}/{name} is shorter than what is asked of it"))),
+            false => Err(CkptError::RangeOutsideTensor {
+                path: self.path.clone(),
+                tensor: format!("{role}/{name}"),
+                elements: entry.info.elements(),
+                requested: end,
+            }),
         }
     }
 
-    fn extras(&self) -> Result<Extras> {
-        Ok(self.extras.clone())
+    fn passthrough(&self) -> Result<PassthroughState> {
+        Ok(self.passthrough.clone())
     }
 
     fn step(&self) -> Option<u64> {
@@ -318,8 +315,8 @@ impl Source for Foreign {
         !states && !self.facts.is_training_state()
     }
 
-    fn unread(&self) -> Option<&str> {
-        self.facts.unread()
+    fn ignored_optimizer(&self) -> Option<&str> {
+        self.facts.ignored_optimizer_reason()
     }
 
     fn hf_config(&self) -> Option<&Map<String, Value>> {
@@ -333,34 +330,35 @@ impl Source for Foreign {
     fn require_weights(&self) -> Result<()> {
         match self.facts.lost.as_slice() {
             [] => Ok(()),
-            [first, more @ ..] => {
-                let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
-                Err(CkptError::Missing { path: self.path.clone(), what: format!("the weight {first}{more}") })
-            }
+            lost => Err(CkptError::missing(&self.path, MissingPart::Weights(lost.to_vec()))),
         }
     }
 }
 
-fn config(folder: &Folder) -> Result<Option<Map<String, Value>>> {
-    match folder.size_of("config.json")? {
+fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
+    match directory.size_of("config.json")? {
         None => Ok(None),
         Some(_) => {
-            let text = folder.read("config.json", TEXT_MAX)?;
+            let text = directory.read("config.json", TEXT_MAX)?;
             match serde_json::from_slice(&text) {
                 Ok(Value::Object(map)) => Ok(Some(map)),
-                Ok(_) => Err(CkptError::damaged(folder.path(), "config.json", "it is no JSON object")),
-                Err(e) => Err(CkptError::damaged(folder.path(), "config.json", e.to_string())),
+                Ok(_) => Err(CkptError::damaged(
+                    directory.path(),
+                    "config.json",
+                    DamageReason::Json("not an object".into()),
+                )),
+                Err(e) => Err(CkptError::damaged(directory.path(), "config.json", e)),
             }
         }
     }
 }
 
-fn texts(folder: &Folder) -> Result<Vec<TextFile>> {
+fn read_texts(directory: &Directory) -> Result<Vec<TextFile>> {
     let mut texts = Vec::new();
     for name in TEXTS {
-        if folder.size_of(name)?.is_some() {
-            let text = String::from_utf8(folder.read(name, TEXT_MAX)?)
-                .map_err(|_| CkptError::damaged(folder.path(), name, "it is no UTF-8 text"))?;
+        if directory.size_of(name)?.is_some() {
+            let text = String::from_utf8(directory.read(name, TEXT_MAX)?)
+                .map_err(|_| CkptError::damaged(directory.path(), name, "the file is not UTF-8 text"))?;
             texts.push(TextFile { name: name.into(), text });
         }
     }

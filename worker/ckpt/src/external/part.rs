@@ -1,50 +1,56 @@
-//! Which elements of a file a tensor is made of.
+//! [`TensorPart`]: consecutive elements of a tensor, stored in one file.
 use crate::error::Result;
 use crate::formats::torch_file::TensorView;
 use std::ops::Range;
 
 /// Consecutive elements of a tensor, in one file.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
-    /// First element, in the tensor.
+pub(crate) struct TensorPart {
+    /// Index of the first element in the tensor.
     pub(crate) start: u64,
+    /// Number of elements.
     pub(crate) count: u64,
+    /// Index of the file in the store.
     pub(super) file: usize,
-    pub(super) stretch: usize,
-    /// Element of the stretch at which the view begins.
+    /// Index of the span in the file.
+    pub(super) span: usize,
+    /// Index of the element of the span at which the view begins.
     pub(super) offset: u64,
-    /// How a view that isn't contiguous is laid out, and how many of its elements come before this part.
+    /// The layout of a view that is not contiguous.
     pub(super) strided: Option<Box<Strided>>,
 }
 
+/// The layout of a view that is not contiguous.
 #[derive(Clone, Debug)]
 pub(super) struct Strided {
     shape: Vec<u64>,
     strides: Vec<u64>,
+    /// Elements of the view before this part.
     skip: u64,
 }
 
-impl Part {
-    /// Elements `taken` of a view in a file, as elements `start..` of a tensor.
-    pub(crate) fn of(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> Part {
+impl TensorPart {
+    /// Makes elements `taken` of a view the elements `start..` of a tensor.
+    pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
         let strided = || {
             Box::new(Strided { shape: view.shape.clone(), strides: view.strides.clone(), skip: taken.start })
         };
-        Part {
+        TensorPart {
             start,
             count: taken.end - taken.start,
             file,
-            stretch: view.member,
+            span: view.member,
             offset: view.offset + if contiguous { taken.start } else { 0 },
             strided: (!contiguous).then(strided),
         }
     }
 
-    /// Elements `taken` of the tensor that are in this part, as elements `start..` of another.
-    pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> Part {
+    /// Makes elements `taken` of the tensor, which are in this part, the elements `start..` of another
+    /// tensor.
+    pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
-        let mut part = Part { start, count: taken.end - taken.start, ..self.clone() };
+        let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
         match &mut part.strided {
             Some(strided) => strided.skip += before,
             None => part.offset += before,
@@ -52,17 +58,18 @@ impl Part {
         part
     }
 
-    /// Elements of the tensor.
+    /// Range of elements in the tensor.
     pub(crate) fn elements(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// True when its bytes are in this stretch of this file.
-    pub(super) fn is_in(&self, file: usize, stretch: usize) -> bool {
-        (self.file, self.stretch) == (file, stretch)
+    /// True when the part is in this span of this file.
+    pub(super) fn is_in(&self, file: usize, span: usize) -> bool {
+        (self.file, self.span) == (file, span)
     }
 
-    /// Calls `run(element in the stretch, elements)` for each run of neighbours in elements `range` of the tensor.
+    /// Calls `run(first element in the span, number of elements)` for each run of consecutive elements in
+    /// elements `range` of the tensor.
     pub(super) fn runs(&self, range: Range<u64>, mut run: impl FnMut(u64, u64) -> Result<()>) -> Result<()> {
         let (first, count) = (range.start - self.start, range.end - range.start);
         let Some(strided) = &self.strided else { return run(self.offset + first, count) };
@@ -81,7 +88,7 @@ impl Part {
 }
 
 impl Strided {
-    /// Where element `index` of the view is, from its beginning.
+    /// The position of element `index` of the view, relative to the start of the view.
     fn position(&self, mut index: u64) -> u64 {
         let mut position = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {
@@ -98,30 +105,30 @@ mod tests {
     use crate::dtype::Dtype;
     use proptest::prelude::*;
 
-    fn part(shape: &[u64], strides: &[u64], offset: u64, taken: Range<u64>) -> Part {
+    fn part(shape: &[u64], strides: &[u64], offset: u64, taken: Range<u64>) -> TensorPart {
         let (shape, strides) = (shape.to_vec(), strides.to_vec());
-        Part::of(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
+        TensorPart::new(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
     }
 
-    fn positions(part: &Part, range: Range<u64>) -> Vec<u64> {
-        let mut all = Vec::new();
-        let ok = part.runs(range, |at, n| {
-            all.extend(at..at + n);
+    fn positions(part: &TensorPart, range: Range<u64>) -> Vec<u64> {
+        let mut positions = Vec::new();
+        let result = part.runs(range, |at, n| {
+            positions.extend(at..at + n);
             Ok(())
         });
-        ok.expect("nothing fails");
-        all
+        result.expect("runs");
+        positions
     }
 
     #[test]
-    fn runs_of_a_transposed_and_of_a_sliced_view() {
+    fn transposed_and_sliced_views_have_the_right_runs() {
         assert_eq!(positions(&part(&[2, 3], &[1, 2], 5, 0..6), 100..106), [5, 7, 9, 6, 8, 10]);
         assert_eq!(positions(&part(&[2, 3], &[10, 1], 0, 1..6), 100..105), [1, 2, 10, 11, 12]);
         assert_eq!(positions(&part(&[4], &[0], 3, 0..4), 101..103), [3, 3]);
     }
 
     #[test]
-    fn a_slice_is_the_same_elements() {
+    fn a_slice_has_the_same_elements() {
         for part in [part(&[2, 3], &[1, 2], 5, 0..6), part(&[6], &[1], 5, 0..6)] {
             let sliced = part.slice(102..105, 7);
             assert_eq!(sliced.elements(), 7..10);
@@ -131,7 +138,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_are_what_indexing_gives(
+        fn runs_equal_multi_dimensional_indexing(
             dims in proptest::collection::vec((1u64..4, 0u64..12), 0..4), offset in 0u64..5, a in 0u64..64, b in 0u64..64,
         ) {
             let (shape, strides): (Vec<u64>, Vec<u64>) = dims.into_iter().unzip();

@@ -1,19 +1,19 @@
-//! Values that are no finite numbers.
+//! Finds NaN and infinite values.
 use crate::error::Result;
-use crate::source::{Request, Source};
+use crate::source::{ReadRequest, TensorSource};
 
-/// Elements looked at in one go.
-const VALUES_AT_A_TIME: u64 = 1 << 20;
+/// Elements read at a time.
+const CHUNK_ELEMENTS: u64 = 1 << 20;
 
-/// A line for each tensor with values that are no finite numbers.
-pub(crate) fn not_finite(source: &dyn Source) -> Result<Vec<String>> {
+/// Lists the tensors with NaN or infinite values, one warning per tensor.
+pub(crate) fn non_finite_values(source: &dyn TensorSource) -> Result<Vec<String>> {
     let (mut lines, mut buffer) = (Vec::new(), Vec::new());
     for info in source.tensors().iter().filter(|i| i.dtype.is_float()) {
         let (mut nans, mut infinite, mut at) = (0u64, 0u64, 0);
         while at < info.elements() {
-            buffer.resize((info.elements() - at).min(VALUES_AT_A_TIME) as usize, 0.0);
+            buffer.resize((info.elements() - at).min(CHUNK_ELEMENTS) as usize, 0.0);
             let (name, role, out) = (info.name.as_str(), info.role, buffer.as_mut_slice());
-            source.read_many(&mut [Request { name, role, start_element: at, out }])?;
+            source.read_many(&mut [ReadRequest { name, role, start_element: at, out }])?;
             nans += buffer.iter().filter(|x| x.is_nan()).count() as u64;
             infinite += buffer.iter().filter(|x| x.is_infinite()).count() as u64;
             at += buffer.len() as u64;

@@ -1,91 +1,166 @@
-//! An optimizer's `state_dict` in a torch file: `{state: {parameter: {key: tensor}}, param_groups: [{…, params}]}`.
-//! Parameters are numbers (torch) or names (FSDP's full state).
-use super::experts::{Fused, Member};
-use super::numbered;
+//! Reads an optimizer's `state_dict`: `{state: {parameter: {key: tensor}}, param_groups: [{…, params}]}`.
+//! Parameters are numbers (torch) or names (full FSDP states).
+use super::fused_experts::{FusedExperts, Member};
+use super::param_matching::{self, MatchError};
+use super::torch_error::TorchFileError;
 use super::torch_file::{TensorView, TorchFile};
 use super::weights::number;
-use crate::catalog::Role;
-use crate::error::Result;
-use crate::external::Entry;
-use crate::external::draft::{Draft, GLOBALS, role_of, some, whole_step};
-use crate::external::store::Part;
+use crate::catalog::TensorRole;
+use crate::error::{Result, list_some};
+use crate::external::ExternalTensor;
+use crate::external::builder::{CheckpointBuilder, GLOBALS, optimizer_state_role, whole_step};
+use crate::external::store::TensorPart;
 use crate::pickle::View;
-use crate::state::Group;
+use crate::state::ParamGroupInfo;
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeSet, HashMap};
 
-/// How a parameter is called.
+/// The key of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Id {
+pub(crate) enum ParamId {
+    /// Index, as torch numbers parameters.
     Number(u64),
+    /// Name, as FSDP writes them.
     Name(String),
 }
 
-/// The state of one parameter.
+/// The optimizer state of one parameter.
 #[derive(Default)]
-pub(crate) struct State {
-    pub(crate) tensors: Vec<(Role, TensorView)>,
-    pub(crate) step: Option<Step>,
+pub(crate) struct ParamState {
+    pub(crate) tensors: Vec<(TensorRole, TensorView)>,
+    pub(crate) step: Option<StepValue>,
 }
 
-/// A step is a number or a tensor of one.
-pub(crate) enum Step {
+/// The step of a parameter: a number, or a tensor with one number.
+pub(crate) enum StepValue {
     Number(f64),
     Tensor(TensorView),
 }
 
-/// A whole `state_dict`.
-pub(crate) struct Optimizer {
-    pub(crate) states: HashMap<Id, State>,
+/// Why the `state_dict` of an optimizer is rejected.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OptimizerStateError {
+    /// `state` is missing or not a dict.
+    #[error("no dict of states")]
+    NoStates,
+    /// `param_groups` is missing or not a list.
+    #[error("no list of param_groups")]
+    NoParamGroups,
+    /// A parameter is neither a number nor a name.
+    #[error("a parameter is neither a number nor a name")]
+    InvalidParamId,
+    /// A parameter has two states.
+    #[error("{0} has two states")]
+    DuplicateState(String),
+    /// A group is not a dict, or has no list of parameters.
+    #[error("a parameter group is not a dict with params")]
+    InvalidGroup,
+    /// A parameter is in two groups.
+    #[error("{0} is in two parameter groups")]
+    InTwoGroups(String),
+    /// A parameter with a state is in no group.
+    #[error("{0} has a state but is in no parameter group")]
+    InNoGroup(String),
+    /// The state of a parameter is not a dict with string keys.
+    #[error("the state of a parameter is not a dict with string keys")]
+    InvalidState,
+    /// A tensor of a state is invalid.
+    #[error("{key}: {error}")]
+    Tensor {
+        /// Key of the state.
+        key: String,
+        /// Why the tensor is rejected.
+        error: TorchFileError,
+    },
+    /// A state has another number of elements than its weight.
+    #[error("{role} of {weight} has the shape {shape:?}, expected {expected} elements")]
+    Elements {
+        /// Which state.
+        role: TensorRole,
+        /// Name of the weight.
+        weight: String,
+        /// Shape of the state.
+        shape: Vec<u64>,
+        /// Elements of the weight.
+        expected: u64,
+    },
+    /// The step of a weight is not a whole number.
+    #[error("{weight}: {error}")]
+    Step {
+        /// Name of the weight.
+        weight: String,
+        /// The step.
+        error: InvalidStep,
+    },
+}
+
+/// An optimizer step that is not a whole number.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+#[error("the optimizer step is {0}, which is not a whole number")]
+pub struct InvalidStep(pub f64);
+
+/// The `state_dict` of an optimizer.
+pub(crate) struct OptimizerStateDict {
+    pub(crate) states: HashMap<ParamId, ParamState>,
     /// Hyper-parameters and parameters of each group.
-    pub(crate) groups: Vec<(Map<String, Json>, Vec<Id>)>,
-    /// Keys of states that aren't read.
+    pub(crate) groups: Vec<(Map<String, Json>, Vec<ParamId>)>,
+    /// Keys of unknown states, which are ignored.
     pub(crate) unknown: BTreeSet<String>,
 }
 
-impl Optimizer {
-    /// `Err` is one line that says what is wrong with the file.
-    pub(crate) fn read(file: &TorchFile, root: View<'_>) -> std::result::Result<Optimizer, String> {
-        let mut found = Optimizer { states: HashMap::new(), groups: Vec::new(), unknown: BTreeSet::new() };
-        let states = root.get("state").and_then(View::pairs).ok_or("it has no dict of states")?;
+impl OptimizerStateDict {
+    /// Reads the `state_dict` at `root`.
+    pub(crate) fn read(
+        file: &TorchFile,
+        root: View<'_>,
+    ) -> std::result::Result<OptimizerStateDict, OptimizerStateError> {
+        use OptimizerStateError::*;
+        let mut optimizer =
+            OptimizerStateDict { states: HashMap::new(), groups: Vec::new(), unknown: BTreeSet::new() };
+        let states = root.get("state").and_then(View::pairs).ok_or(NoStates)?;
         for (key, value) in states {
-            let id = id_of(key).ok_or("it has a state of a parameter without number or name")?;
-            let state = found.state(file, value)?;
-            if found.states.insert(id.clone(), state).is_some() {
-                return Err(format!("it has two states of {}", id.shown()));
+            let id = param_id(key).ok_or(InvalidParamId)?;
+            let state = optimizer.state(file, value)?;
+            if optimizer.states.insert(id.clone(), state).is_some() {
+                return Err(DuplicateState(id.label()));
             }
         }
-        let groups =
-            root.get("param_groups").and_then(View::items).ok_or("it has no list of param_groups")?;
+        let groups = root.get("param_groups").and_then(View::items).ok_or(NoParamGroups)?;
         let mut seen = BTreeSet::new();
         for group in groups.iter() {
             let Json::Object(mut hyper) = group.json() else {
-                return Err("one of its groups is no dict".into());
+                return Err(InvalidGroup);
             };
             hyper.remove("params");
-            let params =
-                group.get("params").and_then(View::items).ok_or("one of its groups has no params")?;
-            let ids: Option<Vec<Id>> = params.iter().map(id_of).collect();
-            let ids = ids.ok_or("one of its groups has a parameter without number or name")?;
-            if let Some(twice) = ids.iter().find(|id| !seen.insert(id.shown())) {
-                return Err(format!("{} is in two of its groups", twice.shown()));
+            let params = group.get("params").and_then(View::items).ok_or(InvalidGroup)?;
+            let ids: Option<Vec<ParamId>> = params.iter().map(param_id).collect();
+            let ids = ids.ok_or(InvalidParamId)?;
+            if let Some(twice) = ids.iter().find(|id| !seen.insert(id.label())) {
+                return Err(InTwoGroups(twice.label()));
             }
-            found.groups.push((hyper, ids));
+            optimizer.groups.push((hyper, ids));
         }
-        match found.states.keys().find(|id| !seen.contains(&id.shown())) {
-            Some(id) => Err(format!("{} has a state, but is in no group", id.shown())),
-            None => Ok(found),
+        match optimizer.states.keys().find(|id| !seen.contains(&id.label())) {
+            Some(id) => Err(InNoGroup(id.label())),
+            None => Ok(optimizer),
         }
     }
 
-    fn state(&mut self, file: &TorchFile, value: View<'_>) -> std::result::Result<State, String> {
-        let mut state = State::default();
-        for (key, value) in value.pairs().ok_or("the state of a parameter is no dict")? {
-            let key = key.str().ok_or("a state has a key that is no text")?;
-            let tensor = file.tensor(value).map_err(|e| format!("{key}: {e}"))?;
-            match (key, role_of(key), tensor) {
-                ("step", _, Some(view)) => state.step = Some(Step::Tensor(view)),
-                ("step", _, None) => state.step = number(value).map(Step::Number),
+    fn state(
+        &mut self,
+        file: &TorchFile,
+        value: View<'_>,
+    ) -> std::result::Result<ParamState, OptimizerStateError> {
+        let mut state = ParamState::default();
+        for (key, value) in value.pairs().ok_or(OptimizerStateError::InvalidState)? {
+            let key = key.str().ok_or(OptimizerStateError::InvalidState)?;
+            let tensor = file
+                .tensor(value)
+                .map_err(|error| OptimizerStateError::Tensor { key: key.to_owned(), error })?;
+            match (key, optimizer_state_role(key), tensor) {
+                ("step", _, Some(view)) => state.step = Some(StepValue::Tensor(view)),
+                ("step", _, None) => state.step = number(value).map(StepValue::Number),
                 (_, Some(role), Some(view)) => state.tensors.push((role, view)),
                 (_, None, Some(_)) => {
                     self.unknown.insert(key.to_owned());
@@ -96,45 +171,44 @@ impl Optimizer {
         Ok(state)
     }
 
-    /// Shapes of the states of each group.
-    pub(crate) fn shapes(&self) -> Vec<numbered::Shapes> {
-        let shape = |id: &Id| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
+    /// The shapes of the states of each group.
+    pub(crate) fn shapes(&self) -> Vec<param_matching::Shapes> {
+        let shape = |id: &ParamId| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// The names of the parameters of each group. `Err` says why they can't be known.
+    /// The names of the parameters of each group. `in_order`: the weights are in the order of the model.
     pub(crate) fn names(
         &self,
-        weights: &[numbered::Weight<'_>],
+        weights: &[param_matching::Weight<'_>],
         in_order: bool,
-    ) -> std::result::Result<Vec<Vec<String>>, String> {
-        let own = |id: &Id| match id {
-            Id::Name(name) => Some(name.clone()),
-            Id::Number(_) => None,
+    ) -> std::result::Result<GroupNames, MatchError> {
+        let name = |id: &ParamId| match id {
+            ParamId::Name(name) => Some(name.clone()),
+            ParamId::Number(_) => None,
         };
         let named: Option<Vec<Vec<String>>> =
-            self.groups.iter().map(|(_, ids)| ids.iter().map(own).collect()).collect();
+            self.groups.iter().map(|(_, ids)| ids.iter().map(name).collect()).collect();
         match named {
             Some(names) => self.check_named(names, weights),
-            None => numbered::names(&self.shapes(), weights, in_order),
+            None => param_matching::match_names(&self.shapes(), weights, in_order),
         }
     }
 
-    /// Names that the states have of their own must be those of weights of the same shape.
+    /// GroupNames that the states have of their own must be those of weights of the same shape.
     fn check_named(
         &self,
         names: Vec<Vec<String>>,
-        weights: &[numbered::Weight<'_>],
-    ) -> std::result::Result<Vec<Vec<String>>, String> {
+        weights: &[param_matching::Weight<'_>],
+    ) -> std::result::Result<GroupNames, MatchError> {
         let known: HashMap<&str, &[u64]> = weights.iter().copied().collect();
         for (group, shapes) in names.iter().zip(self.shapes()) {
             for (name, shape) in group.iter().zip(shapes) {
-                let weight =
-                    known.get(name.as_str()).ok_or_else(|| format!("it names {name}, which is no weight"))?;
-                if shape.as_ref().is_some_and(|s| s != weight) {
-                    return Err(format!(
-                        "its state of {name} has the shape {shape:?}, the weight {weight:?}"
-                    ));
+                let expected = known.get(name.as_str());
+                let expected = expected.ok_or_else(|| MatchError::UnknownWeight(name.clone()))?;
+                if let Some(found) = shape.filter(|s| s != expected) {
+                    let (weight, expected) = (name.clone(), expected.to_vec());
+                    return Err(MatchError::NamedShape { weight, found, expected });
                 }
             }
         }
@@ -142,161 +216,177 @@ impl Optimizer {
     }
 }
 
-impl Id {
-    fn shown(&self) -> String {
+impl ParamId {
+    fn label(&self) -> String {
         match self {
-            Id::Number(n) => format!("parameter {n}"),
-            Id::Name(name) => name.clone(),
+            ParamId::Number(n) => format!("parameter {n}"),
+            ParamId::Name(name) => name.clone(),
         }
     }
 }
 
-fn id_of(value: View<'_>) -> Option<Id> {
-    value.count().map(Id::Number).or_else(|| value.str().map(|s| Id::Name(s.to_owned())))
+fn param_id(value: View<'_>) -> Option<ParamId> {
+    value.count().map(ParamId::Number).or_else(|| value.str().map(|s| ParamId::Name(s.to_owned())))
 }
 
-/// Names of the parameters of each group.
-type Names = Vec<Vec<String>>;
+/// GroupNames of the parameters of each group.
+type GroupNames = Vec<Vec<String>>;
 
-/// Adds the states of a torch file to the weights that the draft has. What can't be told apart is left out, with a notice.
-pub(crate) fn add(draft: &mut Draft, name: &str) -> Result<()> {
-    let (file, torch) = draft.torch(name, GLOBALS)?;
-    let optimizer = Optimizer::read(&torch, torch.value()).map_err(|why| draft.damaged(name, why))?;
-    let weights: Vec<(String, Vec<u64>)> = draft.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
-    let borrowed: Vec<numbered::Weight<'_>> =
+/// Adds the states in a torch file to the weights of the builder. States that cannot be assigned to
+/// weights are skipped with a notice.
+pub(crate) fn add(builder: &mut CheckpointBuilder, name: &str) -> Result<()> {
+    let (file, torch) = builder.open_torch_file(name, GLOBALS)?;
+    let optimizer =
+        OptimizerStateDict::read(&torch, torch.value()).map_err(|error| builder.damaged(name, error))?;
+    let weights: Vec<(String, Vec<u64>)> =
+        builder.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
+    let borrowed: Vec<param_matching::Weight<'_>> =
         weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-    match found(&optimizer, &borrowed) {
-        Ok((names, fused)) => put(draft, name, file, &optimizer, names, &fused),
-        Err(why) if draft.trained.is_some() => add_trained(draft, name, file, optimizer, &borrowed, why),
-        Err(why) => {
-            leave_out(draft, name, optimizer, &why);
+    match match_names(&optimizer, &borrowed) {
+        Ok((names, fused)) => add_states(builder, name, file, &optimizer, names, &fused),
+        Err(error) if builder.trained.is_some() => {
+            add_trained(builder, name, file, optimizer, &borrowed, error)
+        }
+        Err(error) => {
+            skip_states(builder, name, optimizer, &error);
             Ok(())
         }
     }
 }
 
-/// The names of its parameters: those of the weights, or those of a model that has the experts of a layer as one tensor.
-fn found(
-    optimizer: &Optimizer,
-    weights: &[numbered::Weight<'_>],
-) -> std::result::Result<(Names, Fused), String> {
-    let why = match optimizer.names(weights, false) {
-        Ok(names) => return Ok((names, Fused::default())),
-        Err(why) => why,
+/// Matches the parameters with the weights, or with those of a model that stores the experts of a layer
+/// as one tensor.
+fn match_names(
+    optimizer: &OptimizerStateDict,
+    weights: &[param_matching::Weight<'_>],
+) -> std::result::Result<(GroupNames, FusedExperts), MatchError> {
+    let listed = match optimizer.names(weights, false) {
+        Ok(names) => return Ok((names, FusedExperts::default())),
+        Err(error) => error,
     };
-    let Some(fused) = Fused::of(weights) else { return Err(why) };
-    let theirs: Vec<numbered::Weight<'_>> =
+    let Some(fused) = FusedExperts::detect(weights) else { return Err(listed) };
+    let fused_weights: Vec<param_matching::Weight<'_>> =
         fused.weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-    match optimizer.names(&theirs, false) {
+    match optimizer.names(&fused_weights, false) {
         Ok(names) => Ok((names, fused)),
-        Err(other) => Err(format!("{why}; with the experts of a layer as one weight, {other}")),
+        Err(error) => Err(MatchError::Fused { listed: Box::new(listed), fused: Box::new(error) }),
     }
 }
 
-/// Says why states aren't read.
-fn leave_out(draft: &mut Draft, name: &str, optimizer: Optimizer, why: &str) {
-    draft.notice(format!("the optimizer's state in {name} isn't read: {why}"));
-    draft.facts.groups =
-        optimizer.groups.into_iter().map(|(hyper, _)| Group { hyper, names: Vec::new() }).collect();
+/// Skips the states and records why.
+fn skip_states(
+    builder: &mut CheckpointBuilder,
+    name: &str,
+    optimizer: OptimizerStateDict,
+    error: &MatchError,
+) {
+    builder.skip_optimizer(format!("ignoring the optimizer state in {name}: {error}"));
+    builder.facts.groups =
+        optimizer.groups.into_iter().map(|(hyper, _)| ParamGroupInfo { hyper, names: Vec::new() }).collect();
 }
 
-/// Adds states that aren't those of all weights, when they fit the weights that the reader trains: in number, groups,
-/// order and shapes. Nothing in the file says more, so that it is taken so is told.
+/// Adds states of a part of the weights, when they match the weights that the reader trains in number,
+/// groups, order and shapes. Since the file does not identify the weights, a notice reports this.
 fn add_trained(
-    draft: &mut Draft,
+    builder: &mut CheckpointBuilder,
     name: &str,
     file: usize,
-    optimizer: Optimizer,
-    weights: &[numbered::Weight<'_>],
-    why: String,
+    optimizer: OptimizerStateDict,
+    weights: &[param_matching::Weight<'_>],
+    error: MatchError,
 ) -> Result<()> {
-    let is_trained = |w: &&numbered::Weight<'_>| draft.trained.as_ref().is_some_and(|t| t.contains(w.0));
+    let is_trained =
+        |w: &&param_matching::Weight<'_>| builder.trained.as_ref().is_some_and(|t| t.contains(w.0));
     let (trained, frozen): (Vec<_>, Vec<_>) = weights.iter().partition(is_trained);
-    let trained: Vec<numbered::Weight<'_>> = trained.into_iter().copied().collect();
-    match found(&optimizer, &trained) {
+    let trained: Vec<param_matching::Weight<'_>> = trained.into_iter().copied().collect();
+    match match_names(&optimizer, &trained) {
         Ok((names, fused)) => {
-            draft.notice(format!(
-                "{name} numbers the states of {} of {} weights and doesn't say which: they fit those that are trained here, \
-                 and are taken for theirs",
+            builder.notice(format!(
+                "{name} has unnamed states of {} of {} weights; they match the weights that are trained here \
+                 and are assigned to them",
                 trained.len(),
                 weights.len()
             ));
-            draft.facts.frozen.extend(frozen.into_iter().map(|(n, _)| (*n).to_owned()));
-            put(draft, name, file, &optimizer, names, &fused)
+            builder.facts.frozen.extend(frozen.into_iter().map(|(n, _)| (*n).to_owned()));
+            add_states(builder, name, file, &optimizer, names, &fused)
         }
         Err(other) if trained.len() < weights.len() => {
-            leave_out(
-                draft,
-                name,
-                optimizer,
-                &format!("{why}; nor is it of the weights trained here: {other}"),
-            );
+            let (all_weights, trained) = (Box::new(error), Box::new(other));
+            skip_states(builder, name, optimizer, &MatchError::Trained { all_weights, trained });
             Ok(())
         }
         Err(_) => {
-            leave_out(draft, name, optimizer, &why);
+            skip_states(builder, name, optimizer, &error);
             Ok(())
         }
     }
 }
 
 /// Adds the states, whose names are known.
-fn put(
-    draft: &mut Draft,
+fn add_states(
+    builder: &mut CheckpointBuilder,
     name: &str,
     file: usize,
-    optimizer: &Optimizer,
-    names: Names,
-    fused: &Fused,
+    optimizer: &OptimizerStateDict,
+    names: GroupNames,
+    fused: &FusedExperts,
 ) -> Result<()> {
     for ((_, ids), names) in optimizer.groups.iter().zip(&names) {
         for (id, weight) in ids.iter().zip(names) {
             let Some(state) = optimizer.states.get(id) else { continue };
             for (role, view) in &state.tensors {
                 let entries = entries(weight, *role, file, view, fused);
-                draft.entries.extend(entries.map_err(|why| draft.damaged(name, why))?);
+                builder.entries.extend(entries.map_err(|error| builder.damaged(name, error))?);
             }
             let step = match &state.step {
                 None => continue,
-                Some(Step::Number(n)) => *n,
-                Some(Step::Tensor(view)) => f64::from(draft.store.scalar(file, view)?),
+                Some(StepValue::Number(n)) => *n,
+                Some(StepValue::Tensor(view)) => f64::from(builder.store.scalar(file, view)?),
             };
-            let step = whole_step(step).map_err(|why| draft.damaged(name, format!("{weight}: {why}")))?;
-            draft.facts.steps.extend(fused.own_names(weight).map(|own| (own, step)));
+            let step = whole_step(step).map_err(|error| {
+                let weight = weight.clone();
+                builder.damaged(name, OptimizerStateError::Step { weight, error })
+            })?;
+            builder.facts.steps.extend(fused.stored_names(weight).map(|own| (own, step)));
         }
     }
     if !optimizer.unknown.is_empty() {
         let unknown: Vec<String> = optimizer.unknown.iter().cloned().collect();
-        draft.notice(format!("states of the optimizer that aren't read: {}", some(&unknown)));
+        builder.notice(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
     }
     for ((hyper, _), names) in optimizer.groups.iter().zip(names) {
-        let names = names.iter().flat_map(|weight| fused.own_names(weight)).collect();
-        draft.facts.groups.push(Group { hyper: hyper.clone(), names });
+        let names = names.iter().flat_map(|weight| fused.stored_names(weight)).collect();
+        builder.facts.groups.push(ParamGroupInfo { hyper: hyper.clone(), names });
     }
     Ok(())
 }
 
-/// The tensors that a state of a weight of the model is.
+/// The tensors that a state consists of: one, or one per expert.
 fn entries(
     weight: &str,
-    role: Role,
+    role: TensorRole,
     file: usize,
     view: &TensorView,
-    fused: &Fused,
-) -> std::result::Result<Vec<Entry>, String> {
+    fused: &FusedExperts,
+) -> std::result::Result<Vec<ExternalTensor>, OptimizerStateError> {
     let Some(members) = fused.members(weight) else {
-        return Ok(vec![Entry::whole(weight, role, file, view)]);
+        return Ok(vec![ExternalTensor::whole(weight, role, file, view)]);
     };
     let count = members.last().map_or(0, |m| m.elements.end);
     if view.elements() != count {
-        return Err(format!("{role} of {weight} has the shape {:?}, not {count} elements", view.shape));
+        return Err(OptimizerStateError::Elements {
+            role,
+            weight: weight.to_owned(),
+            shape: view.shape.clone(),
+            expected: count,
+        });
     }
     let entry = |m: &Member| {
         let parts = match m.elements.is_empty() {
             true => Vec::new(),
-            false => vec![Part::of(file, view, m.elements.clone(), 0)],
+            false => vec![TensorPart::new(file, view, m.elements.clone(), 0)],
         };
-        Entry::of(&m.name, role, view.dtype, m.shape.clone(), parts)
+        ExternalTensor::from_parts(&m.name, role, view.dtype, m.shape.clone(), parts)
     };
     Ok(members.iter().map(entry).collect())
 }

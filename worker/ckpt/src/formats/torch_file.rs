@@ -1,18 +1,19 @@
-//! What `torch.save` writes: a zip with a pickle of the values and one member per storage, or the legacy form of the
-//! same. Tensors are byte ranges.
-use super::legacy;
+//! Reads files of `torch.save`: a zip container with a pickle of the values and one member per storage,
+//! or the legacy format. Tensors are byte ranges of the file; their data are not read here.
+use super::torch_error::TorchFileError;
+use super::torch_legacy;
 use super::zip::{self, Member};
 use crate::catalog::elements;
-use crate::disk::Folder;
+use crate::disk::Directory;
 use crate::dtype::Dtype;
-use crate::error::{CkptError, Result};
+use crate::error::CkptError;
 use crate::pickle::{self, Items, Tree, View};
 use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Globals of tensors: every file with tensors may name them.
+/// Globals that describe tensors. Every file may name them.
 pub(crate) const TENSORS: &[&str] = &[
     "collections.OrderedDict",
     "torch._utils._rebuild_tensor",
@@ -49,7 +50,7 @@ pub(crate) const TENSORS: &[&str] = &[
     "torch.uint64",
     "torch.uint8",
 ];
-/// Globals of plain values that programs keep beside tensors. Nothing of them is executed, so they may be named.
+/// Globals of plain values that programs save in addition to tensors. They are never called.
 pub(crate) const PLAIN: &[&str] = &[
     "__builtin__.set",
     "__builtin__.complex",
@@ -74,29 +75,29 @@ pub(crate) const PLAIN: &[&str] = &[
     "pathlib.PosixPath",
     "torch.device",
 ];
-/// Files up to this size are read in one go.
+/// Files up to this size are read into memory at once, bytes.
 const SMALL: u64 = 64 << 10;
-/// Most dimensions of a tensor.
+/// Limit on the dimensions of a tensor.
 const RANK_MAX: usize = 16;
 
-/// One file: its values, and where its storages lie.
+/// A file: its values, and the byte ranges of its storages.
 pub(crate) struct TorchFile {
-    /// Bytes of the whole file.
+    /// Size of the file, bytes.
     pub(crate) size: u64,
-    /// The folder inside the container: the name of the file when it was written.
+    /// The directory inside of the container: the stem of the name under which the file was written.
     pub(crate) root: String,
     pub(crate) members: Vec<Member>,
-    /// Key of a storage → index of its member.
+    /// Index of the member of each storage, by key.
     storages: HashMap<String, usize>,
     tree: Tree,
 }
 
-/// A tensor in a file: elements of one storage.
+/// A tensor in a file: a strided view of one storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorView {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
-    /// Per dimension, elements.
+    /// Elements between neighbours, per dimension.
     pub(crate) strides: Vec<u64>,
     /// Index of the member.
     pub(crate) member: usize,
@@ -105,7 +106,7 @@ pub(crate) struct TensorView {
 }
 
 impl TensorView {
-    /// Nothing yet: one number of the first member.
+    /// A scalar at the start of the first member; a placeholder.
     pub(crate) fn scalar() -> TensorView {
         TensorView { dtype: Dtype::F32, shape: Vec::new(), strides: Vec::new(), member: 0, offset: 0 }
     }
@@ -115,12 +116,12 @@ impl TensorView {
         elements(&self.shape).unwrap_or(0)
     }
 
-    /// Which elements of the file it is: those of another tensor at the same place are the same.
-    pub(crate) fn place(&self) -> (usize, u64, &[u64], &[u64]) {
+    /// The location of the elements in the file. Tensors with equal locations are the same tensor.
+    pub(crate) fn location(&self) -> (usize, u64, &[u64], &[u64]) {
         (self.member, self.offset, &self.shape, &self.strides)
     }
 
-    /// True when the elements lie one after the other.
+    /// True when the elements are consecutive in the storage.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut expected = 1;
         self.shape.iter().zip(&self.strides).rev().all(|(&size, &stride)| {
@@ -132,22 +133,23 @@ impl TensorView {
 }
 
 impl TorchFile {
-    /// Reads the values of a file; `globals` may be named in it. Storages are not read.
-    pub(crate) fn open(folder: &Folder, name: &str, globals: &[&[&'static str]]) -> Result<TorchFile> {
-        let (file, size) = folder.open_file(name, nix::fcntl::OFlag::empty())?;
-        TorchFile::within(&file, 0..size, globals).map_err(|why| CkptError::damaged(folder.path(), name, why))
+    /// Reads the values of a file that may name `globals`. Storages are not read.
+    pub(crate) fn open(
+        directory: &Directory,
+        name: &str,
+        globals: &[&[&'static str]],
+    ) -> crate::error::Result<TorchFile> {
+        let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
+        TorchFile::within(&file, 0..size, globals)
+            .map_err(|why| CkptError::damaged(directory.path(), name, why))
     }
 
-    /// The same of a file that is a stretch of another one.
-    pub(crate) fn within(
-        file: &File,
-        bytes: Range<u64>,
-        globals: &[&[&'static str]],
-    ) -> std::result::Result<TorchFile, String> {
+    /// Reads the values of a torch file that is a byte range of another file.
+    pub(crate) fn within(file: &File, bytes: Range<u64>, globals: &[&[&'static str]]) -> Result<TorchFile> {
         let size = bytes.end.saturating_sub(bytes.start);
         let mut found = if size <= SMALL {
             let mut all = vec![0u8; size as usize];
-            file.read_exact_at(&mut all, bytes.start).map_err(|e| e.to_string())?;
+            file.read_exact_at(&mut all, bytes.start)?;
             TorchFile::parse(size, |at, out| copy(&all, at, out), globals)
         } else {
             TorchFile::parse(size, |at, out| file.read_exact_at(out, bytes.start + at), globals)
@@ -158,25 +160,25 @@ impl TorchFile {
         Ok(found)
     }
 
-    /// Reads the values of `size` bytes that `read_at(offset, buffer)` gives.
+    /// Reads the values of a file of `size` bytes; `read_at(offset, buffer)` fills the buffer.
     pub(crate) fn parse(
         size: u64,
         mut read_at: impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
         globals: &[&[&'static str]],
-    ) -> std::result::Result<TorchFile, String> {
-        let mut magic = [0u8; legacy::MAGIC.len()];
+    ) -> Result<TorchFile> {
+        let mut magic = [0u8; torch_legacy::MAGIC.len()];
         if size >= magic.len() as u64 {
-            read_at(0, &mut magic).map_err(|e| e.to_string())?;
+            read_at(0, &mut magic)?;
         }
-        if magic == legacy::MAGIC {
+        if magic == torch_legacy::MAGIC {
             let width = |class: &str| storage_dtype(class).map(Dtype::size);
-            let legacy = legacy::parse(size, &mut read_at, globals, width)?;
-            return Ok(TorchFile::of(size, String::new(), legacy.members, legacy.tree));
+            let legacy = torch_legacy::parse(size, &mut read_at, globals, width)?;
+            return Ok(TorchFile::from_parts(size, String::new(), legacy.members, legacy.tree));
         }
         let members = zip::members(size, &mut read_at)?;
         let mut pickles = members.iter().filter(|m| m.name.split('/').nth(1) == Some("data.pkl"));
         let (Some(data), None) = (pickles.next(), pickles.next()) else {
-            return Err("it is a zip without exactly one data.pkl, so not of torch.save".into());
+            return Err(TorchFileError::NoDataPickle);
         };
         let root = data.name.split('/').next().unwrap_or_default().to_owned();
         let input = contents(data, pickle::BYTES_MAX, &mut read_at)?;
@@ -184,108 +186,105 @@ impl TorchFile {
         if let Some(order) = members.iter().find(|m| m.name == prefix("byteorder"))
             && contents(order, 16, &mut read_at)? != b"little"
         {
-            return Err("its numbers are not little-endian".into());
+            return Err(TorchFileError::BigEndian);
         }
         let tree = pickle::load(&input, globals)?;
-        Ok(TorchFile::of(size, root, members, tree))
+        Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    fn of(size: u64, root: String, members: Vec<Member>, tree: Tree) -> TorchFile {
+    fn from_parts(size: u64, root: String, members: Vec<Member>, tree: Tree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &Member)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
         let storages = members.iter().enumerate().filter_map(key).collect();
         TorchFile { size, root, storages, tree, members }
     }
 
-    /// What was saved.
+    /// The saved value.
     pub(crate) fn value(&self) -> View<'_> {
         self.tree.root()
     }
 
-    /// The tensor that a value is, checked against its storage; `None` when it is no tensor.
-    pub(crate) fn tensor(&self, value: View<'_>) -> std::result::Result<Option<TensorView>, String> {
+    /// The tensor that a value describes, checked against its storage; `None` when it is not a tensor.
+    pub(crate) fn tensor(&self, value: View<'_>) -> Result<Option<TensorView>> {
         let Some((function, args, _)) = value.object() else { return Ok(None) };
         let args = args.items();
         let arg = |i: usize| args.and_then(|a| a.get(i));
         match function {
             "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor" => {
-                self.rebuilt(args.ok_or_else(unusual)?, None).map(Some)
+                self.rebuilt(args.ok_or(UNKNOWN)?, None).map(Some)
             }
             "torch._utils._rebuild_tensor_v3" => {
-                let dtype = arg(6).and_then(View::global).and_then(named_dtype).ok_or_else(unusual)?;
-                self.rebuilt(args.ok_or_else(unusual)?, Some(dtype)).map(Some)
+                let dtype = arg(6).and_then(View::global).and_then(named_dtype).ok_or(UNKNOWN)?;
+                self.rebuilt(args.ok_or(UNKNOWN)?, Some(dtype)).map(Some)
             }
-            "torch._utils._rebuild_parameter" => self.tensor(arg(0).ok_or_else(unusual)?),
+            "torch._utils._rebuild_parameter" => self.tensor(arg(0).ok_or(UNKNOWN)?),
             "torch._tensor._rebuild_from_type_v2" => match arg(0).and_then(View::global) {
                 Some("torch._utils._rebuild_tensor_v2") => {
-                    self.rebuilt(arg(2).and_then(View::items).ok_or_else(unusual)?, None).map(Some)
+                    self.rebuilt(arg(2).and_then(View::items).ok_or(UNKNOWN)?, None).map(Some)
                 }
-                _ => Err(unusual()),
+                _ => Err(UNKNOWN),
             },
             _ => Ok(None),
         }
     }
 
-    /// `(storage, offset, size, stride, …)`; an untyped storage is of elements of `dtype`.
-    fn rebuilt(&self, args: Items<'_>, dtype: Option<Dtype>) -> std::result::Result<TensorView, String> {
+    /// Interprets `(storage, offset, size, stride, …)`. `dtype` is that of an untyped storage.
+    fn rebuilt(&self, args: Items<'_>, dtype: Option<Dtype>) -> Result<TensorView> {
         let counts = |i: usize| {
-            let value = args.get(i).ok_or_else(unusual)?;
-            let sizes = shape_of(value).ok_or_else(unusual)?;
-            (sizes.len() <= RANK_MAX).then_some(sizes).ok_or_else(unusual)
+            let value = args.get(i).ok_or(UNKNOWN)?;
+            let sizes = shape_of(value).ok_or(UNKNOWN)?;
+            (sizes.len() <= RANK_MAX).then_some(sizes).ok_or(UNKNOWN)
         };
-        let storage = args.get(0).and_then(View::persistent).and_then(View::items).ok_or_else(unusual)?;
+        let storage = args.get(0).and_then(View::persistent).and_then(View::items).ok_or(UNKNOWN)?;
         let (dtype, member, held) = self.storage(storage, dtype)?;
         let stored = held.end;
         let offset =
-            args.get(1).and_then(View::count).and_then(|o| o.checked_add(held.start)).ok_or_else(unusual)?;
+            args.get(1).and_then(View::count).and_then(|o| o.checked_add(held.start)).ok_or(UNKNOWN)?;
         let (shape, strides) = (counts(2)?, counts(3)?);
-        let total = elements(&shape).ok_or_else(|| format!("a tensor has the impossible shape {shape:?}"))?;
+        let total = elements(&shape).ok_or_else(|| TorchFileError::ImpossibleShape(shape.clone()))?;
         if shape.len() != strides.len() {
-            return Err(unusual());
+            return Err(UNKNOWN);
         }
         let reach = |last: Option<u64>, (&size, &stride): (&u64, &u64)| {
             last?.checked_add(size.checked_sub(1)?.checked_mul(stride)?)
         };
         let last = shape.iter().zip(&strides).fold(Some(offset), reach);
         if total > 0 && last.is_none_or(|last| last >= stored) {
-            return Err(format!(
-                "a tensor of shape {shape:?}, strides {strides:?} at {offset} is beyond its storage of {stored} elements"
-            ));
+            return Err(TorchFileError::OutsideStorage { shape, strides, offset, elements: stored });
         }
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
-    /// `('storage', class, key, device, elements[, view])` → dtype, member and which of its elements. A view is
-    /// `(key, first element, elements)`.
-    fn storage(
-        &self,
-        id: Items<'_>,
-        untyped: Option<Dtype>,
-    ) -> std::result::Result<(Dtype, usize, Range<u64>), String> {
-        let class = id.get(1).and_then(View::global).ok_or_else(unusual)?;
-        let width = storage_dtype(class).ok_or_else(unusual)?;
+    /// Interprets `('storage', class, key, device, elements[, view])`, where a view is
+    /// `(key, first element, elements)`. Returns the dtype, the index of the member and the range of
+    /// its elements.
+    fn storage(&self, id: Items<'_>, untyped: Option<Dtype>) -> Result<(Dtype, usize, Range<u64>)> {
+        let class = id.get(1).and_then(View::global).ok_or(UNKNOWN)?;
+        let width = storage_dtype(class).ok_or(UNKNOWN)?;
         let dtype = match (class == UNTYPED, untyped) {
             (true, Some(dtype)) => dtype,
             (false, None) => width,
-            _ => return Err(unusual()),
+            _ => return Err(UNKNOWN),
         };
-        let key = id.get(2).and_then(View::str).ok_or_else(unusual)?;
-        let count = id.get(4).and_then(View::count).ok_or_else(unusual)?;
-        let member = *self.storages.get(key).ok_or_else(|| format!("its storage {key} is missing"))?;
+        let key = id.get(2).and_then(View::str).ok_or(UNKNOWN)?;
+        let count = id.get(4).and_then(View::count).ok_or(UNKNOWN)?;
+        let member = *self.storages.get(key).ok_or_else(|| TorchFileError::StorageMissing(key.into()))?;
         let data = &self.members[member].data;
         if count.checked_mul(width.size()) != Some(data.end - data.start) {
-            return Err(format!(
-                "its storage {key} should have {count} elements of {dtype}, but has {} bytes",
-                data.end - data.start
-            ));
+            return Err(TorchFileError::StorageSize {
+                key: key.to_owned(),
+                elements: count,
+                dtype,
+                bytes: data.end - data.start,
+            });
         }
         let all = (data.end - data.start) / dtype.size();
         let held = match id.get(5).filter(|v| !v.is_none()) {
             None => 0..all,
             Some(view) => {
                 let part = |i: usize| view.items().and_then(|v| v.get(i)).and_then(View::count);
-                let (start, count) = part(1).zip(part(2)).ok_or_else(unusual)?;
-                let end = start.checked_add(count).filter(|&end| end <= all).ok_or_else(unusual)?;
+                let (start, count) = part(1).zip(part(2)).ok_or(UNKNOWN)?;
+                let end = start.checked_add(count).filter(|&end| end <= all).ok_or(UNKNOWN)?;
                 start..end
             }
         };
@@ -293,7 +292,7 @@ impl TorchFile {
     }
 }
 
-/// Storages of bytes, whose tensors say the dtype.
+/// The class of storages without a dtype; the dtype is that of the tensor.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
 fn copy(all: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
@@ -307,7 +306,7 @@ fn copy(all: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     }
 }
 
-/// The dtype that a global such as `torch.float32` is.
+/// The dtype that a global such as `torch.float32` names.
 pub(crate) fn named_dtype(global: &str) -> Option<Dtype> {
     use Dtype::*;
     let all = [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL];
@@ -315,7 +314,7 @@ pub(crate) fn named_dtype(global: &str) -> Option<Dtype> {
     all.into_iter().find(|d| d.torch_name() == name)
 }
 
-/// A `torch.Size`, list or tuple of sizes.
+/// The sizes in a `torch.Size`, list or tuple.
 pub(crate) fn shape_of(value: View<'_>) -> Option<Vec<u64>> {
     match value.object() {
         Some(("torch.Size", args, _)) => args.items()?.get(0)?.items()?.counts(),
@@ -324,9 +323,9 @@ pub(crate) fn shape_of(value: View<'_>) -> Option<Vec<u64>> {
     }
 }
 
-fn unusual() -> String {
-    "a tensor in it is described in an unknown way".into()
-}
+type Result<T> = std::result::Result<T, TorchFileError>;
+
+const UNKNOWN: TorchFileError = TorchFileError::UnknownTensorForm;
 
 fn storage_dtype(class: &str) -> Option<Dtype> {
     Some(match class {
@@ -345,34 +344,29 @@ fn storage_dtype(class: &str) -> Option<Dtype> {
     })
 }
 
-/// A whole small member, checked against its CRC.
+/// Reads a small member and checks its CRC-32.
 fn contents(
     member: &Member,
     max: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
-) -> std::result::Result<Vec<u8>, String> {
+) -> Result<Vec<u8>> {
     let len = member.data.end - member.data.start;
     if len > max {
-        return Err(format!("its zip member {:?} has {len} bytes, more than the {max} allowed", member.name));
+        return Err(TorchFileError::MemberTooLarge { member: member.name.clone(), bytes: len, limit: max });
     }
     let mut bytes = vec![0u8; len as usize];
-    read_at(member.data.start, &mut bytes).map_err(|e| e.to_string())?;
+    read_at(member.data.start, &mut bytes)?;
     match member.crc.is_none_or(|crc| crc32fast::hash(&bytes) == crc) {
         true => Ok(bytes),
-        false => Err(crc_flaw(&member.name)),
+        false => Err(TorchFileError::CrcMismatch { member: member.name.clone() }),
     }
-}
-
-/// What is said of a member whose bytes changed.
-pub(crate) fn crc_flaw(member: &str) -> String {
-    format!("the bytes of its zip member {member} don't fit their CRC-32: they changed after it was written")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// `_rebuild_tensor_v2` of a float storage `0` of `stored` elements; sizes below 256.
+    /// A pickle of `_rebuild_tensor_v2` on float storage `0` of `stored` elements; all numbers below 256.
     fn tensor(stored: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
         let mut p =
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
@@ -388,12 +382,12 @@ mod tests {
         p
     }
 
-    fn open(pickle: &[u8], data: &[u8]) -> std::result::Result<TorchFile, String> {
+    fn open(pickle: &[u8], data: &[u8]) -> Result<TorchFile> {
         let file = zip::pack(&[("x/data.pkl", pickle), ("x/byteorder", b"little"), ("x/data/0", data)]);
         read(&file)
     }
 
-    fn read(file: &[u8]) -> std::result::Result<TorchFile, String> {
+    fn read(file: &[u8]) -> Result<TorchFile> {
         TorchFile::parse(
             file.len() as u64,
             |at, out| {
@@ -404,58 +398,66 @@ mod tests {
         )
     }
 
-    fn view(pickle: &[u8], data: &[u8]) -> std::result::Result<TensorView, String> {
+    fn view(pickle: &[u8], data: &[u8]) -> Result<TensorView> {
         let file = open(pickle, data)?;
         let view = file.tensor(file.value())?;
-        view.ok_or_else(|| "no tensor".into())
+        view.ok_or(UNKNOWN)
     }
 
     #[test]
-    fn views_of_storages_are_found() {
+    fn contiguous_and_strided_views_are_recognized() {
         let v = view(&tensor(10, 2, &[2, 3], &[3, 1]), &[0; 40]).expect("sound");
         assert_eq!((v.offset, v.elements(), v.is_contiguous()), (2, 6, true));
         let v = view(&tensor(10, 0, &[2, 3], &[1, 2]), &[0; 40]).expect("transposed");
         assert!(!v.is_contiguous());
         let v = view(&tensor(10, 9, &[1, 1], &[77, 5]), &[0; 40])
-            .expect("strides of single elements don't matter");
+            .expect("strides of dimensions of size 1 are ignored");
         assert!(v.is_contiguous());
         assert_eq!(view(&tensor(0, 0, &[0], &[1]), &[]).expect("empty").elements(), 0);
     }
 
     #[test]
-    fn tensors_beyond_their_storage_are_refused() {
-        for (pickle, bytes, reason) in [
-            (tensor(10, 5, &[2, 3], &[3, 1]), 40, "beyond its storage"),
-            (tensor(10, 0, &[2, 3], &[8, 1]), 40, "beyond its storage"),
-            (tensor(10, 0, &[2, 3], &[3, 1]), 39, "has 39 bytes"),
-            (tensor(10, 0, &[2, 3], &[1]), 40, "unknown way"),
+    fn tensors_outside_of_their_storage_are_rejected() {
+        let outside = |strides: [u64; 2], offset| TorchFileError::OutsideStorage {
+            shape: vec![2, 3],
+            strides: strides.to_vec(),
+            offset,
+            elements: 10,
+        };
+        let size =
+            TorchFileError::StorageSize { key: "0".into(), elements: 10, dtype: Dtype::F32, bytes: 39 };
+        for (pickle, bytes, expected) in [
+            (tensor(10, 5, &[2, 3], &[3, 1]), 40, outside([3, 1], 5)),
+            (tensor(10, 0, &[2, 3], &[8, 1]), 40, outside([8, 1], 0)),
+            (tensor(10, 0, &[2, 3], &[3, 1]), 39, size),
+            (tensor(10, 0, &[2, 3], &[1]), 40, UNKNOWN),
         ] {
-            let why = view(&pickle, &vec![0; bytes]).expect_err(reason);
-            assert!(why.contains(reason), "{why}");
+            assert_eq!(view(&pickle, &vec![0; bytes]), Err(expected));
         }
     }
 
     #[test]
-    fn files_that_are_not_of_torch_are_named() {
+    fn files_that_torch_did_not_write_are_rejected() {
         let flipped = {
             let mut file = zip::pack(&[("x/data.pkl", b"N."), ("x/data/0", b"")]);
             let at = file.windows(2).position(|w| w == b"N.").expect("there");
             file[at] = b')';
             file
         };
-        for (file, reason) in [
-            (vec![], "no zip directory"),
-            (vec![0; 100_000], "no zip directory"),
-            (b"\x80\x02\x8a\x0al\xfc\x9c".to_vec(), "no zip directory"),
-            (legacy::MAGIC.to_vec(), "cut short"),
-            (zip::pack(&[("x/other", b"N.")]), "without exactly one data.pkl"),
-            (zip::pack(&[("x/data.pkl", b"N."), ("y/data.pkl", b"N.")]), "without exactly one data.pkl"),
-            (zip::pack(&[("x/data.pkl", b"N."), ("x/byteorder", b"big")]), "not little-endian"),
-            (zip::pack(&[("x/data.pkl", b"cos\nsystem\n.")]), "names os.system"),
-            (flipped, "x/data.pkl don't fit their CRC-32"),
+        let no_directory = || TorchFileError::Zip(zip::ZipError::NoDirectory);
+        let forbidden = crate::pickle::PickleError::ForbiddenGlobal { name: "os.system".into() };
+        for (file, expected) in [
+            (vec![], no_directory()),
+            (vec![0; 100_000], no_directory()),
+            (b"\x80\x02\x8a\x0al\xfc\x9c".to_vec(), no_directory()),
+            (torch_legacy::MAGIC.to_vec(), TorchFileError::Truncated { part: "a pickle".into() }),
+            (zip::pack(&[("x/other", b"N.")]), TorchFileError::NoDataPickle),
+            (zip::pack(&[("x/data.pkl", b"N."), ("y/data.pkl", b"N.")]), TorchFileError::NoDataPickle),
+            (zip::pack(&[("x/data.pkl", b"N."), ("x/byteorder", b"big")]), TorchFileError::BigEndian),
+            (zip::pack(&[("x/data.pkl", b"cos\nsystem\n.")]), forbidden.into()),
+            (flipped, TorchFileError::CrcMismatch { member: "x/data.pkl".into() }),
         ] {
-            let why = read(&file).err().expect(reason);
-            assert!(why.contains(reason), "{why} lacks {reason}");
+            assert_eq!(read(&file).err(), Some(expected));
         }
     }
 }

@@ -1,44 +1,45 @@
-//! Writes files as `torch.save` does: a zip of stored members, each aligned to 64 bytes, CRCs in the central directory.
+//! Writes files as `torch.save` does: a zip container of stored members, each aligned to 64 bytes, with
+//! CRC-32s in the central directory.
 //!
-//! Nothing of a storage is kept: its bytes go through to the disk and into a CRC-32. Every member's CRC and sizes also
-//! follow its bytes (a data descriptor), because they are known only then.
-use crate::disk::{Buffers, FileWriter, WritePath};
+//! Storages are streamed to the disk. The CRC-32 and size of a member are written after its bytes, in a
+//! data descriptor, since they are not known before.
+use crate::disk::{Buffers, FileWriter, IoMode};
 use crate::error::{CkptError, Result};
 use crate::pickle::{self, Object};
 use std::path::PathBuf;
 
-/// Members begin at multiples of this.
+/// The data of members begin at multiples of this, bytes.
 const ALIGNMENT: u64 = 64;
-/// Sizes and offsets from here on need 64-bit fields.
+/// Sizes and offsets of at least this need zip64 fields.
 const WIDE: u64 = u32::MAX as u64;
 const LOCAL_BYTES: u64 = 30;
-/// Data descriptor, UTF-8 name.
+/// Flags of a member: data descriptor, UTF-8 name.
 const FLAGS: u16 = 0x0808;
-/// Files below this go through the page cache: one large aligned write is no gain for them.
+/// Smaller files are written through the page cache, since direct I/O does not make them faster.
 const SMALL: u64 = 1 << 20;
 
-/// One member whose bytes are written.
-struct Written {
+/// A completed member.
+struct WrittenMember {
     name: String,
     at: u64,
     size: u64,
     crc: u32,
 }
 
-/// A file on its way.
+/// Writes one torch file.
 pub(crate) struct TorchWriter {
     out: FileWriter,
     root: String,
     at: u64,
-    members: Vec<Written>,
+    members: Vec<WrittenMember>,
     storages: usize,
-    /// The member under way: where its header is, its bytes so far, their CRC.
+    /// The open member: its name, the offset of its header, its bytes so far and their CRC-32.
     open: Option<(String, u64, u64, crc32fast::Hasher)>,
 }
 
 impl TorchWriter {
-    /// A new file of about `size` bytes: everything but the storages of `value` is written. `root` is the folder inside
-    /// it, by custom the file's name without its ending.
+    /// Creates a file of about `size` bytes and writes everything except the storages of `value`. `root` is
+    /// the directory inside of the container, conventionally the stem of the file name.
     pub(crate) fn create(
         path: PathBuf,
         root: &str,
@@ -46,7 +47,7 @@ impl TorchWriter {
         size: u64,
         buffers: &Buffers,
     ) -> Result<TorchWriter> {
-        let pickle = pickle::encode(value).map_err(CkptError::invalid)?;
+        let pickle = pickle::encode(value).map_err(CkptError::invalid_save)?;
         let mut writer = TorchWriter::empty(path, root, size, buffers)?;
         writer.member("data.pkl", &pickle)?;
         writer.member(".format_version", b"1")?;
@@ -55,10 +56,10 @@ impl TorchWriter {
         Ok(writer)
     }
 
-    /// A new file without members, for [`TorchWriter::begin`].
+    /// Creates a file without members, for [`TorchWriter::begin`].
     pub(crate) fn empty(path: PathBuf, root: &str, size: u64, buffers: &Buffers) -> Result<TorchWriter> {
-        let how = if size < SMALL { WritePath::Buffered } else { WritePath::Direct };
-        let out = FileWriter::with(path, how, false, buffers.clone())?;
+        let how = if size < SMALL { IoMode::Buffered } else { IoMode::Direct };
+        let out = FileWriter::with_buffers(path, how, false, buffers.clone())?;
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
@@ -81,18 +82,18 @@ impl TorchWriter {
         self.begin(&name)
     }
 
-    /// Begins the member `name` of the root's folder.
+    /// Begins the member `name` in the root directory of the container.
     pub(crate) fn begin(&mut self, name: &str) -> Result<()> {
         let name = format!("{}/{name}", self.root);
         let at = self.at;
-        // an extra field `FB` of filler moves the data to a multiple of the alignment
+        // an extra field `FB` with padding aligns the data
         let unaligned = at + LOCAL_BYTES + name.len() as u64 + 4;
         let filler = (unaligned.next_multiple_of(ALIGNMENT) - unaligned) as u16;
         let mut header = Vec::with_capacity(256);
         header.extend(b"PK\x03\x04");
         header.extend(45u16.to_le_bytes());
         header.extend(FLAGS.to_le_bytes());
-        // method, time, date, CRC and sizes: stored, none, and later
+        // method (stored), time and date (none), CRC and sizes (in the data descriptor)
         header.extend([0u8; 18]);
         header.extend((name.len() as u16).to_le_bytes());
         header.extend((filler + 4).to_le_bytes());
@@ -105,22 +106,22 @@ impl TorchWriter {
         Ok(())
     }
 
-    /// Appends to the member under way.
+    /// Appends to the open member.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match &mut self.open {
             Some((_, _, size, hasher)) => {
                 hasher.update(bytes);
                 *size += bytes.len() as u64;
             }
-            None => return Err(CkptError::invalid("bytes outside of a storage")),
+            None => return Err(CkptError::internal("bytes written outside of a zip member")),
         }
         self.put(bytes)
     }
 
-    /// Ends the member under way.
+    /// Ends the open member.
     pub(crate) fn end(&mut self) -> Result<()> {
         let Some((name, at, size, hasher)) = self.open.take() else {
-            return Err(CkptError::invalid("no storage is under way"));
+            return Err(CkptError::internal("no zip member is open"));
         };
         let crc = hasher.finalize();
         let mut descriptor = Vec::from(*b"PK\x07\x08");
@@ -131,12 +132,12 @@ impl TorchWriter {
                 false => descriptor.extend((size as u32).to_le_bytes()),
             }
         }
-        self.members.push(Written { name, at, size, crc });
+        self.members.push(WrittenMember { name, at, size, crc });
         self.put(&descriptor)
     }
 
-    /// Writes the rest. The file is durable only when its file system has been synced. Returns its size and the
-    /// [`digest`] of its members.
+    /// Writes the remaining members and the directory. The file is durable only after its file system has
+    /// been synced. Returns the size of the file and the [`digest`] of its members.
     pub(crate) fn finish(mut self) -> Result<(u64, u32)> {
         self.member("version", b"3\n")?;
         let id = self.members.iter().fold(crc32fast::Hasher::new(), |mut h, m| {
@@ -151,7 +152,7 @@ impl TorchWriter {
             entry(&mut directory, m);
         }
         let count = self.members.len() as u64;
-        let end = end_of(start, directory.len() as u64, count);
+        let end = end_records(start, directory.len() as u64, count);
         let members = digest(self.members.iter().map(|m| (m.name.as_str(), m.size, m.crc)));
         self.put(&directory)?;
         self.put(&end)?;
@@ -159,7 +160,7 @@ impl TorchWriter {
     }
 }
 
-/// A CRC of the names, sizes and CRCs of members.
+/// A CRC-32 of the names, sizes and CRC-32s of members.
 pub(crate) fn digest<'m>(members: impl Iterator<Item = (&'m str, u64, u32)>) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     for (name, size, crc) in members {
@@ -170,8 +171,8 @@ pub(crate) fn digest<'m>(members: impl Iterator<Item = (&'m str, u64, u32)>) -> 
     hasher.finalize()
 }
 
-/// One entry of the central directory.
-fn entry(out: &mut Vec<u8>, m: &Written) {
+/// Appends an entry of the central directory.
+fn entry(out: &mut Vec<u8>, m: &WrittenMember) {
     let wide = m.size >= WIDE || m.at >= WIDE;
     let mut extra = Vec::new();
     if wide {
@@ -206,8 +207,8 @@ fn entry(out: &mut Vec<u8>, m: &Written) {
     out.extend(extra);
 }
 
-/// The end records: the 64-bit ones only where they are needed.
-fn end_of(start: u64, length: u64, count: u64) -> Vec<u8> {
+/// Makes the end records, with zip64 records only where they are needed.
+fn end_records(start: u64, length: u64, count: u64) -> Vec<u8> {
     let mut out = Vec::new();
     if start >= WIDE || count >= u64::from(u16::MAX) {
         out.extend(b"PK\x06\x06");

@@ -1,73 +1,77 @@
-//! What is gathered of a checkpoint with low-rank adapters: a folder as PEFT writes it, or the model with its adapters merged.
-use crate::catalog::{Role, TensorInfo, TextFile};
+//! Views of a checkpoint with low-rank adapters: only the adapters, for a PEFT directory, or the
+//! model with the adapters merged.
+use crate::catalog::{TensorInfo, TensorRole, TextFile};
 use crate::dtype::Dtype;
-use crate::error::{CkptError, Result};
-use crate::peft::{ADAPTER_CONFIG, AdapterConfig, PREFIX, STEM, adapter_of, is_adapter, matrix_of};
-use crate::source::{Request, Source};
+use crate::error::{CkptError, DamageReason, OptionProblem, Result};
+use crate::peft::{ADAPTER_CONFIG, AdapterConfig, PREFIX, STEM, adapted_weight, adapter_names, is_adapter};
+use crate::source::{ReadRequest, TensorSource};
 use crate::state::TrainingState;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// A checkpoint seen in another way.
-pub(super) struct Seen<'a> {
-    pub(super) source: Box<dyn Source + 'a>,
-    /// Name of the weight files, without their ending.
+/// A view of a checkpoint with adapters.
+pub(super) struct AdapterView<'a> {
+    pub(super) source: Box<dyn TensorSource + 'a>,
+    /// Stem of the weight files' names.
     pub(super) stem: &'static str,
 }
 
-/// How a checkpoint with adapters is gathered; `None`: it has none.
-pub(super) fn seen(checkpoint: &dyn Source, merge: bool) -> Result<Option<Seen<'_>>> {
-    let wrong = |why: String| CkptError::damaged(checkpoint.path(), ADAPTER_CONFIG, why);
-    let Some(said) = checkpoint.adapter() else {
+/// The view to gather for a checkpoint with adapters; `None` when it has none.
+///
+/// # Errors
+/// When `merge` is set and there are no adapters, or when the adapters don't fit their matrices.
+pub(super) fn adapter_view(checkpoint: &dyn TensorSource, merge: bool) -> Result<Option<AdapterView<'_>>> {
+    let damaged = |reason: DamageReason| CkptError::damaged(checkpoint.path(), ADAPTER_CONFIG, reason);
+    let Some(adapter) = checkpoint.adapter() else {
         return match merge {
-            true => Err(CkptError::invalid(format!(
-                "{} has no low-rank adapters to merge; gather it without --merge-lora",
-                checkpoint.path().display()
-            ))),
+            true => {
+                let path = checkpoint.path().to_owned();
+                Err(CkptError::invalid_option(OptionProblem::NoAdapters { path }))
+            }
             false => Ok(None),
         };
     };
-    let map = said.as_object().ok_or_else(|| wrong("it is no JSON object".into()))?;
-    let config = AdapterConfig::parse(map).map_err(wrong)?;
+    let map = adapter.as_object().ok_or_else(|| damaged("not a JSON object".into()))?;
+    let config = AdapterConfig::parse(map).map_err(|e| damaged(e.into()))?;
     Ok(Some(match merge {
-        true => Seen { source: Box::new(Merged::new(checkpoint, &config)?), stem: super::MODEL },
-        false => Seen { source: Box::new(Alone::new(checkpoint, said)?), stem: STEM },
+        true => AdapterView { source: Box::new(MergedSource::new(checkpoint, &config)?), stem: super::MODEL },
+        false => AdapterView { source: Box::new(AdapterSource::new(checkpoint, adapter)?), stem: STEM },
     }))
 }
 
-/// The adapters alone, by PEFT's names.
-struct Alone<'a> {
-    inner: &'a dyn Source,
+/// Only the adapters, with PEFT's tensor names.
+struct AdapterSource<'a> {
+    inner: &'a dyn TensorSource,
     texts: Vec<TextFile>,
 }
 
-impl<'a> Alone<'a> {
-    fn new(inner: &'a dyn Source, said: &Value) -> Result<Self> {
-        // of the model's own files a tokenizer may be another than the model's
-        let of_model = |t: &&TextFile| t.name != super::GENERATION;
-        let mut texts = vec![TextFile { name: ADAPTER_CONFIG.into(), text: super::pretty(said)? }];
-        texts.extend(inner.texts().iter().filter(of_model).cloned());
-        Ok(Alone { inner, texts })
+impl<'a> AdapterSource<'a> {
+    fn new(inner: &'a dyn TensorSource, adapter: &Value) -> Result<Self> {
+        // the tokenizer is kept, since training may have extended it
+        let is_kept = |t: &&TextFile| t.name != super::GENERATION;
+        let mut texts = vec![TextFile { name: ADAPTER_CONFIG.into(), text: super::pretty(adapter)? }];
+        texts.extend(inner.texts().iter().filter(is_kept).cloned());
+        Ok(AdapterSource { inner, texts })
     }
 }
 
-impl Source for Alone<'_> {
+impl TensorSource for AdapterSource<'_> {
     fn path(&self) -> &Path {
         self.inner.path()
     }
 
     fn tensors(&self) -> Vec<TensorInfo> {
         let adapters =
-            self.inner.tensors().into_iter().filter(|t| t.role == Role::Weight && is_adapter(&t.name));
+            self.inner.tensors().into_iter().filter(|t| t.role == TensorRole::Weight && is_adapter(&t.name));
         adapters.map(|t| TensorInfo { name: format!("{PREFIX}{}", t.name), ..t }).collect()
     }
 
-    fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
-        let mut renamed: Vec<Request<'_>> = requests
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        let mut renamed: Vec<ReadRequest<'_>> = requests
             .iter_mut()
-            .map(|r| Request {
+            .map(|r| ReadRequest {
                 name: r.name.strip_prefix(PREFIX).unwrap_or(r.name),
                 role: r.role,
                 start_element: r.start_element,
@@ -102,37 +106,37 @@ impl Source for Alone<'_> {
     }
 }
 
-/// The model, to whose matrices the adapters are added as they are read.
-struct Merged<'a> {
-    inner: &'a dyn Source,
-    /// By the name of the matrix.
-    adapters: HashMap<String, Adapter>,
+/// The model with the adapters added to their matrices on every read.
+struct MergedSource<'a> {
+    inner: &'a dyn TensorSource,
+    /// Adapters by the name of their matrix.
+    adapters: HashMap<String, AdapterShape>,
     scale: f32,
-    /// Matrices are `[in, out]`.
+    /// Whether matrices have shape `[in, out]` instead of `[out, in]`.
     transposed: bool,
 }
 
-/// The adapter of one matrix.
-struct Adapter {
+/// The shape of one matrix's adapter: A is `[rank, in_features]`, B is `[out, rank]`.
+struct AdapterShape {
     rank: usize,
-    inp: usize,
+    in_features: usize,
     out: usize,
 }
 
-impl<'a> Merged<'a> {
-    /// Refuses adapters that don't fit their matrices.
-    fn new(inner: &'a dyn Source, config: &AdapterConfig) -> Result<Self> {
+impl<'a> MergedSource<'a> {
+    /// Checks that each adapter fits its matrix.
+    fn new(inner: &'a dyn TensorSource, config: &AdapterConfig) -> Result<Self> {
         let tensors = inner.tensors();
-        let weights = tensors.iter().filter(|t| t.role == Role::Weight);
+        let weights = tensors.iter().filter(|t| t.role == TensorRole::Weight);
         let shapes: HashMap<&str, &[u64]> = weights.map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
         let mut adapters = HashMap::new();
-        for matrix in shapes.keys().filter_map(|name| matrix_of(name)) {
-            let [a, b] = adapter_of(&matrix).unwrap_or_default();
+        for matrix in shapes.keys().filter_map(|name| adapted_weight(name)) {
+            let [a, b] = adapter_names(&matrix).unwrap_or_default();
             let wrong = || {
                 CkptError::damaged(
                     inner.path(),
                     ADAPTER_CONFIG,
-                    format!("the adapter of {matrix} doesn't fit it"),
+                    format!("the shape of the adapter of {matrix} does not match the matrix"),
                 )
             };
             let shape = |name: &str| match shapes.get(name) {
@@ -144,21 +148,21 @@ impl<'a> Merged<'a> {
             if rank != config.rank as usize || b_rank != rank || shape(&matrix)? != expected {
                 return Err(wrong());
             }
-            adapters.insert(matrix, Adapter { rank, inp, out });
+            adapters.insert(matrix, AdapterShape { rank, in_features: inp, out });
         }
         let (scale, transposed) = (config.scale() as f32, config.fan_in_fan_out);
-        Ok(Merged { inner, adapters, scale, transposed })
+        Ok(MergedSource { inner, adapters, scale, transposed })
     }
 
-    /// Adds its adapter to some elements of a matrix.
-    fn merge(&self, name: &str, ad: &Adapter, start: u64, values: &mut [f32]) -> Result<()> {
-        let [a_name, b_name] = adapter_of(name).unwrap_or_default();
-        let (mut a, mut b) = (vec![0f32; ad.rank * ad.inp], vec![0f32; ad.out * ad.rank]);
-        let of = |name, out| Request { name, role: Role::Weight, start_element: 0, out };
-        self.inner.read_many(&mut [of(&a_name, &mut a), of(&b_name, &mut b)])?;
+    /// Adds the adapter to `values`, the elements of a matrix from element `start`.
+    fn add_adapter(&self, name: &str, ad: &AdapterShape, start: u64, values: &mut [f32]) -> Result<()> {
+        let [a_name, b_name] = adapter_names(name).unwrap_or_default();
+        let (mut a, mut b) = (vec![0f32; ad.rank * ad.in_features], vec![0f32; ad.out * ad.rank]);
+        let request = |name, out| ReadRequest { name, role: TensorRole::Weight, start_element: 0, out };
+        self.inner.read_many(&mut [request(&a_name, &mut a), request(&b_name, &mut b)])?;
         // values[i, j] += scale · Σ left[i, k] · right[k, j]
         let (left, right, columns) = match self.transposed {
-            false => (b, a, ad.inp),
+            false => (b, a, ad.in_features),
             true => (transpose(&a, ad.rank), transpose(&b, ad.out), ad.out),
         };
         let mut sums = vec![0f32; columns];
@@ -167,15 +171,23 @@ impl<'a> Merged<'a> {
         while at < end {
             let (row, from) = (at / columns, at % columns);
             let to = columns.min(from + end - at);
-            let (now, later) = std::mem::take(&mut rest).split_at_mut(to - from);
-            add_row(now, &mut sums, &left[row * ad.rank..][..ad.rank], &right, columns, from..to, self.scale);
+            let (row_values, later) = std::mem::take(&mut rest).split_at_mut(to - from);
+            add_row(
+                row_values,
+                &mut sums,
+                &left[row * ad.rank..][..ad.rank],
+                &right,
+                columns,
+                from..to,
+                self.scale,
+            );
             (rest, at) = (later, at + to - from);
         }
         Ok(())
     }
 }
 
-/// Columns `range` of one row.
+/// Adds `scale` × (`left` · `right`) to the columns `range` of one row.
 fn add_row(
     values: &mut [f32],
     sums: &mut [f32],
@@ -193,13 +205,13 @@ fn add_row(
     values.iter_mut().zip(sums).for_each(|(v, s)| *v += scale * *s);
 }
 
-/// `[rows, n]` to `[n, rows]`.
+/// Transposes a row-major matrix with `rows` rows.
 fn transpose(x: &[f32], rows: usize) -> Vec<f32> {
     let n = x.len() / rows.max(1);
     (0..x.len()).map(|i| x[i % rows * n + i / rows]).collect()
 }
 
-impl Source for Merged<'_> {
+impl TensorSource for MergedSource<'_> {
     fn path(&self) -> &Path {
         self.inner.path()
     }
@@ -208,17 +220,17 @@ impl Source for Merged<'_> {
         self.inner.tensors().into_iter().filter(|t| !is_adapter(&t.name)).collect()
     }
 
-    fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.inner.read_many(requests)?;
-        for r in requests.iter_mut().filter(|r| r.role == Role::Weight && !r.out.is_empty()) {
+        for r in requests.iter_mut().filter(|r| r.role == TensorRole::Weight && !r.out.is_empty()) {
             if let Some(adapter) = self.adapters.get(r.name) {
-                self.merge(r.name, adapter, r.start_element, r.out)?;
+                self.add_adapter(r.name, adapter, r.start_element, r.out)?;
             }
         }
         Ok(())
     }
 
-    fn read_raw(&self, name: &str, role: Role, start_element: u64, out: &mut [u8]) -> Result<()> {
+    fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
         self.inner.read_raw(name, role, start_element, out)
     }
 

@@ -1,15 +1,19 @@
-//! The folder that is gathered into: made beside the one it will be, which is complete or absent.
-use super::{GATHERED, GATHERED_FORMAT};
-use crate::disk::{self, DirLock, Folder};
-use crate::error::{CkptError, Result};
+//! The output directory of a gather: hidden until it is complete.
+use super::{GATHER_RECORD, GATHER_RECORD_FORMAT};
+use crate::disk::{self, DirLock, Directory};
+use crate::error::{CkptError, OutputProblem, Result};
 use serde_json::Value;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-/// Space beside the tensors: headers and rounding up.
+/// Space needed in addition to tensors: headers and rounding up.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The folder being made, beside the one it will be.
+/// Largest record of written files that is read, bytes.
+const RECORD_MAX: u64 = 16 << 20;
+
+/// The hidden directory that is written to, and its final path. Dropping removes the hidden
+/// directory.
 pub(super) struct Output {
     pub(super) dir: PathBuf,
     pub(super) path: PathBuf,
@@ -17,14 +21,18 @@ pub(super) struct Output {
 }
 
 impl Output {
+    /// Creates the hidden directory, after removing those of interrupted gathers.
+    ///
+    /// # Errors
+    /// When `out` can't be replaced, another gather is writing to it, or there is too little space.
     pub(super) fn begin(source: &Path, out: &Path, force: bool, bytes: u64) -> Result<Output> {
-        let (parent, name) = place(source, out, force, &BY_GATHERING)?;
+        let (parent, name) = resolve_output(source, out, force, &GATHER_MARKER)?;
         let hidden = format!(".{name}.gathering-");
-        clean(&parent, &hidden)?;
+        remove_interrupted(&parent, &hidden)?;
         let free = disk::free_bytes(&parent)?;
         let needed = bytes.saturating_add(OVERHEAD_BYTES);
         if needed > free {
-            return Err(CkptError::NoSpace { path: parent, needed, free });
+            return Err(CkptError::InsufficientSpace { path: parent, needed, free });
         }
         let dir = parent.join(format!("{hidden}{}", std::process::id()));
         disk::make_dir(&dir)?;
@@ -35,19 +43,27 @@ impl Output {
 
 impl Drop for Output {
     fn drop(&mut self) {
-        // after success this holds what was replaced; what can't be removed now is removed by the next gather
+        // after success this is the replaced directory; a failure is harmless, the next gather
+        // removes it
         let _ = disk::remove_tree(&self.dir);
     }
 }
 
-/// Where a new folder will be: its parent and its name there. One that exists may be replaced; none may lie inside the
-/// checkpoint that it is made from.
-pub(crate) fn place(source: &Path, out: &Path, force: bool, made: &Made) -> Result<(PathBuf, String)> {
-    let refused = |why: &str| CkptError::Refused { path: out.to_owned(), why: why.into() };
+/// Resolves an output path to its parent directory and name.
+///
+/// # Errors
+/// When `out` exists and can't be replaced, or is inside of the checkpoint `source`.
+pub(crate) fn resolve_output(
+    source: &Path,
+    out: &Path,
+    force: bool,
+    marker: &OutputMarker,
+) -> Result<(PathBuf, String)> {
+    let rejected = |problem| CkptError::output_rejected(out, problem);
     let (parent, name) = match disk::exists(out) {
         true => {
             let real = out.canonicalize().map_err(CkptError::io("look at", out))?;
-            check_replaceable(&real, force, made)?;
+            check_replaceable(&real, force, marker)?;
             (disk::parent_of(&real), real.file_name().map(|n| n.to_owned()))
         }
         false => {
@@ -57,22 +73,23 @@ pub(crate) fn place(source: &Path, out: &Path, force: bool, made: &Made) -> Resu
             (parent.canonicalize().map_err(CkptError::io("look at", &parent))?, name)
         }
     };
-    let name = name.ok_or_else(|| refused("it has no name of its own"))?.to_string_lossy().into_owned();
+    let name = name.ok_or_else(|| rejected(OutputProblem::NoName))?.to_string_lossy().into_owned();
     if parent.starts_with(source.canonicalize().map_err(CkptError::io("look at", source))?) {
-        return Err(refused("it lies inside the checkpoint"));
+        return Err(rejected(OutputProblem::InsideInput));
     }
     Ok((parent, name))
 }
 
-/// Removes what interrupted gathers have left; one that is still running holds a lock.
-fn clean(parent: &Path, hidden: &str) -> Result<()> {
-    for name in Folder::open(parent)?.names()? {
+/// Removes the hidden directories of interrupted gathers. A running gather holds a lock on its
+/// directory.
+fn remove_interrupted(parent: &Path, hidden: &str) -> Result<()> {
+    for name in Directory::open(parent)?.names()? {
         let path = parent.join(&name);
         if name.starts_with(hidden) && path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
             match disk::lock_dir(&path) {
                 Ok(_lock) => disk::remove_tree(&path)?,
-                Err(CkptError::Busy { .. }) => {
-                    return Err(CkptError::Busy { path: parent.to_owned() });
+                Err(CkptError::DirectoryBusy { .. }) => {
+                    return Err(CkptError::DirectoryBusy { path: parent.to_owned() });
                 }
                 Err(e) => return Err(e),
             }
@@ -81,42 +98,44 @@ fn clean(parent: &Path, hidden: &str) -> Result<()> {
     Ok(())
 }
 
-/// How a folder that a program made says so.
-pub(crate) struct Made {
-    /// A JSON file in it that lists the others.
+/// The file by which an operation recognizes a directory that it wrote.
+pub(crate) struct OutputMarker {
+    /// Name of a JSON file in the directory that lists the others.
     pub(crate) file: &'static str,
-    /// Its `format`.
+    /// Value of its key `format`.
     pub(crate) format: &'static str,
-    /// What made it: `gathering`.
-    pub(crate) by: &'static str,
+    /// The operation, for messages.
+    pub(crate) operation: &'static str,
 }
 
-const BY_GATHERING: Made = Made { file: GATHERED, format: GATHERED_FORMAT, by: "gathering" };
+const GATHER_MARKER: OutputMarker =
+    OutputMarker { file: GATHER_RECORD, format: GATHER_RECORD_FORMAT, operation: "`launch ckpt gather`" };
 
-/// An existing folder is replaced when it is empty or, with `force`, when everything in it was made so.
-pub(crate) fn check_replaceable(out: &Path, force: bool, made: &Made) -> Result<()> {
-    let refused = |why: String| Err(CkptError::Refused { path: out.to_owned(), why });
+/// Checks that an existing directory may be replaced: it is empty, or `force` is set and the
+/// operation wrote every file in it.
+pub(crate) fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<()> {
+    let rejected = |problem| Err(CkptError::output_rejected(out, problem));
     if !out.is_dir() {
-        return refused("it exists and is not a folder".into());
+        return rejected(OutputProblem::NotADirectory);
     }
-    let folder = Folder::open(out)?;
-    let names = folder.names()?;
+    let directory = Directory::open(out)?;
+    let names = directory.names()?;
     if names.is_empty() {
         return Ok(());
     }
-    let said: Option<Value> =
-        folder.read(made.file, 16 << 20).ok().and_then(|text| serde_json::from_slice(&text).ok());
-    let by = made.by;
-    let Some(said) = said.filter(|g| g["format"] == made.format) else {
-        return refused(format!("it exists, is not empty and was not made by {by}; choose another folder"));
+    let record: Option<Value> =
+        directory.read(marker.file, RECORD_MAX).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    let operation = marker.operation;
+    let Some(record) = record.filter(|r| r["format"] == marker.format) else {
+        return rejected(OutputProblem::NotOurs { operation });
     };
-    let ours: HashSet<&str> =
-        said["files"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    if let Some(other) = names.iter().find(|n| *n != made.file && !ours.contains(n.as_str())) {
-        return refused(format!("it holds {other}, which is not from {by}; choose another folder"));
+    let written: HashSet<&str> =
+        record["files"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    if let Some(file) = names.iter().find(|n| *n != marker.file && !written.contains(n.as_str())) {
+        return rejected(OutputProblem::OtherFile { file: file.clone(), operation });
     }
     match force {
         true => Ok(()),
-        false => refused(format!("it was made by {by}; add --force to replace it")),
+        false => rejected(OutputProblem::NeedsForce { operation }),
     }
 }

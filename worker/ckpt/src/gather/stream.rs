@@ -1,9 +1,10 @@
-//! Windows of a file of weights on their way: some threads read ahead while one converts and hands over to the writer.
-use super::{GatheredFile, Plan};
-use crate::disk::{FileWriter, WritePath};
+//! Streams weights from a checkpoint into files: several threads read ahead, one converts and
+//! passes the result to the writer.
+use super::{GatherPlan, GatheredFile};
+use crate::disk::{FileWriter, IoMode};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::source::{Request, Source};
+use crate::source::{ReadRequest, TensorSource};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,58 +15,61 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Windows between the reading threads and the writing one.
 const WINDOWS: usize = 6;
-/// Threads that read: while one sums what it has read, the disk works for another.
+/// Threads that read: the disk serves one while another verifies what it read.
 const READERS: usize = 3;
 
-/// Some consecutive elements of one file, of one or more tensors.
+/// Consecutive elements of one file, from one or more tensors.
 #[derive(Default)]
 pub(super) struct Window {
-    /// Index of the tensor and the elements of it.
+    /// Indices of tensors, each with a range of its elements.
     pub(super) spans: Vec<(usize, Range<u64>)>,
     pub(super) elements: usize,
 }
 
 impl Window {
     /// Adds the names of its tensors that hold NaN or infinite values.
-    fn add_not_finite(&self, plan: &Plan, values: &[f32], names: &mut BTreeSet<String>) {
+    fn add_not_finite(&self, plan: &GatherPlan, values: &[f32], names: &mut BTreeSet<String>) {
         let mut rest = values;
         for (tensor, range) in &self.spans {
-            let (own, tail) = rest.split_at((range.end - range.start) as usize);
+            let (span, tail) = rest.split_at((range.end - range.start) as usize);
             rest = tail;
-            // without an early end the loop is vectorised
-            if own.iter().fold(false, |any, x| any | !x.is_finite()) {
+            // a fold without early exit is vectorized
+            if span.iter().fold(false, |any, x| any | !x.is_finite()) {
                 names.insert(plan.tensors[*tensor].name.clone());
             }
         }
     }
 }
 
-/// What a reading thread hands over: which window, and what was read for it.
-type Read = (usize, Result<(Window, Vec<f32>)>);
+/// The result of a reading thread: the number of the window, and its data or error.
+type ReadWindow = (usize, Result<(Window, Vec<f32>)>);
 
-/// Writes the weight files into `dir`; some threads read ahead while this one converts and hands over to the writer.
+/// Writes the weight files into `dir`. Returns the files, and the names of tensors with NaN or
+/// infinite values.
 pub(super) fn write_weights(
-    checkpoint: &dyn Source,
-    plan: &Plan,
+    checkpoint: &dyn TensorSource,
+    plan: &GatherPlan,
     dir: &Path,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<(Vec<GatheredFile>, BTreeSet<String>)> {
-    let all = Mutex::new((0..plan.files.len()).flat_map(|file| plan.windows(file)).enumerate());
+    let windows = Mutex::new((0..plan.files.len()).flat_map(|file| plan.windows(file)).enumerate());
     std::thread::scope(|scope| {
-        let (full, inbox) = sync_channel::<Read>(WINDOWS);
+        let (full, inbox) = sync_channel::<ReadWindow>(WINDOWS);
         let (outbox, empty) = channel::<Vec<f32>>();
         for _ in 0..WINDOWS {
             let _ = outbox.send(Vec::new());
         }
         let empty = Arc::new(Mutex::new(empty));
         for _ in 0..READERS {
-            let (full, empty, all) = (full.clone(), empty.clone(), &all);
+            let (full, empty, windows) = (full.clone(), empty.clone(), &windows);
             scope.spawn(move || {
                 loop {
-                    // memory first: so the window that is waited for always has some
-                    let memory = lock(&empty).recv();
-                    // the other side is gone after an error
-                    let (Ok(buffer), Some((i, window))) = (memory, lock(all).next()) else { return };
+                    // a buffer first, so that the next window in order always has one
+                    let buffer = lock_mutex(&empty).recv();
+                    // the sender is gone after an error
+                    let (Ok(buffer), Some((i, window))) = (buffer, lock_mutex(windows).next()) else {
+                        return;
+                    };
                     if full.send((i, read_window(checkpoint, plan, window, buffer))).is_err() {
                         return;
                     }
@@ -73,13 +77,13 @@ pub(super) fn write_weights(
             });
         }
         drop((full, empty));
-        let mut read = InOrder { inbox, next: 0, early: BTreeMap::new() };
+        let mut read = OrderedWindows { inbox, next: 0, early: BTreeMap::new() };
         let mut files = Vec::with_capacity(plan.files.len());
         let mut done = 0;
-        let mut narrow = Narrow::default();
+        let mut narrow = NarrowBuffers::default();
         let mut not_finite = BTreeSet::new();
         for (i, (name, _)) in plan.files.iter().enumerate() {
-            let mut writer = FileWriter::create(dir.join(name), WritePath::Direct, false)?;
+            let mut writer = FileWriter::create(dir.join(name), IoMode::Direct, false)?;
             writer.write(&plan.header(i)?)?;
             for _ in 0..plan.windows(i).len() {
                 let (window, buffer) = read.next()?;
@@ -95,26 +99,26 @@ pub(super) fn write_weights(
     })
 }
 
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    // a reader that panics ends the others' work when it is joined
-    of.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // a reader that panicked ends the gather when it is joined
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Windows in their order, whichever is read first.
-struct InOrder {
-    inbox: Receiver<Read>,
+/// Restores the order of windows that were read concurrently.
+struct OrderedWindows {
+    inbox: Receiver<ReadWindow>,
     next: usize,
     early: BTreeMap<usize, Result<(Window, Vec<f32>)>>,
 }
 
-impl InOrder {
+impl OrderedWindows {
     fn next(&mut self) -> Result<(Window, Vec<f32>)> {
         loop {
             if let Some(read) = self.early.remove(&self.next) {
                 self.next += 1;
                 return read;
             }
-            let ended = |_| CkptError::invalid("the reading threads ended early");
+            let ended = |_| CkptError::internal("the reading threads ended early");
             let (i, read) = self.inbox.recv().map_err(ended)?;
             self.early.insert(i, read);
         }
@@ -122,8 +126,8 @@ impl InOrder {
 }
 
 fn read_window(
-    checkpoint: &dyn Source,
-    plan: &Plan,
+    checkpoint: &dyn TensorSource,
+    plan: &GatherPlan,
     window: Window,
     mut buffer: Vec<f32>,
 ) -> Result<(Window, Vec<f32>)> {
@@ -134,21 +138,32 @@ fn read_window(
         let (out, tail) = rest.split_at_mut((range.end - range.start) as usize);
         rest = tail;
         let name = plan.tensors[*tensor].name.as_str();
-        requests.push(Request { name, role: plan.tensors[*tensor].role, start_element: range.start, out });
+        requests.push(ReadRequest {
+            name,
+            role: plan.tensors[*tensor].role,
+            start_element: range.start,
+            out,
+        });
     }
     checkpoint.read_unchecked(&mut requests)?;
     Ok((window, buffer))
 }
 
-/// Memory of the conversion.
+/// Reused buffers for conversion to 16-bit dtypes.
 #[derive(Default)]
-struct Narrow {
+struct NarrowBuffers {
     bf16: Vec<bf16>,
     f16: Vec<f16>,
 }
 
-impl Narrow {
-    fn write(&mut self, plan: &Plan, window: &Window, values: &[f32], writer: &mut FileWriter) -> Result<()> {
+impl NarrowBuffers {
+    fn write(
+        &mut self,
+        plan: &GatherPlan,
+        window: &Window,
+        values: &[f32],
+        writer: &mut FileWriter,
+    ) -> Result<()> {
         let overflow = match plan.dtype {
             Dtype::BF16 => {
                 self.bf16.resize(values.len(), bf16::ZERO);
@@ -174,7 +189,7 @@ impl Narrow {
             if at < before + count {
                 let tensor = plan.tensors[*tensor].name.clone();
                 let element = range.start + (at - before) as u64;
-                return Err(CkptError::Overflow {
+                return Err(CkptError::ValueOverflow {
                     tensor,
                     element,
                     value: values[at],
@@ -187,7 +202,7 @@ impl Narrow {
     }
 }
 
-/// The first finite value that became infinite.
+/// Index of the first finite value that became infinite.
 fn overflow<T>(wide: &[f32], narrow: &[T], is_infinite: impl Fn(&T) -> bool) -> Option<usize> {
     wide.iter().zip(narrow).position(|(w, n)| is_infinite(n) && w.is_finite())
 }

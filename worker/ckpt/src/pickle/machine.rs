@@ -1,30 +1,25 @@
-//! The machine: opcodes to values.
-use super::{BYTES_MAX, Id, MEMO_MAX, Node, Tree, VALUES_MAX, Value};
+//! The virtual machine that turns the opcodes of a pickle into values.
+use super::error::PickleError;
+use super::{BYTES_MAX, MEMO_MAX, Node, NodeId, Tree, VALUES_MAX, Value};
 use std::collections::HashMap;
 
-/// Reads one pickle that fills `input`. `globals` are the classes and functions that it may name, as `module.name`.
-/// `Err` is one line that says what is wrong with it.
-pub(crate) fn load(input: &[u8], globals: &[&[&'static str]]) -> Result<Tree, String> {
+type Result<T> = std::result::Result<T, PickleError>;
+
+/// Reads one pickle that fills `input`. `globals` lists the classes and functions that the pickle
+/// may name, as `module.name`.
+pub(crate) fn load(input: &[u8], globals: &[&[&'static str]]) -> Result<Tree> {
     if input.len() as u64 > BYTES_MAX {
-        return Err(format!("it has {} bytes of pickle, more than the {BYTES_MAX} allowed", input.len()));
+        return Err(PickleError::TooLarge { bytes: input.len() as u64 });
     }
-    let (tree, end) = load_first(input, globals).map_err(|e| e.why)?;
+    let (tree, end) = load_first(input, globals)?;
     if end != input.len() {
-        return Err(format!("its pickle ends at byte {end}, the file's at {}", input.len()));
+        return Err(PickleError::TrailingData { end, size: input.len() });
     }
     Ok(tree)
 }
 
-/// Why a pickle wasn't read.
-#[derive(Debug)]
-pub(crate) struct Unread {
-    pub(crate) why: String,
-    /// It reaches beyond the input.
-    pub(crate) more: bool,
-}
-
-/// Reads the pickle at the beginning of `input`: its values and its length.
-pub(crate) fn load_first(input: &[u8], globals: &[&[&'static str]]) -> Result<(Tree, usize), Unread> {
+/// Reads the pickle at the beginning of `input`; returns its values and its length in bytes.
+pub(crate) fn load_first(input: &[u8], globals: &[&[&'static str]]) -> Result<(Tree, usize)> {
     let mut machine = Machine {
         input,
         at: 0,
@@ -33,12 +28,11 @@ pub(crate) fn load_first(input: &[u8], globals: &[&[&'static str]]) -> Result<(T
         marks: Vec::new(),
         nodes: Vec::new(),
         memo: HashMap::new(),
-        made: 0,
-        more: false,
+        pushed: 0,
     };
-    let root = machine.run().map_err(|why| Unread { why, more: machine.more })?;
+    let root = machine.run()?;
     let (at, tree) = (machine.at, Tree { nodes: machine.nodes, root });
-    tree.check_depth().map_err(|why| Unread { why, more: false })?;
+    tree.check_depth()?;
     Ok((tree, at))
 }
 
@@ -47,19 +41,17 @@ struct Machine<'a> {
     at: usize,
     globals: &'a [&'a [&'static str]],
     stack: Vec<Value>,
-    /// Heights of the stack.
+    /// Heights of the stack at each mark.
     marks: Vec<usize>,
     nodes: Vec<Node>,
     memo: HashMap<u32, Value>,
-    /// Values pushed so far.
-    made: usize,
-    /// More bytes were asked for than there are.
-    more: bool,
+    /// Values pushed so far; bounds the memory.
+    pushed: usize,
 }
 
 impl<'a> Machine<'a> {
-    /// All opcodes up to the end of the pickle; the value that it is of.
-    fn run(&mut self) -> Result<Value, String> {
+    /// Executes all opcodes up to the end of the pickle; returns the value on top of the stack.
+    fn run(&mut self) -> Result<Value> {
         loop {
             let op = self.take(1)?[0];
             if op == b'.' {
@@ -69,7 +61,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn step(&mut self, op: u8) -> Result<(), String> {
+    fn step(&mut self, op: u8) -> Result<()> {
         match op {
             0x80 => self.protocol(),
             0x95 => self.frame(),
@@ -96,9 +88,9 @@ impl<'a> Machine<'a> {
             b']' => self.node(Node::List(Vec::new())),
             b')' => self.node(Node::Tuple(Vec::new())),
             0x8f => self.node(Node::Set(Vec::new())),
-            b't' => self.gathered(Node::Tuple),
-            b'l' => self.gathered(Node::List),
-            0x91 => self.gathered(Node::Set),
+            b't' => self.collect_mark(Node::Tuple),
+            b'l' => self.collect_mark(Node::List),
+            0x91 => self.collect_mark(Node::Set),
             b'd' => self.dict(),
             0x85 => self.tuple(1),
             0x86 => self.tuple(2),
@@ -112,114 +104,111 @@ impl<'a> Machine<'a> {
             0x94 => self.put(self.memo.len()),
             b'h' => self.size(1).and_then(|i| self.recall(i)),
             b'j' => self.size(4).and_then(|i| self.recall(i)),
-            b'c' => self.global_of_lines(),
-            0x93 => self.global_of_stack(),
+            b'c' => self.global_from_lines(),
+            0x93 => self.global_from_stack(),
             b'R' => self.reduce(),
             0x81 => self.new_object(false),
             0x92 => self.new_object(true),
             b'b' => self.build(),
             b'Q' => self.pop().and_then(|v| self.node(Node::Persistent(v))),
-            other => Err(format!("its pickle has the opcode {}, which torch files don't use", named(other))),
+            opcode => Err(PickleError::UnsupportedOpcode { opcode }),
         }
     }
 
-    /// The next `n` bytes.
-    fn take(&mut self, n: usize) -> Result<&'a [u8], String> {
+    /// Takes the next `n` bytes.
+    fn take(&mut self, n: usize) -> Result<&'a [u8]> {
         let rest = &self.input[self.at..];
-        let taken = rest.get(..n).ok_or_else(|| {
-            self.more = true;
-            format!("its pickle claims {n} bytes at byte {}, where it has {}", self.at, rest.len())
-        })?;
+        let truncated = PickleError::Truncated { at: self.at, claimed: n, left: rest.len() };
+        let taken = rest.get(..n).ok_or(truncated)?;
         self.at += n;
         Ok(taken)
     }
 
-    /// An unsigned number of `width` bytes.
-    fn size(&mut self, width: usize) -> Result<usize, String> {
+    /// Takes an unsigned little-endian number of `width` bytes.
+    fn size(&mut self, width: usize) -> Result<usize> {
         let mut wide = [0u8; 8];
         wide[..width].copy_from_slice(self.take(width)?);
-        usize::try_from(u64::from_le_bytes(wide)).map_err(|e| e.to_string())
+        usize::try_from(u64::from_le_bytes(wide)).map_err(|_| PickleError::SizeOverflow)
     }
 
-    fn push(&mut self, value: Value) -> Result<(), String> {
-        self.made += 1;
-        if self.made > VALUES_MAX {
-            return Err(format!("its pickle makes more than {VALUES_MAX} values"));
+    fn push(&mut self, value: Value) -> Result<()> {
+        self.pushed += 1;
+        if self.pushed > VALUES_MAX {
+            return Err(PickleError::Limit { what: "values", limit: VALUES_MAX });
         }
         self.stack.push(value);
         Ok(())
     }
 
-    fn node(&mut self, node: Node) -> Result<(), String> {
-        let id = Id::try_from(self.nodes.len()).map_err(|e| e.to_string())?;
+    fn node(&mut self, node: Node) -> Result<()> {
+        let id = NodeId::try_from(self.nodes.len()).map_err(|_| PickleError::SizeOverflow)?;
         self.push(Value::Node(id))?;
         self.nodes.push(node);
         Ok(())
     }
 
-    /// Nothing below the last mark may be taken.
+    /// The height of the stack at the last mark. Values below it must not be taken.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    fn pop(&mut self) -> Result<Value, String> {
+    fn pop(&mut self) -> Result<Value> {
         match self.stack.len() > self.floor() {
-            true => self.stack.pop().ok_or_else(underflow),
-            false => Err(underflow()),
+            true => self.stack.pop().ok_or(PickleError::StackUnderflow),
+            false => Err(PickleError::StackUnderflow),
         }
     }
 
-    fn top(&self) -> Result<Value, String> {
+    fn top(&self) -> Result<Value> {
         match self.stack.len() > self.floor() {
-            true => self.stack.last().copied().ok_or_else(underflow),
-            false => Err(underflow()),
+            true => self.stack.last().copied().ok_or(PickleError::StackUnderflow),
+            false => Err(PickleError::StackUnderflow),
         }
     }
 
     /// The node on top of the stack.
-    fn top_node(&mut self) -> Result<&mut Node, String> {
+    fn top_node(&mut self) -> Result<&mut Node> {
         match self.top()? {
-            Value::Node(id) => self.nodes.get_mut(id as usize).ok_or_else(underflow),
-            _ => Err("its pickle adds to something that is no container".into()),
+            Value::Node(id) => self.nodes.get_mut(id as usize).ok_or(PickleError::StackUnderflow),
+            _ => Err(PickleError::WrongType("adds items to a value that is not a container")),
         }
     }
 
-    fn mark(&mut self) -> Result<(), String> {
+    fn mark(&mut self) -> Result<()> {
         if self.marks.len() >= VALUES_MAX {
-            return Err(format!("its pickle makes more than {VALUES_MAX} marks"));
+            return Err(PickleError::Limit { what: "marks", limit: VALUES_MAX });
         }
         self.marks.push(self.stack.len());
         Ok(())
     }
 
-    /// Everything above the last mark.
-    fn pop_mark(&mut self) -> Result<Vec<Value>, String> {
-        let mark = self.marks.pop().ok_or_else(underflow)?;
+    /// Takes every value above the last mark.
+    fn pop_mark(&mut self) -> Result<Vec<Value>> {
+        let mark = self.marks.pop().ok_or(PickleError::StackUnderflow)?;
         Ok(self.stack.split_off(mark))
     }
 
-    fn protocol(&mut self) -> Result<(), String> {
+    fn protocol(&mut self) -> Result<()> {
         match self.take(1)?[0] {
             0..=5 => Ok(()),
-            other => Err(format!("it is a pickle of protocol {other}, not 0 to 5")),
+            other => Err(PickleError::UnsupportedProtocol { protocol: other }),
         }
     }
 
-    fn frame(&mut self) -> Result<(), String> {
+    fn frame(&mut self) -> Result<()> {
         let (len, left) = (self.size(8)?, self.input.len() - self.at);
-        self.more |= len > left;
         match len <= left {
             true => Ok(()),
-            false => Err(format!("its pickle claims a frame of {len} bytes, where it has {left}")),
+            false => Err(PickleError::Truncated { at: self.at, claimed: len, left }),
         }
     }
 
-    fn number(&mut self, width: usize, signed: bool) -> Result<(), String> {
+    fn number(&mut self, width: usize, signed: bool) -> Result<()> {
         let n = self.size(width)? as i64;
         self.push(Value::Int(if signed { i64::from(n as u32 as i32) } else { n }))
     }
 
-    fn long(&mut self, width: usize) -> Result<(), String> {
+    fn long(&mut self, width: usize) -> Result<()> {
         let len = self.size(width)?;
         let digits = self.take(len)?;
         if len > 8 {
@@ -231,126 +220,130 @@ impl<'a> Machine<'a> {
         self.push(Value::Int(i64::from_le_bytes(wide)))
     }
 
-    fn float(&mut self) -> Result<(), String> {
+    fn float(&mut self) -> Result<()> {
         let mut wide = [0u8; 8];
         wide.copy_from_slice(self.take(8)?);
         self.push(Value::Float(f64::from_be_bytes(wide)))
     }
 
-    fn text(&mut self, width: usize) -> Result<(), String> {
+    fn text(&mut self, width: usize) -> Result<()> {
         let len = self.size(width)?;
-        let text = std::str::from_utf8(self.take(len)?)
-            .map_err(|_| format!("its pickle has text before byte {} that is no UTF-8", self.at))?;
+        let text =
+            std::str::from_utf8(self.take(len)?).map_err(|_| PickleError::InvalidUtf8 { at: self.at })?;
         self.node(Node::Str(text.into()))
     }
 
-    fn bytes(&mut self, width: usize) -> Result<(), String> {
+    fn bytes(&mut self, width: usize) -> Result<()> {
         let len = self.size(width)?;
         self.take(len)?;
         self.node(Node::Bytes)
     }
 
-    fn gathered(&mut self, make: impl Fn(Vec<Value>) -> Node) -> Result<(), String> {
+    fn collect_mark(&mut self, make: impl Fn(Vec<Value>) -> Node) -> Result<()> {
         let values = self.pop_mark()?;
         self.node(make(values))
     }
 
-    fn dict(&mut self) -> Result<(), String> {
+    fn dict(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
-        self.node(Node::Dict(paired(&values)?))
+        self.node(Node::Dict(pair_up(&values)?))
     }
 
-    fn tuple(&mut self, n: usize) -> Result<(), String> {
-        let start = self.stack.len().checked_sub(n).filter(|&s| s >= self.floor()).ok_or_else(underflow)?;
+    fn tuple(&mut self, n: usize) -> Result<()> {
+        let start = self
+            .stack
+            .len()
+            .checked_sub(n)
+            .filter(|&s| s >= self.floor())
+            .ok_or(PickleError::StackUnderflow)?;
         let values = self.stack.split_off(start);
         self.node(Node::Tuple(values))
     }
 
-    fn append(&mut self) -> Result<(), String> {
+    fn append(&mut self) -> Result<()> {
         let value = self.pop()?;
         self.add(&[value])
     }
 
-    fn appends(&mut self) -> Result<(), String> {
+    fn appends(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
         self.add(&values)
     }
 
-    fn add(&mut self, values: &[Value]) -> Result<(), String> {
+    fn add(&mut self, values: &[Value]) -> Result<()> {
         match self.top_node()? {
             Node::List(list) | Node::Set(list) => {
                 list.extend_from_slice(values);
                 Ok(())
             }
-            _ => Err("its pickle appends to something that is no list".into()),
+            _ => Err(PickleError::WrongType("appends to a value that is not a list")),
         }
     }
 
-    fn set_item(&mut self) -> Result<(), String> {
+    fn set_item(&mut self) -> Result<()> {
         let value = self.pop()?;
         let key = self.pop()?;
         self.set(&[key, value])
     }
 
-    fn set_items(&mut self) -> Result<(), String> {
+    fn set_items(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
         self.set(&values)
     }
 
-    fn set(&mut self, values: &[Value]) -> Result<(), String> {
+    fn set(&mut self, values: &[Value]) -> Result<()> {
         match self.top_node()? {
             Node::Dict(pairs) => {
-                pairs.extend(paired(values)?);
+                pairs.extend(pair_up(values)?);
                 Ok(())
             }
-            _ => Err("its pickle sets items of something that is no dict".into()),
+            _ => Err(PickleError::WrongType("sets items of a value that is not a dict")),
         }
     }
 
-    fn put(&mut self, index: usize) -> Result<(), String> {
+    fn put(&mut self, index: usize) -> Result<()> {
         let value = self.top()?;
-        let index = u32::try_from(index).map_err(|e| e.to_string())?;
+        let index = u32::try_from(index).map_err(|_| PickleError::SizeOverflow)?;
         self.memo.insert(index, value);
         match self.memo.len() > MEMO_MAX {
-            true => Err(format!("its pickle memorises more than {MEMO_MAX} values")),
+            true => Err(PickleError::Limit { what: "memo entries", limit: MEMO_MAX }),
             false => Ok(()),
         }
     }
 
-    fn recall(&mut self, index: usize) -> Result<(), String> {
+    fn recall(&mut self, index: usize) -> Result<()> {
         let known = u32::try_from(index).ok().and_then(|i| self.memo.get(&i).copied());
-        self.push(known.ok_or_else(|| format!("its pickle recalls value {index}, which it never memorised"))?)
+        self.push(known.ok_or(PickleError::UnknownMemoEntry { index })?)
     }
 
-    fn line(&mut self) -> Result<&'a str, String> {
+    fn line(&mut self) -> Result<&'a str> {
         let rest = &self.input[self.at..];
         let Some(end) = rest.iter().position(|&b| b == b'\n') else {
-            self.more = true;
-            return Err("its pickle has a name without an end".into());
+            return Err(PickleError::UnterminatedName { at: self.at });
         };
         self.at += end + 1;
-        std::str::from_utf8(&rest[..end]).map_err(|_| "its pickle has a name that is no UTF-8".into())
+        std::str::from_utf8(&rest[..end]).map_err(|_| PickleError::InvalidUtf8 { at: self.at })
     }
 
-    fn global_of_lines(&mut self) -> Result<(), String> {
+    fn global_from_lines(&mut self) -> Result<()> {
         let (module, name) = (self.line()?, self.line()?);
         self.global(module, name)
     }
 
-    fn global_of_stack(&mut self) -> Result<(), String> {
+    fn global_from_stack(&mut self) -> Result<()> {
         let (name, module) = (self.pop()?, self.pop()?);
         let text = |v| match v {
             Value::Node(id) => match &self.nodes[id as usize] {
                 Node::Str(s) => Ok(s.to_string()),
-                _ => Err("its pickle names a class by something that is no text"),
+                _ => Err(PickleError::WrongType("names a class by a value that is not text")),
             },
-            _ => Err("its pickle names a class by something that is no text"),
+            _ => Err(PickleError::WrongType("names a class by a value that is not text")),
         };
         let (module, name) = (text(module)?, text(name)?);
         self.global(&module, &name)
     }
 
-    fn global(&mut self, module: &str, name: &str) -> Result<(), String> {
+    fn global(&mut self, module: &str, name: &str) -> Result<()> {
         let known = |g: &&&'static str| {
             g.strip_prefix(module).and_then(|rest| rest.strip_prefix('.')).is_some_and(|rest| rest == name)
         };
@@ -359,27 +352,25 @@ impl<'a> Machine<'a> {
             None => {
                 let shown: String =
                     format!("{module}.{name}").chars().filter(|c| !c.is_control()).take(120).collect();
-                Err(format!(
-                    "its pickle names {shown}, which such a file doesn't need; nothing of it is executed and the file is refused"
-                ))
+                Err(PickleError::ForbiddenGlobal { name: shown })
             }
         }
     }
 
-    /// The global and the tuple of arguments that a call has on the stack.
-    fn call(&mut self) -> Result<(&'static str, Value), String> {
+    /// Takes the global and the tuple of arguments of a call from the stack.
+    fn call(&mut self) -> Result<(&'static str, Value)> {
         let (args, class) = (self.pop()?, self.pop()?);
         let tuple = matches!(args, Value::Node(id) if matches!(self.nodes[id as usize], Node::Tuple(_)));
         match class {
             Value::Node(id) => match self.nodes[id as usize] {
                 Node::Global(class) if tuple => Ok((class, args)),
-                _ => Err("its pickle calls something that is no class or function".into()),
+                _ => Err(PickleError::WrongType("calls a value that is not a class or function")),
             },
-            _ => Err("its pickle calls something that is no class or function".into()),
+            _ => Err(PickleError::WrongType("calls a value that is not a class or function")),
         }
     }
 
-    fn reduce(&mut self) -> Result<(), String> {
+    fn reduce(&mut self) -> Result<()> {
         let (class, args) = self.call()?;
         match class {
             "collections.OrderedDict" => {
@@ -391,7 +382,7 @@ impl<'a> Machine<'a> {
     }
 
     /// The pairs of `OrderedDict()` or `OrderedDict([[key, value], …])`.
-    fn ordered_dict(&self, args: Value) -> Result<Vec<(Value, Value)>, String> {
+    fn ordered_dict(&self, args: Value) -> Result<Vec<(Value, Value)>> {
         let values = |v: Value| match v {
             Value::Node(id) => match &self.nodes[id as usize] {
                 Node::List(v) | Node::Tuple(v) => Some(v.as_slice()),
@@ -399,31 +390,32 @@ impl<'a> Machine<'a> {
             },
             _ => None,
         };
-        let wrong = || "its pickle makes an OrderedDict of something else than pairs".to_owned();
-        match values(args).ok_or_else(wrong)? {
+        const WRONG: PickleError =
+            PickleError::WrongType("makes an OrderedDict from values that are not pairs");
+        match values(args).ok_or(WRONG)? {
             [] => Ok(Vec::new()),
             [list] => {
                 let pair = |&v: &Value| match values(v) {
                     Some(&[key, value]) => Ok((key, value)),
-                    _ => Err(wrong()),
+                    _ => Err(WRONG),
                 };
-                let list = values(*list).ok_or_else(wrong)?;
-                // shared items would otherwise be copied more often than they were made
-                match list.len() + self.made <= VALUES_MAX {
+                let list = values(*list).ok_or(WRONG)?;
+                // a shared list could otherwise be copied many times
+                match list.len() + self.pushed <= VALUES_MAX {
                     true => list.iter().map(pair).collect(),
-                    false => Err(format!("its pickle makes more than {VALUES_MAX} values")),
+                    false => Err(PickleError::Limit { what: "values", limit: VALUES_MAX }),
                 }
             }
-            _ => Err(wrong()),
+            _ => Err(WRONG),
         }
     }
 
-    fn new_object(&mut self, with_keywords: bool) -> Result<(), String> {
+    fn new_object(&mut self, with_keywords: bool) -> Result<()> {
         if with_keywords {
             let keywords = self.pop()?;
             let none = matches!(keywords, Value::Node(id) if matches!(&self.nodes[id as usize], Node::Dict(d) if d.is_empty()));
             if !none {
-                return Err("its pickle makes an object with keywords, which torch files don't".into());
+                return Err(PickleError::WrongType("makes an object with keyword arguments"));
             }
         }
         let (class, args) = self.call()?;
@@ -433,49 +425,24 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn build(&mut self) -> Result<(), String> {
+    fn build(&mut self) -> Result<()> {
         let given = self.pop()?;
         match self.top_node()? {
             Node::Object { state, .. } => {
                 *state = given;
                 Ok(())
             }
-            // attributes of an OrderedDict: versions of modules
+            // attributes of an OrderedDict, such as the module versions of a state_dict
             Node::Dict(_) => Ok(()),
-            _ => Err("its pickle gives a state to something that is no object".into()),
+            _ => Err(PickleError::WrongType("sets the state of a value that is not an object")),
         }
     }
 }
 
-fn underflow() -> String {
-    "its pickle takes more values than it has made".into()
-}
-
-fn paired(values: &[Value]) -> Result<Vec<(Value, Value)>, String> {
+fn pair_up(values: &[Value]) -> Result<Vec<(Value, Value)>> {
     let (pairs, rest) = values.as_chunks::<2>();
     match rest.is_empty() {
         true => Ok(pairs.iter().map(|&[key, value]| (key, value)).collect()),
-        false => Err("its pickle has a key without a value".into()),
+        false => Err(PickleError::KeyWithoutValue),
     }
-}
-
-/// An opcode as people know it.
-fn named(op: u8) -> String {
-    let name = match op {
-        b'i' => "INST",
-        b'o' => "OBJ",
-        b'P' => "PERSID",
-        b'g' => "GET",
-        b'p' => "PUT",
-        b'I' => "INT",
-        b'L' => "LONG",
-        b'F' => "FLOAT",
-        b'S' => "STRING",
-        b'V' => "UNICODE",
-        0x82..=0x84 => "EXT",
-        0x97 => "NEXT_BUFFER",
-        0x98 => "READONLY_BUFFER",
-        _ => return format!("0x{op:02x}"),
-    };
-    format!("0x{op:02x} ({name})")
 }

@@ -1,51 +1,53 @@
-//! A closed pickle machine: it reads the values that torch files hold and executes nothing.
+//! Reads and writes pickles as torch files contain them, without executing anything.
 //!
-//! Classes and functions are names from a list that the caller gives; any other is refused by name. The result is a
-//! tree of plain values in which dicts keep their order. Shared values stay shared, so that a small file can't unfold
-//! into a large tree, and a value that holds itself is refused.
+//! The caller lists the classes and functions that a pickle may name; any other name is rejected.
+//! The result is a tree of plain values in which dicts keep their order. Shared values stay shared,
+//! so that a small file cannot expand into a large tree. A value that contains itself is rejected.
+mod error;
 mod machine;
 mod object;
 #[cfg(test)]
 mod tests;
 mod write;
 
-pub(crate) use machine::{Unread, load, load_first};
+pub use error::{EncodeError, PickleError};
+pub(crate) use machine::{load, load_first};
 pub use object::Object;
 pub(crate) use object::StoredTensor;
 use serde_json::{Map, Number, Value as Json};
 pub(crate) use write::encode;
 
-/// Most bytes of one pickle.
+/// Limit on the size of one pickle, bytes.
 pub(crate) const BYTES_MAX: u64 = 64 << 20;
-/// Most values that one pickle may make on the way.
+/// Limit on the values that one pickle may push.
 pub(crate) const VALUES_MAX: usize = 8 << 20;
-/// Most entries of the memo.
+/// Limit on the entries of the memo.
 pub(crate) const MEMO_MAX: usize = 4 << 20;
-/// Deepest nesting.
+/// Limit on the nesting of values.
 pub(crate) const DEPTH_MAX: u32 = 128;
-/// Most values of a part that is shown as JSON.
+/// Limit on the values of a part that is converted to JSON.
 const JSON_MAX: usize = 100_000;
 
 /// Index of a [`Node`].
-pub(crate) type Id = u32;
+pub(crate) type NodeId = u32;
 
-/// A value, small; what doesn't fit is in a node.
+/// A value of a pickle. Values that do not fit into a word are in a [`Node`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Value {
     None,
     Bool(bool),
     Int(i64),
     Float(f64),
-    Node(Id),
+    Node(NodeId),
 }
 
-/// A value of its own.
+/// A value of a pickle that does not fit into a word.
 #[derive(Debug)]
 pub(crate) enum Node {
     Str(Box<str>),
-    /// Bytes; only that they are there is kept.
+    /// Bytes. Their content is dropped.
     Bytes,
-    /// An integer beyond 64 bits; only that it is there is kept.
+    /// An integer beyond 64 bits. Its value is dropped.
     BigInt,
     List(Vec<Value>),
     Tuple(Vec<Value>),
@@ -53,17 +55,17 @@ pub(crate) enum Node {
     Set(Vec<Value>),
     /// A class or function: `module.name`.
     Global(&'static str),
-    /// What calling a global with arguments would give; it is not called.
+    /// The result of calling a global with arguments. The call is not made.
     Object {
         class: &'static str,
         args: Value,
         state: Value,
     },
-    /// What the file keeps outside of the pickle: a storage.
+    /// A reference to data outside of the pickle: a storage of the torch file.
     Persistent(Value),
 }
 
-/// What one pickle holds.
+/// The values of one pickle.
 #[derive(Debug)]
 pub(crate) struct Tree {
     nodes: Vec<Node>,
@@ -71,12 +73,12 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// The value that the pickle is of.
+    /// The pickled value.
     pub(crate) fn root(&self) -> View<'_> {
         View { tree: self, value: self.root }
     }
 
-    /// What stands for things outside of the pickle.
+    /// The references to data outside of the pickle.
     pub(crate) fn persistent(&self) -> impl Iterator<Item = View<'_>> {
         self.nodes.iter().filter_map(|node| match node {
             Node::Persistent(value) => Some(View { tree: self, value: *value }),
@@ -84,13 +86,13 @@ impl Tree {
         })
     }
 
-    /// Refuses values that hold themselves and nesting beyond [`DEPTH_MAX`].
-    fn check_depth(&self) -> Result<(), String> {
+    /// Rejects values that contain themselves and nesting beyond [`DEPTH_MAX`].
+    fn check_depth(&self) -> Result<(), PickleError> {
         const NEW: u32 = 0;
         const OPEN: u32 = u32::MAX;
         let mut heights = vec![NEW; self.nodes.len()];
         let Value::Node(root) = self.root else { return Ok(()) };
-        let mut path: Vec<(Id, usize)> = vec![(root, 0)];
+        let mut path: Vec<(NodeId, usize)> = vec![(root, 0)];
         heights[root as usize] = OPEN;
         while let Some((id, next)) = path.last_mut() {
             let id = *id;
@@ -98,13 +100,13 @@ impl Tree {
                 *next += 1;
                 if let Value::Node(child) = child {
                     match heights[child as usize] {
-                        OPEN => return Err("it holds a value that contains itself".into()),
-                        NEW if path.len() as u32 >= DEPTH_MAX => return Err(too_deep()),
+                        OPEN => return Err(PickleError::Cycle),
+                        NEW if path.len() as u32 >= DEPTH_MAX => return Err(PickleError::TooDeep),
                         NEW => {
                             heights[child as usize] = OPEN;
                             path.push((child, 0));
                         }
-                        height if path.len() as u32 + height > DEPTH_MAX => return Err(too_deep()),
+                        height if path.len() as u32 + height > DEPTH_MAX => return Err(PickleError::TooDeep),
                         _ => {}
                     }
                 }
@@ -122,12 +124,8 @@ impl Tree {
     }
 }
 
-fn too_deep() -> String {
-    format!("its values are nested more than {DEPTH_MAX} deep")
-}
-
 impl Node {
-    /// The `i`-th value inside, in any fixed order.
+    /// The `i`-th child value, in a fixed order.
     fn child(&self, i: usize) -> Option<Value> {
         match self {
             Node::Str(_) | Node::Bytes | Node::BigInt | Node::Global(_) => None,
@@ -139,7 +137,7 @@ impl Node {
     }
 }
 
-/// A value in its tree. Asking it for what it isn't gives `None`.
+/// A value together with its tree. Accessors return `None` when the value has another type.
 #[derive(Clone, Copy)]
 pub(crate) struct View<'t> {
     tree: &'t Tree,
@@ -176,7 +174,7 @@ impl<'t> View<'t> {
         }
     }
 
-    /// A size, count or index.
+    /// The value as a size, count or index.
     pub(crate) fn count(self) -> Option<u64> {
         self.int().and_then(|i| u64::try_from(i).ok())
     }
@@ -210,7 +208,7 @@ impl<'t> View<'t> {
         }
     }
 
-    /// Items of a list or tuple.
+    /// The items of a list or tuple.
     pub(crate) fn items(self) -> Option<Items<'t>> {
         match self.node()? {
             Node::List(values) | Node::Tuple(values) => Some(Items { tree: self.tree, values }),
@@ -218,7 +216,7 @@ impl<'t> View<'t> {
         }
     }
 
-    /// Pairs of a dict, in its order.
+    /// The pairs of a dict in insertion order.
     pub(crate) fn pairs(self) -> Option<impl Iterator<Item = (View<'t>, View<'t>)>> {
         match self.node()? {
             Node::Dict(pairs) => Some(pairs.iter().map(move |&(k, v)| (self.with(k), self.with(v)))),
@@ -226,10 +224,10 @@ impl<'t> View<'t> {
         }
     }
 
-    /// The value of a dict's string key.
+    /// The value of a string key of a dict.
     pub(crate) fn get(self, key: &str) -> Option<View<'t>> {
         match self.node()? {
-            // the last one wins, as when the pickle is executed
+            // the last duplicate wins, as in Python
             Node::Dict(p) => {
                 p.iter().rev().find(|(k, _)| self.with(*k).str() == Some(key)).map(|&(_, v)| self.with(v))
             }
@@ -237,7 +235,7 @@ impl<'t> View<'t> {
         }
     }
 
-    /// The value of a dict's integer key.
+    /// The value of an integer key of a dict.
     pub(crate) fn get_int(self, key: i64) -> Option<View<'t>> {
         match self.node()? {
             Node::Dict(p) => p.iter().rev().find(|(k, _)| *k == Value::Int(key)).map(|&(_, v)| self.with(v)),
@@ -245,7 +243,7 @@ impl<'t> View<'t> {
         }
     }
 
-    /// Class or function, arguments and state of an object.
+    /// The class or function, the arguments and the state of an object.
     pub(crate) fn object(self) -> Option<(&'static str, View<'t>, View<'t>)> {
         match self.node()? {
             Node::Object { class, args, state } => Some((class, self.with(*args), self.with(*state))),
@@ -253,7 +251,8 @@ impl<'t> View<'t> {
         }
     }
 
-    /// As JSON, for showing; objects become their class's name, parts beyond a limit null.
+    /// Converts the value to JSON for display. Objects become the name of their class; values beyond
+    /// [`JSON_MAX`] become null.
     pub(crate) fn json(self) -> Json {
         let mut left = JSON_MAX;
         self.json_within(&mut left)
@@ -309,7 +308,7 @@ impl<'t> Items<'t> {
         self.values.iter().map(move |&value| View { tree: self.tree, value })
     }
 
-    /// All of them as sizes or counts.
+    /// All items as sizes or counts; `None` when one is not.
     pub(crate) fn counts(self) -> Option<Vec<u64>> {
         self.iter().map(View::count).collect()
     }

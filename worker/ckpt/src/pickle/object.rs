@@ -1,10 +1,10 @@
-//! Values on their way into a file: what a pickle of ours may hold.
+//! [`Object`]: an owned Python value that is read from one torch file and written to another.
 use super::{Node, Value, View};
 use crate::dtype::Dtype;
 use serde_json::Value as Json;
 use std::sync::Arc;
 
-/// A value that is written, or that was read and is carried from one file to another.
+/// An owned Python value, as a pickle can hold it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Object {
     #[default]
@@ -23,19 +23,19 @@ pub enum Object {
     Size(Vec<u64>),
     /// A class or function: `module.name`.
     Global(String),
-    /// What a function or class gives for arguments.
+    /// The result of calling a function or class with these arguments.
     Call {
         function: String,
         args: Vec<Object>,
     },
-    /// An instance of a class made without arguments, with its attributes.
+    /// An instance made by `__new__` without arguments, with its attributes.
     Instance {
         class: String,
         state: Box<Object>,
     },
     /// Consecutive elements of a storage of the same file.
     Tensor(StoredTensor),
-    /// A small tensor with its bytes, little-endian.
+    /// A small tensor with its little-endian bytes.
     Literal {
         dtype: Dtype,
         shape: Vec<u64>,
@@ -43,18 +43,18 @@ pub enum Object {
     },
 }
 
-/// A contiguous tensor in a storage.
+/// A contiguous tensor in a storage of a torch file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredTensor {
-    /// Number of the storage in its file.
+    /// Index of the storage in its file.
     pub(crate) storage: usize,
     pub(crate) dtype: Dtype,
-    /// Elements of the whole storage.
+    /// Number of elements of the whole storage.
     pub(crate) stored: u64,
     pub(crate) shape: Vec<u64>,
 }
 
-/// Classes that are made by `__new__` without arguments; all others that are met are called.
+/// Classes whose instances are made by `__new__` without arguments. All others are called.
 const MADE_BARE: [&str; 3] = [
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -62,27 +62,27 @@ const MADE_BARE: [&str; 3] = [
 ];
 
 impl Object {
-    /// Text.
+    /// A `str`.
     pub(crate) fn text(text: impl Into<String>) -> Object {
         Object::Str(text.into())
     }
 
-    /// A count; counts of elements are below 2^63.
+    /// An `int` from a count below 2^63.
     pub(crate) fn count(n: u64) -> Object {
         Object::Int(n as i64)
     }
 
-    /// A dict of names.
+    /// A dict with string keys.
     pub(crate) fn dict<K: Into<String>>(pairs: impl IntoIterator<Item = (K, Object)>) -> Object {
         Object::Dict(pairs.into_iter().map(|(k, v)| (Object::Str(k.into()), v)).collect())
     }
 
-    /// An `OrderedDict` of names.
+    /// An `OrderedDict` with string keys.
     pub(crate) fn ordered<K: Into<String>>(pairs: impl IntoIterator<Item = (K, Object)>) -> Object {
         Object::OrderedDict(pairs.into_iter().map(|(k, v)| (Object::Str(k.into()), v)).collect())
     }
 
-    /// The value of a dict's name.
+    /// The value of a string key of a dict.
     pub(crate) fn get(&self, key: &str) -> Option<&Object> {
         match self {
             Object::Dict(pairs) | Object::OrderedDict(pairs) => {
@@ -92,7 +92,7 @@ impl Object {
         }
     }
 
-    /// Sets the value of a dict's name; nothing happens to what is no dict.
+    /// Sets the value of a string key of a dict. Does nothing when the value is not a dict.
     pub(crate) fn set(&mut self, key: &str, value: Object) {
         if let Object::Dict(pairs) | Object::OrderedDict(pairs) = self {
             match pairs.iter_mut().find(|(k, _)| matches!(k, Object::Str(s) if s == key)) {
@@ -102,7 +102,7 @@ impl Object {
         }
     }
 
-    /// A JSON value; arrays become lists.
+    /// Converts from JSON; arrays become lists.
     pub(crate) fn from_json(value: &Json) -> Object {
         match value {
             Json::Null => Object::None,
@@ -117,9 +117,10 @@ impl Object {
         }
     }
 
-    /// For showing and for our own manifests; what JSON has no word for becomes its class's name or null.
+    /// Converts to JSON for display and for manifests. Objects that JSON cannot represent become the
+    /// name of their class or null.
     pub(crate) fn json(&self) -> Json {
-        let all = |v: &[Object]| v.iter().map(Object::json).collect();
+        let array = |v: &[Object]| v.iter().map(Object::json).collect();
         match self {
             Object::None | Object::Tensor(_) | Object::Literal { .. } => Json::Null,
             Object::Bool(b) => (*b).into(),
@@ -128,7 +129,7 @@ impl Object {
                 serde_json::Number::from_f64(*f).map_or_else(|| f.to_string().into(), Json::Number)
             }
             Object::Str(s) => s.as_str().into(),
-            Object::List(v) | Object::Tuple(v) | Object::Set(v) => all(v),
+            Object::List(v) | Object::Tuple(v) | Object::Set(v) => array(v),
             Object::Dict(pairs) | Object::OrderedDict(pairs) => {
                 let key = |k: &Object| match k {
                     Object::Str(s) => s.clone(),
@@ -144,9 +145,10 @@ impl Object {
 }
 
 impl View<'_> {
-    /// The value, to be written again. `tensor` makes a tensor of a value that is one. `None` when a part of it was
-    /// not kept (bytes, integers beyond 64 bits), is no plain value, or a limit of `left` values is passed.
-    pub(crate) fn copied(
+    /// Copies the value into an [`Object`]; `tensor` converts a tensor. `None` when a part was dropped
+    /// on reading (bytes, integers beyond 64 bits), is not a plain value, or more than `left` values
+    /// are copied.
+    pub(crate) fn to_object(
         self,
         left: &mut usize,
         tensor: &dyn Fn(View<'_>) -> Option<Object>,
@@ -161,17 +163,17 @@ impl View<'_> {
                 Value::Node(_) => return None,
             });
         };
-        let mut all = |values: &[Value]| -> Option<Vec<Object>> {
-            values.iter().map(|&v| self.with(v).copied(left, tensor)).collect()
+        let mut copy_all = |values: &[Value]| -> Option<Vec<Object>> {
+            values.iter().map(|&v| self.with(v).to_object(left, tensor)).collect()
         };
         Some(match node {
             Node::Str(s) => Object::text(&**s),
-            Node::List(v) => Object::List(all(v)?),
-            Node::Tuple(v) => Object::Tuple(all(v)?),
-            Node::Set(v) => Object::Set(all(v)?),
+            Node::List(v) => Object::List(copy_all(v)?),
+            Node::Tuple(v) => Object::Tuple(copy_all(v)?),
+            Node::Set(v) => Object::Set(copy_all(v)?),
             Node::Dict(pairs) => {
                 let (keys, values): (Vec<Value>, Vec<Value>) = pairs.iter().copied().unzip();
-                Object::Dict(all(&keys)?.into_iter().zip(all(&values)?).collect())
+                Object::Dict(copy_all(&keys)?.into_iter().zip(copy_all(&values)?).collect())
             }
             Node::Global(name) => Object::Global((*name).into()),
             Node::Object { class: "torch.Size", .. } => {
@@ -179,10 +181,10 @@ impl View<'_> {
             }
             Node::Object { class, state, .. } if MADE_BARE.contains(class) => Object::Instance {
                 class: (*class).into(),
-                state: Box::new(self.with(*state).copied(left, tensor)?),
+                state: Box::new(self.with(*state).to_object(left, tensor)?),
             },
             Node::Object { class, args, state: Value::None } if !class.starts_with("torch._") => {
-                match self.with(*args).copied(left, tensor)? {
+                match self.with(*args).to_object(left, tensor)? {
                     Object::Tuple(args) => Object::Call { function: (*class).into(), args },
                     _ => return None,
                 }

@@ -1,20 +1,22 @@
-//! Pickles as `torch.save` makes them: protocol 2, and only the operations that its own files hold.
+//! Writes pickles as `torch.save` does: protocol 2, with the opcodes that `torch.save` uses.
+use super::error::EncodeError;
 use super::object::{Object, StoredTensor};
 use crate::dtype::Dtype;
 
-/// Values set or appended in one go.
+/// Items per SETITEMS or APPENDS opcode, as in Python's pickler.
 const BATCH: usize = 1000;
 
-/// The bytes of a value. `Err` says what can't be written: a tensor of a type that torch has no storage for, a tensor
-/// that was not given a storage, or a name with a line break.
-pub(crate) fn encode(value: &Object) -> Result<Vec<u8>, String> {
+type Result<T> = std::result::Result<T, EncodeError>;
+
+/// Pickles a value.
+pub(crate) fn encode(value: &Object) -> Result<Vec<u8>> {
     let mut out = vec![0x80, 2];
     put(&mut out, value)?;
     out.push(b'.');
     Ok(out)
 }
 
-/// The class of a storage.
+/// The torch storage class of a dtype; `None` when torch has none.
 pub(crate) fn storage_class(dtype: Dtype) -> Option<&'static str> {
     Some(match dtype {
         Dtype::BF16 => "torch.BFloat16Storage",
@@ -31,7 +33,7 @@ pub(crate) fn storage_class(dtype: Dtype) -> Option<&'static str> {
     })
 }
 
-fn put(out: &mut Vec<u8>, value: &Object) -> Result<(), String> {
+fn put(out: &mut Vec<u8>, value: &Object) -> Result<()> {
     match value {
         Object::None => out.push(b'N'),
         Object::Bool(b) => out.push(if *b { 0x88 } else { 0x89 }),
@@ -70,7 +72,7 @@ fn put(out: &mut Vec<u8>, value: &Object) -> Result<(), String> {
             out.push(b'b');
         }
         Object::Tensor(t) => tensor(out, t)?,
-        Object::Literal { .. } => return Err("a tensor was given no storage".into()),
+        Object::Literal { .. } => return Err(EncodeError::TensorWithoutStorage),
     }
     Ok(())
 }
@@ -90,15 +92,15 @@ fn int(out: &mut Vec<u8>, i: i64) {
     }
 }
 
-fn text(out: &mut Vec<u8>, s: &str) -> Result<(), String> {
-    let len = u32::try_from(s.len()).map_err(|_| "a text of more than 4 GiB".to_owned())?;
+fn text(out: &mut Vec<u8>, s: &str) -> Result<()> {
+    let len = u32::try_from(s.len()).map_err(|_| EncodeError::TextTooLong)?;
     out.push(b'X');
     out.extend(len.to_le_bytes());
     out.extend(s.as_bytes());
     Ok(())
 }
 
-fn list(out: &mut Vec<u8>, items: &[Object]) -> Result<(), String> {
+fn list(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
     out.push(b']');
     for batch in items.chunks(BATCH) {
         out.push(b'(');
@@ -110,7 +112,7 @@ fn list(out: &mut Vec<u8>, items: &[Object]) -> Result<(), String> {
     Ok(())
 }
 
-fn tuple(out: &mut Vec<u8>, items: &[Object]) -> Result<(), String> {
+fn tuple(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
     if items.len() > 3 {
         out.push(b'(');
     }
@@ -127,7 +129,7 @@ fn tuple(out: &mut Vec<u8>, items: &[Object]) -> Result<(), String> {
     Ok(())
 }
 
-fn set_items(out: &mut Vec<u8>, pairs: &[(Object, Object)]) -> Result<(), String> {
+fn set_items(out: &mut Vec<u8>, pairs: &[(Object, Object)]) -> Result<()> {
     for batch in pairs.chunks(BATCH) {
         out.push(b'(');
         for (key, value) in batch {
@@ -139,11 +141,11 @@ fn set_items(out: &mut Vec<u8>, pairs: &[(Object, Object)]) -> Result<(), String
     Ok(())
 }
 
-fn global(out: &mut Vec<u8>, name: &str) -> Result<(), String> {
+fn global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     let (module, name) = name
         .rsplit_once('.')
         .filter(|_| !name.contains(['\n', '\r']))
-        .ok_or_else(|| format!("{name:?} is no name of a class"))?;
+        .ok_or_else(|| EncodeError::InvalidGlobal(name.to_owned()))?;
     out.push(b'c');
     out.extend(module.as_bytes());
     out.push(b'\n');
@@ -152,20 +154,20 @@ fn global(out: &mut Vec<u8>, name: &str) -> Result<(), String> {
     Ok(())
 }
 
-fn call(out: &mut Vec<u8>, function: &str, args: &[Object]) -> Result<(), String> {
+fn call(out: &mut Vec<u8>, function: &str, args: &[Object]) -> Result<()> {
     global(out, function)?;
     tuple(out, args)?;
     out.push(b'R');
     Ok(())
 }
 
-fn counts(out: &mut Vec<u8>, sizes: &[u64]) -> Result<(), String> {
+fn counts(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
     tuple(out, &sizes.iter().map(|&n| Object::count(n)).collect::<Vec<_>>())
 }
 
-/// `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`.
-fn tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<(), String> {
-    let class = storage_class(t.dtype).ok_or_else(|| format!("torch keeps no tensors of {} so", t.dtype))?;
+/// Writes `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`.
+fn tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
+    let class = storage_class(t.dtype).ok_or(EncodeError::NoStorageClass(t.dtype))?;
     global(out, "torch._utils._rebuild_tensor_v2")?;
     out.extend(*b"((");
     text(out, "storage")?;
@@ -202,20 +204,20 @@ mod tests {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     ]];
 
-    fn again(value: &Object) -> Option<Object> {
-        let bytes = encode(value).expect("written");
-        let tree = load(&bytes, GLOBALS).expect("read");
+    fn round_trip(value: &Object) -> Option<Object> {
+        let bytes = encode(value).expect("encode");
+        let tree = load(&bytes, GLOBALS).expect("decode");
         let mut left = 1 << 20;
-        tree.root().copied(&mut left, &|_| None)
+        tree.root().to_object(&mut left, &|_| None)
     }
 
-    fn plain() -> impl Strategy<Value = Object> {
+    fn plain_value() -> impl Strategy<Value = Object> {
         let leaf = prop_oneof![
             Just(Object::None),
             any::<bool>().prop_map(Object::Bool),
             any::<i64>().prop_map(Object::Int),
             (-70_000i64..70_000).prop_map(Object::Int),
-            any::<f64>().prop_filter("NaN is no equal", |f| !f.is_nan()).prop_map(Object::Float),
+            any::<f64>().prop_filter("NaN is not equal to itself", |f| !f.is_nan()).prop_map(Object::Float),
             ".{0,9}".prop_map(Object::Str),
             proptest::collection::vec(0u64..1 << 40, 0..5).prop_map(Object::Size),
             Just(Object::Global("torch.float16".into())),
@@ -240,21 +242,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_again(value in plain()) {
-            prop_assert_eq!(again(&value), Some(value));
+        fn what_is_written_is_read_round_trip(value in plain_value()) {
+            prop_assert_eq!(round_trip(&value), Some(value));
         }
     }
 
     #[test]
-    fn long_lists_and_dicts_are_whole() {
+    fn long_lists_and_dicts_round_trip() {
         let list = Object::List((0..2500).map(Object::Int).collect());
-        assert_eq!(again(&list), Some(list));
+        assert_eq!(round_trip(&list), Some(list));
         let dict = Object::dict((0..2500).map(|i| (format!("k{i}"), Object::Int(i))));
-        assert_eq!(again(&dict), Some(dict));
+        assert_eq!(round_trip(&dict), Some(dict));
     }
 
     #[test]
-    fn names_that_would_break_the_pickle_are_refused() {
+    fn invalid_names_and_tensors_without_storage_are_rejected() {
         assert!(encode(&Object::Global("os.sys\ntem".into())).is_err());
         assert!(encode(&Object::Literal { dtype: Dtype::F32, shape: vec![], bytes: [0; 4].into() }).is_err());
     }

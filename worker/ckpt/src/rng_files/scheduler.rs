@@ -1,7 +1,8 @@
-//! Accelerate's `scheduler.bin`: Accelerate steps a scheduler once per process, so its count is of steps × processes.
-use super::write::{Pickle, Zip};
-use crate::disk::Folder;
-use crate::error::{CkptError, Result};
+//! Rescales Accelerate's `scheduler.bin` to another number of processes: Accelerate steps a
+//! scheduler once per process, so its counter is optimizer steps × processes.
+use super::encode::{PickleWriter, ZipWriter};
+use crate::disk::Directory;
+use crate::error::{CkptError, DamageReason, Result};
 use crate::formats::torch_file::{TENSORS, TorchFile};
 use crate::pickle::View;
 use nix::fcntl::OFlag;
@@ -9,104 +10,130 @@ use std::os::unix::fs::FileExt;
 
 const NAME: &str = "scheduler.bin";
 const OPTIMIZER: &str = "optimizer.bin";
-/// Largest scheduler that is read, bytes.
+/// Largest scheduler file that is read, bytes.
 const SCHEDULER_MAX: u64 = 16 << 20;
-/// What schedulers of torch hold beside plain values.
+/// Globals that pickles of torch's schedulers may name.
 const GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"]];
 
-/// The file for another number of processes.
-pub(super) struct Rescaled {
-    pub(super) name: &'static str,
-    pub(super) bytes: Vec<u8>,
-    /// What was changed.
-    pub(super) line: String,
+/// Why `scheduler.bin`, whose counter depends on the number of processes, can't be rescaled.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RescaleError {
+    /// A `SequentialLR` or `ChainedScheduler` has a counter per part.
+    #[error("{NAME} counts steps per process and consists of several schedulers, which cannot be rescaled")]
+    SeveralSchedulers,
+    /// The rescaled counter exceeds 64 bits.
+    #[error("{NAME} counts steps per process, and {steps} steps of {world} processes overflow the counter")]
+    Overflow {
+        /// Optimizer steps.
+        steps: u64,
+        /// Number of processes that resume.
+        world: u32,
+    },
+    /// The counter isn't where pickles of torch have it.
+    #[error("{NAME} counts steps per process, but its pickle has an unknown layout")]
+    UnknownPickle,
 }
 
-/// The file as `world` processes need it; `None` when there is none, or it wasn't stepped once per process. `done`: updates
-/// of the optimizer, where its state isn't in a file of Accelerate's own.
-pub(super) fn rescaled(folder: &Folder, old: u32, world: u32, done: Option<u64>) -> Result<Option<Rescaled>> {
-    if old == world || folder.size_of(NAME)?.is_none() {
+/// A scheduler file for another number of processes.
+pub(super) struct RescaledScheduler {
+    pub(super) name: &'static str,
+    pub(super) bytes: Vec<u8>,
+    /// The change in one line for the user.
+    pub(super) summary: String,
+}
+
+/// Rescales the scheduler file to `world` processes. `None` when there is no such file, or when its
+/// counter isn't optimizer steps × `old`. `done` is the number of optimizer updates, where the
+/// optimizer's state isn't in `optimizer.bin`.
+pub(super) fn rescale(
+    directory: &Directory,
+    old: u32,
+    world: u32,
+    done: Option<u64>,
+) -> Result<Option<RescaledScheduler>> {
+    if old == world || directory.size_of(NAME)?.is_none() {
         return Ok(None);
     }
-    let done = match (done, folder.size_of(OPTIMIZER)?) {
+    let done = match (done, directory.size_of(OPTIMIZER)?) {
         (Some(done), _) => Some(done),
-        (None, Some(_)) => steps_done(folder)?,
+        (None, Some(_)) => steps_done(directory)?,
         (None, None) => return Ok(None),
     };
-    let file = TorchFile::open(folder, NAME, GLOBALS)?;
+    let file = TorchFile::open(directory, NAME, GLOBALS)?;
     let count = |key: &str| file.value().get(key).and_then(View::count);
     let (Some(last), Some(done)) = (count("last_epoch"), done) else { return Ok(None) };
     if last == 0 || done.checked_mul(u64::from(old)) != Some(last) {
         return Ok(None);
     }
-    let wrong = |why: &str| CkptError::Unsupported {
-        path: folder.path().to_owned(),
-        what: format!("{NAME} counts {done} steps once for each of {old} processes and {why}"),
-    };
+    let unsupported = |error: RescaleError| CkptError::unsupported(directory.path(), error);
     if file.value().get("_schedulers").is_some() {
-        return Err(wrong("is made of several schedulers, which can't be rescaled"));
+        return Err(unsupported(RescaleError::SeveralSchedulers));
     }
-    let overflow = || wrong("its count can't be rescaled");
+    let overflow = || unsupported(RescaleError::Overflow { steps: done, world });
     let new = done.checked_mul(u64::from(world)).and_then(|n| i64::try_from(n).ok()).ok_or_else(overflow)?;
-    let mut pickle = bytes_of(folder, &file)?;
+    let mut pickle = read_pickle(directory, &file)?;
     for (key, before) in [("last_epoch", Some(last)), ("_step_count", count("_step_count"))] {
-        // `_step_count` counts the call at the beginning as well
+        // `_step_count` also counts the call at construction
         let Some(before) = before else { continue };
         let after = new + i64::try_from(before).map_err(|_| overflow())? - last as i64;
-        pickle =
-            replaced(&pickle, key, before, after).ok_or_else(|| wrong("is written in an unknown way"))?;
+        pickle = replace_count(&pickle, key, before, after)
+            .ok_or_else(|| unsupported(RescaleError::UnknownPickle))?;
     }
-    let mut zip = Zip::new(&file.root);
+    let mut zip = ZipWriter::new(&file.root);
     zip.add("data.pkl", &pickle, false);
-    let line = format!(
-        "the scheduler, which Accelerate steps once per process, stands at {new} instead of {last} ({done} steps)"
+    let summary = format!(
+        "scheduler counter rescaled from {last} to {new} ({done} steps; Accelerate counts one per process)"
     );
-    Ok(Some(Rescaled { name: NAME, bytes: zip.end(&[]), line }))
+    Ok(Some(RescaledScheduler { name: NAME, bytes: zip.end(&[]), summary }))
 }
 
-/// Steps of the first parameter in `optimizer.bin`.
-fn steps_done(folder: &Folder) -> Result<Option<u64>> {
-    let file = TorchFile::open(folder, OPTIMIZER, &[TENSORS])?;
+/// The step counter of the first parameter in `optimizer.bin`.
+fn steps_done(directory: &Directory) -> Result<Option<u64>> {
+    let file = TorchFile::open(directory, OPTIMIZER, &[TENSORS])?;
     let first = file.value().get("state").and_then(View::pairs).and_then(|mut p| p.next());
     let Some(step) = first.and_then(|(_, state)| state.get("step")) else { return Ok(None) };
     if let Some(n) = step.count() {
         return Ok(Some(n));
     }
-    let damaged = |why: String| CkptError::damaged(folder.path(), OPTIMIZER, why);
-    let Some(view) = file.tensor(step).map_err(damaged)? else { return Ok(None) };
+    let damaged = |error| CkptError::damaged(directory.path(), OPTIMIZER, error);
+    let Some(view) = file.tensor(step).map_err(|e| damaged(DamageReason::from(e)))? else { return Ok(None) };
     let member = &file.members[view.member];
     if view.dtype != crate::dtype::Dtype::F32 || view.elements() != 1 {
         return Ok(None);
     }
     let mut bytes = [0u8; 4];
-    let (reader, _) = folder.open_file(OPTIMIZER, OFlag::empty())?;
+    let (reader, _) = directory.open_file(OPTIMIZER, OFlag::empty())?;
     let at = member.data.start + 4 * view.offset;
-    reader.read_exact_at(&mut bytes, at).map_err(CkptError::io("read", &folder.path().join(OPTIMIZER)))?;
+    reader.read_exact_at(&mut bytes, at).map_err(CkptError::io("read", &directory.path().join(OPTIMIZER)))?;
     let step = f32::from_le_bytes(bytes);
     Ok((step >= 0.0 && step.fract() == 0.0).then_some(step as u64))
 }
 
-/// The pickle of a file without storages.
-fn bytes_of(folder: &Folder, file: &TorchFile) -> Result<Vec<u8>> {
-    let damaged = |why: &str| CkptError::damaged(folder.path(), NAME, why);
+/// The pickle of a torch file that must not contain tensors.
+fn read_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<u8>> {
+    let damaged = |why: &str| CkptError::damaged(directory.path(), NAME, why);
     let pickle = file.members.iter().find(|m| m.name == format!("{}/data.pkl", file.root));
-    let range = pickle.map(|m| m.data.clone()).ok_or_else(|| damaged("it has no data.pkl"))?;
+    let range = pickle.map(|m| m.data.clone()).ok_or_else(|| damaged("it has no member data.pkl"))?;
     if file.members.iter().any(|m| m.name.starts_with(&format!("{}/data/", file.root))) {
-        return Err(damaged("it holds tensors, which schedulers don't"));
+        return Err(damaged("it contains tensors, but a scheduler has none"));
     }
-    let whole = folder.read(NAME, SCHEDULER_MAX)?;
+    let whole = directory.read(NAME, SCHEDULER_MAX)?;
     let bytes = whole.get(range.start as usize..range.end as usize);
-    bytes.map(<[u8]>::to_vec).ok_or_else(|| damaged("it is cut short"))
+    bytes
+        .map(<[u8]>::to_vec)
+        .ok_or_else(|| CkptError::damaged(directory.path(), NAME, DamageReason::Truncated))
 }
 
-/// The pickle with another number under `key`, which stands there once, with `before` under it.
-fn replaced(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
-    let mut text = Pickle { out: Vec::new(), storages: Vec::new() };
+/// The pickle with the integer under `key` replaced. `None` unless `key` occurs once, with the
+/// value `before`.
+fn replace_count(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
+    let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.text(key);
     let mut places = pickle.windows(text.out.len()).enumerate().filter(|(_, w)| *w == text.out);
     let (Some((at, _)), None) = (places.next(), places.next()) else { return None };
     let mut start = at + text.out.len();
-    // the key may be memorised
+    // skip the memo opcode that may follow the key
     start += match pickle.get(start)? {
         b'q' => 2,
         b'r' => 5,
@@ -122,7 +149,7 @@ fn replaced(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>
     if value != before {
         return None;
     }
-    let mut number = Pickle { out: Vec::new(), storages: Vec::new() };
+    let mut number = PickleWriter { out: Vec::new(), storages: Vec::new() };
     number.int(after);
     Some([&pickle[..start], number.out.as_slice(), &pickle[start + used..]].concat())
 }

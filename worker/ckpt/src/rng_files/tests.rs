@@ -1,41 +1,44 @@
-use super::folder::{self, Record};
-use super::prepare::{self, Place};
-use super::rule::{Asked, Mode, Policy, Scope, reconcile};
-use super::streams::{
-    CpuState, CudaState, CudaStates, Kind, NumpyNames, NumpyState, PythonState, RankStates, Twister, Writer,
+use super::prepare::{self, Destination};
+use super::rank_files::{self, RngRecord};
+use super::reconcile::{
+    ReconcileError, ReconcileOptions, ReconcilePolicy, StreamMode, StreamScope, reconcile,
 };
-use super::{parse, write};
-use crate::disk::Folder;
-use crate::error::CkptError;
+use super::streams::{
+    CpuState, CudaState, CudaStates, MersenneTwister, NumpyModule, NumpyState, PythonState, RankStates,
+    RngFormat, RngStateError, StreamKind,
+};
+use super::{decode, encode};
+use crate::disk::Directory;
+use crate::error::{CkptError, DamageReason};
 use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
 
-/// States that this number decides; the same number, the same states.
+/// RNG states that depend only on `n`.
 fn states(n: u32) -> RankStates {
-    let twister = |kind: u32| Twister { position: n % 625, ..Twister::by_array(&[kind, n]) };
+    let twister = |kind: u32| MersenneTwister { position: n % 625, ..MersenneTwister::from_key(&[kind, n]) };
     RankStates {
         python: PythonState {
             twister: twister(1),
             gauss_next: n.is_multiple_of(2).then_some(0.1 + f64::from(n)),
         },
         numpy: NumpyState { twister: twister(2), has_gauss: n % 3 == 1, cached_gaussian: -1.5 },
-        numpy_names: if n.is_multiple_of(5) { NumpyNames::Core } else { NumpyNames::PrivateCore },
+        numpy_module: if n.is_multiple_of(5) { NumpyModule::Core } else { NumpyModule::PrivateCore },
         cpu: CpuState::fresh(u64::from(n), &twister(3)),
         cuda: None,
         step: None,
     }
 }
 
-fn stored(dir: &Path, writer: Writer, ranks: &[RankStates]) {
+fn write_rank_files(dir: &Path, writer: RngFormat, ranks: &[RankStates]) {
     for (rank, states) in (0u32..).zip(ranks) {
-        let name = folder::file_name(writer, rank, ranks.len() as u32);
-        fs::write(dir.join(&name), write::encode(writer, "any", states)).expect("written");
+        let name = rank_files::file_name(writer, rank, ranks.len() as u32);
+        fs::write(dir.join(&name), encode::encode_rank_file(writer, "any", states)).expect("written");
     }
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn encoded_states_are_decoded_again() {
     for n in 0..12 {
         let dir = tempfile::tempdir().expect("a directory");
         let mut states = states(n);
@@ -43,19 +46,22 @@ fn what_is_written_is_read_back() {
         states.cuda = [None, Some(CudaStates::One(device)), Some(CudaStates::All(vec![device; n as usize]))]
             [n as usize % 3]
             .clone();
-        let writer = if n.is_multiple_of(2) { Writer::Trainer } else { Writer::Accelerate };
-        states.step = (writer == Writer::Accelerate).then_some(i64::from(n) << 30);
-        fs::write(dir.path().join("f"), write::encode(writer, "f", &states)).expect("written");
-        let (of, read) = parse::read(&Folder::open(dir.path()).expect("open"), "f").expect("sound");
-        assert_eq!((of, read), (writer, states));
+        let expected_format = if n.is_multiple_of(2) { RngFormat::Trainer } else { RngFormat::Accelerate };
+        states.step = (expected_format == RngFormat::Accelerate).then_some(i64::from(n) << 30);
+        fs::write(dir.path().join("f"), encode::encode_rank_file(expected_format, "f", &states))
+            .expect("written");
+        let (format, read) =
+            decode::read_rank_file(&Directory::open(dir.path()).expect("open"), "f").expect("sound");
+        assert_eq!((format, read), (expected_format, states));
     }
 }
 
-/// The reference implementation's own check: `init_by_array({0x123, 0x234, 0x345, 0x456})` begins with these numbers.
+/// The reference implementation prints these numbers after `init_by_array({0x123, 0x234, 0x345,
+/// 0x456})`.
 #[test]
-fn twisters_are_seeded_as_the_reference_does() {
+fn twisters_are_seeded_like_the_reference_implementation() {
     let key = [0x123, 0x234, 0x345, 0x456];
-    let mt = Twister::by_array(&key);
+    let mt = MersenneTwister::from_key(&key);
     let w = |i: usize| mt.words[i % 624];
     let next = |k: usize| {
         let y = (w(k) & 0x8000_0000) | (w(k + 1) & 0x7fff_ffff);
@@ -69,167 +75,181 @@ fn twisters_are_seeded_as_the_reference_does() {
 }
 
 #[test]
-fn any_flip_is_an_error_or_changes_nothing() {
+fn a_flipped_byte_is_an_error_or_harmless() {
     let dir = tempfile::tempdir().expect("a directory");
     let sound = states(7);
-    let file = write::encode(Writer::Trainer, "f", &sound);
-    let opened = Folder::open(dir.path()).expect("open");
+    let file = encode::encode_rank_file(RngFormat::Trainer, "f", &sound);
+    let opened = Directory::open(dir.path()).expect("open");
     for at in (0..file.len()).step_by(7) {
         let mut flipped = file.clone();
         flipped[at] ^= 1 << (at % 8);
         fs::write(dir.path().join("f"), flipped).expect("written");
-        if let Ok((_, read)) = parse::read(&opened, "f") {
-            assert_eq!(read, sound, "a flip at {at} is taken for other states");
+        if let Ok((_, read)) = decode::read_rank_file(&opened, "f") {
+            assert_eq!(read, sound, "a flip at {at} gives other states");
         }
     }
     for len in (0..file.len()).step_by(97) {
         fs::write(dir.path().join("f"), &file[..len]).expect("written");
-        assert!(parse::read(&opened, "f").is_err(), "cut to {len}");
+        assert!(decode::read_rank_file(&opened, "f").is_err(), "truncated to {len}");
     }
 }
 
 #[test]
-fn hostile_states_are_refused_with_the_reason() {
+fn invalid_states_are_rejected() {
     let dir = tempfile::tempdir().expect("a directory");
-    let opened = Folder::open(dir.path()).expect("open");
-    let refused = |states: &RankStates| {
-        fs::write(dir.path().join("f"), write::encode(Writer::Trainer, "f", states)).expect("written");
-        parse::read(&opened, "f").expect_err("refused").to_string()
+    let opened = Directory::open(dir.path()).expect("open");
+    let reason = |states: &RankStates| {
+        let file = encode::encode_rank_file(RngFormat::Trainer, "f", states);
+        fs::write(dir.path().join("f"), file).expect("written");
+        match decode::read_rank_file(&opened, "f").expect_err("rejected") {
+            CkptError::Damaged { damage, .. } => damage.reason,
+            other => panic!("{other:?}"),
+        }
     };
     let mut bad = states(1);
     bad.python.twister.position = 625;
-    assert!(refused(&bad).contains("stands at word 625"));
+    assert_eq!(reason(&bad), RngStateError::TwisterPosition { position: 625 }.into());
     let mut bad = states(1);
     bad.cpu.0[8] = 0;
-    assert!(refused(&bad).contains("left 0"));
+    assert!(matches!(reason(&bad), DamageReason::RngState(RngStateError::CpuPosition { left: 0, .. })));
     let mut bad = states(1);
     bad.cpu.0[30] = 1;
-    assert!(refused(&bad).contains("more than 32 bits"));
+    assert_eq!(reason(&bad), RngStateError::CpuWordTooWide { word: 0 }.into());
     let mut bad = states(1);
     bad.cuda = Some(CudaStates::One(CudaState([0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])));
-    assert!(refused(&bad).contains("offset 1 is no multiple of 4"));
+    assert_eq!(reason(&bad), RngStateError::CudaOffset { offset: 1 }.into());
 }
 
 #[test]
-fn new_streams_depend_on_everything_but_the_number_of_ranks() {
+fn new_streams_depend_on_every_option_except_the_world_size() {
     let old = [states(1), states(2)];
-    let new = |asked: &Asked| reconcile(&old, asked).expect("reconciled").0;
-    let base = Asked::new(3, Policy::Reconcile);
+    let new = |options: &ReconcileOptions| reconcile(&old, options).expect("reconciled").0;
+    let base = ReconcileOptions::new(3, ReconcilePolicy::Reconcile);
     let three = new(&base);
-    let five = new(&Asked { world: 5, ..base.clone() });
+    let five = new(&ReconcileOptions { world: 5, ..base.clone() });
     assert_eq!(three[..], five[..3]);
-    for kind in [Kind::Python, Kind::Numpy, Kind::TorchCpu] {
-        let mut seen: Vec<_> = five.iter().map(|s| s.digest(kind).expect("there").0).collect();
-        let other = [
-            Asked { generation: 2, ..base.clone() },
-            Asked { step: 1, ..base.clone() },
-            Asked { run_seed: Some(5), ..base.clone() },
+    for kind in [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu] {
+        let mut digests: Vec<_> = five.iter().map(|s| s.digest(kind).expect("there").0).collect();
+        let variants = [
+            ReconcileOptions { generation: 2, ..base.clone() },
+            ReconcileOptions { step: 1, ..base.clone() },
+            ReconcileOptions { run_seed: Some(5), ..base.clone() },
         ];
-        seen.extend(other.iter().flat_map(new).map(|s| s.digest(kind).expect("there").0));
-        let all = seen.len();
-        seen.sort_unstable();
-        seen.dedup();
-        assert_eq!(seen.len(), all, "{kind}: a stream repeats");
+        digests.extend(variants.iter().flat_map(new).map(|s| s.digest(kind).expect("there").0));
+        let count = digests.len();
+        digests.sort_unstable();
+        digests.dedup();
+        assert_eq!(digests.len(), count, "{kind}: a stream repeats");
     }
-    let strict = reconcile(&old, &Asked::new(3, Policy::Strict)).expect_err("refused");
-    assert!(strict.contains("strict refuses"), "{strict}");
-    assert_eq!(reconcile(&old, &Asked::new(2, Policy::Strict)).expect("fits").0, old);
+    let strict = reconcile(&old, &ReconcileOptions::new(3, ReconcilePolicy::Strict));
+    let expected = ReconcileError::StrictWouldReseed { kind: StreamKind::Python, from_world: 2, world: 3 };
+    assert_eq!(strict.expect_err("rejected"), expected);
+    assert_eq!(reconcile(&old, &ReconcileOptions::new(2, ReconcilePolicy::Strict)).expect("fits").0, old);
 }
 
 #[test]
 fn streams_follow_their_owners() {
     let old = [states(10), states(11), states(10), states(11)];
-    let mut asked = Asked::new(2, Policy::Strict);
-    asked.scopes.extend(Kind::ALL.map(|k| (k, Scope::PerOwner)));
-    assert!(reconcile(&old, &asked).expect_err("unknown").contains("nobody said who they are"));
-    asked.owners = Some((vec![0, 1, 0, 1], vec![1, 0]));
-    let (new, decision) = reconcile(&old, &asked).expect("followed");
-    let digests = |s: &RankStates| Kind::ALL.map(|k| s.digest(k));
+    let mut options = ReconcileOptions::new(2, ReconcilePolicy::Strict);
+    options.scopes.extend(StreamKind::ALL.map(|k| (k, StreamScope::PerOwner)));
+    let error = reconcile(&old, &options).expect_err("no owners");
+    assert!(matches!(error, ReconcileError::OwnersUnknown { .. }), "{error}");
+    options.owners = Some((vec![0, 1, 0, 1], vec![1, 0]));
+    let (new, decision) = reconcile(&old, &options).expect("followed");
+    let digests = |s: &RankStates| StreamKind::ALL.map(|k| s.digest(k));
     assert_eq!((digests(&new[0]), digests(&new[1])), (digests(&old[1]), digests(&old[0])));
-    assert!(decision.streams.iter().all(|s| s.mode == Mode::Followed));
-    asked.owners = Some((vec![0, 1, 0, 1], vec![1, 2]));
-    assert!(reconcile(&old, &asked).expect_err("lost").contains("the owner of rank 1"));
+    assert!(decision.streams.iter().all(|s| s.mode == StreamMode::Followed));
+    options.owners = Some((vec![0, 1, 0, 1], vec![1, 2]));
+    let error = reconcile(&old, &options).expect_err("an unknown owner");
+    assert!(matches!(error, ReconcileError::OwnerWithoutStream { rank: 1, .. }), "{error}");
 }
 
 #[test]
-fn of_cuda_a_ranks_own_device_counts() {
+fn only_the_cuda_state_of_a_ranks_device_is_compared() {
     let (used, idle) = (CudaState::fresh(9), CudaState::fresh(0));
     let with = |cuda| RankStates { cuda: Some(cuda), ..states(4) };
     let old = [with(CudaStates::All(vec![used, idle])), with(CudaStates::All(vec![idle, used]))];
-    let (new, decision) = reconcile(&old, &Asked::new(4, Policy::Reconcile)).expect("reconciled");
-    assert!(decision.streams.iter().all(|s| s.mode == Mode::Replicated), "{decision:?}");
+    let (new, decision) =
+        reconcile(&old, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("reconciled");
+    assert!(decision.streams.iter().all(|s| s.mode == StreamMode::Replicated), "{decision:?}");
     assert!(new.iter().all(|s| s.cuda == Some(CudaStates::All(vec![used; 4]))));
-    let (one, _) = reconcile(&old, &Asked::new(1, Policy::Reconcile)).expect("reconciled");
+    let (one, _) =
+        reconcile(&old, &ReconcileOptions::new(1, ReconcilePolicy::Reconcile)).expect("reconciled");
     assert_eq!(one[0].cuda, Some(CudaStates::One(used)));
     let lacking = [with(CudaStates::One(used)), states(4)];
-    assert!(
-        reconcile(&lacking, &Asked::new(3, Policy::Reconcile))
-            .expect_err("refused")
-            .contains("rank 1 has no torch_cuda")
-    );
+    let error = reconcile(&lacking, &ReconcileOptions::new(3, ReconcilePolicy::Reconcile));
+    let expected = ReconcileError::MissingStream { kind: StreamKind::TorchCuda, rank: 1 };
+    assert_eq!(error.expect_err("rejected"), expected);
 }
 
 #[test]
-fn folders_are_made_beside_and_never_over_what_isnt_ours() {
+fn prepared_directories_never_replace_other_directories() {
     let root = tempfile::tempdir().expect("a directory");
     let dir = root.path().join("checkpoint-6");
     fs::create_dir_all(dir.join("inner")).expect("made");
     fs::write(dir.join("inner/weights"), "w").expect("written");
     fs::write(dir.join("trainer_state.json"), "{\"global_step\": 6}").expect("written");
-    stored(&dir, Writer::Trainer, &[states(1), states(2)]);
-    let asked = Asked::new(3, Policy::Reconcile);
-    let made = prepare::program(&dir, &asked).expect("made");
+    write_rank_files(&dir, RngFormat::Trainer, &[states(1), states(2)]);
+    let options = ReconcileOptions::new(3, ReconcilePolicy::Reconcile);
+    let made = prepare::prepare_resume(&dir, &options).expect("made");
     assert_eq!(made.path, root.path().join("launch-w3/checkpoint-6"));
-    let again = prepare::program(&dir, &asked).expect("made again");
+    let again = prepare::prepare_resume(&dir, &options).expect("made again");
     assert_eq!((again.path.clone(), again.decision.clone()), (made.path.clone(), made.decision));
     assert_eq!(fs::read(made.path.join("inner/weights")).expect("there"), b"w");
-    let record = Record::read(&made.path).expect("sound").expect("there");
+    let record = RngRecord::read(&made.path).expect("sound").expect("there");
     assert_eq!((record.decision.step, record.decision.generation), (6, 1));
-    assert_eq!(folder::read(&made.path, Some(3)).expect("whole").expect("there").ranks.len(), 3);
-    // a later step counts on
+    assert_eq!(rank_files::read_ranks(&made.path, Some(3)).expect("whole").expect("there").ranks.len(), 3);
+    // a later step increments the generation
     let later = root.path().join("checkpoint-9");
     fs::create_dir(&later).expect("made");
     fs::write(later.join("trainer_state.json"), "{\"global_step\": 9}").expect("written");
-    stored(&later, Writer::Trainer, &[states(1), states(2), states(3)]);
-    let made = prepare::program(&later, &Asked::new(2, Policy::Reconcile)).expect("made");
+    write_rank_files(&later, RngFormat::Trainer, &[states(1), states(2), states(3)]);
+    let made =
+        prepare::prepare_resume(&later, &ReconcileOptions::new(2, ReconcilePolicy::Reconcile)).expect("made");
     assert_eq!(made.decision.expect("decided").generation, 2);
-    assert_eq!(prepare::program(&later, &asked).expect("fits").path, later);
-    assert_eq!(prepare::newest(root.path()).expect("listed").0, Some(later));
-    // somebody else's folder
+    assert_eq!(prepare::prepare_resume(&later, &options).expect("fits").path, later);
+    assert_eq!(prepare::newest_complete(root.path()).expect("listed").0, Some(later));
+    // a directory that launch didn't make
     fs::create_dir_all(root.path().join("launch-w5/checkpoint-6")).expect("made");
-    let refused = prepare::rng(&dir, &Asked::new(5, Policy::Reconcile), &Place::Sibling);
-    assert!(matches!(refused, Err(CkptError::Refused { .. })), "{refused:?}");
+    let rejected = prepare::prepare_rng(
+        &dir,
+        &ReconcileOptions::new(5, ReconcilePolicy::Reconcile),
+        &Destination::Sibling,
+    );
+    assert!(matches!(rejected, Err(CkptError::OutputRejected { .. })), "{rejected:?}");
     std::os::unix::fs::symlink("/etc/passwd", dir.join("link")).expect("linked");
-    let refused = prepare::program(&dir, &asked).expect_err("links aren't followed").to_string();
-    assert!(refused.contains("link"), "{refused}");
-    let names = Folder::open(&root.path().join("launch-w3")).expect("open").names().expect("listed");
-    assert_eq!(names, ["checkpoint-6"], "nothing half-made stays");
+    let error = prepare::prepare_resume(&dir, &options).expect_err("a symlink");
+    let CkptError::Damaged { damage, .. } = &error else { panic!("{error:?}") };
+    assert_eq!((damage.file.as_str(), &damage.reason), ("link", &DamageReason::NotRegularFile));
+    let names = Directory::open(&root.path().join("launch-w3")).expect("open").names().expect("listed");
+    assert_eq!(names, ["checkpoint-6"], "no temporary directories remain");
 }
 
-/// FSDP's optimizer in shards says how many steps were done, as a file of Accelerate's own does.
+/// The number of steps comes from FSDP's sharded optimizer.
 #[test]
-fn a_scheduler_beside_fsdp_s_shards_is_set_right() {
+fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let golden =
         concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/resume/accelerate_fsdp_sharded/state");
     let root = tempfile::tempdir().expect("a directory");
     let dir = root.path().join("state");
     crate::tests::copy_tree(std::path::Path::new(golden), &dir);
-    let made = prepare::program(&dir, &Asked::new(4, Policy::Reconcile)).expect("made");
-    assert!(made.lines[0].contains("stands at 12 instead of 6 (3 steps)"), "{:?}", made.lines);
+    let made =
+        prepare::prepare_resume(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
+    insta::assert_snapshot!("scheduler_next_to_fsdp", made.lines.join("\n"));
 }
 
-/// A scheduler that was stepped once for each of two processes, three times.
+/// Three steps of two processes.
 #[test]
-fn a_scheduler_that_counts_processes_is_set_right() {
+fn a_scheduler_that_counts_processes_is_rescaled() {
     let root = tempfile::tempdir().expect("a directory");
     let dir = root.path().join("step_3");
     fs::create_dir(&dir).expect("made");
-    stored(&dir, Writer::Accelerate, &[states(1), states(2)]);
-    let save = |name: &str, fill: &dyn Fn(&mut write::Pickle)| {
-        let mut pickle = write::Pickle { out: vec![0x80, 2], storages: Vec::new() };
+    write_rank_files(&dir, RngFormat::Accelerate, &[states(1), states(2)]);
+    let save = |name: &str, fill: &dyn Fn(&mut encode::PickleWriter)| {
+        let mut pickle = encode::PickleWriter { out: vec![0x80, 2], storages: Vec::new() };
         fill(&mut pickle);
         pickle.out.push(b'.');
-        let mut zip = write::Zip::new("x");
+        let mut zip = encode::ZipWriter::new("x");
         zip.add("data.pkl", &pickle.out, false);
         fs::write(dir.join(name), zip.end(&[])).expect("written");
     };
@@ -252,32 +272,34 @@ fn a_scheduler_that_counts_processes_is_set_right() {
         p.out.extend(b"K\x03sss");
     });
     scheduler(6);
-    let made = prepare::program(&dir, &Asked::new(400, Policy::Reconcile)).expect("made");
-    assert!(made.lines[0].contains("stands at 1200 instead of 6 (3 steps)"), "{:?}", made.lines);
-    let folder = Folder::open(&made.path).expect("open");
-    let file = crate::formats::torch_file::TorchFile::open(&folder, "scheduler.bin", &[]).expect("sound");
+    let made =
+        prepare::prepare_resume(&dir, &ReconcileOptions::new(400, ReconcilePolicy::Reconcile)).expect("made");
+    insta::assert_snapshot!("scheduler_of_accelerate", made.lines.join("\n"));
+    let directory = Directory::open(&made.path).expect("open");
+    let file = crate::formats::torch_file::TorchFile::open(&directory, "scheduler.bin", &[]).expect("sound");
     let count = |key: &str| file.value().get(key).and_then(|v| v.count());
     assert_eq!((count("last_epoch"), count("_step_count")), (Some(1200), Some(1201)));
-    // one that was stepped once a step stays as it is
+    // a scheduler with one count per step is unchanged
     scheduler(3);
-    let made = prepare::program(&dir, &Asked::new(4, Policy::Reconcile)).expect("made");
-    assert!(!made.lines[0].contains("scheduler"), "{:?}", made.lines);
-    let same = |name: &str| {
+    let made =
+        prepare::prepare_resume(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
+    insta::assert_snapshot!("scheduler_unchanged", made.lines.join("\n"));
+    let is_unchanged = |name: &str| {
         fs::read(made.path.join(name)).expect("there") == fs::read(dir.join(name)).expect("there")
     };
-    assert!(same("scheduler.bin"));
+    assert!(is_unchanged("scheduler.bin"));
 }
 
 proptest! {
     #[test]
     fn no_mutation_panics(flips in proptest::collection::vec((0usize..20_000, any::<u8>()), 1..8)) {
         let dir = tempfile::tempdir().expect("a directory");
-        let mut file = write::encode(Writer::Accelerate, "f", &states(3));
+        let mut file = encode::encode_rank_file(RngFormat::Accelerate, "f", &states(3));
         let len = file.len();
         for (at, value) in flips {
             file[at % len] = value;
         }
         fs::write(dir.path().join("f"), file).expect("written");
-        let _ = parse::read(&Folder::open(dir.path()).expect("open"), "f");
+        let _ = decode::read_rank_file(&Directory::open(dir.path()).expect("open"), "f");
     }
 }

@@ -1,27 +1,27 @@
-//! Whole checkpoints compared.
-use super::{facts, fast_dir, save};
-use crate::catalog::{Role, TensorInfo, Tie};
+//! Comparisons of checkpoints.
+use super::{facts, memory_dir, save};
+use crate::catalog::{TensorInfo, TensorRole, Tie};
 use crate::checkpoint::Checkpoint;
-use crate::diff::{Cast, DiffOptions, Side, diff};
+use crate::diff::{DiffOptions, RoundingCast, Side, diff};
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::source::{Request, Source};
+use crate::source::{ReadRequest, TensorSource};
 use half::bf16;
 use std::path::Path;
 
 const WEIGHTS: [(&str, &[u64]); 3] = [("a", &[7, 3]), ("big", &[1100, 1000]), ("z", &[1])];
 
-fn side<'a>(source: &'a dyn Source, ties: &'a [Tie]) -> Side<'a> {
+fn side<'a>(source: &'a dyn TensorSource, ties: &'a [Tie]) -> Side<'a> {
     Side { source, ties }
 }
 
-/// Weights of another checkpoint, stored as bfloat16, under other names.
-struct Cut<'a> {
-    of: &'a Checkpoint,
+/// The weights of a checkpoint as BF16 under other names.
+struct Bf16Source<'a> {
+    inner: &'a Checkpoint,
     rename: fn(&str) -> Option<&'static str>,
 }
 
-impl Source for Cut<'_> {
+impl TensorSource for Bf16Source<'_> {
     fn state(&self) -> crate::TrainingState {
         crate::TrainingState::default()
     }
@@ -29,18 +29,18 @@ impl Source for Cut<'_> {
         Path::new("cut")
     }
     fn tensors(&self) -> Vec<TensorInfo> {
-        let weights = self.of.tensors().filter(|t| t.role == Role::Weight);
+        let weights = self.inner.tensors().filter(|t| t.role == TensorRole::Weight);
         let renamed = weights.filter_map(|t| {
             Some(TensorInfo { name: (self.rename)(&t.name)?.to_owned(), dtype: Dtype::BF16, ..t })
         });
         renamed.collect()
     }
-    fn read_many(&self, requests: &mut [Request<'_>]) -> Result<()> {
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         for request in requests {
-            let names = self.of.tensors().map(|t| t.name).collect::<Vec<_>>();
-            let name = names.iter().find(|n| (self.rename)(n) == Some(request.name)).expect("asked for");
+            let names = self.inner.tensors().map(|t| t.name).collect::<Vec<_>>();
+            let name = names.iter().find(|n| (self.rename)(n) == Some(request.name)).expect("a known name");
             let range = request.start_element..request.start_element + request.out.len() as u64;
-            self.of.read_f32(name, request.role, range, request.out)?;
+            self.inner.read_f32(name, request.role, range, request.out)?;
             request.out.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
         }
         Ok(())
@@ -51,8 +51,8 @@ impl Source for Cut<'_> {
 }
 
 #[test]
-fn the_number_of_ranks_makes_no_difference() {
-    let dir = fast_dir();
+fn checkpoints_of_different_world_sizes_are_equal() {
+    let dir = memory_dir();
     let (one, three) = (facts(5, 1, &WEIGHTS), facts(5, 3, &WEIGHTS));
     let a = Checkpoint::open(&save(&dir.path().join("a"), &one).expect("saved").path).expect("open");
     let b = Checkpoint::open(&save(&dir.path().join("b"), &three).expect("saved").path).expect("open");
@@ -62,21 +62,22 @@ fn the_number_of_ranks_makes_no_difference() {
 }
 
 #[test]
-fn steps_differ_everywhere_and_are_told_exactly() {
-    let dir = fast_dir();
+fn differences_between_two_steps_are_counted_exactly() {
+    let dir = memory_dir();
     let (old, new) = (facts(5, 2, &WEIGHTS), facts(6, 2, &WEIGHTS));
     let a = Checkpoint::open(&save(dir.path(), &old).expect("saved").path).expect("open");
     let b = Checkpoint::open(&save(dir.path(), &new).expect("saved").path).expect("open");
     let mut last = (0, 0);
     let options = DiffOptions { weights_only: true };
-    let report = diff(side(&a, &[]), side(&b, &[]), &options, |done, all| last = (done, all)).expect("read");
+    let report =
+        diff(side(&a, &[]), side(&b, &[]), &options, |done, total| last = (done, total)).expect("read");
     assert_eq!(last, (1_100_022, 1_100_022));
     let names: Vec<&str> = report.different.iter().map(|d| d.tensor.as_str()).collect();
     assert_eq!(names, ["weight/a", "weight/big", "weight/z"], "no moments");
-    // the same by hand, for the tensor that is more than one window long
+    // compare with a direct computation, for the tensor that is longer than one window
     let (x, y) = (
-        super::values(Role::Weight, "big", &old, 1_100_000),
-        super::values(Role::Weight, "big", &new, 1_100_000),
+        super::values(TensorRole::Weight, "big", &old, 1_100_000),
+        super::values(TensorRole::Weight, "big", &new, 1_100_000),
     );
     let abs: Vec<f64> = x.iter().zip(&y).map(|(x, y)| (f64::from(*x) - f64::from(*y)).abs()).collect();
     let found = &report.different[1].values;
@@ -92,12 +93,12 @@ fn steps_differ_everywhere_and_are_told_exactly() {
 }
 
 #[test]
-fn a_cast_and_a_tie_are_seen_as_such() {
-    let dir = fast_dir();
-    let whole = facts(5, 2, &WEIGHTS);
-    let a = Checkpoint::open(&save(dir.path(), &whole).expect("saved").path).expect("open");
-    let b = Cut {
-        of: &a,
+fn rounding_and_ties_are_recognized() {
+    let dir = memory_dir();
+    let facts = facts(5, 2, &WEIGHTS);
+    let a = Checkpoint::open(&save(dir.path(), &facts).expect("saved").path).expect("open");
+    let b = Bf16Source {
+        inner: &a,
         rename: |name| match name {
             "a" => Some("a"),
             "big" => Some("alias"),
@@ -110,16 +111,16 @@ fn a_cast_and_a_tie_are_seen_as_such() {
     assert_eq!(report.tied, ["weight/alias = weight/big in a"]);
     assert_eq!(report.only_a, ["weight/z"], "big is compared under its second name");
     assert_eq!(report.dtypes.len(), 2);
-    assert!(report.different.iter().all(|d| d.values.cast == Some(Cast::BIsBf16OfA)), "{report:?}");
+    assert!(report.different.iter().all(|d| d.values.cast == Some(RoundingCast::BIsBf16OfA)), "{report:?}");
     assert!(!report.is_equal());
 }
 
 #[test]
-fn damage_is_an_error_not_a_difference() {
-    let dir = fast_dir();
-    let whole = facts(5, 1, &WEIGHTS);
-    let a = save(&dir.path().join("a"), &whole).expect("saved").path;
-    let b = save(&dir.path().join("b"), &whole).expect("saved").path;
+fn damage_is_an_error_and_not_a_difference() {
+    let dir = memory_dir();
+    let facts = facts(5, 1, &WEIGHTS);
+    let a = save(&dir.path().join("a"), &facts).expect("saved").path;
+    let b = save(&dir.path().join("b"), &facts).expect("saved").path;
     let shard = b.join("shard-00000-of-00001.safetensors");
     let mut bytes = std::fs::read(&shard).expect("there");
     let middle = bytes.len() / 2;

@@ -1,9 +1,9 @@
-//! Gathered weights against brute force, and what gathering refuses.
+//! Gathered weights compared with brute force, and outputs that a gather rejects.
 use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::commit::commit;
 use crate::dtype::Dtype;
-use crate::error::CkptError;
+use crate::error::{CkptError, OutputProblem};
 use crate::formats::safetensors::{Entry, read_header};
 use crate::{GatherOptions, gather};
 use serde_json::Value;
@@ -13,10 +13,10 @@ fn options(dtype: Option<Dtype>, max_shard_size: u64) -> GatherOptions {
     GatherOptions { dtype, max_shard_size, ..GatherOptions::default() }
 }
 
-/// Every tensor of a gathered folder: its entry, file and bytes.
+/// Every tensor of a gathered directory: its entry, file and bytes.
 fn read_all(dir: &Path) -> Vec<(Entry, String, Vec<u8>)> {
-    let mut all = Vec::new();
-    for name in names(dir).into_iter().filter(|n| n.ends_with(".safetensors")) {
+    let mut tensors = Vec::new();
+    for name in entry_names(dir).into_iter().filter(|n| n.ends_with(".safetensors")) {
         let file = fs::read(dir.join(&name)).expect("read");
         let read = |at: u64, out: &mut [u8]| {
             out.copy_from_slice(&file[at as usize..at as usize + out.len()]);
@@ -26,13 +26,13 @@ fn read_all(dir: &Path) -> Vec<(Entry, String, Vec<u8>)> {
         assert_eq!(header.metadata["format"], "pt");
         for e in header.entries {
             let bytes = file[e.bytes.start as usize..e.bytes.end as usize].to_vec();
-            all.push((e, name.clone(), bytes));
+            tensors.push((e, name.clone(), bytes));
         }
     }
-    all
+    tensors
 }
 
-/// The nearest of all 16-bit patterns that `decode` knows, ties to the even pattern: slow, and sure.
+/// The 16-bit pattern nearest to `x` among all that `decode` maps, ties to the even pattern.
 fn nearest(x: f32, decode: impl Fn(u16) -> f64) -> u16 {
     let sign = if x.is_sign_negative() { 0x8000 } else { 0 };
     let x = f64::from(x.abs());
@@ -78,8 +78,8 @@ const WEIGHTS: &[(&str, &[u64])] =
     &[("model.embed", &[50, 8]), ("model.empty", &[0, 3]), ("model.norm", &[8]), ("model.proj", &[8, 30])];
 
 #[test]
-fn weights_are_rounded_as_brute_force_says() {
-    let dir = fast_dir();
+fn weights_are_rounded_to_the_nearest_value() {
+    let dir = memory_dir();
     let mut facts = facts(4, 3, WEIGHTS);
     facts.model.ties = vec![crate::Tie { alias: "lm_head.weight".into(), target: "model.embed".into() }];
     facts.model.hf_config = json!({"model_type": "llama", "dtype": "float64", "tie_word_embeddings": true});
@@ -93,16 +93,16 @@ fn weights_are_rounded_as_brute_force_says() {
             gather(&checkpoint, &out, &options(given, 5_000_000_000), |done, total| last = (done, total));
         let report = report.expect("gathered");
         assert_eq!(
-            names(&out),
+            entry_names(&out),
             ["config.json", "gathered.json", "model.safetensors", "tokenizer_config.json"]
         );
-        let all = read_all(&out);
-        let order: Vec<&str> = all.iter().map(|(e, ..)| e.name.as_str()).collect();
+        let tensors = read_all(&out);
+        let order: Vec<&str> = tensors.iter().map(|(e, ..)| e.name.as_str()).collect();
         assert_eq!(order.len(), 4, "every weight once and no alias: {order:?}");
-        for (e, _, bytes) in &all {
+        for (e, _, bytes) in &tensors {
             let w = facts.model.weights.iter().find(|w| w.name == e.name).expect("a weight");
             assert_eq!((e.dtype, &e.shape), (dtype, &w.shape));
-            let values = values(Role::Weight, &w.name, &facts, elements(w));
+            let values = values(TensorRole::Weight, &w.name, &facts, elements(w));
             assert_eq!(*bytes, expected(dtype, &values), "{} as {dtype}", e.name);
         }
         let total = 648 * dtype.size();
@@ -110,7 +110,7 @@ fn weights_are_rounded_as_brute_force_says() {
         let config: Value =
             serde_json::from_slice(&fs::read(out.join("config.json")).expect("read")).expect("JSON");
         assert_eq!(config["dtype"], dtype.torch_name());
-        assert_eq!(config.get("torch_dtype"), None, "the source has the newer name alone");
+        assert_eq!(config.get("torch_dtype"), None, "the source has only the newer name");
         assert_eq!(config["tie_word_embeddings"], true);
         assert_eq!(fs::read_to_string(out.join("tokenizer_config.json")).expect("read"), "{}");
     }
@@ -121,8 +121,8 @@ fn save_values(root: &Path, data: &[f32]) -> Checkpoint {
     let facts = facts(1, 1, &[("before", &[2]), ("w", &[data.len() as u64])]);
     let staging = Staging::begin(root, 1, data.len() as u64 * 4).expect("begun");
     let pieces = [
-        Piece { name: "before", role: Role::Weight, start_element: 0, data: (&[0.5, 0.25][..]).into() },
-        Piece { name: "w", role: Role::Weight, start_element: 0, data: data.into() },
+        Piece { name: "before", role: TensorRole::Weight, start_element: 0, data: (&[0.5, 0.25][..]).into() },
+        Piece { name: "w", role: TensorRole::Weight, start_element: 0, data: data.into() },
     ];
     let report = write_shard(staging.path(), 0, 1, &pieces).expect("written");
     Checkpoint::open(&commit(staging, facts, vec![report]).expect("complete").path).expect("complete")
@@ -137,14 +137,14 @@ fn ties_extremes_and_specials_round_to_the_nearest_even() {
     {
         data.extend([f32::from_bits(bits), -f32::from_bits(bits)]);
     }
-    let dir = fast_dir();
+    let dir = memory_dir();
     let checkpoint = save_values(&dir.path().join("root"), &data);
     for dtype in [Dtype::BF16, Dtype::F16] {
         let out = dir.path().join(dtype.to_string());
         gather(&checkpoint, &out, &options(Some(dtype), 1 << 30), |_, _| ()).expect("gathered");
         assert_eq!(read_all(&out)[1].2, expected(dtype, &data), "{dtype}");
     }
-    // what was not finite before stays so
+    // values that aren't finite are kept
     let specials = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
     let checkpoint = save_values(&dir.path().join("specials"), &specials);
     let out = dir.path().join("out");
@@ -155,24 +155,24 @@ fn ties_extremes_and_specials_round_to_the_nearest_even() {
 }
 
 #[test]
-fn a_value_beyond_the_range_is_refused_by_name() {
-    let dir = fast_dir();
+fn a_value_outside_of_the_range_is_an_error() {
+    let dir = memory_dir();
     for (dtype, value) in [(Dtype::F16, 65520.0), (Dtype::F16, -1e9), (Dtype::BF16, f32::MAX)] {
         let checkpoint = save_values(&dir.path().join("root"), &[1.0, 2.0, value, value]);
         let out = dir.path().join("out");
         let error =
-            gather(&checkpoint, &out, &options(Some(dtype), 1 << 30), |_, _| ()).expect_err("refused");
+            gather(&checkpoint, &out, &options(Some(dtype), 1 << 30), |_, _| ()).expect_err("rejected");
         assert!(
-            matches!(&error, CkptError::Overflow { tensor, element: 2, .. } if tensor == "w"),
+            matches!(&error, CkptError::ValueOverflow { tensor, element: 2, .. } if tensor == "w"),
             "{error:?}"
         );
-        assert_eq!(names(dir.path()), ["root"], "nothing is left of it");
+        assert_eq!(entry_names(dir.path()), ["root"], "no output remains");
     }
 }
 
 #[test]
 fn large_models_are_split_with_an_index() {
-    let dir = fast_dir();
+    let dir = memory_dir();
     let facts = facts(1, 2, WEIGHTS);
     let checkpoint =
         Checkpoint::open(&save(&dir.path().join("root"), &facts).expect("saved").path).expect("complete");
@@ -185,12 +185,12 @@ fn large_models_are_split_with_an_index() {
     assert_eq!(index["metadata"]["total_size"], 648 * 4);
     assert_eq!(index["metadata"]["total_parameters"], 648);
     let map = index["weight_map"].as_object().expect("an object");
-    let all = read_all(&out);
-    assert_eq!((map.len(), all.len()), (4, 4));
-    for (e, file, bytes) in all {
+    let tensors = read_all(&out);
+    assert_eq!((map.len(), tensors.len()), (4, 4));
+    for (e, file, bytes) in tensors {
         assert_eq!(map[&e.name], file.as_str());
         let w = facts.model.weights.iter().find(|w| w.name == e.name).expect("a weight");
-        assert_eq!(bytes, expected(Dtype::F32, &values(Role::Weight, &w.name, &facts, elements(w))));
+        assert_eq!(bytes, expected(Dtype::F32, &values(TensorRole::Weight, &w.name, &facts, elements(w))));
     }
     let generation: Value =
         serde_json::from_slice(&fs::read(out.join("generation_config.json")).expect("read")).expect("JSON");
@@ -198,35 +198,38 @@ fn large_models_are_split_with_an_index() {
 }
 
 #[test]
-fn other_peoples_folders_are_not_overwritten() {
-    let dir = fast_dir();
+fn only_gathered_directories_are_replaced() {
+    let dir = memory_dir();
     let root = dir.path().join("root");
     let checkpoint =
         Checkpoint::open(&save(&root, &facts(1, 1, WEIGHTS)).expect("saved").path).expect("complete");
     let out = dir.path().join("out");
-    let go = |out: &Path, force: bool| {
-        gather(&checkpoint, out, &GatherOptions { force, ..GatherOptions::default() }, |_, _| ())
-            .map(drop)
-            .map_err(|e| e.to_string())
+    let run = |out: &Path, force: bool| {
+        gather(&checkpoint, out, &GatherOptions { force, ..GatherOptions::default() }, |_, _| ()).map(drop)
     };
+    let problem = |out: &Path, force: bool| match run(out, force) {
+        Err(CkptError::OutputRejected { problem, .. }) => problem,
+        other => panic!("{other:?}"),
+    };
+    let operation = "`launch ckpt gather`";
     fs::create_dir(&out).expect("made");
-    go(&out, false).expect("an empty folder may be filled");
-    assert!(go(&out, false).expect_err("refused").contains("--force"));
-    go(&out, true).expect("ours may be replaced");
+    run(&out, false).expect("an empty directory is replaced");
+    assert_eq!(problem(&out, false), OutputProblem::NeedsForce { operation });
+    run(&out, true).expect("a gathered directory is replaced");
     fs::write(out.join("notes.txt"), "mine").expect("written");
-    assert!(go(&out, true).expect_err("refused").contains("notes.txt"));
-    assert_eq!(fs::read_to_string(out.join("notes.txt")).expect("still there"), "mine");
-    assert!(go(checkpoint.path(), true).expect_err("refused").contains("not made by gathering"));
-    assert!(go(&checkpoint.path().join("hf"), true).expect_err("refused").contains("inside the checkpoint"));
-    assert!(go(&root.join("latest"), true).expect_err("refused").contains("not a folder"));
-    assert!(go(Path::new("/"), true).is_err());
-    assert_eq!(names(dir.path()), ["out", "root"], "no temporary folders are left");
+    assert_eq!(problem(&out, true), OutputProblem::OtherFile { file: "notes.txt".into(), operation });
+    assert_eq!(fs::read_to_string(out.join("notes.txt")).expect("exists"), "mine");
+    assert_eq!(problem(checkpoint.path(), true), OutputProblem::NotOurs { operation });
+    assert_eq!(problem(&checkpoint.path().join("hf"), true), OutputProblem::InsideInput);
+    assert_eq!(problem(&root.join("latest"), true), OutputProblem::NotADirectory);
+    assert!(run(Path::new("/"), true).is_err());
+    assert_eq!(entry_names(dir.path()), ["out", "root"], "no temporary directories remain");
     assert!(crate::verify(&root).expect("there").is_sound());
 }
 
 #[test]
 fn damage_is_not_gathered() {
-    let dir = fast_dir();
+    let dir = memory_dir();
     let path = save(&dir.path().join("root"), &facts(1, 1, WEIGHTS)).expect("saved").path;
     let shard = path.join("shard-00000-of-00001.safetensors");
     let mut bytes = fs::read(&shard).expect("read");
@@ -237,10 +240,11 @@ fn damage_is_not_gathered() {
     let error =
         gather(&checkpoint, &dir.path().join("out"), &options(None, 1000), |_, _| ()).expect_err("damaged");
     assert!(error.is_checkpoint_at_fault(), "{error}");
-    assert_eq!(names(dir.path()), ["root"]);
+    assert_eq!(entry_names(dir.path()), ["root"]);
 }
 
-/// Not a test by itself: gathers a large checkpoint and says how much memory that took.
+/// Child process of the test below: gathers a large checkpoint and writes the memory that this
+/// took.
 #[test]
 fn child() {
     let Some(dir) = child_argument() else { return };
@@ -256,7 +260,7 @@ fn child() {
     fs::write(dir.join("extra"), (kilobytes("VmHWM") - before).to_string()).expect("written");
 }
 
-/// 300 MB of weights in one tensor: whoever holds it, or its bf16 copy and half of it, is found out.
+/// Gathers 300 MB of weights in one tensor, and detects a copy of the tensor in memory.
 #[test]
 fn extra_memory_is_bounded() {
     let dir = tempfile::tempdir().expect("a directory");

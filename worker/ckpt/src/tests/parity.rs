@@ -1,4 +1,4 @@
-//! One lost or damaged file of a checkpoint with parity comes back bit for bit.
+//! A repair with parity restores one lost or damaged file bit for bit.
 use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::commit::commit_parity;
@@ -8,8 +8,8 @@ use crate::stripes::stripe;
 use crate::{RepairOptions, repair, verify};
 use std::fs;
 
-/// Saves with parity, each rank writing its own stripe.
-fn save_parity(root: &Path, facts: &Facts) -> PathBuf {
+/// Saves with parity; each rank writes its stripe.
+fn save_parity(root: &Path, facts: &RunFacts) -> PathBuf {
     let staging = Staging::begin(root, facts.step, 0).expect("begun");
     let reports = write_shards(staging.path(), facts).expect("written");
     let stripe = |rank| write_parity(staging.path(), rank, facts.world, &reports).expect("written");
@@ -22,27 +22,27 @@ fn out(dir: &Path) -> RepairOptions {
 }
 
 fn assert_same(a: &Path, b: &Path) {
-    assert_eq!(names(a), names(b));
-    for name in names(a) {
+    assert_eq!(entry_names(a), entry_names(b));
+    for name in entry_names(a) {
         assert!(fs::read(a.join(&name)).expect("read") == fs::read(b.join(&name)).expect("read"), "{name}");
     }
 }
 
-/// Some MB per rank, so that there are several blocks, the last one partial.
-fn large(world: u32) -> Facts {
+/// Facts with some MB per rank, so that there are several blocks and the last one is partial.
+fn large(world: u32) -> RunFacts {
     facts(7, world, &[("a", &[700, 1001]), ("b", &[3]), ("c", &[123_457])])
 }
 
 #[test]
-fn every_file_in_turn_is_rebuilt_whether_lost_cut_or_flipped() {
+fn any_single_lost_truncated_or_flipped_file_is_rebuilt() {
     for world in 2..=5 {
-        let dir = fast_dir();
+        let dir = memory_dir();
         let facts = large(world);
         let path = save_parity(dir.path(), &facts);
         assert!(verify(dir.path()).expect("there").is_sound());
         let good = dir.path().join("good");
         copy_tree(&path, &good);
-        let files: Vec<String> = names(&path).into_iter().filter(|n| n != "manifest.json").collect();
+        let files: Vec<String> = entry_names(&path).into_iter().filter(|n| n != "manifest.json").collect();
         assert_eq!(files.len(), 2 * world as usize);
         for (i, name) in files.iter().enumerate() {
             let sound = fs::read(good.join(name)).expect("read");
@@ -70,7 +70,7 @@ fn every_file_in_turn_is_rebuilt_whether_lost_cut_or_flipped() {
                 assert!(report.rebuilt.len() == 1 && report.rebuilt[0].contains(name), "{report:?}");
                 assert_same(&dir.path().join("out"), &good);
                 fs::remove_dir_all(dir.path().join("out")).expect("removed");
-                // the original is as it was found
+                // the original is unchanged
                 assert!(fs::read(&file).ok().is_none_or(|b| b != sound));
                 fs::write(&file, &sound).expect("restored");
             }
@@ -80,8 +80,8 @@ fn every_file_in_turn_is_rebuilt_whether_lost_cut_or_flipped() {
 }
 
 #[test]
-fn damage_to_several_files_is_rebuilt_where_the_blocks_differ_and_refused_where_not() {
-    let dir = fast_dir();
+fn damage_of_several_files_is_rebuilt_unless_one_block_index_is_hit_twice() {
+    let dir = memory_dir();
     let path = save_parity(dir.path(), &large(3));
     let good = dir.path().join("good");
     copy_tree(&path, &good);
@@ -98,16 +98,15 @@ fn damage_to_several_files_is_rebuilt_where_the_blocks_differ_and_refused_where_
     assert!(report.sound && report.rebuilt.len() == 3, "{report:?}");
     assert_same(&dir.path().join("out"), &good);
     fs::remove_dir_all(dir.path().join("out")).expect("removed");
-    // a second file in the same block: nobody knows those bytes
+    // a second file with damage in block 0 can't be rebuilt
     flip(&shard(1), 9);
     let report = repair(&path, &out(dir.path())).expect("looked at");
     assert!(!report.sound, "{report:?}");
-    assert!(report.lost.iter().any(|l| l.contains("shard-00000") && l.contains("block 0")), "{report:?}");
-    assert!(report.lost.iter().any(|l| l.contains("shard-00001") && l.contains("block 0")), "{report:?}");
+    insta::assert_snapshot!("parity_lost_blocks", without_dir(&report.lost.join("\n"), dir.path()));
 }
 
 #[test]
-fn shards_of_any_lengths_share_the_parity() {
+fn stripes_cover_the_longest_shard_for_any_shard_sizes() {
     for sizes in [
         vec![0u64],
         vec![5],
@@ -125,20 +124,20 @@ fn shards_of_any_lengths_share_the_parity() {
 }
 
 #[test]
-fn parity_takes_no_more_than_one_part_of_n() {
-    let dir = fast_dir();
+fn parity_takes_at_most_one_nth_of_the_shards() {
+    let dir = memory_dir();
     let path = save_parity(dir.path(), &large(4));
     let bytes = |start: &str| -> u64 {
-        let of = names(&path).into_iter().filter(|n| n.starts_with(start));
-        of.map(|n| fs::metadata(path.join(n)).expect("there").len()).sum()
+        let files = entry_names(&path).into_iter().filter(|n| n.starts_with(start));
+        files.map(|n| fs::metadata(path.join(n)).expect("there").len()).sum()
     };
     let padding = 4096;
     assert!(bytes("parity-") <= bytes("shard-") / 4 + padding, "{} {}", bytes("parity-"), bytes("shard-"));
 }
 
 #[test]
-fn a_checkpoint_without_parity_is_read_as_before_and_one_with_it_says_its_version() {
-    let dir = fast_dir();
+fn the_manifest_version_is_1_without_parity_and_2_with_parity() {
+    let dir = memory_dir();
     let text =
         |path: &Path| String::from_utf8(fs::read(path.join("manifest.json")).expect("read")).expect("text");
     let old = text(&save(dir.path(), &facts(1, 2, &[("a", &[4])])).expect("saved").path);
@@ -147,41 +146,41 @@ fn a_checkpoint_without_parity_is_read_as_before_and_one_with_it_says_its_versio
 }
 
 #[test]
-fn a_directory_is_repaired_and_latest_names_the_newest() {
-    let dir = fast_dir();
+fn a_directory_is_repaired_and_latest_names_the_newest_sound_step() {
+    let dir = memory_dir();
     let root = dir.path().join("checkpoints");
     save(&root, &facts(1, 2, &[("a", &[4])])).expect("saved");
     let second = save_parity(&root, &facts(2, 2, &[("a", &[4])]));
     let third = save(&root, &facts(3, 2, &[("a", &[4])])).expect("saved").path;
     fs::remove_file(second.join("shard-00001-of-00002.safetensors")).expect("removed");
     fs::remove_file(third.join("shard-00001-of-00002.safetensors")).expect("removed");
-    let before = files(&root);
+    let before = tree_contents(&root);
     let report = repair(&root, &RepairOptions::default()).expect("repaired");
     let made = dir.path().join("checkpoints.repaired");
     assert_eq!((report.path.as_deref(), report.sound), (Some(made.as_path()), true), "{report:?}");
     assert_eq!(report.newest.as_deref(), Some("step-00000002"));
-    assert!(report.lost.iter().any(|l| l.contains("step-00000003")), "{report:?}");
-    assert_eq!(names(&made), ["latest", "step-00000001", "step-00000002"]);
+    insta::assert_snapshot!("parity_lost_step", without_dir(&report.lost.join("\n"), dir.path()));
+    assert_eq!(entry_names(&made), ["latest", "step-00000001", "step-00000002"]);
     assert!(verify(&made).expect("there").is_sound());
     assert_holds(&crate::newest(&made).expect("whole").checkpoint, &facts(2, 2, &[("a", &[4])]));
-    assert!(files(&root) == before, "the original is untouched");
-    // in place: the original is kept under another name
+    assert!(tree_contents(&root) == before, "the original is unchanged");
+    // in place, the original is kept under another name
     fs::remove_dir_all(&made).expect("removed");
     let report = repair(&root, &RepairOptions { out: None, in_place: true }).expect("repaired");
     let kept = dir.path().join("checkpoints.before-repair");
     assert_eq!((report.path, report.kept.clone()), (Some(root.clone()), Some(kept.clone())));
-    assert_eq!(names(&root), ["latest", "step-00000001", "step-00000002"]);
+    assert_eq!(entry_names(&root), ["latest", "step-00000001", "step-00000002"]);
     assert!(
         kept.join("step-00000003").is_dir()
             && !kept.join("step-00000002/shard-00001-of-00002.safetensors").exists()
     );
-    assert_eq!(names(dir.path()), ["checkpoints", "checkpoints.before-repair"]);
-    // sound ones stay as they are
+    assert_eq!(entry_names(dir.path()), ["checkpoints", "checkpoints.before-repair"]);
+    // a sound directory is not changed
     let report = repair(&root, &RepairOptions::default()).expect("looked at");
     assert!(report.sound && report.rebuilt.is_empty() && report.path == Some(root), "{report:?}");
 }
 
-/// Not a test by itself: saves with parity in the process that is killed.
+/// Child process of the test below: saves with parity and is killed.
 #[test]
 fn child() {
     let Some(argument) = child_argument() else { return };
@@ -193,21 +192,21 @@ fn child() {
 }
 
 #[test]
-fn kills_at_every_point_leave_a_whole_checkpoint_or_the_one_before() {
+fn a_kill_at_any_fault_point_leaves_a_complete_checkpoint() {
     let name = "tests::parity::child";
     let old = facts(10, 2, &[("a", &[9]), ("b", &[5])]);
-    let dir = fast_dir();
+    let dir = memory_dir();
     save(dir.path(), &old).expect("saved");
     run_child(name, &format!("0:{}", dir.path().display()));
     let points: u64 =
         fs::read_to_string(dir.path().join("passed")).expect("written").parse().expect("a number");
     assert!(points > 30, "{points}");
     for n in 1..=points {
-        let dir = fast_dir();
+        let dir = memory_dir();
         save(dir.path(), &old).expect("saved");
         let run = run_child(name, &format!("{n}:{}", dir.path().display()));
         assert!(!run.status.success(), "point {n}");
-        let found = crate::newest(dir.path()).expect("one is whole").checkpoint;
+        let found = crate::newest(dir.path()).expect("a complete checkpoint").checkpoint;
         let expected = facts(found.facts().step, 2, &[("a", &[9]), ("b", &[5])]);
         assert_holds(&found, &expected);
         assert!(verify(found.path()).expect("there").is_sound(), "point {n}");

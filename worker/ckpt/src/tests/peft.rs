@@ -1,9 +1,10 @@
-//! Configurations of adapters: what is understood, and what is refused by name.
-use crate::peft::{AdapterConfig, open_adapters};
+//! Adapter configurations: supported settings are parsed, others are rejected by name.
+use super::describe;
+use crate::peft::{AdapterConfig, AdapterConfigError, open_adapters};
 use serde_json::{Value, json};
 use std::fs;
 
-fn with(key: &str, value: Value) -> Result<AdapterConfig, String> {
+fn config_with(key: &str, value: Value) -> Result<AdapterConfig, AdapterConfigError> {
     let mut config = json!({
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "lora_dropout": 0.1, "bias": "none",
         "target_modules": ["v_proj", "q_proj"], "fan_in_fan_out": false, "init_lora_weights": true,
@@ -15,22 +16,22 @@ fn with(key: &str, value: Value) -> Result<AdapterConfig, String> {
 }
 
 #[test]
-fn the_numbers_are_read_and_written() {
-    let config = with("revision", json!("main")).expect("understood");
+fn a_config_is_parsed_and_written() {
+    let config = config_with("revision", json!("main")).expect("understood");
     assert_eq!((config.rank, config.alpha, config.dropout, config.rslora), (4, 6.0, 0.1, false));
     assert_eq!(config.targets, ["q_proj", "v_proj"]);
     assert_eq!(config.scale(), 1.5);
-    assert_eq!(with("use_rslora", json!(true)).expect("understood").scale(), 3.0);
+    assert_eq!(config_with("use_rslora", json!(true)).expect("understood").scale(), 3.0);
     let again = config.json(Some("base"));
     assert_eq!(again["lora_alpha"], json!(6));
     assert_eq!(again["base_model_name_or_path"], "base");
     assert_eq!(AdapterConfig::parse(again.as_object().expect("an object")), Ok(config));
-    let half = AdapterConfig { alpha: 2.5, ..with("r", json!(2)).expect("understood") };
+    let half = AdapterConfig { alpha: 2.5, ..config_with("r", json!(2)).expect("understood") };
     assert_eq!(half.json(None)["lora_alpha"], json!(2.5));
 }
 
 #[test]
-fn what_changes_the_arithmetic_is_refused_by_name() {
+fn unsupported_settings_are_rejected_by_name() {
     for (key, value) in [
         ("use_dora", json!(true)),
         ("modules_to_save", json!(["lm_head"])),
@@ -62,30 +63,32 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
         ("fan_in_fan_out", json!(1)),
         ("something_new", json!({"a": 1})),
     ] {
-        let said = with(key, value.clone()).expect_err(key);
-        assert!(said.contains(&format!("`{key}")), "{key}: {value}: {said}");
+        let rejected = match config_with(key, value.clone()).expect_err(key) {
+            AdapterConfigError::Unsupported { key, .. } | AdapterConfigError::Invalid { key, .. } => key,
+            AdapterConfigError::NoTargets => "target_modules".to_owned(),
+            other => panic!("{key}: {value}: {other:?}"),
+        };
+        assert_eq!(rejected, key, "{value}");
     }
     for (key, value) in [("something_new", json!(null)), ("another", json!(false)), ("more", json!({}))] {
-        assert!(with(key, value).is_ok(), "{key}");
+        assert!(config_with(key, value).is_ok(), "{key}");
     }
 }
 
 #[test]
-fn a_folder_without_adapters_is_named() {
+fn directories_without_valid_adapters_are_rejected() {
     let dir = tempfile::tempdir().expect("directory");
-    let said = |what: &str| {
-        let e = open_adapters(dir.path()).expect_err(what).to_string();
-        assert!(e.contains(what), "{e}");
-    };
-    said("adapter_model.safetensors or adapter_model.bin");
+    let open_error = || describe(&open_adapters(dir.path()).expect_err("rejected"), dir.path());
+    let mut lines = vec![open_error()];
     assert!(AdapterConfig::read(dir.path()).is_err());
     let header =
         json!({"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).to_string();
     let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 4]].concat();
     fs::write(dir.path().join("adapter_model.safetensors"), &file).expect("file");
-    said("model.norm.weight, which is no adapter's matrix");
+    lines.push(open_error());
     fs::write(dir.path().join("adapter_model.safetensors"), &file[..20]).expect("file");
-    said("adapter_model.safetensors");
+    lines.push(open_error());
+    insta::assert_snapshot!("peft_invalid_adapters", lines.join("\n"));
     for text in ["[]", "{", "{\"peft_type\": \"LORA\"}"] {
         fs::write(dir.path().join("adapter_config.json"), text).expect("file");
         assert!(AdapterConfig::read(dir.path()).is_err(), "{text}");

@@ -1,36 +1,38 @@
-//! What can be derived is, bit for bit; what can't is said; the original is never touched.
-use super::foreign::{differences, golden, open};
+//! Repairs rebuild derivable files bit for bit, report what is lost, and never modify the original.
+use super::external::{differences, golden, open};
 use super::*;
-use crate::rng_files::folder;
-use crate::rng_files::rule::seed;
-use crate::rng_files::streams::Kind;
-use crate::source::Source;
+use crate::error::OutputProblem;
+use crate::rng_files::rank_files;
+use crate::rng_files::reconcile::stream_seed;
+use crate::rng_files::streams::StreamKind;
+use crate::source::TensorSource;
 use crate::{RepairOptions, RepairReport, repair, verify};
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// A copy of a golden folder as `ckpt` in a directory of its own.
-fn copied(name: &str) -> (TempDir, PathBuf) {
-    let dir = fast_dir();
+/// A copy of a golden checkpoint as `ckpt` in a new directory.
+fn copy_golden(name: &str) -> (TempDir, PathBuf) {
+    let dir = memory_dir();
     let path = dir.path().join("ckpt");
     copy_tree(&golden(name), &path);
     let _ = fs::remove_file(path.join("reference.json"));
     (dir, path)
 }
 
-/// Repairs into `ckpt.repaired`; the original stays byte for byte.
-fn repaired(path: &Path) -> RepairReport {
-    let before = files(path);
+/// Repairs into `ckpt.repaired`, and asserts that the original is unchanged and no temporary files
+/// remain.
+fn run_repair(path: &Path) -> RepairReport {
+    let before = tree_contents(path);
     let report = repair(path, &RepairOptions::default()).expect("no error of the disk");
-    assert!(files(path) == before, "the original was touched");
+    assert!(tree_contents(path) == before, "the original was modified");
     let left: Vec<String> =
-        names(path.parent().expect("a parent")).into_iter().filter(|n| n.starts_with('.')).collect();
+        entry_names(path.parent().expect("a parent")).into_iter().filter(|n| n.starts_with('.')).collect();
     assert!(left.is_empty(), "{left:?}");
     report
 }
 
-/// The result, sound and right.
-fn sound(report: &RepairReport, reference: &str) -> PathBuf {
+/// Asserts that the result is sound and equals the reference. Returns its path.
+fn assert_repaired(report: &RepairReport, reference: &str) -> PathBuf {
     assert!(report.sound, "{report:#?}");
     let path = report.path.clone().expect("made");
     assert!(verify(&path).expect("there").is_sound());
@@ -39,139 +41,142 @@ fn sound(report: &RepairReport, reference: &str) -> PathBuf {
     path
 }
 
-fn refused(report: &RepairReport, why: &[&str]) {
-    assert!(!report.sound, "{report:#?}");
-    for part in why {
-        assert!(report.lost.iter().any(|l| l.contains(part)), "{part:?} is not in {report:#?}");
-    }
+/// Compares the lines of a report with a snapshot.
+fn assert_report(snapshot: &str, report: &RepairReport, path: &Path) {
+    let rebuilt = report.rebuilt.iter().map(|line| format!("rebuilt: {line}"));
+    let lost = report.lost.iter().map(|line| format!("lost: {line}"));
+    let lines: Vec<String> = rebuilt.chain(lost).collect();
+    let dir = path.parent().expect("a parent");
+    insta::assert_snapshot!(snapshot, without_dir(&lines.join("\n"), dir));
 }
 
-fn tag(path: &Path) -> PathBuf {
+/// Asserts that the repair failed, and compares its report with a snapshot.
+fn assert_lost(snapshot: &str, report: &RepairReport, path: &Path) {
+    assert!(!report.sound, "{report:#?}");
+    assert_report(snapshot, report, path);
+}
+
+fn tag_dir(path: &Path) -> PathBuf {
     path.join("global_step3")
 }
 
-fn has(lines: &[String], part: &str) -> bool {
-    lines.iter().any(|l| l.contains(part))
-}
-
 #[test]
-fn what_is_whole_stays_as_it_is() {
+fn a_sound_checkpoint_is_not_changed() {
     for name in ["z2_padded", "z3_frozen", "universal_z2", "universal_z3", "z0"] {
-        let (_dir, path) = copied(name);
-        let report = repaired(&path);
+        let (_dir, path) = copy_golden(name);
+        let report = run_repair(&path);
         assert!(report.sound && report.rebuilt.is_empty() && report.lost.is_empty(), "{name}: {report:#?}");
         assert_eq!(report.path, Some(path));
     }
 }
 
 #[test]
-fn latest_names_the_newest_whole_tag() {
-    let newer = |path: &Path| copy_tree(&tag(path), &path.join("global_step5"));
-    // gone, naming nothing, naming the older of two
+fn latest_is_pointed_to_the_newest_sound_tag() {
+    let newer = |path: &Path| copy_tree(&tag_dir(path), &path.join("global_step5"));
     type Spoil = fn(&Path);
-    let gone: Spoil = |p| fs::remove_file(p.join("latest")).expect("removed");
-    let nothing: Spoil = |p| fs::write(p.join("latest"), "global_step9").expect("written");
+    let removed: Spoil = |p| fs::remove_file(p.join("latest")).expect("removed");
+    let dangling: Spoil = |p| fs::write(p.join("latest"), "global_step9").expect("written");
     let stale: Spoil = |_| ();
-    for (spoil, said) in
-        [(gone, "was missing"), (nothing, "named global_step9"), (stale, "named global_step3")]
+    for (spoil, snapshot) in
+        [(removed, "latest_removed"), (dangling, "latest_dangling"), (stale, "latest_stale")]
     {
-        let (_dir, path) = copied("z2_padded");
+        let (_dir, path) = copy_golden("z2_padded");
         newer(&path);
         spoil(&path);
-        let report = repaired(&path);
-        let made = sound(&report, "z2_padded");
-        assert!(has(&report.rebuilt, said), "{report:#?}");
+        let report = run_repair(&path);
+        let made = assert_repaired(&report, "z2_padded");
+        assert_report(snapshot, &report, &path);
         assert_eq!(fs::read(made.join("latest")).expect("there"), b"global_step5");
         assert_eq!(report.newest.as_deref(), Some("global_step5"));
     }
 }
 
 #[test]
-fn a_newest_tag_that_is_not_whole_gives_way_to_the_one_before() {
-    let (_dir, path) = copied("z2_padded");
-    copy_tree(&tag(&path), &path.join("global_step5"));
+fn latest_falls_back_to_the_previous_tag_when_the_newest_is_incomplete() {
+    let (_dir, path) = copy_golden("z2_padded");
+    copy_tree(&tag_dir(&path), &path.join("global_step5"));
     fs::write(path.join("latest"), "global_step5").expect("written");
     fs::remove_file(path.join("global_step5/zero_pp_rank_2_mp_rank_00_optim_states.pt")).expect("removed");
-    let report = repaired(&path);
-    let made = sound(&report, "z2_padded");
+    let report = run_repair(&path);
+    let made = assert_repaired(&report, "z2_padded");
     assert_eq!(fs::read(made.join("latest")).expect("there"), b"global_step3");
-    assert!(has(&report.lost, "the optimizer file of rank 2"), "{report:#?}");
-    // what is left of the newer one is still there for whoever can use it
+    assert_report("newest_tag_incomplete", &report, &path);
+    // the remaining files of the newest tag are kept
     assert!(made.join("global_step5/mp_rank_00_model_states.pt").exists());
 }
 
 #[test]
-fn mixed_steps_are_not_taken_for_one() {
-    let (_dir, path) = copied("z2_padded");
+fn a_tag_with_exchanged_rank_files_is_not_sound() {
+    let (_dir, path) = copy_golden("z2_padded");
     let older = path.join("global_step2");
-    copy_tree(&tag(&path), &older);
-    // the same file in another step's folder: only its content says that it doesn't belong there
+    copy_tree(&tag_dir(&path), &older);
+    // a file under another rank's name: only its content shows the exchange
     let name = "zero_pp_rank_1_mp_rank_00_optim_states.pt";
     fs::copy(
         path.join("global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
         path.join("global_step3").join(name),
     )
     .expect("exchanged");
-    let report = repaired(&path);
-    let made = sound(&report, "z2_padded");
+    let report = run_repair(&path);
+    let made = assert_repaired(&report, "z2_padded");
     assert_eq!(fs::read(made.join("latest")).expect("there"), b"global_step2");
-    assert!(has(&report.lost, "files of two ranks were exchanged"), "{report:#?}");
+    assert_report("exchanged_rank_files", &report, &path);
 }
 
 #[test]
-fn one_flipped_bit_is_found_and_flipped_back() {
-    let (_dir, path) = copied("z2_padded");
-    let file = tag(&path).join("zero_pp_rank_1_mp_rank_00_optim_states.pt");
+fn a_single_flipped_bit_is_flipped_back() {
+    let (_dir, path) = copy_golden("z2_padded");
+    let file = tag_dir(&path).join("zero_pp_rank_1_mp_rank_00_optim_states.pt");
     let good = fs::read(&file).expect("read");
-    for at in [good.len() / 3, good.len() / 2] {
+    for (part, at) in [(3, good.len() / 3), (2, good.len() / 2)] {
         let mut bad = good.clone();
         bad[at] ^= 0x40;
         fs::write(&file, &bad).expect("written");
-        let report = repaired(&path);
-        let made = sound(&report, "z2_padded");
-        assert!(has(&report.rebuilt, "bit 6 of byte"), "{report:#?}");
+        let report = run_repair(&path);
+        let made = assert_repaired(&report, "z2_padded");
+        assert_report(&format!("flipped_bit_{part}"), &report, &path);
         assert!(
-            fs::read(tag(&made).join("zero_pp_rank_1_mp_rank_00_optim_states.pt")).expect("read") == good
+            fs::read(tag_dir(&made).join("zero_pp_rank_1_mp_rank_00_optim_states.pt")).expect("read") == good
         );
         fs::remove_dir_all(made).expect("removed");
-        // two bits: nothing says which
+        // the CRC doesn't identify two bits
         bad[at + 40] ^= 0x02;
         fs::write(&file, &bad).expect("written");
-        refused(&repaired(&path), &["don't fit their CRC-32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]);
+        assert_lost(&format!("two_flipped_bits_{part}"), &run_repair(&path), &path);
     }
 }
 
 #[test]
-fn what_is_nowhere_else_is_refused_by_name() {
+fn files_without_redundancy_are_reported_as_lost() {
     let rank = |r: u32| format!("zero_pp_rank_{r}_mp_rank_00_optim_states.pt");
     // a lost rank
-    let (_dir, path) = copied("z2_padded");
-    fs::remove_file(tag(&path).join(rank(2))).expect("removed");
-    let report = repaired(&path);
-    refused(&report, &["rank 2 of 4"]);
+    let (_dir, path) = copy_golden("z2_padded");
+    fs::remove_file(tag_dir(&path).join(rank(2))).expect("removed");
+    let report = run_repair(&path);
+    assert_lost("optimizer_file_removed", &report, &path);
     assert!(report.path.is_none() && report.rebuilt.is_empty(), "{report:#?}");
-    // a cut file, and one whose second half is zeros
+    // a truncated file, and one whose second half is zeros
     let half: fn(&mut Vec<u8>) = |b| {
         let middle = b.len() / 2;
         b[middle..].fill(0);
     };
     let cut: fn(&mut Vec<u8>) = |b| b.truncate(b.len() - 5000);
-    for spoil in [half, cut] {
-        let (_dir, path) = copied("z2_padded");
-        let file = tag(&path).join(rank(1));
+    for (snapshot, spoil) in [("optimizer_file_zeroed", half), ("optimizer_file_truncated", cut)] {
+        let (_dir, path) = copy_golden("z2_padded");
+        let file = tag_dir(&path).join(rank(1));
         let mut bytes = fs::read(&file).expect("read");
         spoil(&mut bytes);
         fs::write(&file, bytes).expect("written");
-        refused(&repaired(&path), &["zero_pp_rank_1_mp_rank_00_optim_states.pt"]);
+        assert_lost(snapshot, &run_repair(&path), &path);
     }
     // the only model file of stage 2
-    let (_dir, path) = copied("z2_padded");
-    fs::remove_file(tag(&path).join("mp_rank_00_model_states.pt")).expect("removed");
-    refused(&repaired(&path), &["model"]);
+    let (_dir, path) = copy_golden("z2_padded");
+    fs::remove_file(tag_dir(&path).join("mp_rank_00_model_states.pt")).expect("removed");
+    assert_lost("stage_2_model_file_removed", &run_repair(&path), &path);
 }
 
-/// Writes `values` over the first floats of the first large storage, with a CRC-32 that fits.
-fn poison(file: &Path, values: &[f32]) {
+/// Overwrites floats of the largest storage with `values`, and updates the CRC-32.
+fn overwrite_values(file: &Path, values: &[f32]) {
     use crate::formats::zip;
     let bytes = fs::read(file).expect("read");
     let opened = fs::OpenOptions::new().read(true).write(true).open(file).expect("opened");
@@ -193,101 +198,113 @@ fn poison(file: &Path, values: &[f32]) {
 }
 
 #[test]
-fn values_that_are_no_numbers_can_not_be_repaired() {
-    let (_dir, path) = copied("z2_frozen");
-    poison(&tag(&path).join("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), &[f32::NAN, f32::INFINITY]);
-    assert!(verify(&path).expect("there").is_sound(), "the file itself is sound");
-    refused(&repaired(&path), &["1 NaN and 1 infinite of"]);
-    // an older step with numbers is better
+fn nan_and_infinite_values_are_not_repairable() {
+    let (_dir, path) = copy_golden("z2_frozen");
+    overwrite_values(
+        &tag_dir(&path).join("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        &[f32::NAN, f32::INFINITY],
+    );
+    assert!(verify(&path).expect("there").is_sound(), "the file itself is intact");
+    assert_lost("non_finite_values", &run_repair(&path), &path);
+    // an older step with finite values is preferred
     copy_tree(&golden("z2_frozen/global_step3"), &path.join("global_step2"));
-    let report = repaired(&path);
-    let made = sound(&report, "z2_frozen");
+    let report = run_repair(&path);
+    let made = assert_repaired(&report, "z2_frozen");
     assert_eq!(fs::read(made.join("latest")).expect("there"), b"global_step2");
 }
 
 #[test]
-fn model_files_of_stage_3_are_made_from_those_of_the_others() {
-    let (_dir, path) = copied("z3_buffers");
+fn model_files_of_stage_3_are_rebuilt_from_another_rank() {
+    let (_dir, path) = copy_golden("z3_buffers");
     let name = |rank: u32| format!("zero_pp_rank_{rank}_mp_rank_00_model_states.pt");
     for lost in [0u32, 1] {
-        let file = tag(&path).join(name(lost));
+        let file = tag_dir(&path).join(name(lost));
         let good = fs::read(&file).expect("read");
         for cut in [false, true] {
             match cut {
                 false => fs::remove_file(&file).expect("removed"),
                 true => fs::write(&file, &good[..good.len() / 2]).expect("cut"),
             }
-            let report = repaired(&path);
-            let made = sound(&report, "z3_buffers");
-            assert!(has(&report.rebuilt, &format!("made from {}", name(1 - lost))), "{report:#?}");
-            assert!(has(&report.rebuilt, "buffers are that rank's"), "{report:#?}");
+            let report = run_repair(&path);
+            let made = assert_repaired(&report, "z3_buffers");
+            assert_report(&format!("model_file_of_rank_{lost}_cut_{cut}"), &report, &path);
             fs::remove_dir_all(made).expect("removed");
         }
         fs::write(&file, good).expect("restored");
     }
-    // frozen weights are cut over the ranks: a part of them is gone
-    let (_dir, path) = copied("z3_frozen");
-    fs::remove_file(tag(&path).join(name(1))).expect("removed");
-    refused(&repaired(&path), &["frozen weights"]);
+    // frozen weights are sharded, so this rank's part is lost
+    let (_dir, path) = copy_golden("z3_frozen");
+    fs::remove_file(tag_dir(&path).join(name(1))).expect("removed");
+    assert_lost("model_file_with_frozen_slices", &run_repair(&path), &path);
 }
 
 #[test]
-fn parts_of_universal_checkpoints_come_from_the_zero_checkpoint_beside() {
+fn lost_files_of_a_universal_checkpoint_are_rebuilt_from_its_zero_checkpoint() {
     let lost = ["model.norm.weight/exp_avg_sq.pt", "lm_head.weight/fp32.pt", "model.norm.weight/step.pt"];
     for name in lost {
-        let (dir, path) = copied("universal_z2");
+        let (dir, path) = copy_golden("universal_z2");
         let file = path.join("global_step3_universal/zero").join(name);
         fs::remove_file(&file).expect("removed");
-        // alone it can't be made whole
-        refused(&repaired(&path), &[name.split('/').next().expect("a name")]);
-        // of another state, though all names and shapes fit, nothing is taken
-        let beside = dir.path().join("zero");
-        copy_tree(&golden("z2_frozen"), &beside);
-        poison(&beside.join("global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), &[4.5, 3.25]);
-        refused(&repaired(&path), &["no ZeRO checkpoint of the same state"]);
-        fs::remove_dir_all(&beside).expect("removed");
-        copy_tree(&golden("z2_frozen"), &beside);
-        let report = repaired(&path);
-        sound(&report, "universal_z2");
-        assert!(has(&report.rebuilt, name), "{report:#?}");
+        let snapshot = |case: &str| format!("universal_{case}_{}", name.replace(['/', '.'], "_"));
+        // without a ZeRO checkpoint
+        assert_lost(&snapshot("alone"), &run_repair(&path), &path);
+        // a ZeRO checkpoint of another state is not used, though all names and shapes match
+        let zero = dir.path().join("zero");
+        copy_tree(&golden("z2_frozen"), &zero);
+        overwrite_values(
+            &zero.join("global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+            &[4.5, 3.25],
+        );
+        assert_lost(&snapshot("other_state"), &run_repair(&path), &path);
+        fs::remove_dir_all(&zero).expect("removed");
+        copy_tree(&golden("z2_frozen"), &zero);
+        let report = run_repair(&path);
+        assert_repaired(&report, "universal_z2");
+        assert_report(&snapshot("rebuilt"), &report, &path);
     }
 }
 
 #[test]
-fn latest_universal_names_the_universal_checkpoint() {
-    let (_dir, path) = copied("universal_z2");
+fn latest_universal_is_recreated() {
+    let (_dir, path) = copy_golden("universal_z2");
     fs::remove_file(path.join("latest_universal")).expect("removed");
-    let report = repaired(&path);
-    let made = sound(&report, "universal_z2");
+    let report = run_repair(&path);
+    let made = assert_repaired(&report, "universal_z2");
     assert_eq!(fs::read(made.join("latest_universal")).expect("there"), b"global_step3_universal");
 }
 
 #[test]
-fn lost_random_states_follow_the_rule_and_the_others_stay() {
-    // as HF Trainer has it with DeepSpeed inside, which says how many ranks there were
-    let (_dir, path) = copied("z2_frozen");
-    let beside = ["config.json", "trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"];
-    for name in beside.into_iter().chain(["model.safetensors"]) {
+fn lost_rng_states_are_created_by_the_rule_and_others_are_kept() {
+    // HF Trainer with DeepSpeed inside, which contains the number of ranks
+    let (_dir, path) = copy_golden("z2_frozen");
+    let trainer_files =
+        ["config.json", "trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"];
+    for name in trainer_files.into_iter().chain(["model.safetensors"]) {
         fs::copy(golden("hf_ddp/checkpoint-3").join(name), path.join(name)).expect("copied");
     }
-    let good = folder::read(&path, None).expect("readable").expect("there");
+    let good = rank_files::read_ranks(&path, None).expect("readable").expect("there");
     for cut in [false, true] {
         match cut {
             false => fs::remove_file(path.join("rng_state_1.pth")).expect("removed"),
             true => fs::write(path.join("rng_state_1.pth"), b"PK").expect("cut"),
         }
-        let report = repaired(&path);
-        assert!(report.sound && has(&report.rebuilt, "rng_state_1.pth"), "{report:#?}");
+        let report = run_repair(&path);
+        assert!(report.sound, "{report:#?}");
+        assert_report(&format!("rng_state_of_rank_1_cut_{cut}"), &report, &path);
         let made = report.path.clone().expect("made");
-        let now = folder::read(&made, None).expect("readable").expect("there");
+        let now = rank_files::read_ranks(&made, None).expect("readable").expect("there");
         assert_eq!(now.ranks.len(), 2);
-        for kind in Kind::ALL {
-            assert_eq!(now.ranks[0].digest(kind), good.ranks[0].digest(kind), "rank 0 keeps its own {kind}");
+        for kind in StreamKind::ALL {
+            assert_eq!(
+                now.ranks[0].digest(kind),
+                good.ranks[0].digest(kind),
+                "rank 0 keeps its {kind} stream"
+            );
         }
-        // what all ranks decide alike goes on alike, torch's stream is new and rank 1's own
-        assert_eq!(now.ranks[1].digest(Kind::Python), now.ranks[0].digest(Kind::Python));
-        assert_eq!(now.ranks[1].digest(Kind::Numpy), now.ranks[0].digest(Kind::Numpy));
-        let expected = seed(good.ranks[0].cpu.seed(), 1, 3, Kind::TorchCpu, 1);
+        // replicated streams are copied; torch's stream of rank 1 is reseeded
+        assert_eq!(now.ranks[1].digest(StreamKind::Python), now.ranks[0].digest(StreamKind::Python));
+        assert_eq!(now.ranks[1].digest(StreamKind::Numpy), now.ranks[0].digest(StreamKind::Numpy));
+        let expected = stream_seed(good.ranks[0].cpu.seed(), 1, 3, StreamKind::TorchCpu, 1);
         let number = u64::from_le_bytes(expected.0[..8].try_into().expect("8 bytes"));
         assert_eq!(now.ranks[1].cpu.seed(), number);
         fs::remove_dir_all(made).expect("removed");
@@ -295,38 +312,41 @@ fn lost_random_states_follow_the_rule_and_the_others_stay() {
 }
 
 #[test]
-fn a_number_of_ranks_that_nothing_says_is_not_made_up() {
-    let dir = fast_dir();
+fn an_unknown_number_of_ranks_is_not_invented() {
+    let dir = memory_dir();
     let path = dir.path().join("checkpoint-3");
     copy_tree(&golden("hf_ddp/checkpoint-3"), &path);
     fs::remove_file(path.join("rng_state_1.pth")).expect("removed");
-    let report = repaired(&path);
-    assert!(report.rebuilt.is_empty() && has(&report.lost, "nothing says how many"), "{report:#?}");
-    // the lower rank is known to have been there
-    let dir = fast_dir();
+    let report = run_repair(&path);
+    assert!(report.rebuilt.is_empty(), "{report:#?}");
+    assert_report("rng_world_unknown", &report, &path);
+    // a file of rank 1 shows that there was a rank 0
+    let dir = memory_dir();
     let path = dir.path().join("checkpoint-3");
     copy_tree(&golden("hf_ddp/checkpoint-3"), &path);
     fs::remove_file(path.join("rng_state_0.pth")).expect("removed");
-    let report = repaired(&path);
-    assert!(report.sound && has(&report.rebuilt, "rng_state_0.pth"), "{report:#?}");
+    let report = run_repair(&path);
+    assert!(report.sound, "{report:#?}");
+    assert_report("rng_state_of_rank_0", &report, &path);
 }
 
 #[test]
-fn a_broken_newest_checkpoint_of_trainer_is_left_out() {
-    let dir = fast_dir();
+fn an_incomplete_newest_trainer_checkpoint_is_removed_from_the_result() {
+    let dir = memory_dir();
     let path = dir.path().join("out");
     copy_tree(&golden("hf_ddp/checkpoint-3"), &path.join("checkpoint-3"));
     copy_tree(&golden("hf_ddp/checkpoint-3"), &path.join("checkpoint-6"));
     fs::remove_file(path.join("checkpoint-6/optimizer.pt")).expect("removed");
     fs::write(path.join("checkpoint-6/model.safetensors"), b"short").expect("written");
-    let report = repaired(&path);
-    assert!(report.sound && has(&report.lost, "checkpoint-6"), "{report:#?}");
-    assert_eq!(names(&report.path.expect("made")), ["checkpoint-3"]);
+    let report = run_repair(&path);
+    assert!(report.sound, "{report:#?}");
+    assert_report("trainer_checkpoint_removed", &report, &path);
+    assert_eq!(entry_names(&report.path.expect("made")), ["checkpoint-3"]);
 }
 
 #[test]
-fn an_index_of_shards_is_made_from_their_headers() {
-    let dir = fast_dir();
+fn a_lost_index_is_rebuilt_from_the_shard_headers() {
+    let dir = memory_dir();
     let path = dir.path().join("model");
     let source = open(&golden("z2_frozen")).expect("whole");
     let options = crate::GatherOptions { max_shard_size: 20_000, ..crate::GatherOptions::default() };
@@ -341,7 +361,7 @@ fn an_index_of_shards_is_made_from_their_headers() {
             "" => fs::remove_file(&index).expect("removed"),
             text => fs::write(&index, text).expect("written"),
         }
-        let report = repaired(&path);
+        let report = run_repair(&path);
         assert!(report.sound, "{report:#?}");
         let made = report.path.expect("made");
         let new = read(&made.join("model.safetensors.index.json"));
@@ -351,26 +371,28 @@ fn an_index_of_shards_is_made_from_their_headers() {
         );
         fs::remove_dir_all(made).expect("removed");
     }
-    // a shard that isn't there can't be made
-    let shard = names(&path).into_iter().find(|n| n.ends_with(".safetensors")).expect("a shard");
+    // a lost shard can't be rebuilt
+    let shard = entry_names(&path).into_iter().find(|n| n.ends_with(".safetensors")).expect("a shard");
     fs::remove_file(path.join(shard)).expect("removed");
-    refused(&repaired(&path), &["shards are there"]);
+    assert_lost("shard_of_weights_removed", &run_repair(&path), &path);
 }
 
 #[test]
-fn weights_of_a_trainer_folder_are_gathered_from_its_deepspeed_state() {
-    let (_dir, path) = copied("z2_frozen");
+fn lost_trainer_weights_are_gathered_from_the_deepspeed_state() {
+    let (_dir, path) = copy_golden("z2_frozen");
     for name in ["config.json", "trainer_state.json"] {
         fs::copy(golden("hf_ddp/checkpoint-3").join(name), path.join(name)).expect("copied");
     }
-    let report = repaired(&path);
-    assert!(report.sound && has(&report.rebuilt, "model.safetensors: gathered"), "{report:#?}");
+    let report = run_repair(&path);
+    assert!(report.sound, "{report:#?}");
+    assert_report("trainer_weights_gathered", &report, &path);
     let made = report.path.expect("made");
-    let (own, state) = (open(&made.join("model.safetensors")).expect("whole"), open(&path).expect("whole"));
+    let (weights, state) =
+        (open(&made.join("model.safetensors")).expect("whole"), open(&path).expect("whole"));
     let mut compared = 0;
-    for info in own.tensors() {
-        let got = super::foreign::read(&own, &info.name, info.role).expect("there");
-        let want = super::foreign::read(&state, &info.name, Role::Weight).expect("there");
+    for info in weights.tensors() {
+        let got = super::external::read(&weights, &info.name, info.role).expect("there");
+        let want = super::external::read(&state, &info.name, TensorRole::Weight).expect("there");
         let rounded: Vec<f32> = want.iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
         assert_eq!(got, rounded, "{}", info.name);
         compared += 1;
@@ -379,80 +401,82 @@ fn weights_of_a_trainer_folder_are_gathered_from_its_deepspeed_state() {
 }
 
 #[test]
-fn results_never_take_the_place_of_something_else() {
-    let (dir, path) = copied("z2_padded");
+fn a_result_never_replaces_existing_files() {
+    let (dir, path) = copy_golden("z2_padded");
     fs::remove_file(path.join("latest")).expect("removed");
     fs::create_dir(dir.path().join("ckpt.repaired")).expect("made");
-    let refused = |options: &RepairOptions| repair(&path, options).expect_err("refused").to_string();
-    assert!(refused(&RepairOptions::default()).contains("is there already"));
+    let problem = |options: &RepairOptions| match repair(&path, options) {
+        Err(CkptError::OutputRejected { problem, .. }) => problem,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(problem(&RepairOptions::default()), OutputProblem::Exists);
     let inside = RepairOptions { out: Some(path.join("out")), in_place: false };
-    assert!(refused(&inside).contains("inside the folder"));
+    assert_eq!(problem(&inside), OutputProblem::InsideInput);
     assert!(repair(&dir.path().join("nowhere"), &RepairOptions::default()).is_err());
-    // half of a repair doesn't replace anything
+    // an incomplete repair doesn't replace the original
     fs::remove_dir(dir.path().join("ckpt.repaired")).expect("removed");
-    fs::remove_file(tag(&path).join("zero_pp_rank_2_mp_rank_00_optim_states.pt")).expect("removed");
+    fs::remove_file(tag_dir(&path).join("zero_pp_rank_2_mp_rank_00_optim_states.pt")).expect("removed");
     let report = repair(&path, &RepairOptions { out: None, in_place: true }).expect("looked at");
     assert!(!report.sound && report.path.is_none(), "{report:#?}");
-    assert_eq!(names(dir.path()), ["ckpt"]);
+    assert_eq!(entry_names(dir.path()), ["ckpt"]);
 }
 
-/// Beside the ZeRO checkpoint in `path`, the universal one that is made of it.
+/// Converts the ZeRO checkpoint in `path` to a universal one in that directory.
 fn add_universal(path: &Path) {
     let source = open(path).expect("whole");
     let made = path.with_file_name("universal");
-    let options = crate::ConvertOptions::to(crate::Target::Universal);
+    let options = crate::ConvertOptions::new(crate::ConvertTarget::Universal);
     crate::convert(&*source, &made, &options, |_, _| ()).expect("converted");
     copy_tree(&made, path);
     fs::remove_dir_all(made).expect("removed");
 }
 
 #[test]
-fn lost_model_files_come_from_a_universal_checkpoint_of_the_same_state() {
-    let third = "zero_pp_rank_1_mp_rank_00_model_states.pt";
+fn lost_model_files_are_rebuilt_from_a_universal_checkpoint_of_an_equal_state() {
+    let stage3_file = "zero_pp_rank_1_mp_rank_00_model_states.pt";
     for (name, model) in [
         ("z2_padded", "mp_rank_00_model_states.pt"),
         ("z1_tied", "mp_rank_00_model_states.pt"),
-        ("z3_frozen", third),
+        ("z3_frozen", stage3_file),
     ] {
         for damaged in [false, true] {
-            let (_dir, path) = copied(name);
+            let (_dir, path) = copy_golden(name);
             let tag = path.join(fs::read_to_string(path.join("latest")).expect("there").trim());
             let file = tag.join(model);
-            // as it is, it can't be had from anywhere
+            // without a universal checkpoint
             let good = fs::read(&file).expect("there");
             fs::remove_file(&file).expect("removed");
-            refused(&repaired(&path), &["model file"]);
+            assert_lost(&format!("model_file_removed_{name}"), &run_repair(&path), &path);
             fs::write(&file, &good).expect("written");
             add_universal(&path);
             match damaged {
                 true => fs::write(&file, &good[..good.len() / 2]).expect("written"),
                 false => fs::remove_file(&file).expect("removed"),
             }
-            let report = repaired(&path);
-            let made = sound(&report, name);
-            assert!(has(&report.rebuilt, "agree bit for bit"), "{report:#?}");
+            let report = run_repair(&path);
+            let made = assert_repaired(&report, name);
+            assert_report(&format!("model_file_rebuilt_{name}_{damaged}"), &report, &path);
             assert!(made.join(tag.file_name().expect("a name")).join(model).exists(), "{name}");
         }
     }
 }
 
-/// A universal checkpoint of another state is none to rebuild from, though its shapes are the same.
+/// A universal checkpoint of another state is not used, though its shapes match.
 #[test]
-fn model_files_are_not_taken_from_another_state() {
-    let (_dir, path) = copied("z2_padded");
+fn model_files_are_not_copied_from_another_state() {
+    let (_dir, path) = copy_golden("z2_padded");
     add_universal(&path);
     let fp32 = path.join("global_step3_universal/zero/model.norm.weight/fp32.pt");
     let other = path.join("global_step3_universal/zero/model.norm.weight/exp_avg.pt");
     fs::copy(other, fp32).expect("another value");
-    fs::remove_file(tag(&path).join("mp_rank_00_model_states.pt")).expect("removed");
-    let report = repaired(&path);
-    refused(&report, &["model file"]);
-    assert!(!has(&report.rebuilt, "model_states"), "{report:#?}");
+    fs::remove_file(tag_dir(&path).join("mp_rank_00_model_states.pt")).expect("removed");
+    let report = run_repair(&path);
+    assert_lost("model_file_of_another_state", &report, &path);
 }
 
 #[test]
-fn gathered_weights_beside_our_checkpoints_are_gathered_again() {
-    let dir = fast_dir();
+fn damaged_weights_of_a_run_are_gathered_again() {
+    let dir = memory_dir();
     let root = dir.path().join("checkpoints");
     let saved = save(&root, &facts(2, 2, &[("a", &[4]), ("b", &[3, 5])])).expect("saved").path;
     let weights = root.join("weights");
@@ -461,19 +485,22 @@ fn gathered_weights_beside_our_checkpoints_are_gathered_again() {
         .expect("gathered");
     let file = weights.join("model.safetensors");
     let good = fs::read(&file).expect("there");
-    assert!(repaired(&root).rebuilt.is_empty());
+    assert!(run_repair(&root).rebuilt.is_empty());
     for cut in [Some(good.len() / 2), Some(0), None] {
         match cut {
             Some(len) => fs::write(&file, &good[..len]).expect("written"),
             None => fs::remove_file(&file).expect("removed"),
         }
-        let report = repaired(&root);
-        assert!(report.sound && has(&report.rebuilt, "gathered from step-00000002 as BF16"), "{report:#?}");
+        let report = run_repair(&root);
+        assert!(report.sound, "{report:#?}");
+        let case =
+            cut.map_or("removed".to_owned(), |len| format!("cut_to_{}", if len > 0 { "half" } else { "0" }));
+        assert_report(&format!("run_weights_{case}"), &report, &root);
         let made = report.path.expect("made");
         assert!(fs::read(made.join("weights/model.safetensors")).expect("there") == good);
         fs::remove_dir_all(made).expect("removed");
     }
-    // never gathered: nothing is missing
+    // without a weights directory nothing is missing
     fs::remove_dir_all(&weights).expect("removed");
-    assert!(repaired(&root).rebuilt.is_empty());
+    assert!(run_repair(&root).rebuilt.is_empty());
 }

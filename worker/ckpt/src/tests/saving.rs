@@ -1,4 +1,4 @@
-//! Saves that must not become checkpoints, and what a save leaves behind.
+//! Rejected saves leave no checkpoint and no temporary files.
 use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::commit::commit;
@@ -8,72 +8,68 @@ use std::fs;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("a", &[4]), ("b", &[2, 3])];
 
-/// Touches what is about to be committed.
-type Change = Box<dyn FnOnce(&mut Facts, &mut Vec<ShardReport>, &Path)>;
+/// Changes what is about to be committed.
+type Change = Box<dyn FnOnce(&mut RunFacts, &mut Vec<ShardReport>, &Path)>;
 
-/// Saves after `change` has touched the facts and the reports; the refusal's text.
-fn refused(change: impl FnOnce(&mut Facts, &mut Vec<ShardReport>, &Path)) -> String {
-    let dir = fast_dir();
+/// Commits a save after `change`, and describes the error.
+fn commit_error(change: impl FnOnce(&mut RunFacts, &mut Vec<ShardReport>, &Path)) -> String {
+    let dir = memory_dir();
     let old = facts(1, 2, WEIGHTS);
     save(dir.path(), &old).expect("saved");
     let mut facts = facts(2, 2, WEIGHTS);
     let staging = Staging::begin(dir.path(), 2, 0).expect("begun");
     let mut reports = write_shards(staging.path(), &facts).expect("written");
     change(&mut facts, &mut reports, staging.path());
-    let error = commit(staging, facts, reports).expect_err("refused");
-    assert!(matches!(error, CkptError::Invalid { .. }), "{error:?}");
-    assert_eq!(names(dir.path()), ["latest", "step-00000001"], "nothing is left of it");
+    let error = commit(staging, facts, reports).expect_err("rejected");
+    assert!(matches!(error, CkptError::InvalidSave(_)), "{error:?}");
+    assert_eq!(entry_names(dir.path()), ["latest", "step-00000001"], "no temporary files remain");
     assert_holds(
         &Checkpoint::open(&latest(dir.path()).expect("sound").expect("there")).expect("complete"),
         &old,
     );
-    error.to_string()
+    describe(&error, dir.path())
 }
 
 #[test]
-fn incomplete_or_doubled_tensors_are_refused() {
+fn inconsistent_saves_are_rejected() {
     let cases: Vec<(&str, Change)> = vec![
-        ("weight/a: elements 0..2 are held by no shard", Box::new(|_, r, _| drop(r[0].pieces.remove(0)))),
-        ("weight/a: elements 1..2 are held twice", Box::new(|_, r, _| r[1].pieces[0].start = 1)),
-        ("weight/a: elements 4..5 are beyond its end", Box::new(|_, r, _| r[1].pieces[0].start = 3)),
-        ("exp_avg/b: elements 3..6 are held by no shard", Box::new(|_, r, _| drop(r[1].pieces.remove(3)))),
-        ("weight/c is held by no shard", Box::new(|f, _, _| f.model.weights.push(shape("c", &[1])))),
-        ("is no tensor of the model", Box::new(|f, _, _| drop(f.model.weights.pop()))),
+        ("first piece of a removed", Box::new(|_, r, _| drop(r[0].pieces.remove(0)))),
+        ("second piece of a begins one element early", Box::new(|_, r, _| r[1].pieces[0].start = 1)),
+        ("second piece of a begins one element late", Box::new(|_, r, _| r[1].pieces[0].start = 3)),
+        ("second piece of exp_avg/b removed", Box::new(|_, r, _| drop(r[1].pieces.remove(3)))),
+        ("unsaved weight added to the model", Box::new(|f, _, _| f.model.weights.push(shape("c", &[1])))),
+        ("weight removed from the model", Box::new(|f, _, _| drop(f.model.weights.pop()))),
+        ("weight of the model is smaller", Box::new(|f, _, _| f.model.weights[1].shape = vec![5])),
         (
-            "weight/b: elements 5..6 are beyond its end",
-            Box::new(|f, _, _| f.model.weights[1].shape = vec![5]),
-        ),
-        (
-            "exp_avg_sq/a is held by no shard",
+            "exp_avg_sq of a removed",
             Box::new(|_, r, _| {
                 for report in r {
-                    report.pieces.retain(|p| (p.role, p.name.as_str()) != (Role::ExpAvgSq, "a"));
+                    report.pieces.retain(|p| (p.role, p.name.as_str()) != (TensorRole::ExpAvgSq, "a"));
                 }
             }),
         ),
         (
-            "buffer/inv_freq is held by no shard",
+            "unsaved buffer added to the model",
             Box::new(|f, _, _| f.model.buffers.push(shape("inv_freq", &[2]))),
         ),
-        ("reports of ranks [0] for a world of 2", Box::new(|_, r, _| drop(r.pop()))),
-        ("reports of ranks [0, 0]", Box::new(|_, r, _| r[1].rank = 0)),
-        ("is not a shard of a world of 2", Box::new(|_, r, _| r[1].world = 3)),
-        ("is not a shard of a world of 2", Box::new(|_, r, _| r[1].file = "../shard".into())),
-        ("bytes 0..8 are not in shard 0", Box::new(|_, r, _| r[0].pieces[0].offset = 0)),
-        ("belong to two tensors", Box::new(|_, r, _| r[0].pieces[1].offset = r[0].pieces[0].offset)),
-        ("begun at step 2, committed at step 3", Box::new(|f, _, _| f.step = 3)),
-        ("found no such file", Box::new(|_, r, dir| fs::remove_file(dir.join(&r[0].file)).expect("removed"))),
-        ("should have", Box::new(|_, r, dir| fs::write(dir.join(&r[0].file), "short").expect("written"))),
-        ("no file name for a tokenizer", Box::new(|f, _, _| f.tokenizer[0].name = "../config.json".into())),
+        ("report of rank 1 removed", Box::new(|_, r, _| drop(r.pop()))),
+        ("two reports of rank 0", Box::new(|_, r, _| r[1].rank = 0)),
+        ("report with another world size", Box::new(|_, r, _| r[1].world = 3)),
+        ("report of a file outside", Box::new(|_, r, _| r[1].file = "../shard".into())),
+        ("piece in the header of the file", Box::new(|_, r, _| r[0].pieces[0].offset = 0)),
+        ("two pieces at one offset", Box::new(|_, r, _| r[0].pieces[1].offset = r[0].pieces[0].offset)),
+        ("facts of another step", Box::new(|f, _, _| f.step = 3)),
+        ("shard removed", Box::new(|_, r, dir| fs::remove_file(dir.join(&r[0].file)).expect("removed"))),
+        ("shard truncated", Box::new(|_, r, dir| fs::write(dir.join(&r[0].file), "short").expect("written"))),
+        ("tokenizer file outside", Box::new(|f, _, _| f.tokenizer[0].name = "../config.json".into())),
         (
-            "is tied to",
+            "tie between two stored weights",
             Box::new(|f, _, _| f.model.ties.push(crate::Tie { alias: "a".into(), target: "b".into() })),
         ),
     ];
-    for (reason, change) in cases {
-        let why = refused(change);
-        assert!(why.contains(reason), "{why:?} lacks {reason:?}");
-    }
+    let lines: Vec<String> =
+        cases.into_iter().map(|(what, change)| format!("{what}: {}", commit_error(change))).collect();
+    insta::assert_snapshot!("saving_inconsistent_saves", lines.join("\n"));
 }
 
 fn shape(name: &str, shape: &[u64]) -> WeightShape {
@@ -81,85 +77,87 @@ fn shape(name: &str, shape: &[u64]) -> WeightShape {
 }
 
 #[test]
-fn frozen_weights_need_no_optimizer_state_and_others_do() {
-    let dir = fast_dir();
+fn only_trained_weights_need_optimizer_state() {
+    let dir = memory_dir();
     let mut facts = facts(1, 1, WEIGHTS);
     facts.model.frozen = vec!["b".into()];
     facts.model.buffers = vec![shape("scale", &[])];
-    let save = |roles: &[(&str, Role)]| {
+    let save = |roles: &[(&str, TensorRole)]| {
         let staging = Staging::begin(dir.path(), 1, 0)?;
-        let held: Vec<_> = roles
+        let tensors: Vec<_> = roles
             .iter()
             .map(|&(n, r)| {
                 (n, r, vec![1.5f32; [4, 6, 1][usize::from(n == "b") + 2 * usize::from(n == "scale")]])
             })
             .collect();
-        let pieces: Vec<Piece<'_>> = held
+        let pieces: Vec<Piece<'_>> = tensors
             .iter()
             .map(|(name, role, data)| Piece { name, role: *role, start_element: 0, data: data[..].into() })
             .collect();
         let report = write_shard(staging.path(), 0, 1, &pieces)?;
         commit(staging, facts.clone(), vec![report])
     };
-    let weights = [("a", Role::Weight), ("b", Role::Weight), ("scale", Role::Buffer)];
-    let with = |more: &[(&'static str, Role)]| [&weights[..], more].concat();
-    save(&weights).expect("no optimizer state at all is fine");
-    let path = save(&with(&[("a", Role::Momentum)])).expect("complete").path;
+    let weights = [("a", TensorRole::Weight), ("b", TensorRole::Weight), ("scale", TensorRole::Buffer)];
+    let with = |more: &[(&'static str, TensorRole)]| [&weights[..], more].concat();
+    save(&weights).expect("complete without optimizer state");
+    let path = save(&with(&[("a", TensorRole::Momentum)])).expect("complete").path;
     let checkpoint = Checkpoint::open(&path).expect("complete");
-    assert!(checkpoint.holds("a", Role::Momentum) && !checkpoint.holds("b", Role::Momentum));
+    assert!(checkpoint.holds("a", TensorRole::Momentum) && !checkpoint.holds("b", TensorRole::Momentum));
     let mut scale = [0.0];
-    checkpoint.read_f32("scale", Role::Buffer, 0..1, &mut scale).expect("there");
+    checkpoint.read_f32("scale", TensorRole::Buffer, 0..1, &mut scale).expect("there");
     assert_eq!(scale, [1.5]);
-    let error = save(&with(&[("b", Role::Momentum)])).expect_err("a is trained").to_string();
-    assert!(error.contains("momentum/a is held by no shard"), "{error}");
+    let error = save(&with(&[("b", TensorRole::Momentum)])).expect_err("a is trained");
+    insta::assert_snapshot!("saving_momentum_missing", describe(&error, dir.path()));
 }
 
 #[test]
-fn a_piece_is_given_once() {
-    let dir = fast_dir();
+fn a_piece_that_is_given_twice_is_rejected() {
+    let dir = memory_dir();
     let staging = Staging::begin(dir.path(), 1, 0).expect("begun");
-    let piece = Piece { name: "a", role: Role::Weight, start_element: 0, data: (&[1.0][..]).into() };
-    let error = write_shard(staging.path(), 0, 1, &[piece, piece]).expect_err("twice").to_string();
-    assert!(error.contains("rank 0 gives weight/a@0 twice"), "{error}");
+    let piece = Piece { name: "a", role: TensorRole::Weight, start_element: 0, data: (&[1.0][..]).into() };
+    let error = write_shard(staging.path(), 0, 1, &[piece, piece]).expect_err("twice");
+    insta::assert_snapshot!("saving_piece_twice", describe(&error, dir.path()));
     assert!(write_shard(staging.path(), 1, 1, &[]).is_err());
 }
 
 #[test]
-fn an_abandoned_save_leaves_nothing() {
-    let dir = fast_dir();
+fn a_dropped_save_leaves_no_files() {
+    let dir = memory_dir();
     let root = dir.path().join("deep/er");
     let staging = Staging::begin(&root, 1, 0).expect("begun");
     write_shards(staging.path(), &facts(1, 2, WEIGHTS)).expect("written");
-    assert!(list(&root).expect("listable").is_empty(), "a save in progress is no checkpoint");
+    assert!(list(&root).expect("listable").is_empty(), "a save in progress is not listed");
     drop(staging);
-    assert!(names(&root).is_empty());
+    assert!(entry_names(&root).is_empty());
 }
 
 #[test]
-fn two_saves_at_once_are_refused() {
-    let dir = fast_dir();
+fn a_second_concurrent_save_is_rejected() {
+    let dir = memory_dir();
     let first = Staging::begin(dir.path(), 1, 0).expect("begun");
     let second = Staging::begin(dir.path(), 2, 0).map(drop).expect_err("busy");
-    assert!(matches!(second, CkptError::Busy { .. }), "{second}");
-    assert!(first.path().is_dir(), "the running one is untouched");
+    assert!(matches!(second, CkptError::DirectoryBusy { .. }), "{second}");
+    assert!(first.path().is_dir(), "the first save continues");
     drop(first);
     Staging::begin(dir.path(), 2, 0).expect("free again");
 }
 
 #[test]
-fn a_file_in_the_way_is_named() {
-    let dir = fast_dir();
+fn a_file_in_place_of_a_directory_is_an_error_with_help() {
+    let dir = memory_dir();
     let file = dir.path().join("file");
     fs::write(&file, "x").expect("written");
     for root in [file.clone(), file.join("below")] {
-        let error = Staging::begin(&root, 1, 0).map(drop).expect_err("refused").to_string();
-        assert!(error.contains("a file is in the way"), "{error}");
+        let error = Staging::begin(&root, 1, 0).map(drop).expect_err("rejected");
+        let CkptError::Io { source, .. } = &error else { panic!("{error:?}") };
+        assert_eq!(source.kind(), std::io::ErrorKind::NotADirectory);
+        assert_eq!(error.help().len(), 1);
     }
 }
 
 #[test]
-fn the_same_facts_come_back_bit_for_bit() {
-    let dir = fast_dir();
+fn facts_are_restored_bit_for_bit() {
+    let dir = memory_dir();
     let mut facts = facts(1, 1, WEIGHTS);
     facts.groups = json!([{"lr": 0.1 + 0.2, "eps": 1e-308, "steps": u64::MAX}]);
     facts.tokenizer[0].text = "\u{0}\u{1f600}\"\\ \u{2028}".into();

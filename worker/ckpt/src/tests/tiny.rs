@@ -1,18 +1,18 @@
-//! Checkpoints of a model of some 200 numbers that real programs wrote: every value against the live engine's, through every
-//! command.
-use super::foreign::{golden, open, read};
-use super::{copy_tree, fast_dir};
-use crate::catalog::Role;
-use crate::convert::{ConvertOptions, Target, convert};
+//! Tiny golden checkpoints of a model of some 200 numbers: every value equals that of the program
+//! that saved it, through every operation.
+use super::external::{golden, open, read};
+use super::{copy_tree, memory_dir};
+use crate::catalog::TensorRole;
+use crate::convert::{ConvertOptions, ConvertTarget, convert};
 use crate::gather::{GatherOptions, gather};
-use crate::source::Source;
+use crate::source::TensorSource;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
 
-/// Folder, what is in it, updates of the optimizer.
+/// Golden directory and kind.
 pub(super) const TINY: [(&str, &str); 13] = [
     ("z0_tied", "DeepSpeed"),
     ("z1", "DeepSpeed"),
@@ -29,9 +29,9 @@ pub(super) const TINY: [(&str, &str); 13] = [
     ("trainer", "HF Trainer"),
 ];
 
-/// A copy of one of them, without the reference beside it, and the folder that is opened.
+/// A copy of a tiny checkpoint without its reference, and the path to open.
 pub(super) fn copy(name: &str) -> (TempDir, PathBuf) {
-    let dir = fast_dir();
+    let dir = memory_dir();
     let root = dir.path().join(name);
     copy_tree(&golden("tiny").join(name), &root);
     fs::remove_file(root.join("reference.json")).expect("there");
@@ -39,33 +39,33 @@ pub(super) fn copy(name: &str) -> (TempDir, PathBuf) {
     (dir, inside)
 }
 
-/// `role/name` → shape and values, as the live engine had them.
+/// Shape and values by `role/name`, exported by the program that saved the checkpoint.
 fn reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
     let text = fs::read(golden("tiny").join(name).join("reference.json")).expect("there");
-    let all: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
-    let one = |v: Value| {
+    let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
+    let shape_and_values = |v: Value| {
         let shape = serde_json::from_value(v["shape"].clone()).expect("a shape");
         let values: Vec<f64> = serde_json::from_value(v["values"].clone()).expect("numbers");
         (shape, values.into_iter().map(|v| v as f32).collect())
     };
-    all.into_iter().map(|(k, v)| (k, one(v))).collect()
+    tensors.into_iter().map(|(k, v)| (k, shape_and_values(v))).collect()
 }
 
-/// Everything that a source holds is the reference's, and the reverse.
-pub(super) fn assert_is(source: &dyn Source, name: &str, what: &str) {
+/// Asserts that the source and the reference have equal tensors.
+pub(super) fn assert_is(source: &dyn TensorSource, name: &str, what: &str) {
     let expected = reference(name);
-    let mut seen = 0;
+    let mut count = 0;
     for t in source.tensors() {
         let mut out = vec![f32::NAN; t.elements() as usize];
-        let request = crate::Request { name: &t.name, role: t.role, start_element: 0, out: &mut out };
+        let request = crate::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
         source.read_many(&mut [request]).expect("sound");
         let key = format!("{}/{}", t.role, t.name);
         let (shape, values) =
-            expected.get(&key).unwrap_or_else(|| panic!("{name} {what}: {key} is no one's"));
+            expected.get(&key).unwrap_or_else(|| panic!("{name} {what}: {key} is not in the reference"));
         assert_eq!((&t.shape, &out), (shape, values), "{name} {what}: {key}");
-        seen += 1;
+        count += 1;
     }
-    assert_eq!(seen, expected.len(), "{name} {what}");
+    assert_eq!(count, expected.len(), "{name} {what}");
 }
 
 #[test]
@@ -75,8 +75,8 @@ fn every_value_is_that_of_the_program_that_wrote_it() {
         let found = open(&root).expect(name);
         let facts = found.facts();
         assert_eq!((facts.kind, facts.step, facts.world), (kind, Some(3), Some(2)), "{name}");
-        assert_is(&*found, name, "as it is");
-        let trained = found.tensors().iter().filter(|t| t.role == Role::ExpAvg).count();
+        assert_is(&*found, name, "original");
+        let trained = found.tensors().iter().filter(|t| t.role == TensorRole::ExpAvg).count();
         let grouped: usize = facts.groups.iter().map(|g| g.names.len()).sum();
         let groups = if name == "z3_tiny_group" { 3 } else { 2 };
         assert_eq!((facts.groups.len(), grouped, facts.steps.len()), (groups, trained, trained), "{name}");
@@ -87,13 +87,13 @@ fn every_value_is_that_of_the_program_that_wrote_it() {
     }
 }
 
-/// That the folders are of what they are there for.
+/// Some golden checkpoints exist for a special property.
 #[test]
-fn what_is_special_about_some() {
+fn special_properties_of_tiny_checkpoints() {
     let facts = |name: &str| {
         let (_dir, root) = copy(name);
         let found = open(&root).expect(name);
-        (found.facts().clone(), found.extras().expect("known"), found.tensors())
+        (found.facts().clone(), found.passthrough().expect("known"), found.tensors())
     };
     assert_eq!(facts("z2_old").0.writer, "DeepSpeed 0.14.5");
     assert_eq!(facts("z2").0.writer, "DeepSpeed 0.19.8");
@@ -106,7 +106,7 @@ fn what_is_special_about_some() {
 }
 
 #[test]
-fn each_is_gathered_and_converted_to_every_format() {
+fn every_tiny_checkpoint_is_gathered_and_converted_to_every_target() {
     for (name, _) in TINY {
         let (dir, root) = copy(name);
         let found = open(&root).expect(name);
@@ -116,17 +116,19 @@ fn each_is_gathered_and_converted_to_every_format() {
         for ((key, (_, values)), t) in
             reference(name).iter().filter(|(k, _)| k.starts_with("weight/")).zip(0..)
         {
-            let weight = read(&gathered, key.trim_start_matches("weight/"), Role::Weight).expect("sound");
+            let weight =
+                read(&gathered, key.trim_start_matches("weight/"), TensorRole::Weight).expect("sound");
             assert_eq!(&weight, values, "{name} {key} {t}");
         }
         for (to, stage, world) in [
-            (Target::Native, 2, 3),
-            (Target::Universal, 2, 1),
-            (Target::DeepSpeed, 1, 4),
-            (Target::DeepSpeed, 3, 3),
+            (ConvertTarget::Native, 2, 3),
+            (ConvertTarget::Universal, 2, 1),
+            (ConvertTarget::DeepSpeed, 1, 4),
+            (ConvertTarget::DeepSpeed, 3, 3),
         ] {
             let what = format!("{to:?}-{stage}");
-            let options = ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::to(to) };
+            let options =
+                ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::new(to) };
             convert(&*found, &out(&what), &options, |_, _| {})
                 .unwrap_or_else(|e| panic!("{name} {what}: {e}"));
             let made = crate::root::find(&out(&what)).expect("whole");

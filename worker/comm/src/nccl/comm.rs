@@ -31,7 +31,7 @@ impl NcclComm {
         hosts: Arc<dyn Comm>,
         limit: Duration,
     ) -> super::Result<NcclComm> {
-        cuda.enter().map_err(|e| NcclError::Meeting(e.to_string()))?;
+        cuda.make_current().map_err(|e| NcclError::Meeting(e.to_string()))?;
         let mut group = Group::meet(nccl, hosts.as_ref(), limit)?;
         group.set_limit(WAIT);
         let hosts = Staged::new(hosts, cuda.clone());
@@ -44,7 +44,7 @@ impl NcclComm {
 
     /// The calling thread's work is the card's from now on.
     fn enter(&self) -> Result<()> {
-        self.cuda.enter().map_err(|e| CommError::Io(e.to_string()))
+        self.cuda.make_current().map_err(|e| CommError::Io(e.to_string()))
     }
 
     /// Sends and receives of elements of one type, which happen together.

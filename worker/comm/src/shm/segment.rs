@@ -11,7 +11,7 @@
 //! All offsets come from this rank's own `world` and `staging`; nothing that a peer wrote is ever used as one. The file is
 //! sparse: pages cost memory only when they are touched.
 use super::Limits;
-use crate::{CommError, Result, common::Pages};
+use crate::{CommError, Result, shared_window::Pages};
 use nix::sys::stat::fstat;
 use std::{
     num::NonZeroUsize,

@@ -1,13 +1,13 @@
-//! How two ranks prove to each other that they belong to the same epoch of the same run: bytes in, bytes out.
+//! How two ranks prove to each other that they belong to the same attempt of the same run: bytes in, bytes out.
 //!
 //! ```text
 //! connector                                             acceptor
-//! HELLO: magic, version, epoch, run, from, to, kind, nonce  ->
+//! HELLO: magic, version, attempt, run, from, to, kind, nonce  ->
 //!                                          <-  CHALLENGE: magic, verdict, nonce
 //! PROOF: MAC(key, "connector", hello, challenge)        ->
 //!                                          <-  WELCOME: MAC(key, "acceptor", hello, challenge)
 //! ```
-//! The MAC is keyed BLAKE3 over both messages, so it answers for both nonces, the ranks, the epoch and the run. A stranger
+//! The MAC is keyed BLAKE3 over both messages, so it answers for both nonces, the ranks, the attempt and the run. A stranger
 //! learns a random number, at the cost of one small fixed buffer here.
 
 /// First bytes of both sides.
@@ -41,7 +41,7 @@ pub(super) struct Identity {
     pub(super) key: [u8; SECRET],
     /// BLAKE3 of the run's name.
     pub(super) run: [u8; SECRET],
-    pub(super) epoch: u32,
+    pub(super) attempt: u32,
     pub(super) rank: u32,
     pub(super) world: u32,
 }
@@ -51,14 +51,14 @@ pub(super) struct Identity {
 pub(super) enum Verdict {
     GoOn = 0,
     OtherVersion = 1,
-    OtherEpoch = 2,
+    OtherAttempt = 2,
     /// Another run, or ranks that don't connect like this.
     NotExpected = 3,
 }
 
 impl Verdict {
     fn from_word(word: u32) -> Option<Self> {
-        [Verdict::GoOn, Verdict::OtherVersion, Verdict::OtherEpoch, Verdict::NotExpected]
+        [Verdict::GoOn, Verdict::OtherVersion, Verdict::OtherAttempt, Verdict::NotExpected]
             .into_iter()
             .find(|v| *v as u32 == word)
     }
@@ -67,7 +67,7 @@ impl Verdict {
         match self {
             Verdict::GoOn => "it went on",
             Verdict::OtherVersion => "it speaks another version: two builds of `launch` are mixed",
-            Verdict::OtherEpoch => "it belongs to another epoch of the run",
+            Verdict::OtherAttempt => "it belongs to another attempt of the run",
             Verdict::NotExpected => "it does not expect this rank",
         }
     }
@@ -83,7 +83,8 @@ pub(super) struct Hello {
 pub(super) fn hello(id: &Identity, to: u32, lane: Lane, nonce: &[u8; SECRET]) -> [u8; HELLO] {
     let mut out = [0; HELLO];
     let words = [id.rank, to, lane as u32].map(u32::to_le_bytes).concat();
-    let parts: [&[u8]; 6] = [&MAGIC, &VERSION.to_le_bytes(), &id.epoch.to_le_bytes(), &id.run, &words, nonce];
+    let parts: [&[u8]; 6] =
+        [&MAGIC, &VERSION.to_le_bytes(), &id.attempt.to_le_bytes(), &id.run, &words, nonce];
     let mut at = 0;
     for part in parts {
         out[at..at + part.len()].copy_from_slice(part);
@@ -109,8 +110,8 @@ pub(super) fn judge(id: &Identity, hello: &[u8; HELLO]) -> Option<Result<Hello, 
     if rest[8..8 + SECRET] != id.run {
         return Some(Err(Verdict::NotExpected));
     }
-    if word(4) != id.epoch {
-        return Some(Err(Verdict::OtherEpoch));
+    if word(4) != id.attempt {
+        return Some(Err(Verdict::OtherAttempt));
     }
     let (from, to, lane) = (word(8 + SECRET), word(12 + SECRET), word(16 + SECRET));
     let lane = Lane::ALL.into_iter().find(|l| *l as u32 == lane);
@@ -174,8 +175,8 @@ pub(super) fn nonce() -> std::io::Result<[u8; SECRET]> {
 mod tests {
     use super::*;
 
-    fn id(rank: u32, epoch: u32) -> Identity {
-        Identity { key: [7; SECRET], run: [9; SECRET], epoch, rank, world: 4 }
+    fn id(rank: u32, attempt: u32) -> Identity {
+        Identity { key: [7; SECRET], run: [9; SECRET], attempt, rank, world: 4 }
     }
 
     #[test]
@@ -183,7 +184,7 @@ mod tests {
         let n = nonce().unwrap();
         let good = hello(&id(3, 1), 0, Lane::Watch, &n);
         assert_eq!(judge(&id(0, 1), &good), Some(Ok(Hello { from: 3, lane: Lane::Watch })));
-        assert_eq!(judge(&id(0, 2), &good), Some(Err(Verdict::OtherEpoch)));
+        assert_eq!(judge(&id(0, 2), &good), Some(Err(Verdict::OtherAttempt)));
         assert_eq!(judge(&id(1, 1), &good), Some(Err(Verdict::NotExpected)), "meant for another rank");
         let lower = hello(&id(0, 1), 3, Lane::Data, &n);
         assert_eq!(judge(&id(3, 1), &lower), Some(Err(Verdict::NotExpected)), "the lower rank accepts");

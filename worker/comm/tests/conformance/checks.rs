@@ -231,19 +231,21 @@ pub(crate) fn all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -> Resu
 
 /// Memory in common: what each rank writes the others read, also after it was let go and after it was written again.
 pub(crate) fn common(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), String> {
-    let Some(mut memory) = comm.common(Dtype::F32, counts).map_err(failed("common"))? else { return Ok(()) };
+    let Some(mut memory) = comm.shared_window(Dtype::F32, counts).map_err(failed("common"))? else {
+        return Ok(());
+    };
     let total: usize = counts.iter().sum();
-    same("common at first", memory.whole.view().host(), vec![0.0; total].into_iter())?;
+    same("common at first", memory.view.view().host(), vec![0.0; total].into_iter())?;
     for id in [id, id.wrapping_add(1)] {
         comm.barrier().map_err(failed("barrier"))?;
         let mine = tensor(id, comm.rank(), counts[comm.rank()]);
-        memory.own.host_mut().copy_from_slice(mine.host());
+        memory.owned.host_mut().copy_from_slice(mine.host());
         comm.barrier().map_err(failed("barrier"))?;
         let want: Vec<f32> =
             counts.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| value(id, r, i))).collect();
         for _ in 0..2 {
-            same("common", memory.whole.view().host(), want.iter().copied())?;
-            memory.whole.let_go();
+            same("common", memory.view.view().host(), want.iter().copied())?;
+            memory.view.let_go();
         }
     }
     Ok(())

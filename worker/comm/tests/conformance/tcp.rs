@@ -59,7 +59,7 @@ fn seats(hosts: &[usize]) -> Vec<Seat> {
     }
     let seat = |(rank, endpoint): (usize, Endpoint)| Seat {
         endpoint,
-        group: Group { rank, members: members.clone(), run: "test".into(), epoch: 3, key: [7; 32] },
+        group: Group { rank, members: members.clone(), run: "test".into(), attempt: 3, key: [7; 32] },
         memory: Some(memory[&hosts[rank]].try_clone().unwrap()),
     };
     endpoints.into_iter().enumerate().map(seat).collect()
@@ -277,22 +277,22 @@ fn refused(change: impl Fn(&mut Group)) -> [String; 2] {
 }
 
 #[test]
-fn another_key_epoch_or_run_is_refused() {
+fn another_key_attempt_or_run_is_rejected() {
     let [at, from] = refused(|g| g.key[31] ^= 1);
     assert!(from.contains("for rank 0 of 2") && from.contains("another key"), "{from}");
     assert!(at.contains("in join for rank 1 of 2"), "{at}");
-    let [_, from] = refused(|g| g.epoch = 2);
-    assert!(from.contains("rank 0 refused rank 1: it belongs to another epoch"), "{from}");
+    let [_, from] = refused(|g| g.attempt = 2);
+    assert!(from.contains("rank 0 refused rank 1: it belongs to another attempt"), "{from}");
     let [_, from] = refused(|g| g.run = "other".into());
     assert!(from.contains("rank 0 refused rank 1: it does not expect this rank"), "{from}");
 }
 
 #[test]
-fn a_late_rank_of_an_old_epoch_changes_nothing() {
+fn a_late_rank_of_an_old_attempt_changes_nothing() {
     let mut now = seats(&[0, 1, 2]);
     let mut old = seats(&[0, 1, 2]).pop().unwrap();
     old.group.members = now[0].group.members.clone();
-    old.group.epoch = 2;
+    old.group.attempt = 2;
     let late = now.pop().unwrap();
     thread::scope(|s| {
         let waiting: Vec<_> = now
@@ -300,7 +300,7 @@ fn a_late_rank_of_an_old_epoch_changes_nothing() {
             .map(|seat| s.spawn(move || checks::run(&seat.join(limits()).unwrap(), 3, 20, 300)))
             .collect();
         let error = old.join(limits()).err().unwrap().to_string();
-        assert!(error.contains("another epoch"), "{error}");
+        assert!(error.contains("another attempt"), "{error}");
         checks::run(&late.join(limits()).unwrap(), 3, 20, 300).unwrap();
         waiting.into_iter().for_each(|t| t.join().unwrap().unwrap());
     });

@@ -112,7 +112,7 @@ fn child() {
         .map(|(host, a)| Member { host, addresses: vec![a.parse().expect("an address")] })
         .collect();
     let stopper = Stopper::new(rank, members.len()).expect("events");
-    let group = Group { rank, members, run: "test".into(), epoch: 0, key: [5; 32] };
+    let group = Group { rank, members, run: "test".into(), attempt: 0, key: [5; 32] };
     let mut limits = limits();
     limits.silence = Duration::from_secs(1);
     let comm = endpoint.join(&group, Some(memory), limits, &stopper).expect("joined");

@@ -15,9 +15,9 @@ pub(crate) fn folder() -> &'static Path {
         let sources =
             places.map(|place| Path::new(env!("CARGO_MANIFEST_DIR")).join(place).join("libnccl.cpp"));
         let source = sources.into_iter().find(|source| source.exists()).expect("the source");
-        let card = source.with_file_name("../../../device/tests/card");
+        let emulated_gpu = source.with_file_name("../../../device/tests/emulated_gpu");
         let mut hasher = DefaultHasher::new();
-        for file in [&source, &card.join("streams.hpp")] {
+        for file in [&source, &emulated_gpu.join("streams.hpp")] {
             fs::read(file).expect("a source").hash(&mut hasher);
         }
         let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{:016x}", hasher.finish()));
@@ -38,7 +38,7 @@ pub(crate) fn folder() -> &'static Path {
                 "-pthread",
             ])
             .arg("-I")
-            .arg(card)
+            .arg(emulated_gpu)
             .arg("-Wl,-soname,libnccl.so.2")
             .arg("-o")
             .arg(new.join("libnccl.so.2"))

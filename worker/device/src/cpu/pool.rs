@@ -268,7 +268,7 @@ impl Scratch {
             smaller => {
                 let dropped = smaller.map_or(0, |b| b.len() * 4);
                 // Whole pages: sizes that differ little share a buffer, and panels that fill caches lie in huge ones.
-                let len = len.next_multiple_of(if len < HUGE { 1024 } else { huge::PAGE / 4 });
+                let len = len.next_multiple_of(if len < HUGE { 1024 } else { huge::HUGE_PAGE_BYTES / 4 });
                 self.bytes.fetch_add(len * 4, Ordering::Relaxed);
                 self.bytes.fetch_sub(dropped, Ordering::Relaxed);
                 Buf::zeroed(len)

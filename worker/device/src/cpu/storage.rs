@@ -38,7 +38,7 @@ impl Storage for Cpu {
         x.bytes().copy_within(from.start * size..from.end * size, to * size);
     }
 
-    fn wait(&self) {}
+    fn synchronize(&self) {}
 
     fn peak_memory(&self) -> u64 {
         0

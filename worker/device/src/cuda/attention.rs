@@ -1,102 +1,123 @@
-//! Attention: tiles of queries or keys, one block each. On tensor cores where everything is bf16 and heads have at most 128
-//! elements, else in f32.
-use super::card::{Launch, Param};
+//! Attention: each block owns a tile of queries or keys. If everything is bf16 and heads have at
+//! most 128 elements it runs on tensor cores, otherwise in f32.
 use super::compile::{ATTENTION, FLASH};
-use super::dnn::{Operands, Pass};
-use super::{Cuda, Tensor, expect_len, floats, must};
+use super::cudnn::{AttentionOperands, AttentionPass};
+use super::launch::{KernelArg, LaunchConfig};
+use super::{Cuda, TensorArg, expect_len, f32_address, unwrap_or_panic};
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::AttentionShape;
 use std::ffi::CStr;
 
-/// TILE of attention.cu, and threads of a block.
+/// `TILE` of attention.cu: queries or keys of a block.
 const TILE: usize = 32;
+/// Threads of a block of attention.cu.
 const THREADS: u32 = 128;
-/// MOST_DIM of attention.cu.
-const MOST_DIM: usize = 256;
+/// `MOST_DIM` of attention.cu: maximum head dimension.
+const MAX_HEAD_DIM: usize = 256;
 
-/// OWN of flash.cu: rows of a block.
-const OWN: usize = 128;
-/// Bytes that its blocks have beside rows, at most: statistics of two steps of 64 rows, and `Kept`.
-const BESIDE: usize = 2 * 3 * 64 * 4 + 128;
+/// `OWN` of flash.cu: queries or keys that a block owns.
+const FLASH_TILE: usize = 128;
+/// Maximum bytes of shared memory of a block of flash.cu in addition to rows: statistics of two
+/// steps of 64 rows, and `Kept`.
+const FLASH_EXTRA_SHARED: usize = 2 * 3 * 64 * 4 + 128;
 
-/// `Attention` of attention.cuh.
+/// Shape, scale and dropout of an attention; `Attention` of attention.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Shape {
+struct AttentionArg {
     t: i64,
     heads: i64,
     kv_heads: i64,
     dim: i64,
     scale: f32,
+    /// The softcap, or 0.
     cap: f32,
-    number: i64,
+    /// The number of the first sequence among all samples, which dropout is drawn by.
+    first_sample: i64,
     key: [u32; 2],
     threshold: u32,
     keep: f32,
 }
 
 // SAFETY: struct Attention of attention.cuh.
-unsafe impl Param for Shape {}
+unsafe impl KernelArg for AttentionArg {}
 
-impl Shape {
+impl AttentionArg {
     fn new(s: AttentionShape) -> Self {
         let [t, heads, kv_heads, dim] = [s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
-        let (number, key, threshold, keep) =
+        let (first_sample, key, threshold, keep) =
             s.dropout.map_or((0, [0; 2], 0, 0.0), |d| (d.first as i64, d.key, d.threshold(), d.keep()));
         let cap = s.softcap.unwrap_or(0.0);
-        Shape { t, heads, kv_heads, dim, scale: s.scale, cap, number, key, threshold, keep }
+        AttentionArg { t, heads, kv_heads, dim, scale: s.scale, cap, first_sample, key, threshold, keep }
     }
 }
 
-/// A launch with a block per tile, head and sequence; `rows` of a head and `squares` of TILE × TILE lie in shared memory.
-fn launch(cuda: &Cuda, s: AttentionShape, heads: usize, rows: usize, squares: usize) -> Launch {
-    let floats = rows * TILE * (s.head_dim + 1) + squares * TILE * (TILE + 1);
+/// A launch of attention.cu with one block per tile, head and sequence. Shared memory holds
+/// `row_tiles` tiles of rows and `score_tiles` tiles of scores.
+fn tiled_launch(
+    cuda: &Cuda,
+    s: AttentionShape,
+    heads: usize,
+    row_tiles: usize,
+    score_tiles: usize,
+) -> LaunchConfig {
+    let floats = row_tiles * TILE * (s.head_dim + 1) + score_tiles * TILE * (TILE + 1);
     let shared = floats * size_of::<f32>();
-    let room = cuda.facts().shared;
+    let available = cuda.properties().shared_memory_per_block;
     assert!(
-        s.head_dim <= MOST_DIM,
-        "attention: heads of {} elements; at most {MOST_DIM} on a GPU",
+        s.head_dim <= MAX_HEAD_DIM,
+        "attention: heads of {} elements exceed the GPU's maximum of {MAX_HEAD_DIM}",
         s.head_dim
     );
     assert!(
-        shared <= room,
-        "attention: heads of {} elements need {shared} bytes of shared memory, this GPU has {room}",
+        shared <= available,
+        "attention: heads of {} elements need {shared} bytes of shared memory, but this GPU has {available}",
         s.head_dim
     );
-    Launch { grid: [s.t.div_ceil(TILE) as u32, heads as u32, s.b as u32], block: [THREADS, 1, 1], shared }
+    LaunchConfig {
+        grid: [s.t.div_ceil(TILE) as u32, heads as u32, s.b as u32],
+        block: [THREADS, 1, 1],
+        shared,
+    }
 }
 
-/// `Order` of flash.cu.
+/// The order of a kernel's blocks; `Order` of flash.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Order {
+struct BlockOrder {
+    /// Tiles per head.
     tiles: i64,
+    /// Heads per sequence.
     heads: i64,
-    all: i64,
-    together: i64,
+    /// Heads of all sequences.
+    total_heads: i64,
+    /// Heads whose blocks are scheduled together.
+    heads_together: i64,
 }
 
 // SAFETY: struct Order of flash.cu.
-unsafe impl Param for Order {}
+unsafe impl KernelArg for BlockOrder {}
 
-/// A kernel of flash.cu.
-struct Flash {
-    /// For heads of at most 64 elements and of at most 128; without a cap and dropout, and with.
+/// A kernel of flash.cu in its variants. The first index is 0 for heads of at most 64 elements and
+/// 1 for heads of at most 128. The second is 1 for attention with a softcap or dropout.
+struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
+    /// Warps per block.
     warps: [[u32; 2]; 2],
-    /// Rows in shared memory: two steps of the other side, and the blocks' own where registers don't hold them.
+    /// Rows in shared memory: two steps of the rows that a block iterates over, and the rows that
+    /// the block owns unless they are in registers.
     rows: [[usize; 2]; 2],
-    /// Its blocks own keys, and walk through queries.
+    /// True if blocks own keys and iterate over queries.
     is_by_keys: bool,
 }
 
-const FORWARD: Flash = Flash {
+const FORWARD: FlashKernel = FlashKernel {
     names: [[c"flash_forward_64", c"flash_forward_64_any"], [c"flash_forward_128", c"flash_forward_128_any"]],
     warps: [[4, 4], [4, 8]],
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-const BACKWARD_Q: Flash = Flash {
+const BACKWARD_Q: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_q_64", c"flash_backward_q_64_any"],
         [c"flash_backward_q_128", c"flash_backward_q_128_any"],
@@ -105,7 +126,7 @@ const BACKWARD_Q: Flash = Flash {
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-const BACKWARD_KV: Flash = Flash {
+const BACKWARD_KV: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_kv_64", c"flash_backward_kv_64_any"],
         [c"flash_backward_kv_128", c"flash_backward_kv_128_any"],
@@ -115,47 +136,51 @@ const BACKWARD_KV: Flash = Flash {
     is_by_keys: true,
 };
 
-impl Flash {
-    fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn Param]) {
-        let is_wide = usize::from(s.head_dim > 64);
-        let is_any = usize::from(s.softcap.is_some() || s.dropout.is_some());
+impl FlashKernel {
+    fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
+        let dim_index = usize::from(s.head_dim > 64);
+        let variant = usize::from(s.softcap.is_some() || s.dropout.is_some());
         let width = (s.heads + 2 * s.kv_heads) * s.head_dim;
-        assert!(s.t <= 1 << 30 && width <= 1 << 30, "attention: {s:?} is too large");
-        let order = self.order(s, cuda.facts().cache);
-        let blocks = u32::try_from(order.tiles * order.all).ok().filter(|blocks| *blocks <= i32::MAX as u32);
-        let grid = [blocks.unwrap_or_else(|| panic!("attention: too many blocks: {s:?}")), 1, 1];
-        let shared = self.rows[is_wide][is_any] * ([64, 128][is_wide] + 8) * size_of::<u16>() + BESIDE;
-        let shape = Launch { grid, block: [32 * self.warps[is_wide][is_any], 1, 1], shared };
-        let shape_of_op = Shape::new(s);
-        let all: Vec<&dyn Param> =
-            arguments.iter().copied().chain([&shape_of_op as &dyn Param, &order]).collect();
-        cuda.launch(FLASH, self.names[is_wide][is_any], shape, &all);
+        assert!(s.t <= 1 << 30 && width <= 1 << 30, "attention: {s:?} exceeds the kernel's index range");
+        let order = self.block_order(s, cuda.properties().l2_cache_bytes);
+        let blocks =
+            u32::try_from(order.tiles * order.total_heads).ok().filter(|blocks| *blocks <= i32::MAX as u32);
+        let grid = [blocks.unwrap_or_else(|| panic!("attention: {s:?} exceeds the grid")), 1, 1];
+        let row_bytes = ([64, 128][dim_index] + 8) * size_of::<u16>();
+        let shared = self.rows[dim_index][variant] * row_bytes + FLASH_EXTRA_SHARED;
+        let config = LaunchConfig { grid, block: [32 * self.warps[dim_index][variant], 1, 1], shared };
+        let shape = AttentionArg::new(s);
+        let arguments: Vec<&dyn KernelArg> =
+            arguments.iter().copied().chain([&shape as &dyn KernelArg, &order]).collect();
+        cuda.launch(FLASH, self.names[dim_index][variant], config, &arguments);
     }
 
-    /// Rows that are walked through are read again by each block of a head. Those of the heads that go together shall stay in
-    /// the card's cache, and leave half of it to the rest.
-    fn order(&self, s: AttentionShape, cache: usize) -> Order {
-        let tiles = s.t.div_ceil(OWN);
+    /// The order of the blocks. Each block of a head reads the same rows again, so the rows of the
+    /// heads that are scheduled together are to fit into half of the L2 cache.
+    fn block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
+        let tiles = s.t.div_ceil(FLASH_TILE);
         let group = s.heads / s.kv_heads;
-        let (heads, sharing, others) =
+        let (heads, heads_sharing_rows, rows_per_token) =
             if self.is_by_keys { (s.kv_heads, 1, group) } else { (s.heads, group, 1) };
-        let all = heads * s.b;
-        let walked = 2 * others * s.t * s.head_dim * size_of::<u16>();
-        let together = (cache / 2 / walked.max(1)).max(1) * sharing;
-        let [tiles, heads, all, together] = [tiles, heads, all, together.min(all)].map(|n| n as i64);
-        Order { tiles, heads, all, together }
+        let total_heads = heads * s.b;
+        let bytes_read = 2 * rows_per_token * s.t * s.head_dim * size_of::<u16>();
+        let together = (l2_cache_bytes / 2 / bytes_read.max(1)).max(1) * heads_sharing_rows;
+        let [tiles, heads, total_heads, heads_together] =
+            [tiles, heads, total_heads, together.min(total_heads)].map(|n| n as i64);
+        BlockOrder { tiles, heads, total_heads, heads_together }
     }
 }
 
-/// Are these on tensor cores?
-fn is_fast(given: &[Dtype], s: AttentionShape) -> bool {
-    s.head_dim <= 128 && given.iter().all(|dtype| *dtype == Dtype::Bf16)
+/// True if attention with tensors of these types runs on tensor cores.
+fn uses_tensor_cores(dtypes: &[Dtype], s: AttentionShape) -> bool {
+    s.head_dim <= 128 && dtypes.iter().all(|dtype| *dtype == Dtype::Bf16)
 }
 
+/// Panics if an argument does not fit the shape.
 fn check(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: AttentionShape) {
     assert!(
         s.kv_heads > 0 && s.heads.is_multiple_of(s.kv_heads),
-        "{op}: {} heads, {} kv heads",
+        "{op}: {} heads are not a multiple of {} kv heads",
         s.heads,
         s.kv_heads
     );
@@ -163,7 +188,12 @@ fn check(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: Attentio
     expect_len(op, "lse", lse, s.b * s.heads * s.t);
     expect_len(op, "qkv", qkv, s.b * s.t * (s.heads + 2 * s.kv_heads) * s.head_dim);
     expect_len(op, "starts", starts.len(), s.b * s.t);
-    assert!(s.heads <= 65_535 && s.b <= 65_535, "{op}: {} heads, {} sequences", s.heads, s.b);
+    assert!(
+        s.heads <= 65_535 && s.b <= 65_535,
+        "{op}: {} heads of {} sequences exceed the grid",
+        s.heads,
+        s.b
+    );
     if let Some(d) = &s.dropout {
         d.check(op, &s);
     }
@@ -171,21 +201,21 @@ fn check(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: Attentio
 
 pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], s: AttentionShape) {
     check("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
-    let lse = floats(lse.as_view());
-    let fast = is_fast(&[o.dtype(), qkv.dtype()], s);
+    let lse = f32_address(lse.as_view());
+    let is_flash = uses_tensor_cores(&[o.dtype(), qkv.dtype()], s);
     let is_bf16 = [o.dtype(), qkv.dtype()] == [Dtype::Bf16; 2];
-    let (o, qkv) = (Tensor::from(&o), Tensor::from(qkv));
-    let own = || FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &cuda.numbers("starts", starts)]);
-    let operands = Operands { qkv: qkv.at, o: o.at, lse, ..Operands::default() };
-    if by_dnn(cuda, is_bf16, s, starts, &operands, false, &own) {
+    let (o, qkv) = (TensorArg::from(&o), TensorArg::from(qkv));
+    let run_flash = || FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &cuda.upload_input("starts", starts)]);
+    let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, ..AttentionOperands::default() };
+    if run_on_cudnn(cuda, is_bf16, s, starts, &operands, false, &run_flash) {
         return;
     }
-    if fast {
-        return own();
+    if is_flash {
+        return run_flash();
     }
-    let starts = cuda.numbers("starts", starts);
-    let arguments: [&dyn Param; 5] = [&o, &lse, &qkv, &starts, &Shape::new(s)];
-    cuda.launch(ATTENTION, c"attention_forward", launch(cuda, s, s.heads, 3, 1), &arguments);
+    let starts = cuda.upload_input("starts", starts);
+    let arguments: [&dyn KernelArg; 5] = [&o, &lse, &qkv, &starts, &AttentionArg::new(s)];
+    cuda.launch(ATTENTION, c"attention_forward", tiled_launch(cuda, s, s.heads, 3, 1), &arguments);
 }
 
 pub(super) fn backward(
@@ -202,51 +232,53 @@ pub(super) fn backward(
     check(op, o.len(), lse.len(), qkv.len(), starts, s);
     expect_len(op, "dqkv", dqkv.len(), qkv.len());
     expect_len(op, "d_o", d_o.len(), o.len());
-    let fast = is_fast(&[dqkv.dtype(), qkv.dtype(), d_o.dtype()], s);
+    let is_flash = uses_tensor_cores(&[dqkv.dtype(), qkv.dtype(), d_o.dtype()], s);
     let is_bf16 = [dqkv.dtype(), qkv.dtype(), d_o.dtype(), o.dtype()] == [Dtype::Bf16; 4];
-    let bytes = lse.len() * size_of::<f32>();
+    let dots_bytes = lse.len() * size_of::<f32>();
     let (dqkv, d_o, o, qkv, lse, shape) = (
-        Tensor::from(&dqkv),
-        Tensor::from(d_o),
-        Tensor::from(o),
-        Tensor::from(qkv),
-        floats(lse),
-        Shape::new(s),
+        TensorArg::from(&dqkv),
+        TensorArg::from(d_o),
+        TensorArg::from(o),
+        TensorArg::from(qkv),
+        f32_address(lse),
+        AttentionArg::new(s),
     );
     let grid = [s.t.div_ceil(TILE) as u32, s.heads as u32, s.b as u32];
-    let of_queries = Launch { grid, block: [8 * TILE as u32, 1, 1], shared: 0 };
-    let own = || {
-        let dots = cuda.scratch(bytes);
-        let starts = cuda.numbers("starts", starts);
-        cuda.launch(ATTENTION, c"attention_dots", of_queries, &[&dots.at(), &d_o, &o, &shape]);
-        if fast {
-            let arguments: [&dyn Param; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts];
+    let dots_config = LaunchConfig { grid, block: [8 * TILE as u32, 1, 1], shared: 0 };
+    let run_built_in = || {
+        let dots = cuda.scratch(dots_bytes);
+        let starts = cuda.upload_input("starts", starts);
+        cuda.launch(ATTENTION, c"attention_dots", dots_config, &[&dots.at(), &d_o, &o, &shape]);
+        if is_flash {
+            let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts];
             BACKWARD_Q.launch(cuda, s, &arguments);
             return BACKWARD_KV.launch(cuda, s, &arguments);
         }
-        let arguments: [&dyn Param; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts, &shape];
-        cuda.launch(ATTENTION, c"attention_backward_q", launch(cuda, s, s.heads, 4, 1), &arguments);
-        cuda.launch(ATTENTION, c"attention_backward_kv", launch(cuda, s, s.kv_heads, 4, 2), &arguments);
+        let arguments: [&dyn KernelArg; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts, &shape];
+        let by_queries = tiled_launch(cuda, s, s.heads, 4, 1);
+        cuda.launch(ATTENTION, c"attention_backward_q", by_queries, &arguments);
+        let by_keys = tiled_launch(cuda, s, s.kv_heads, 4, 2);
+        cuda.launch(ATTENTION, c"attention_backward_kv", by_keys, &arguments);
     };
-    let operands = Operands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
-    if !by_dnn(cuda, is_bf16, s, starts, &operands, true, &own) {
-        own();
+    let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
+    if !run_on_cudnn(cuda, is_bf16, s, starts, &operands, true, &run_built_in) {
+        run_built_in();
     }
 }
 
-/// Was the pass asked of cuDNN?
-fn by_dnn(
+/// Enqueues the pass on cuDNN. Returns false if this program's kernels are to compute it.
+fn run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,
     shape: AttentionShape,
     starts: &[u32],
-    operands: &Operands,
+    operands: &AttentionOperands,
     is_backward: bool,
-    own: &dyn Fn(),
+    run_built_in: &dyn Fn(),
 ) -> bool {
-    let Some(attentions) = cuda.attentions.get().filter(|_| shape.b * shape.t > 0) else { return false };
-    let pass = Pass::of(shape, starts, operands, is_bf16, is_backward);
-    must(attentions.run(cuda, pass, operands, own))
+    let Some(cudnn) = cuda.cudnn.get().filter(|_| shape.b * shape.t > 0) else { return false };
+    let pass = AttentionPass::new(shape, starts, operands, is_bf16, is_backward);
+    unwrap_or_panic(cudnn.run(cuda, pass, operands, run_built_in))
 }
 
 #[cfg(test)]
@@ -254,18 +286,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_whose_rows_fit_into_the_cache_go_together() {
+    fn heads_whose_rows_fit_into_the_cache_are_scheduled_together() {
         let s = AttentionShape::new(2, 1000, 16, 4, 128);
-        let of = |kernel: &Flash, cache| {
-            let order = kernel.order(s, cache);
-            (order.tiles, order.heads, order.all, order.together)
+        let order = |kernel: &FlashKernel, cache| {
+            let order = kernel.block_order(s, cache);
+            (order.tiles, order.heads, order.total_heads, order.heads_together)
         };
-        // 512 000 bytes of keys and values for each 4 heads; of queries and gradients four times as many for each one.
-        assert_eq!(of(&FORWARD, 1_024_000), (8, 16, 32, 4));
-        assert_eq!(of(&FORWARD, 3_000_000), (8, 16, 32, 8));
-        assert_eq!(of(&FORWARD, 0), (8, 16, 32, 4));
-        assert_eq!(of(&FORWARD, 1 << 30), (8, 16, 32, 32));
-        assert_eq!(of(&BACKWARD_KV, 5_000_000), (8, 4, 8, 1));
-        assert_eq!(of(&BACKWARD_KV, 9_000_000), (8, 4, 8, 2));
+        // Keys and values of 4 query heads take 512 000 bytes; queries and gradients of one key
+        // head take four times as many.
+        assert_eq!(order(&FORWARD, 1_024_000), (8, 16, 32, 4));
+        assert_eq!(order(&FORWARD, 3_000_000), (8, 16, 32, 8));
+        assert_eq!(order(&FORWARD, 0), (8, 16, 32, 4));
+        assert_eq!(order(&FORWARD, 1 << 30), (8, 16, 32, 32));
+        assert_eq!(order(&BACKWARD_KV, 5_000_000), (8, 4, 8, 1));
+        assert_eq!(order(&BACKWARD_KV, 9_000_000), (8, 4, 8, 2));
     }
 }

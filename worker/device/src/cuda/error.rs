@@ -1,80 +1,211 @@
-//! What goes wrong with a card or its libraries, in words.
-use std::fmt;
+//! [`CudaError`]: why a GPU or one of its libraries cannot be used, or why work on the GPU failed.
+use super::library_search::{CudaLibrary, RejectedLibrary};
+use diagnostic::{Code, Diagnostic, codes::device as codes};
+use std::path::PathBuf;
 
-/// Why a card can't be used, or why work on it ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Status of `cuInit` where the machine shows this process no GPU: `CUDA_ERROR_NO_DEVICE`.
+const NO_DEVICE: i32 = 100;
+
+/// Why a GPU or one of its libraries cannot be used, or why work on the GPU failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// A library isn't on this machine.
-    NotFound {
-        what: &'static str,
-        name: String,
-        /// Every place that was looked at, in order.
+    /// No file of a library was found.
+    #[error("{} ({file_names}) was not found", library.title())]
+    LibraryNotFound {
+        /// The library.
+        library: CudaLibrary,
+        /// The accepted file names, best first.
+        file_names: String,
+        /// Every directory that was searched, in order.
         searched: Vec<String>,
-        /// Files that are there and couldn't be opened.
-        failed: Vec<String>,
-        advice: &'static str,
     },
-    /// Something is there and too old.
-    TooOld { what: String, needed: String },
-    /// The driver sees no such card.
-    NoCard { index: usize, count: usize },
-    /// A kernel doesn't compile.
-    Compile { file: &'static str, log: String },
-    /// The card's memory doesn't hold what was asked for.
+    /// Files of a library were found, but every one of them is unusable.
+    #[error("{} ({file_names}) cannot be loaded: {}", library.title(), join(rejected))]
+    LibraryUnusable {
+        /// The library.
+        library: CudaLibrary,
+        /// The accepted file names, best first.
+        file_names: String,
+        /// Every directory that was searched, in order.
+        searched: Vec<String>,
+        /// The files that were found.
+        rejected: Vec<RejectedLibrary>,
+    },
+    /// A library is older than this program supports, or too old for this GPU.
+    #[error("{} is {found}, but {required} is required", path.display())]
+    LibraryTooOld {
+        /// The library.
+        library: CudaLibrary,
+        /// Its file.
+        path: PathBuf,
+        /// The version that was found, or the function that is missing.
+        found: String,
+        /// The version that is required.
+        required: String,
+    },
+    /// The GPU lacks a feature that the job needs.
+    #[error("GPU {index} ({name}, {architecture}) does not support {feature}, which needs {required}")]
+    GpuUnsupported {
+        /// Index of the GPU among those that this process sees.
+        index: usize,
+        /// The GPU's name.
+        name: String,
+        /// The GPU's architecture, such as `sm_80`.
+        architecture: String,
+        /// The missing feature.
+        feature: &'static str,
+        /// What has the feature.
+        required: &'static str,
+    },
+    /// The driver shows this process fewer GPUs than the index asks for.
+    #[error("GPU {index} was not found: the driver shows this process {count} GPUs, numbered from 0")]
+    GpuNotFound {
+        /// Index of the GPU that was requested, from 0.
+        index: usize,
+        /// Number of GPUs that the driver shows.
+        count: usize,
+    },
+    /// NVRTC rejected a kernel source.
+    #[error("cannot compile the kernels of {file}:\n{log}")]
+    KernelCompile {
+        /// The source file.
+        file: &'static str,
+        /// The compiler's messages.
+        log: String,
+    },
+    /// A compiled kernel could not be written to the kernel cache.
+    #[error("cannot write {}: {error}", path.display())]
+    KernelCacheWrite {
+        /// The file of the cache.
+        path: PathBuf,
+        /// The operating system's message.
+        error: String,
+    },
+    /// An allocation did not fit into the GPU's memory.
+    #[error(
+        "out of GPU memory: {} needs {:.2} GiB more, but {:.2} of {:.2} GiB are free and this worker uses {:.2} GiB",
+        if label.is_empty() { "this step" } else { label },
+        gib(*requested as u64),
+        gib(*free as u64),
+        gib(*total as u64),
+        gib(*used)
+    )]
     OutOfMemory {
-        asked: usize,
+        /// Bytes of the allocation that failed.
+        requested: usize,
+        /// Free bytes of the GPU's memory.
         free: usize,
+        /// Bytes of the GPU's memory.
         total: usize,
-        /// What this process has already.
+        /// Bytes that this process has allocated on the GPU.
         used: u64,
-        /// What it was for; empty where nobody said.
-        purpose: &'static str,
+        /// What the memory was for ([`crate::with_alloc_label`]), or empty.
+        label: &'static str,
+    },
+    /// cuDNN cannot compute an attention that must be computed by cuDNN.
+    #[error("cuDNN {version} has no plan for {attention}")]
+    AttentionUnsupported {
+        /// cuDNN's version.
+        version: String,
+        /// The attention, by its shape or by the feature that cuDNN lacks.
+        attention: String,
     },
     /// A function of a library failed.
-    Call { what: String, code: i32, said: String },
+    #[error("{function} failed: {message} ({status})")]
+    Call {
+        /// The function, and what it was called for.
+        function: String,
+        /// The library's status code.
+        status: i32,
+        /// The library's own message.
+        message: String,
+    },
 }
 
-impl fmt::Display for CudaError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+/// Result of work on a GPU.
+pub type Result<T> = std::result::Result<T, CudaError>;
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
+fn join(rejected: &[RejectedLibrary]) -> String {
+    rejected.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+impl CudaError {
+    /// The stable name of what happened.
+    pub fn code(&self) -> Code {
         match self {
-            CudaError::NotFound { what, name, searched, failed, advice } => {
-                write!(f, "{what} ({name}) was not found; looked in: {}", searched.join(", "))?;
-                if !failed.is_empty() {
-                    write!(f, "; can't be opened: {}", failed.join("; "))?;
-                }
-                write!(f, "; {advice}")
+            CudaError::LibraryNotFound { .. } => codes::DEVICE_LIBRARY_MISSING,
+            CudaError::LibraryUnusable { .. } => codes::DEVICE_LIBRARY_UNUSABLE,
+            CudaError::LibraryTooOld { .. } => codes::DEVICE_LIBRARY_TOO_OLD,
+            CudaError::GpuUnsupported { .. } => codes::GPU_UNSUPPORTED,
+            CudaError::GpuNotFound { .. } => codes::GPU_NOT_FOUND,
+            CudaError::Call { function, status: NO_DEVICE, .. } if function == "cuInit" => {
+                codes::GPU_NOT_FOUND
             }
-            CudaError::TooOld { what, needed } => write!(f, "{what}; needed: {needed}"),
-            CudaError::NoCard { index, count: 0 } => {
-                write!(
-                    f,
-                    "the driver sees no GPU (GPU {index} was asked for); is CUDA_VISIBLE_DEVICES empty?"
-                )
-            }
-            CudaError::NoCard { index, count } => {
-                write!(f, "there is no GPU {index}: the driver sees {count}, counted from 0")
-            }
-            CudaError::Compile { file, log } => write!(f, "the kernels of {file} don't compile:\n{log}"),
-            CudaError::OutOfMemory { asked, free, total, used, purpose } => {
-                let gib = |bytes: f64| bytes / f64::from(1 << 30);
-                let purpose = if purpose.is_empty() { "this step" } else { purpose };
-                write!(
-                    f,
-                    "GPU memory is full: {purpose} needs {:.2} GiB more, {:.2} of {:.2} GiB are free, this worker has {:.2} \
-                     GiB; use a smaller batch.micro, a shorter data.seq_len, recompute: block, more GPUs or a higher \
-                     zero.stage",
-                    gib(*asked as f64),
-                    gib(*free as f64),
-                    gib(*total as f64),
-                    gib(*used as f64)
-                )
-            }
-            CudaError::Call { what, code, said } => write!(f, "{what} failed: {said} ({code})"),
+            CudaError::KernelCompile { .. } => codes::KERNEL_COMPILE_FAILED,
+            CudaError::KernelCacheWrite { .. } => codes::KERNEL_CACHE_NOT_WRITABLE,
+            CudaError::OutOfMemory { .. } => codes::GPU_OUT_OF_MEMORY,
+            CudaError::AttentionUnsupported { .. } => codes::CUDNN_ATTENTION_UNSUPPORTED,
+            CudaError::Call { .. } => codes::CUDA_CALL_FAILED,
         }
     }
 }
 
-impl std::error::Error for CudaError {}
-
-/// Result of work on a card.
-pub type Result<T> = std::result::Result<T, CudaError>;
+impl From<CudaError> for Diagnostic {
+    fn from(error: CudaError) -> Self {
+        let message = Diagnostic::error(error.code(), error.to_string());
+        match error {
+            CudaError::LibraryNotFound { library, file_names, searched } => message
+                .with_subject(file_names)
+                .with_help(format!("searched: {}", searched.join(", ")))
+                .with_field("searched", searched)
+                .with_help(library.install_help()),
+            CudaError::LibraryUnusable { library, file_names, searched, rejected } => message
+                .with_subject(file_names)
+                .with_field("searched", searched)
+                .with_field("rejected", rejected.iter().map(ToString::to_string).collect::<Vec<_>>())
+                .with_help(library.install_help()),
+            CudaError::LibraryTooOld { library, path, found, required } => message
+                .with_subject(path.display().to_string())
+                .with_field("found", found)
+                .with_field("required", required)
+                .with_help(library.install_help()),
+            CudaError::GpuUnsupported { index, name, architecture, feature, required } => message
+                .with_subject(format!("GPU {index}"))
+                .with_field("gpu_index", index)
+                .with_field("gpu_name", name)
+                .with_field("gpu_architecture", architecture)
+                .with_field("feature", feature)
+                .with_field("required", required),
+            CudaError::GpuNotFound { index, count } => message
+                .with_subject(format!("GPU {index}"))
+                .with_field("gpu_index", index)
+                .with_field("gpu_count", count)
+                .with_help("check CUDA_VISIBLE_DEVICES, and the output of `nvidia-smi`"),
+            CudaError::KernelCompile { file, log } => {
+                message.with_subject(file).with_field("compiler_log", log)
+            }
+            CudaError::KernelCacheWrite { path, .. } => message.with_subject(path.display().to_string()),
+            CudaError::OutOfMemory { requested, free, total, used, label } => message
+                .with_field("requested_bytes", requested)
+                .with_field("free_bytes", free)
+                .with_field("total_bytes", total)
+                .with_field("used_bytes", used)
+                .with_field("purpose", label)
+                .with_help(
+                    "use a smaller train.batch.micro, a shorter train.data.seq_len, train.recompute: block, more GPUs or a higher train.zero.stage",
+                ),
+            CudaError::AttentionUnsupported { version, attention } => message
+                .with_subject(attention)
+                .with_field("cudnn_version", version)
+                .with_help("set `train.attention: auto`, which uses launch's own kernels there"),
+            CudaError::Call { function, status, message: text } => message
+                .with_subject(function)
+                .with_field("status", status)
+                .with_field("library_message", text),
+        }
+    }
+}

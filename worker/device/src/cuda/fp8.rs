@@ -1,23 +1,25 @@
-//! Products in fp8: operands are rounded on the card, each along the sum, as cuBLASLt wants them; their scales never leave it.
-use super::card::{Launch, Param};
+//! Matmuls in fp8. Operands are quantized on the GPU, contiguous along the summed dimension as
+//! cuBLASLt needs them. Their scales stay on the GPU.
 use super::compile::FP8;
-use super::matmul::{Inputs, Matrix, Product};
-use super::memory::Memory;
-use super::ops::{Operand, nothing_to_sum, through_f32};
-use super::{Cuda, Tensor};
+use super::launch::{KernelArg, LaunchConfig};
+use super::matmul::{InputFormat, Matmul, MatrixRef};
+use super::memory::DeviceMemory;
+use super::ops::{Operand, finish_empty_matmul, via_f32_result};
+use super::{Cuda, TensorArg};
 use crate::fp8::Fp8;
 use crate::mem::{Dtype, ViewMut};
 use crate::ops::{Fp8Matrix, Write, check_fp8};
 
-/// cuBLASLt wants pointers of 16 bytes and, of fp8, sums of a multiple of 16 terms.
-const ALIGNED: usize = 16;
-/// Most threads of a block, and those that turn a tile.
+/// For fp8, cuBLASLt needs pointers aligned to 16 bytes and sums of a multiple of 16 terms.
+const ALIGNMENT: usize = 16;
+/// Maximum number of threads of a block. The kernel that transposes a tile has exactly this many.
 const THREADS: usize = 256;
-/// DEEP and WIDE of fp8.cu.
-const DEEP: usize = 128;
-const WIDE: usize = 32;
+/// `DEEP` of fp8.cu: elements of a tile along the sum.
+const TILE_DEPTH: usize = 128;
+/// `WIDE` of fp8.cu: elements of a tile across the sum.
+const TILE_WIDTH: usize = 32;
 
-/// [`crate::Ops::fp8_product`]
+/// Implements [`crate::Ops::fp8_product`].
 pub(super) fn product(
     cuda: &Cuda,
     c: ViewMut,
@@ -27,76 +29,78 @@ pub(super) fn product(
     write: Write,
 ) {
     check_fp8(c.len(), &a, &b, [m, n, k]);
-    let c = Operand::of(c.as_view(), n, false);
-    if nothing_to_sum(cuda, c, [m, n, k], write) {
+    let c = Operand::new(c.as_view(), n, false);
+    if finish_empty_matmul(cuda, c, [m, n, k], write) {
         return;
     }
-    let depth = k.next_multiple_of(ALIGNED);
-    let (left, right) = (Rounded::of(cuda, a, !a.transposed, m, k), Rounded::of(cuda, b, b.transposed, n, k));
-    let [a, b] = [(&left, false), (&right, true)].map(|(rounded, transposed)| Matrix {
-        at: rounded.codes.at(),
+    let depth = k.next_multiple_of(ALIGNMENT);
+    let left = QuantizedMatrix::new(cuda, a, !a.transposed, m, k);
+    let right = QuantizedMatrix::new(cuda, b, b.transposed, n, k);
+    let [a, b] = [(&left, false), (&right, true)].map(|(quantized, transposed)| MatrixRef {
+        at: quantized.elements.at(),
         stride: depth,
         transposed,
     });
-    let inputs = Inputs::Fp8([&left, &right].map(|rounded| (rounded.kind, rounded.scales.at())));
+    let inputs = InputFormat::Fp8([&left, &right].map(|quantized| (quantized.kind, quantized.scales.at())));
     let run = |c: Operand, add| {
         let (output, c) = (c.dtype, c.matrix());
-        cuda.multiply(&Product { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
+        cuda.run_matmul(&Matmul { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
     };
     let add = write == Write::Add;
-    if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNED as u64) {
+    if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNMENT as u64) {
         return run(c, add);
     }
-    through_f32(cuda, c, m * n, add, run);
+    via_f32_result(cuda, c, m * n, add, run);
 }
 
-/// A matrix in fp8: `count` rows (of the left operand) or columns (of the right one), each contiguous along the sum and padded with
-/// zeros.
-struct Rounded {
+/// A matrix in fp8: rows of the left operand or columns of the right one, each contiguous along the
+/// sum and padded with zeros.
+struct QuantizedMatrix {
     kind: Fp8,
-    codes: Memory,
+    elements: DeviceMemory,
     /// The scale and its reciprocal.
-    scales: Memory,
+    scales: DeviceMemory,
 }
 
-impl Rounded {
-    /// `along`: rows as the matrix is stored follow the sum.
-    fn of(cuda: &Cuda, matrix: Fp8Matrix, along: bool, count: usize, k: usize) -> Self {
-        let (kind, x, depth) = (matrix.kind, Tensor::from(matrix.x), k.next_multiple_of(ALIGNED));
-        let scales = scales(cuda, x, count * k, kind);
-        let codes = cuda.scratch(count * depth);
-        let (rows, columns) = if along { (count, k) } else { (k, count) };
-        let numbers = [rows, columns, depth].map(|n| n as i64);
-        let arguments: [&dyn Param; 7] =
-            [&codes.at(), &x, &scales.at(), &numbers[0], &numbers[1], &numbers[2], &number(kind)];
-        if along {
-            cuda.each_eight(FP8, c"quantize", count * depth, &arguments);
+impl QuantizedMatrix {
+    /// Quantizes `count` vectors of `k` terms. `is_contiguous` is true if a stored row of the
+    /// matrix is such a vector; otherwise the matrix is transposed.
+    fn new(cuda: &Cuda, matrix: Fp8Matrix, is_contiguous: bool, count: usize, k: usize) -> Self {
+        let (kind, x, depth) = (matrix.kind, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
+        let scales = compute_scales(cuda, x, count * k, kind);
+        let elements = cuda.scratch(count * depth);
+        let (rows, columns) = if is_contiguous { (count, k) } else { (k, count) };
+        let sizes = [rows, columns, depth].map(|n| n as i64);
+        let arguments: [&dyn KernelArg; 7] =
+            [&elements.at(), &x, &scales.at(), &sizes[0], &sizes[1], &sizes[2], &kind_code(kind)];
+        if is_contiguous {
+            cuda.launch_elementwise_by_8(FP8, c"quantize", count * depth, &arguments);
         } else {
-            let tiles = depth.div_ceil(DEEP) * count.div_ceil(WIDE);
-            cuda.launch(FP8, c"quantize_turned", blocks(tiles, THREADS), &arguments);
+            let tiles = depth.div_ceil(TILE_DEPTH) * count.div_ceil(TILE_WIDTH);
+            cuda.launch(FP8, c"quantize_turned", launch_config(tiles, THREADS), &arguments);
         }
-        Rounded { kind, codes, scales }
+        QuantizedMatrix { kind, elements, scales }
     }
 }
 
-/// The scale of a vector and its reciprocal, on the card.
-fn scales(cuda: &Cuda, x: Tensor, len: usize, kind: Fp8) -> Memory {
-    let count = len.div_ceil(8 * THREADS).min(cuda.facts().multiprocessors * 4);
+/// The scale of a vector and its reciprocal, computed on the GPU.
+fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, kind: Fp8) -> DeviceMemory {
+    let count = len.div_ceil(8 * THREADS).min(cuda.properties().multiprocessor_count * 4);
     let (parts, scales) = (cuda.scratch(count * size_of::<f32>()), cuda.scratch(2 * size_of::<f32>()));
-    cuda.launch(FP8, c"amax", blocks(count, len.div_ceil(8)), &[&parts.at(), &x, &(len as i64)]);
-    let arguments: [&dyn Param; 4] = [&scales.at(), &parts.at(), &(count as i64), &number(kind)];
-    cuda.launch(FP8, c"scale", blocks(1, count), &arguments);
+    cuda.launch(FP8, c"amax", launch_config(count, len.div_ceil(8)), &[&parts.at(), &x, &(len as i64)]);
+    let arguments: [&dyn KernelArg; 4] = [&scales.at(), &parts.at(), &(count as i64), &kind_code(kind)];
+    cuda.launch(FP8, c"scale", launch_config(1, count), &arguments);
     scales
 }
 
-/// Blocks of whole warps, for about `threads` each.
-fn blocks(count: usize, threads: usize) -> Launch {
+/// `blocks` blocks of whole warps, of about `threads` threads each.
+fn launch_config(blocks: usize, threads: usize) -> LaunchConfig {
     let threads = threads.next_multiple_of(32).min(THREADS);
-    Launch { grid: [count as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 }
+    LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 }
 }
 
-/// As fp8.cu numbers the kinds.
-fn number(kind: Fp8) -> i64 {
+/// The number of a format in fp8.cu.
+fn kind_code(kind: Fp8) -> i64 {
     match kind {
         Fp8::E4M3 => 0,
         Fp8::E5M2 => 1,

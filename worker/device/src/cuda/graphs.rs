@@ -1,26 +1,31 @@
-//! CUDA graphs: what the card's stream is asked for step after step is asked for in one call.
+//! CUDA graphs: the calls that a step repeats are issued to the main stream as one launch.
 //!
-//! With graphs on, kernels, products, fills and copies inside the card aren't asked for at once but kept as descriptions, up to
-//! whatever else touches the stream: an event, a copy from or to the host, memory that goes back to the driver. Such a piece is
-//! issued as it is when it is new, made into a graph when it comes for the second time, and launched as that graph from then on.
-//! Pieces are compared in full: a graph does what the calls would have done, in their order, so results are the same bits.
+//! With graphs on, kernels, matmuls, fills and copies within the GPU are recorded into a
+//! [`CallBatch`] instead of being issued. A batch ends at [`MAX_BATCH_CALLS`] calls, or at anything
+//! else that uses the stream: an event, a copy to or from the host, memory that is returned to the
+//! driver. A batch that occurs for the first time is issued call by call. When it occurs again it
+//! is captured into a graph, and from then on it is launched as that graph. Batches are compared in
+//! full. A graph makes the same calls in the same order, so results are bit-equal.
 //!
-//! Only the card's stream has pieces. What goes through other streams is short, and is asked for at once.
+//! Only the main stream has batches. Calls to other streams are issued immediately.
 mod arena;
-mod captured;
-mod piece;
-mod trial;
+mod autotune;
+mod call_batch;
+mod executable;
 
-use super::binding::Handle;
-use super::card::Card;
-use super::dnn::Attentions;
-use super::error::Result;
-use super::{Cuda, must};
-use crate::storage::Said;
+use super::bindings::Handle;
+use super::context::GpuContext;
+use super::cudnn::CudnnAttention;
+use super::error::{CudaError, Result};
+use super::{Cuda, unwrap_or_panic};
+use crate::storage::BackendNotice;
 use arena::Arena;
 pub(super) use arena::Block;
-use captured::Graph;
-pub(super) use piece::Piece;
+pub(super) use autotune::GraphAutotuner;
+use autotune::TuningDecision;
+pub(super) use call_batch::CallBatch;
+use diagnostic::{Diagnostic, codes::device::CUDA_GRAPHS_DISABLED};
+use executable::ExecutableGraph;
 use std::{
     collections::{HashMap, HashSet},
     sync::{
@@ -29,348 +34,361 @@ use std::{
     },
     time::Duration,
 };
-use trial::Next;
-pub(super) use trial::Trial;
 
-/// Fewer calls are asked for one by one.
-const FEWEST: usize = 4;
-/// At most so many wait: the card has work while the next ones are described, and one call that is never the same spoils few.
-const MOST: usize = 64;
-/// Graphs that are kept. Those that weren't launched for longest go first.
-const KEPT: usize = 512;
-/// Pieces that came once and are remembered by their hash.
-const SEEN: usize = 4096;
-/// Pieces that are remembered whole, to be compared with one that is like them.
-const STRANGE: usize = 256;
-/// So many graphs that went before they were launched twice: pieces here don't come again, and no more graphs are made.
-const WASTED: usize = 64;
+/// Smallest batch that becomes a graph. Shorter ones are issued call by call.
+const MIN_BATCH_CALLS: usize = 4;
+/// Largest batch. The limit keeps the GPU busy while the next calls are recorded, and a call that
+/// differs each time spoils few others.
+const MAX_BATCH_CALLS: usize = 64;
+/// Maximum number of graphs. The least recently launched one is evicted first.
+const MAX_GRAPHS: usize = 512;
+/// Maximum number of batches that are remembered by hash after their first occurrence.
+const MAX_SEEN: usize = 4096;
+/// Maximum number of batches that are remembered in full, to be compared with similar ones.
+const MAX_UNMATCHED: usize = 256;
+/// Number of graphs evicted before their second launch after which no more graphs are made: the
+/// batches do not repeat.
+const MAX_WASTED_GRAPHS: usize = 64;
 
-/// How the card's stream was asked for work since graphs are on.
+/// How calls were issued to the main stream while graphs were on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Replayed {
-    /// Are they on now?
-    pub on: bool,
-    /// Graphs that are kept.
-    pub kept: usize,
-    /// Graphs that were launched, and what they did that would have been calls.
+pub struct GraphStats {
+    /// True if graphs are on now.
+    pub enabled: bool,
+    /// Number of graphs that exist.
+    pub cached_graphs: usize,
+    /// Number of graph launches.
     pub launches: u64,
+    /// Number of calls that these launches replaced.
     pub calls: u64,
-    /// Kernels of graphs whose arguments were changed.
-    pub changed: u64,
-    /// Calls that were issued one by one.
-    pub plain: u64,
+    /// Number of kernels in graphs whose arguments or grids were updated.
+    pub updated_kernels: u64,
+    /// Number of calls that were issued one by one.
+    pub direct_calls: u64,
 }
 
-/// What waits for the card's stream, and the graphs for it.
+/// The recorded calls of the main stream, and its graphs.
 #[derive(Default)]
 pub(super) struct Graphs {
     on: AtomicBool,
-    /// Calls that anybody asked for, in whatever way they were issued.
-    asked: AtomicU64,
-    state: Mutex<State>,
+    /// Number of calls of all streams, however they were issued.
+    calls: AtomicU64,
+    state: Mutex<GraphState>,
 }
 
-/// A graph, ready to be launched, and the piece that it does.
-struct Kept {
-    piece: Piece,
-    graph: Graph,
-    likeness: u64,
-    last: u64,
+/// A graph and the batch that it executes.
+struct CachedGraph {
+    batch: CallBatch,
+    graph: ExecutableGraph,
+    structure_hash: u64,
+    /// The value of [`GraphStats::launches`] at this graph's last launch.
+    last_launch: u64,
     launches: u64,
 }
 
+/// The state of [`Graphs`] behind its lock.
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct GraphState {
     on: bool,
-    /// What was asked for and isn't issued.
-    pub(super) piece: Piece,
-    /// Graphs by their piece's hash.
-    kept: HashMap<u64, Kept>,
-    /// Hashes of pieces that came once.
+    /// Recorded calls that are not issued yet.
+    pub(super) batch: CallBatch,
+    /// Graphs by the hash of their batch.
+    graphs: HashMap<u64, CachedGraph>,
+    /// Hashes of batches that occurred once.
     seen: HashSet<u64>,
-    /// Pieces for which there was no graph, and hashes of kept ones, both by likeness: what came last.
-    strange: HashMap<u64, Piece>,
-    like: HashMap<u64, u64>,
-    /// Scratch memory of the stream.
+    /// The last batch without a graph, by structure hash.
+    unmatched: HashMap<u64, CallBatch>,
+    /// The hash of the last graph, by structure hash.
+    graph_by_structure: HashMap<u64, u64>,
+    /// Scratch memory of the main stream.
     pub(super) arena: Arena,
-    /// What went wrong where no error could be returned.
-    failed: Option<super::CudaError>,
-    /// Why there are no graphs any more; said once.
-    given_up: Option<String>,
-    wasted: usize,
-    counts: Replayed,
+    /// An error that could not be returned where it occurred. The next flush returns it.
+    deferred_error: Option<CudaError>,
+    /// Why graphs were turned off; reported once.
+    disable_reason: Option<CudaError>,
+    wasted_graphs: usize,
+    stats: GraphStats,
 }
 
-// SAFETY: handles are only passed to the driver, from any thread.
-unsafe impl Send for State {}
+// SAFETY: handles are only passed to the driver, which accepts them from any thread.
+unsafe impl Send for GraphState {}
 
 impl Graphs {
-    /// After a panic the piece is at worst not whole, and the worker ends.
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    /// Locks the state. A panic elsewhere may leave the batch incomplete, but then the worker ends.
+    pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Card {
-    /// What waits for this thread's stream; none where its work is asked for at once.
-    pub(super) fn recording(&self) -> Option<MutexGuard<'_, State>> {
+impl GpuContext {
+    /// The locked recording state of this thread's stream; `None` if its calls are issued
+    /// immediately.
+    pub(super) fn recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.on.load(Relaxed) && self.stream() == self.stream).then(|| self.graphs.lock())
     }
 
-    /// Runs `f` with this thread's stream, behind everything that was asked for. Where graphs are on nobody asks the card's stream
-    /// for anything meanwhile.
-    pub(super) fn in_turn<T>(&self, f: impl FnOnce(Handle) -> T) -> Result<T> {
-        self.enter()?;
+    /// Runs `f` with this thread's stream, after issuing every recorded call. With graphs on, no
+    /// other thread uses the main stream meanwhile.
+    pub(super) fn with_stream<T>(&self, f: impl FnOnce(Handle) -> T) -> Result<T> {
+        self.make_current()?;
         let mut recording = self.recording();
         recording.as_mut().map_or(Ok(()), |state| state.flush(self))?;
         Ok(f(self.stream()))
     }
 
-    /// Adds work to the piece, or does it now.
-    pub(super) fn ask(
+    /// Records a call with `record`, or issues it immediately with `issue`.
+    pub(super) fn enqueue(
         &self,
-        add: impl FnOnce(&mut Piece),
-        now: impl FnOnce(Handle) -> Result<()>,
+        record: impl FnOnce(&mut CallBatch),
+        issue: impl FnOnce(Handle) -> Result<()>,
     ) -> Result<()> {
-        self.enter()?;
-        self.graphs.asked.fetch_add(1, Relaxed);
+        self.make_current()?;
+        self.graphs.calls.fetch_add(1, Relaxed);
         match self.recording() {
             Some(mut state) => {
-                add(&mut state.piece);
-                state.added(self)
+                record(&mut state.batch);
+                state.flush_if_full(self)
             }
-            None => now(self.stream()),
+            None => issue(self.stream()),
         }
     }
 
-    /// From now on this card's stream is asked for its work by graphs, or call by call. Nobody else may use the stream meanwhile.
-    pub(super) fn use_graphs(&self, on: bool) -> Result<()> {
-        self.enter()?;
+    /// Turns graphs on or off for the main stream. No other thread may use the stream meanwhile.
+    fn set_graphs_enabled(&self, on: bool) -> Result<()> {
+        self.make_current()?;
         let mut state = self.graphs.lock();
         let flushed = state.flush(self);
         state.on = on;
         self.graphs.on.store(on, Relaxed);
         if !on {
-            state.forget(self);
-            state.release(self);
+            state.destroy_graphs(self);
+            state.release_idle_blocks(self);
         }
         flushed
     }
 
-    /// Why there are no graphs any more; said once.
-    fn given_up(&self) -> Option<String> {
-        self.graphs.lock().given_up.take()
+    /// Why graphs were turned off, the first time that this is called.
+    fn take_disable_reason(&self) -> Option<CudaError> {
+        self.graphs.lock().disable_reason.take()
     }
 
-    /// Work that was never issued is nobody's: what it was to fill is gone.
-    pub(super) fn end_graphs(&self) {
+    /// Drops recorded calls and graphs when the GPU is closed. Calls that were not issued yet need
+    /// not be: the memory that they would write is gone.
+    pub(super) fn discard_graphs(&self) {
         let mut state = self.graphs.lock();
-        state.piece.clear();
-        state.forget(self);
-        state.release(self);
+        state.batch.clear();
+        state.destroy_graphs(self);
+        state.release_idle_blocks(self);
     }
 }
 
 impl Cuda {
-    /// From now on the stream that everybody has in common is asked for its work by graphs, or call by call. Nobody else may use
-    /// it meanwhile.
-    pub fn use_graphs(&self, on: bool) {
-        must(self.card.use_graphs(on));
+    /// Turns CUDA graphs on or off for the main stream. No other thread may use the stream
+    /// meanwhile.
+    pub fn set_graphs_enabled(&self, on: bool) {
+        unwrap_or_panic(self.gpu.set_graphs_enabled(on));
     }
 
-    /// Finds out whether graphs are faster: the next steps are taken without them, then with them.
-    pub fn try_graphs(&self) {
-        *self.trial() = Some(Trial::default());
+    /// Starts to measure whether graphs are faster: the next steps run without them, then with
+    /// them.
+    pub fn autotune_graphs(&self) {
+        *self.lock_graph_tuner() = Some(GraphAutotuner::default());
     }
 
-    /// How the card was asked for work.
-    pub fn replayed(&self) -> Replayed {
-        let state = self.card.graphs.lock();
-        Replayed { on: state.on, kept: state.kept.len(), ..state.counts }
+    /// How calls were issued so far.
+    pub fn graph_stats(&self) -> GraphStats {
+        let state = self.gpu.graphs.lock();
+        GraphStats { enabled: state.on, cached_graphs: state.graphs.len(), ..state.stats }
     }
 
-    fn trial(&self) -> MutexGuard<'_, Option<Trial>> {
-        self.trial.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
+        self.graph_tuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// [`crate::Storage::step_took`]
-    pub(super) fn after_step(&self, took: Duration) -> Option<Said> {
-        let mut trial = self.trial();
-        if let Some(why) = self.card.given_up() {
-            *trial = None;
-            let text = format!("CUDA graphs are off, and everything goes on without them: {why}");
-            return Some(Said::Failed(text));
-        }
-        let asked = self.card.graphs.asked.load(Relaxed);
-        if let Some(found) = self.attentions.get().and_then(Attentions::found) {
-            return Some(Said::Found(found));
-        }
-        match trial.as_mut()?.took(took, asked) {
-            Next::Same => None,
-            Next::Needless { each } => {
-                *trial = None;
-                let us = 1e6 * each;
-                Some(Said::Found(format!(
-                    "CUDA graphs are off: the GPU works {us:.0} µs for each of its calls"
-                )))
+    /// Implements [`crate::Storage::after_step`].
+    pub(super) fn tune_after_step(&self, duration: Duration) -> Option<BackendNotice> {
+        let mut tuner = self.lock_graph_tuner();
+        if let Some(error) = self.gpu.take_disable_reason() {
+            *tuner = None;
+            let message = "CUDA graphs are off and training continues without them";
+            let mut warning = Diagnostic::warning(CUDA_GRAPHS_DISABLED, message).with_cause(&error);
+            if let CudaError::Call { function, .. } = error {
+                warning = warning.with_field("function", function);
             }
-            Next::With => {
-                self.use_graphs(true);
+            return Some(BackendNotice::Degraded(warning));
+        }
+        if let Some(notice) = self.cudnn.get().and_then(CudnnAttention::take_notice) {
+            return Some(notice);
+        }
+        let calls = self.gpu.graphs.calls.load(Relaxed);
+        match tuner.as_mut()?.record_step(duration, calls) {
+            TuningDecision::Continue => None,
+            TuningDecision::NotNeeded { seconds_per_call } => {
+                *tuner = None;
+                Some(BackendNotice::GraphsNotNeeded { seconds_per_call })
+            }
+            TuningDecision::EnableGraphs => {
+                self.set_graphs_enabled(true);
                 None
             }
-            Next::Known { without, with } => {
-                *trial = None;
-                let on = with < without;
-                self.use_graphs(on);
-                let [without, with] = [without, with].map(|s| 1e3 * s);
-                let so = if on { "on" } else { "off" };
-                Some(Said::Found(format!(
-                    "CUDA graphs are {so}: a step takes {with:.2} ms with them, {without:.2} ms without"
-                )))
+            TuningDecision::Measured { step_seconds_without, step_seconds_with } => {
+                *tuner = None;
+                let enabled = step_seconds_with < step_seconds_without;
+                self.set_graphs_enabled(enabled);
+                Some(BackendNotice::GraphsMeasured { enabled, step_seconds_with, step_seconds_without })
             }
         }
     }
 }
 
-impl State {
-    /// Issues everything that waits.
-    pub(super) fn flush(&mut self, card: &Card) -> Result<()> {
-        let done = match self.failed.take() {
+impl GraphState {
+    /// Issues every recorded call.
+    pub(super) fn flush(&mut self, gpu: &GpuContext) -> Result<()> {
+        let issued = match self.deferred_error.take() {
             Some(error) => Err(error),
-            None if self.piece.len() == 0 => Ok(()),
-            None => self.issue(card),
+            None if self.batch.len() == 0 => Ok(()),
+            None => self.issue(gpu),
         };
-        self.piece.clear();
+        self.batch.clear();
         if !self.on {
-            self.release(card);
+            self.release_idle_blocks(gpu);
         }
-        done
+        issued
     }
 
-    /// As [`State::flush`], where nothing can be returned: the next flush says it.
-    pub(super) fn flush_later(&mut self, card: &Card) {
-        if let Err(error) = self.flush(card) {
-            self.failed = Some(error);
+    /// Issues every recorded call where no error can be returned: the next flush returns it.
+    pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
+        if let Err(error) = self.flush(gpu) {
+            self.deferred_error = Some(error);
         }
     }
 
-    /// Something was added to the piece: it is issued when it is long enough.
-    pub(super) fn added(&mut self, card: &Card) -> Result<()> {
-        if self.piece.len() >= MOST || !self.on { self.flush(card) } else { Ok(()) }
+    /// Issues the recorded calls if they are as many as a batch holds.
+    fn flush_if_full(&mut self, gpu: &GpuContext) -> Result<()> {
+        if self.batch.len() >= MAX_BATCH_CALLS || !self.on { self.flush(gpu) } else { Ok(()) }
     }
 
-    fn issue(&mut self, card: &Card) -> Result<()> {
-        if !self.on || self.piece.len() < FEWEST {
-            return self.plainly(card);
+    fn issue(&mut self, gpu: &GpuContext) -> Result<()> {
+        if !self.on || self.batch.len() < MIN_BATCH_CALLS {
+            return self.issue_directly(gpu);
         }
-        let hash = self.piece.hash();
-        let there = match self.kept.get(&hash) {
-            Some(kept) => kept.piece == self.piece,
-            None => self.prepare(card, hash),
+        let hash = self.batch.hash();
+        let has_graph = match self.graphs.get(&hash) {
+            Some(cached) => cached.batch == self.batch,
+            None => self.find_or_build_graph(gpu, hash),
         };
-        if there && self.replay(card, hash) { Ok(()) } else { self.plainly(card) }
+        if has_graph && self.replay(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
     }
 
-    /// A graph for a piece that has none with its hash: made where the piece came before, or one in which few arguments were
-    /// others; and of such a one that there is a graph of, it is changed.
-    fn prepare(&mut self, card: &Card, hash: u64) -> bool {
-        let likeness = self.piece.likeness();
-        if !self.again(hash) {
-            if let Some(old) = self.like.get(&likeness).copied() {
-                return self.change(card, old, hash);
+    /// Provides a graph for a batch whose hash has none. Returns false if the batch must be issued
+    /// directly.
+    ///
+    /// A graph is captured if the batch occurred before, or a similar one without a graph, in which
+    /// few arguments differ. If a similar batch has a graph, that graph is updated instead.
+    fn find_or_build_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
+        let structure_hash = self.batch.structure_hash();
+        if !self.was_seen(hash) {
+            if let Some(similar) = self.graph_by_structure.get(&structure_hash).copied() {
+                return self.update_similar(gpu, similar, hash);
             }
-            let few = self.strange.get(&likeness).and_then(|other| other.changed(&self.piece));
-            if !few.is_some_and(|changed| is_few(&changed, &self.piece)) {
-                self.remember(likeness);
+            let changed =
+                self.unmatched.get(&structure_hash).and_then(|other| other.changed_kernels(&self.batch));
+            if !changed.is_some_and(|changed| is_worth_updating(&changed, &self.batch)) {
+                self.remember_unmatched(structure_hash);
                 return false;
             }
         }
-        self.strange.remove(&likeness);
-        self.wasted < WASTED && self.capture(card, hash, likeness)
+        self.unmatched.remove(&structure_hash);
+        self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture(gpu, hash, structure_hash)
     }
 
-    /// Keeps a piece that may come again with other arguments.
-    fn remember(&mut self, likeness: u64) {
-        if self.strange.len() >= STRANGE {
-            self.strange.clear(); // the next step finds them again
+    /// Remembers a batch that may occur again with other arguments.
+    fn remember_unmatched(&mut self, structure_hash: u64) {
+        if self.unmatched.len() >= MAX_UNMATCHED {
+            self.unmatched.clear(); // the next step fills it again
         }
-        self.strange.insert(likeness, self.piece.clone());
+        self.unmatched.insert(structure_hash, self.batch.clone());
     }
 
-    /// Makes the graph of a piece that this one is like into this one's, where few calls change.
-    fn change(&mut self, card: &Card, old: u64, hash: u64) -> bool {
-        let Some(kept) = self.kept.get(&old) else { return false };
-        let changed = kept.piece.changed(&self.piece);
-        let few = changed.filter(|changed| is_few(changed, &self.piece) && kept.graph.knows(changed));
-        let Some(changed) = few else { return false };
-        if let Err(error) = kept.graph.change(card, &self.piece, &changed) {
-            self.give_up(card, &error.to_string());
+    /// Updates the graph of a similar batch to this batch, if few calls differ.
+    fn update_similar(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
+        let Some(cached) = self.graphs.get(&similar) else { return false };
+        let changed = cached.batch.changed_kernels(&self.batch);
+        let Some(changed) = changed
+            .filter(|changed| is_worth_updating(changed, &self.batch) && cached.graph.has_nodes(changed))
+        else {
+            return false;
+        };
+        if let Err(error) = cached.graph.update_kernels(gpu, &self.batch, &changed) {
+            self.disable(gpu, error);
             return false;
         }
-        let Some(mut kept) = self.kept.remove(&old) else { return false };
-        self.like.insert(kept.likeness, hash);
-        std::mem::swap(&mut kept.piece, &mut self.piece);
-        self.counts.changed += changed.len() as u64;
-        self.kept.insert(hash, kept);
+        let Some(mut cached) = self.graphs.remove(&similar) else { return false };
+        self.graph_by_structure.insert(cached.structure_hash, hash);
+        std::mem::swap(&mut cached.batch, &mut self.batch);
+        self.stats.updated_kernels += changed.len() as u64;
+        self.graphs.insert(hash, cached);
         true
     }
 
-    fn plainly(&mut self, card: &Card) -> Result<()> {
-        self.counts.plain += self.piece.len() as u64;
-        self.piece.issue(card)
+    fn issue_directly(&mut self, gpu: &GpuContext) -> Result<()> {
+        self.stats.direct_calls += self.batch.len() as u64;
+        self.batch.issue(gpu)
     }
 
-    /// Did a piece with this hash come before?
-    fn again(&mut self, hash: u64) -> bool {
+    /// True if a batch with this hash occurred before.
+    fn was_seen(&mut self, hash: u64) -> bool {
         if self.seen.remove(&hash) {
             return true;
         }
-        if self.seen.len() >= SEEN {
-            self.seen.clear(); // the next two steps find them again
+        if self.seen.len() >= MAX_SEEN {
+            self.seen.clear(); // the next two steps fill it again
         }
         self.seen.insert(hash);
         false
     }
 
-    /// Launches the graph with this hash, if the driver can.
-    fn replay(&mut self, card: &Card, hash: u64) -> bool {
-        let Some(kept) = self.kept.get_mut(&hash) else { return false };
-        if let Err(error) = kept.graph.launch(card) {
-            std::mem::swap(&mut kept.piece, &mut self.piece); // equal, or moved there
-            self.give_up(card, &error.to_string());
+    /// Launches the graph with this hash. Returns false if the driver failed to.
+    fn replay(&mut self, gpu: &GpuContext, hash: u64) -> bool {
+        let Some(cached) = self.graphs.get_mut(&hash) else { return false };
+        if let Err(error) = cached.graph.launch(gpu) {
+            // The recorded calls may have been moved into the cache; otherwise both are equal.
+            std::mem::swap(&mut cached.batch, &mut self.batch);
+            self.disable(gpu, error);
             return false;
         }
-        self.counts.launches += 1;
-        self.counts.calls += kept.piece.len() as u64;
-        (kept.last, kept.launches) = (self.counts.launches, kept.launches + 1);
+        self.stats.launches += 1;
+        self.stats.calls += cached.batch.len() as u64;
+        (cached.last_launch, cached.launches) = (self.stats.launches, cached.launches + 1);
         true
     }
 
-    /// Makes a graph of what waits, and keeps it; false, and no graphs any more, where that fails.
-    fn capture(&mut self, card: &Card, hash: u64, likeness: u64) -> bool {
-        match Graph::of(card, &self.piece) {
+    /// Captures the recorded calls into a graph. If that fails, turns graphs off and returns false.
+    fn capture(&mut self, gpu: &GpuContext, hash: u64, structure_hash: u64) -> bool {
+        match ExecutableGraph::capture(gpu, &self.batch) {
             Ok(graph) => {
-                if self.kept.len() >= KEPT {
-                    self.drop_oldest(card);
+                if self.graphs.len() >= MAX_GRAPHS {
+                    self.evict_oldest(gpu);
                 }
-                let (piece, last) = (std::mem::take(&mut self.piece), self.counts.launches);
-                self.kept.insert(hash, Kept { piece, graph, likeness, last, launches: 0 });
-                self.like.insert(likeness, hash);
+                let (batch, last_launch) = (std::mem::take(&mut self.batch), self.stats.launches);
+                let cached = CachedGraph { batch, graph, structure_hash, last_launch, launches: 0 };
+                self.graphs.insert(hash, cached);
+                self.graph_by_structure.insert(structure_hash, hash);
                 true
             }
             Err(error) => {
-                self.give_up(card, &error.to_string());
+                self.disable(gpu, error);
                 false
             }
         }
     }
 
-    fn drop_oldest(&mut self, card: &Card) {
-        let oldest = self.kept.iter().min_by_key(|(_, kept)| kept.last).map(|(hash, _)| *hash);
-        if let Some(gone) = oldest.and_then(|hash| self.kept.remove(&hash)) {
-            self.wasted += usize::from(gone.launches < 2);
-            self.like.retain(|_, hash| Some(*hash) != oldest);
-            gone.graph.destroy(card);
+    fn evict_oldest(&mut self, gpu: &GpuContext) {
+        let oldest = self.graphs.iter().min_by_key(|(_, cached)| cached.last_launch).map(|(hash, _)| *hash);
+        if let Some(evicted) = oldest.and_then(|hash| self.graphs.remove(&hash)) {
+            self.wasted_graphs += usize::from(evicted.launches < 2);
+            self.graph_by_structure.retain(|_, hash| Some(*hash) != oldest);
+            evicted.graph.destroy(gpu);
         }
     }
 
@@ -378,24 +396,24 @@ impl State {
         self.on
     }
 
-    /// No graphs from now on. The scratch memory stays: what waits uses it.
-    fn give_up(&mut self, card: &Card, why: &str) {
-        self.given_up = Some(why.to_owned());
+    /// Turns graphs off for good. The scratch memory stays, because recorded calls use it.
+    fn disable(&mut self, gpu: &GpuContext, error: CudaError) {
+        self.disable_reason = Some(error);
         self.on = false;
-        card.graphs.on.store(false, Relaxed);
-        self.forget(card);
+        gpu.graphs.on.store(false, Relaxed);
+        self.destroy_graphs(gpu);
     }
 
-    /// Gives back the graphs.
-    fn forget(&mut self, card: &Card) {
-        self.kept.drain().for_each(|(_, kept)| kept.graph.destroy(card));
+    /// Destroys every graph and forgets every batch.
+    fn destroy_graphs(&mut self, gpu: &GpuContext) {
+        self.graphs.drain().for_each(|(_, cached)| cached.graph.destroy(gpu));
         self.seen.clear();
-        self.strange.clear();
-        self.like.clear();
+        self.unmatched.clear();
+        self.graph_by_structure.clear();
     }
 }
 
-/// To change a call costs less than to ask for it, but not nothing.
-fn is_few(changed: &[usize], piece: &Piece) -> bool {
-    3 * changed.len() <= piece.len()
+/// True if so few calls changed that updating a graph is cheaper than issuing the calls.
+fn is_worth_updating(changed: &[usize], batch: &CallBatch) -> bool {
+    3 * changed.len() <= batch.len()
 }

@@ -1,23 +1,25 @@
-//! Matrix products by cuBLASLt: the algorithm for each shape is chosen once, by the library's guess or by the clock.
+//! Matmuls by cuBLASLt. The algorithm for each shape is chosen once, by the library's heuristic or
+//! by timing.
 //!
-//! cuBLASLt counts columns first, so a row-major product is asked for as its transpose: the operands change places.
-mod asked;
-mod desc;
-mod search;
+//! cuBLASLt is column-major. A row-major matmul is requested as its transpose, with the operands
+//! exchanged.
+mod algorithm_search;
+mod descriptors;
+mod prepared;
 
-use super::binding::{
-    Address, Algorithm, Blas, Handle, Heuristic, LEAST_ALIGNMENT, MOST_WORKSPACE, NOT_SUPPORTED, R_BF16,
+use super::bindings::{
+    Address, Algorithm, CublasLtApi, Handle, Heuristic, MAX_WORKSPACE, MIN_ALIGNMENT, NOT_SUPPORTED, R_BF16,
     R_E4M3, R_E5M2, R_F16, R_F32,
 };
-use super::card::Card;
+use super::context::GpuContext;
 use super::error::{CudaError, Result};
-use super::libs::{Places, Wanted};
+use super::library_search::{CudaLibrary, LibraryPaths};
 use crate::fp8::Fp8;
 use crate::mem::Dtype;
-pub(super) use asked::Asked;
-use asked::Open;
-use desc::{Desc, Own, Preference, check};
-use search::Search;
+use algorithm_search::AlgorithmSearch;
+use descriptors::{AlgorithmPreference, CallPointers, MatmulDescriptor, check};
+use prepared::LtHandle;
+pub(super) use prepared::PreparedMatmul;
 use std::{
     collections::HashMap,
     ffi::c_int,
@@ -26,47 +28,48 @@ use std::{
     sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
-/// Bytes that a product may use beside its operands.
-pub const WORKSPACE: usize = 32 << 20;
-/// Alignment above which no algorithm gains, bytes.
-const MOST_ALIGNED: u64 = 256;
+/// Maximum workspace of a matmul, bytes.
+pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
+/// Alignment in bytes above which no algorithm is faster.
+const MAX_ALIGNMENT: u64 = 256;
 
-/// One operand: where it lies and how its rows follow one another in memory.
+/// One matrix of a matmul: its address and layout.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Matrix {
+pub(super) struct MatrixRef {
     pub(super) at: Address,
-    /// Elements from row to row as it is stored.
+    /// Elements from row to row as stored.
     pub(super) stride: usize,
-    /// Stored with rows and columns exchanged.
+    /// True if rows and columns are exchanged in memory.
     pub(super) transposed: bool,
 }
 
 /// `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`, all row-major unless transposed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Product {
+pub(super) struct Matmul {
     pub(super) m: usize,
     pub(super) n: usize,
     pub(super) k: usize,
-    pub(super) a: Matrix,
-    pub(super) b: Matrix,
-    pub(super) c: Matrix,
-    pub(super) inputs: Inputs,
+    pub(super) a: MatrixRef,
+    pub(super) b: MatrixRef,
+    pub(super) c: MatrixRef,
+    pub(super) inputs: InputFormat,
     pub(super) output: Dtype,
     pub(super) add: bool,
-    /// Of the output's type.
+    /// The address of a vector of the output's type.
     pub(super) bias: Option<Address>,
 }
 
-/// What both operands' elements are.
+/// The element types of the two operands.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Inputs {
+pub(super) enum InputFormat {
+    /// Both operands have this type.
     Same(Dtype),
-    /// Of each its kind, and where on the card its scale lies. Both lie along the sum: `a` as it is, `b` transposed.
+    /// For each operand its fp8 format and the GPU address of its scale. Both operands are
+    /// contiguous along `k`: `a` is not transposed, `b` is.
     Fp8([(Fp8, Address); 2]),
 }
 
-impl Product {
-    /// What decides which algorithm is best.
+impl Matmul {
     fn key(&self) -> Key {
         let [a, b] = self.inputs.types();
         Key {
@@ -79,7 +82,7 @@ impl Product {
         }
     }
 
-    /// For people: `product 8192 × 4096 × 1024 (bf16 · bf16 → f32)`.
+    /// Shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16 → f32)`.
     pub(super) fn describe(&self) -> String {
         let name = |which| match which {
             R_F16 => "f16",
@@ -89,20 +92,20 @@ impl Product {
             _ => "f32",
         };
         let ([a, b], c) = (self.inputs.types().map(name), name(type_of(self.output)));
-        let rest = if self.add { ", added" } else { "" };
-        format!("product {} × {} × {} ({a} · {b} → {c}{rest})", self.m, self.n, self.k)
+        let accumulate = if self.add { ", accumulating" } else { "" };
+        format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
     }
 
-    fn own(&self) -> Own {
-        Own { scales: self.inputs.scales(), bias: self.bias }
+    fn call_pointers(&self) -> CallPointers {
+        CallPointers { scales: self.inputs.scales(), bias: self.bias }
     }
 }
 
-impl Inputs {
+impl InputFormat {
     fn types(self) -> [c_int; 2] {
         match self {
-            Inputs::Same(dtype) => [type_of(dtype); 2],
-            Inputs::Fp8(operands) => operands.map(|(kind, _)| match kind {
+            InputFormat::Same(dtype) => [type_of(dtype); 2],
+            InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
                 Fp8::E4M3 => R_E4M3,
                 Fp8::E5M2 => R_E5M2,
             }),
@@ -111,58 +114,64 @@ impl Inputs {
 
     fn scales(self) -> Option<[Address; 2]> {
         match self {
-            Inputs::Same(_) => None,
-            Inputs::Fp8(operands) => Some(operands.map(|(_, scale)| scale)),
+            InputFormat::Same(_) => None,
+            InputFormat::Fp8(operands) => Some(operands.map(|(_, scale)| scale)),
         }
     }
 }
 
-/// What an algorithm is chosen for.
+/// Everything that decides which algorithm is best for a matmul.
+///
+/// Its `Debug` text is hashed into the names of stored choices: renaming the type or a field
+/// discards them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
+    /// m, n, k, and the strides of `a`, `b` and `c`.
     sizes: [usize; 6],
     transposed: [bool; 2],
-    /// Of `a`, `b`, `c`.
+    /// Types of `a`, `b` and `c`.
     types: [c_int; 3],
     add: bool,
+    /// Alignments of `a`, `b` and `c`, bytes.
     alignments: [u32; 3],
-    /// Of the bias, where there is one.
+    /// Alignment of the bias, bytes, if there is one.
     bias: Option<u32>,
 }
 
-/// What is kept of a shape: its descriptions and the chosen algorithm.
-struct Chosen {
-    library: Arc<Blas>,
-    desc: Desc,
-    /// Of cuBLASLt's first and second operand and the result.
+/// What is reused for every matmul of one key: descriptors and the chosen algorithm.
+struct MatmulPlan {
+    library: Arc<CublasLtApi>,
+    descriptor: MatmulDescriptor,
+    /// Layouts of cuBLASLt's first and second operand and of the result.
     layouts: [Handle; 3],
     algorithm: Algorithm,
+    /// Bytes of workspace that the algorithm needs.
     workspace: usize,
 }
 
-// SAFETY: descriptions are only read once they are made.
-unsafe impl Send for Chosen {}
-// SAFETY: as above.
-unsafe impl Sync for Chosen {}
+// SAFETY: descriptors are only read after they are complete.
+unsafe impl Send for MatmulPlan {}
+// SAFETY: as for Send.
+unsafe impl Sync for MatmulPlan {}
 
-impl Drop for Chosen {
+impl Drop for MatmulPlan {
     fn drop(&mut self) {
         for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
-            // SAFETY: made by this library, destroyed once.
+            // SAFETY: created by this library, destroyed once.
             let _ = unsafe { (self.library.cublasLtMatrixLayoutDestroy)(layout) };
         }
     }
 }
 
-/// An open cuBLASLt.
-pub(super) struct Products {
-    open: Arc<Open>,
+/// An open cuBLASLt and the plans made so far.
+pub(super) struct CublasLt {
+    lt: Arc<LtHandle>,
     pub(super) path: PathBuf,
     pub(super) version: usize,
-    /// None: the library has no algorithm for it.
-    chosen: Mutex<HashMap<Key, Option<Arc<Chosen>>>>,
-    /// Algorithms are timed, not guessed.
-    search: OnceLock<Search>,
+    /// Plans by key; `None` where the library has no algorithm.
+    plans: Mutex<HashMap<Key, Option<Arc<MatmulPlan>>>>,
+    /// Set if algorithms are timed.
+    search: OnceLock<AlgorithmSearch>,
 }
 
 fn type_of(dtype: Dtype) -> c_int {
@@ -173,76 +182,81 @@ fn type_of(dtype: Dtype) -> c_int {
     }
 }
 
+/// The largest power of two that divides the address, at most [`MAX_ALIGNMENT`].
 fn alignment(at: Address) -> u32 {
-    (1u64 << at.trailing_zeros().min(63)).min(MOST_ALIGNED) as u32
+    (1u64 << at.trailing_zeros().min(63)).min(MAX_ALIGNMENT) as u32
 }
 
-/// The library's version (`13.1.0`) and path. Nothing is made on a card.
-pub(super) fn version(places: &Places) -> Result<(String, PathBuf)> {
-    let found = places.open(Wanted::Blas)?;
-    let path = found.path.clone();
-    let library = Blas::of(found)?;
-    // SAFETY: no conditions.
+/// The library's version (`13.1.0`) and path. It creates nothing on a GPU.
+pub(super) fn library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
+    let opened = paths.open(CudaLibrary::CublasLt)?;
+    let path = opened.path.clone();
+    let library = CublasLtApi::load(opened)?;
+    // SAFETY: no preconditions.
     let version = unsafe { (library.cublasLtGetVersion)() };
     Ok((format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100), path))
 }
 
-impl Products {
-    /// The card's context must be the thread's.
-    pub(super) fn open(places: &Places) -> Result<Products> {
-        let found = places.open(Wanted::Blas)?;
-        let path = found.path.clone();
-        let library = Arc::new(Blas::of(found)?);
+impl CublasLt {
+    /// Opens the library. The GPU's context must be current.
+    pub(super) fn open(paths: &LibraryPaths) -> Result<CublasLt> {
+        let opened = paths.open(CudaLibrary::CublasLt)?;
+        let path = opened.path.clone();
+        let library = Arc::new(CublasLtApi::load(opened)?);
         let mut handle = ptr::null_mut();
-        // SAFETY: no conditions.
+        // SAFETY: no preconditions.
         let version = unsafe { (library.cublasLtGetVersion)() };
-        // SAFETY: one handle is written.
+        // SAFETY: writes one handle.
         check(&library, "cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut handle) })?;
-        let open = Arc::new(Open { library, handle });
-        Ok(Products { open, path, version, chosen: Mutex::default(), search: OnceLock::new() })
+        let lt = Arc::new(LtHandle { library, handle });
+        Ok(CublasLt { lt, path, version, plans: Mutex::default(), search: OnceLock::new() })
     }
 
-    /// From now on the fastest algorithm for each product is found by the clock, and kept in `folder` for other processes.
-    pub(super) fn time_algorithms(&self, card: &Card, folder: Option<PathBuf>) {
-        self.search.get_or_init(|| Search::new(folder, &card.facts, self.version));
+    /// From now on, times the algorithms for each new matmul and uses the fastest. Choices are
+    /// stored in `directory` for other processes.
+    pub(super) fn enable_autotuning(&self, gpu: &GpuContext, directory: Option<PathBuf>) {
+        self.search.get_or_init(|| AlgorithmSearch::new(directory, &gpu.properties, self.version));
     }
 
-    /// Puts the product on the card's stream. `m`, `n` and `k` are above 0.
-    pub(super) fn run(&self, card: &Arc<Card>, p: &Product) -> Result<()> {
-        card.enter()?; // the choice is made for the thread's card
-        let chosen = self.chosen(card, p)?.ok_or_else(|| {
-            let said = format!("no algorithm for {p:?}");
-            CudaError::Call { what: "cublasLtMatmulAlgoGetHeuristic".to_owned(), code: NOT_SUPPORTED, said }
+    /// Enqueues a matmul. `m`, `n` and `k` are above 0.
+    pub(super) fn run(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<()> {
+        gpu.make_current()?; // the heuristic answers for the current GPU
+        let plan = self.plan(gpu, matmul)?.ok_or_else(|| CudaError::Call {
+            function: "cublasLtMatmulAlgoGetHeuristic".to_owned(),
+            status: NOT_SUPPORTED,
+            message: format!("no algorithm for {matmul:?}"),
         })?;
-        // Given back in the stream's order, after this product.
-        let workspace = card.scratch(chosen.workspace.max(1))?;
-        let asked = Asked { open: self.open.clone(), product: *p, chosen, workspace: workspace.at() };
-        let now = asked.clone();
-        card.ask(|piece| piece.product(asked), |stream| now.issue(stream))
+        // Freed in the stream's order, after this matmul.
+        let workspace = gpu.scratch(plan.workspace.max(1))?;
+        let prepared =
+            PreparedMatmul { lt: self.lt.clone(), matmul: *matmul, plan, workspace: workspace.at() };
+        let direct = prepared.clone();
+        gpu.enqueue(|batch| batch.push_matmul(prepared), |stream| direct.issue(stream))
     }
 
-    /// Has the library an algorithm for this product?
-    pub(super) fn suits(&self, card: &Arc<Card>, p: &Product) -> Result<bool> {
-        card.enter()?;
-        Ok(self.chosen(card, p)?.is_some())
+    /// True if the library has an algorithm for this matmul.
+    pub(super) fn has_algorithm(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<bool> {
+        gpu.make_current()?;
+        Ok(self.plan(gpu, matmul)?.is_some())
     }
 
-    fn chosen(&self, card: &Arc<Card>, p: &Product) -> Result<Option<Arc<Chosen>>> {
-        let key = p.key();
-        let mut all = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(chosen) = all.get(&key) {
-            return Ok(chosen.clone());
+    /// The plan for a matmul, from the earlier ones or new.
+    fn plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
+        let key = matmul.key();
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plan) = plans.get(&key) {
+            return Ok(plan.clone());
         }
-        let chosen = self.choose(card, p, &key)?.map(Arc::new);
-        all.insert(key, chosen.clone());
-        Ok(chosen)
+        let plan = self.create_plan(gpu, matmul, &key)?.map(Arc::new);
+        plans.insert(key, plan.clone());
+        Ok(plan)
     }
 
-    fn choose(&self, card: &Arc<Card>, p: &Product, key: &Key) -> Result<Option<Chosen>> {
-        let lt = &self.open.library;
-        let mut chosen = Chosen {
+    fn create_plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
+        let lt = &self.lt.library;
+        let mut plan = MatmulPlan {
             library: lt.clone(),
-            desc: Desc::new(lt, key.transposed, p.own())?,
+            descriptor: MatmulDescriptor::new(lt, key.transposed, matmul.call_pointers())?,
             layouts: [ptr::null_mut(); 3],
             algorithm: Algorithm::default(),
             workspace: 0,
@@ -254,88 +268,92 @@ impl Products {
             (stored(k, m, key.transposed[0]), a, key.types[0]),
             ((n, m), c, key.types[2]),
         ];
-        for (layout, ((rows, columns), stride, dtype)) in chosen.layouts.iter_mut().zip(shapes) {
-            // SAFETY: one handle is written.
-            let code = unsafe {
+        for (layout, ((rows, columns), stride, dtype)) in plan.layouts.iter_mut().zip(shapes) {
+            // SAFETY: writes one handle.
+            let status = unsafe {
                 (lt.cublasLtMatrixLayoutCreate)(layout, dtype, rows as u64, columns as u64, stride as i64)
             };
-            check(lt, "cublasLtMatrixLayoutCreate", code)?;
+            check(lt, "cublasLtMatrixLayoutCreate", status)?;
         }
-        let candidates = self.candidates(&chosen, key)?;
+        let candidates = self.candidates(&plan, key)?;
         let Some(first) = candidates.first() else { return Ok(None) };
         let best = match self.search.get() {
             None => *first,
             Some(search) => {
-                let time = |candidate: &Heuristic| self.time(card, p, &chosen, candidate);
+                let time = |candidate: &Heuristic| self.time(gpu, matmul, &plan, candidate);
                 search.fastest(&format!("{key:?}"), &candidates, time)?
             }
         };
-        (chosen.algorithm, chosen.workspace) = (best.algorithm, best.workspace);
-        Ok(Some(chosen))
+        (plan.algorithm, plan.workspace) = (best.algorithm, best.workspace);
+        Ok(Some(plan))
     }
 
-    /// What the library suggests, best guess first.
-    fn candidates(&self, chosen: &Chosen, key: &Key) -> Result<Vec<Heuristic>> {
-        let (lt, what) = (&self.open.library, "cublasLtMatmulAlgoGetHeuristic");
-        let preference = Preference::new(lt)?;
-        preference.set(MOST_WORKSPACE, &(WORKSPACE as u64).to_ne_bytes())?;
+    /// The algorithms that the library suggests, best guess first.
+    fn candidates(&self, plan: &MatmulPlan, key: &Key) -> Result<Vec<Heuristic>> {
+        let lt = &self.lt.library;
+        let preference = AlgorithmPreference::new(lt)?;
+        preference.set(MAX_WORKSPACE, &(MATMUL_WORKSPACE_BYTES as u64).to_ne_bytes())?;
         let [a, b, c] = key.alignments;
-        for (which, bytes) in (LEAST_ALIGNMENT..).zip([b, a, c, c]) {
-            preference.set(which, &bytes.to_ne_bytes())?;
+        for (attribute, bytes) in (MIN_ALIGNMENT..).zip([b, a, c, c]) {
+            preference.set(attribute, &bytes.to_ne_bytes())?;
         }
-        let asked = if self.search.get().is_some() { search::CANDIDATES } else { 1 };
-        let (mut all, mut found) = (vec![Heuristic::default(); asked], 0);
-        let [first, second, result] = chosen.layouts;
-        // SAFETY: room for as many results as are asked for.
-        let code = unsafe {
+        let requested = if self.search.get().is_some() { algorithm_search::MAX_CANDIDATES } else { 1 };
+        let (mut candidates, mut count) = (vec![Heuristic::default(); requested], 0);
+        let [first, second, result] = plan.layouts;
+        // SAFETY: writes at most as many results as are requested.
+        let status = unsafe {
             (lt.cublasLtMatmulAlgoGetHeuristic)(
-                self.open.handle,
-                chosen.desc.handle,
+                self.lt.handle,
+                plan.descriptor.handle,
                 first,
                 second,
                 result,
                 result,
                 preference.handle,
-                asked as c_int,
-                all.as_mut_ptr(),
-                &mut found,
+                requested as c_int,
+                candidates.as_mut_ptr(),
+                &mut count,
             )
         };
-        if code == NOT_SUPPORTED {
+        if status == NOT_SUPPORTED {
             return Ok(Vec::new());
         }
-        check(lt, what, code)?;
-        all.truncate(usize::try_from(found).unwrap_or(0));
-        all.retain(|one| one.state == 0 && one.workspace <= WORKSPACE);
-        Ok(all)
+        check(lt, "cublasLtMatmulAlgoGetHeuristic", status)?;
+        candidates.truncate(usize::try_from(count).unwrap_or(0));
+        candidates.retain(|one| one.state == 0 && one.workspace <= MATMUL_WORKSPACE_BYTES);
+        Ok(candidates)
     }
 
-    /// Seconds that some runs of a product take by this algorithm; none if it can't, or there is no room to try. What the result
-    /// held is as before where it is added to, else unspecified.
+    /// Seconds of some runs of a matmul with this algorithm; `None` if it fails, or if there is no
+    /// memory to try it. A result that is added to keeps its content. Otherwise the content is
+    /// unspecified afterwards.
     fn time(
         &self,
-        card: &Arc<Card>,
-        p: &Product,
-        chosen: &Chosen,
+        gpu: &Arc<GpuContext>,
+        matmul: &Matmul,
+        plan: &MatmulPlan,
         candidate: &Heuristic,
     ) -> Result<Option<f64>> {
-        let elements = (p.m - 1) * p.c.stride + p.n;
-        let room = |bytes| card.allocate(bytes).ok();
-        let sums = room(if p.add { elements * p.output.size() } else { 0 });
-        let (Some(sums), Some(workspace)) = (sums, room(candidate.workspace.max(1))) else { return Ok(None) };
-        let there = Product { c: Matrix { at: if p.add { sums.at() } else { p.c.at }, ..p.c }, ..*p };
+        let elements = (matmul.m - 1) * matmul.c.stride + matmul.n;
+        let allocate = |bytes| gpu.allocate(bytes).ok();
+        let copy = allocate(if matmul.add { elements * matmul.output.size() } else { 0 });
+        let (Some(copy), Some(workspace)) = (copy, allocate(candidate.workspace.max(1))) else {
+            return Ok(None);
+        };
+        let c = MatrixRef { at: if matmul.add { copy.at() } else { matmul.c.at }, ..matmul.c };
+        let trial = Matmul { c, ..*matmul };
         let algorithm = (&candidate.algorithm, workspace.at(), candidate.workspace);
-        let call = |stream| self.open.call(stream, &there, &chosen.desc, chosen.layouts, algorithm);
-        let run = || card.in_turn(call).is_ok_and(|code| code == 0);
+        let call = |stream| self.lt.call(stream, &trial, &plan.descriptor, plan.layouts, algorithm);
+        let run = || gpu.with_stream(call).is_ok_and(|status| status == 0);
         if !run() {
             return Ok(None);
         }
-        let begin = card.record_timed()?;
-        if !(0..search::RUNS).all(|_| run()) {
+        let begin = gpu.record_timed()?;
+        if !(0..algorithm_search::RUNS).all(|_| run()) {
             return Ok(None);
         }
-        let end = card.record_timed()?;
-        end.wait()?;
-        end.since(&begin)
+        let end = gpu.record_timed()?;
+        end.synchronize()?;
+        end.seconds_since(&begin)
     }
 }

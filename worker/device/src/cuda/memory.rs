@@ -1,231 +1,234 @@
-//! Memory of a card from the driver's pool, and of the host that a card knows.
-use super::binding::{Address, Driver, Handle, MEMORY_POOLS, OUT_OF_MEMORY, PORTABLE, RELEASE_THRESHOLD};
-use super::card::Card;
+//! GPU memory from the driver's pool, and pinned host memory.
+use super::bindings::{Address, DriverApi, Handle, MEMORY_POOLS, OUT_OF_MEMORY, PORTABLE, RELEASE_THRESHOLD};
+use super::context::GpuContext;
 use super::error::{CudaError, Result};
-use super::graphs::{Block, State};
-use crate::storage::purpose;
+use super::graphs::{Block, GraphState};
+use super::properties::GpuProperties;
+use crate::storage::alloc_label;
 use std::{
     ffi::{c_int, c_void},
     ptr::{self, NonNull},
     sync::{Arc, atomic::Ordering::Relaxed},
 };
 
-impl Card {
-    /// Free and total bytes.
-    pub(super) fn memory(&self) -> Result<(usize, usize)> {
-        self.enter()?;
+impl GpuContext {
+    /// Free and total bytes of the GPU's memory.
+    pub(super) fn memory_info(&self) -> Result<(usize, usize)> {
+        self.make_current()?;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: two numbers are written.
+        // SAFETY: writes two integers.
         self.driver.check("cuMemGetInfo", unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) })?;
         Ok((free, total))
     }
 
-    /// Memory that is not filled. No bytes need no memory.
-    pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<Memory> {
-        let memory = |at| Memory { card: self.clone(), at, bytes, scratch: false };
+    /// Allocates uninitialized memory in the order of this thread's stream. A request for no bytes
+    /// allocates nothing.
+    pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
+        let memory = |at| DeviceMemory { gpu: self.clone(), at, bytes, is_scratch: false };
         if bytes == 0 {
             return Ok(memory(0));
         }
-        self.enter()?;
-        let ask = || {
-            let _nobody_else = self.recording(); // what waits doesn't know of this memory
-            self.obtain(bytes, self.stream())
+        self.make_current()?;
+        let allocate = || {
+            // Held so that no other thread issues to the stream. The recorded calls need not be
+            // flushed, because they do not use this memory.
+            let _recording = self.recording();
+            self.allocate_from_pool(bytes, self.stream())
         };
-        let mut got = ask();
-        if got == Err(OUT_OF_MEMORY) {
-            // What the pool kept may be in pieces that are too small.
-            self.give_up_scratch();
-            self.wait()?;
-            self.driver.trim(self.device)?;
-            got = ask();
+        let mut result = allocate();
+        if result == Err(OUT_OF_MEMORY) {
+            // The pool may hold enough free memory, but in ranges that are too small.
+            self.release_idle_scratch();
+            self.synchronize()?;
+            self.driver.trim_pool(self.device)?;
+            result = allocate();
         }
-        if got == Err(OUT_OF_MEMORY) {
-            let (free, total) = self.memory()?;
-            let (used, purpose) = (self.used.load(Relaxed), purpose());
-            return Err(CudaError::OutOfMemory { asked: bytes, free, total, used, purpose });
+        if result == Err(OUT_OF_MEMORY) {
+            let (free, total) = self.memory_info()?;
+            let (used, label) = (self.used.load(Relaxed), alloc_label());
+            return Err(CudaError::OutOfMemory { requested: bytes, free, total, used, label });
         }
-        got.map(memory).or_else(|code| self.driver.check("cuMemAllocAsync", code).map(|()| memory(0)))
+        result.map(memory).or_else(|status| self.driver.check("cuMemAllocAsync", status).map(|()| memory(0)))
     }
 
-    /// Memory for the length of an op, not filled; dropped in the stream that it is used in. Where graphs are on the card's
-    /// stream has the same places for the same requests.
-    pub(super) fn scratch(self: &Arc<Self>, bytes: usize) -> Result<Memory> {
+    /// Allocates uninitialized memory for the duration of one op. It must be dropped in the stream
+    /// that it is used in. With CUDA graphs on, the main stream gets the same addresses for the
+    /// same sequence of requests.
+    pub(super) fn scratch(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes > 0
             && let Some(mut state) = self.recording()
         {
-            self.enter()?;
-            if let Some(at) = state.place(self, bytes)? {
-                return Ok(Memory { card: self.clone(), at, bytes, scratch: true });
+            self.make_current()?;
+            if let Some(at) = state.allocate_scratch(self, bytes)? {
+                return Ok(DeviceMemory { gpu: self.clone(), at, bytes, is_scratch: true });
             }
         }
         self.allocate(bytes)
     }
 
-    /// The driver's memory, or its code.
-    fn obtain(&self, bytes: usize, stream: Handle) -> std::result::Result<Address, c_int> {
+    /// Memory of the driver's pool, or the driver's status code.
+    fn allocate_from_pool(&self, bytes: usize, stream: Handle) -> std::result::Result<Address, c_int> {
         let mut at = 0;
-        // SAFETY: one address is written.
-        let code = unsafe { (self.driver.cuMemAllocAsync)(&mut at, bytes, stream) };
-        if code != 0 {
-            return Err(code);
+        // SAFETY: writes one address.
+        let status = unsafe { (self.driver.cuMemAllocAsync)(&mut at, bytes, stream) };
+        if status != 0 {
+            return Err(status);
         }
         let used = self.used.fetch_add(bytes as u64, Relaxed) + bytes as u64;
         self.peak.fetch_max(used, Relaxed);
         Ok(at)
     }
 
-    /// Gives back what [`Card::allocate`] gave, once the work before is done.
+    /// Frees memory of [`GpuContext::allocate`] after the work that this thread's stream was given
+    /// so far.
     pub(super) fn free(&self, at: Address, bytes: usize) {
-        if self.enter().is_ok() {
+        if self.make_current().is_ok() {
             let mut recording = self.recording();
             if let Some(state) = &mut recording {
-                state.flush_later(self);
+                state.flush_deferring_error(self);
             }
-            self.put_back(at, bytes, self.stream());
+            self.free_to_pool(at, bytes, self.stream());
         }
     }
 
-    /// To the driver, in this stream's order.
-    pub(super) fn put_back(&self, at: Address, bytes: usize, stream: Handle) {
+    /// Returns memory to the driver's pool, in the order of `stream`.
+    pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: Handle) {
         self.used.fetch_sub(bytes as u64, Relaxed);
-        // SAFETY: the address came from the pool and is given back once. An error here was one of earlier work; the next
-        // call says it.
+        // SAFETY: the address came from the pool and is freed once. An error here belongs to
+        // earlier work, and the next call reports it.
         let _ = unsafe { (self.driver.cuMemFreeAsync)(at, stream) };
     }
 
-    /// The most bytes that this process had at once.
+    /// The largest number of bytes that this process had allocated at one time.
     pub(super) fn peak(&self) -> u64 {
         self.peak.load(Relaxed)
     }
 
-    /// Memory of the host that the card reads and writes by itself, not filled; at least one byte.
+    /// Allocates uninitialized pinned memory of the host, at least one byte.
     pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>> {
-        self.enter()?;
+        self.make_current()?;
         let mut at = ptr::null_mut();
-        // SAFETY: one address is written.
-        let code = unsafe { (self.driver.cuMemHostAlloc)(&mut at, bytes.max(1), PORTABLE) };
-        self.driver.check(&format!("cuMemHostAlloc of {bytes} bytes"), code)?;
+        // SAFETY: writes one address.
+        let status = unsafe { (self.driver.cuMemHostAlloc)(&mut at, bytes.max(1), PORTABLE) };
+        self.driver.check(&format!("cuMemHostAlloc of {bytes} bytes"), status)?;
         NonNull::new(at.cast()).ok_or_else(|| CudaError::Call {
-            what: "cuMemHostAlloc".to_owned(),
-            code: 0,
-            said: "no address".to_owned(),
+            function: "cuMemHostAlloc".to_owned(),
+            status: 0,
+            message: "returned no address".to_owned(),
         })
     }
 
-    /// Gives back what [`Card::allocate_pinned`] gave, which no copy uses any more.
+    /// Frees memory of [`GpuContext::allocate_pinned`]. No copy may use it any more.
     pub(super) fn free_pinned(&self, at: Address) {
-        if self.enter().is_ok() {
-            // SAFETY: given back once; nothing can be done about an error.
+        if self.make_current().is_ok() {
+            // SAFETY: freed once. Errors cannot be handled here.
             let _ = unsafe { (self.driver.cuMemFreeHost)(at as *mut c_void) };
         }
     }
 
-    /// Scratch memory of the card's stream that nobody uses goes back to the driver, whoever needs it.
-    fn give_up_scratch(&self) {
-        self.graphs.lock().release(self);
+    /// Returns unused scratch memory of the main stream to the driver.
+    fn release_idle_scratch(&self) {
+        self.graphs.lock().release_idle_blocks(self);
     }
 }
 
-impl State {
-    /// A range of the scratch memory; none where the card has no room for it beside what is there.
-    fn place(&mut self, card: &Card, bytes: usize) -> Result<Option<Address>> {
-        if let Some(at) = self.arena.take(bytes) {
+impl GraphState {
+    /// A range of scratch memory; `None` if the GPU has no memory left for another block.
+    fn allocate_scratch(&mut self, gpu: &GpuContext, bytes: usize) -> Result<Option<Address>> {
+        if let Some(at) = self.arena.allocate(bytes) {
             return Ok(Some(at));
         }
-        let (gone, bytes_of_block) = self.arena.growth(bytes);
-        if !gone.is_empty() {
-            self.flush(card)?; // it uses them
+        let (replaced, block_bytes) = self.arena.plan_growth(bytes);
+        if !replaced.is_empty() {
+            self.flush(gpu)?; // recorded calls use the replaced blocks
         }
-        for block in gone {
-            card.put_back(block.at, block.bytes, card.stream);
+        for block in replaced {
+            gpu.free_to_pool(block.at, block.bytes, gpu.stream);
         }
-        match card.obtain(bytes_of_block, card.stream) {
-            Ok(at) => self.arena.add(Block { at, bytes: bytes_of_block }),
+        match gpu.allocate_from_pool(block_bytes, gpu.stream) {
+            Ok(at) => self.arena.add(Block { at, bytes: block_bytes }),
             Err(OUT_OF_MEMORY) => return Ok(None),
-            Err(code) => return card.driver.check("cuMemAllocAsync", code).map(|()| None),
+            Err(status) => return gpu.driver.check("cuMemAllocAsync", status).map(|()| None),
         }
-        Ok(self.arena.take(bytes))
+        Ok(self.arena.allocate(bytes))
     }
 
-    /// Takes a range back. Without graphs nobody asks for it again.
-    fn give(&mut self, card: &Card, at: Address) {
-        self.arena.give(at);
+    /// Frees a range of scratch memory. With graphs off, its block is released too.
+    fn free_scratch(&mut self, gpu: &GpuContext, at: Address) {
+        self.arena.free(at);
         if !self.is_on() {
-            self.release(card);
+            self.release_idle_blocks(gpu);
         }
     }
 
-    /// Gives back the blocks of scratch memory that nobody uses.
-    pub(super) fn release(&mut self, card: &Card) {
-        let idle = self.arena.idle();
+    /// Returns the blocks of scratch memory that are not in use to the driver.
+    pub(super) fn release_idle_blocks(&mut self, gpu: &GpuContext) {
+        let idle = self.arena.take_idle_blocks();
         if !idle.is_empty() {
-            self.flush_later(card);
+            self.flush_deferring_error(gpu);
         }
         for block in idle {
-            card.put_back(block.at, block.bytes, card.stream);
+            gpu.free_to_pool(block.at, block.bytes, gpu.stream);
         }
     }
 }
 
-impl Driver {
-    /// The pool keeps what is freed: after the first steps no allocation reaches the operating system.
-    pub(super) fn keep_freed_memory(&self, device: c_int) -> Result<()> {
-        // SAFETY: one number is written.
-        let has = self.number("cuDeviceGetAttribute", |out| unsafe {
-            (self.cuDeviceGetAttribute)(out, MEMORY_POOLS, device)
-        })?;
-        if has == 0 {
-            let what = "this GPU or its driver has no memory pools (a virtual GPU?)".to_owned();
-            return Err(CudaError::TooOld { what, needed: "cuMemAllocAsync".to_owned() });
+impl DriverApi {
+    /// Makes the memory pool keep freed memory, so that after the first steps no allocation reaches
+    /// the operating system.
+    pub(super) fn retain_freed_memory(&self, device: c_int, properties: &GpuProperties) -> Result<()> {
+        if self.attribute(device, MEMORY_POOLS)? == 0 {
+            return Err(properties.unsupported("memory pools (cuMemAllocAsync)", "a GPU that is not virtual"));
         }
-        let (pool, mut all) = (self.pool(device)?, u64::MAX);
-        // SAFETY: this attribute is a 64-bit number.
-        let code = unsafe { (self.cuMemPoolSetAttribute)(pool, RELEASE_THRESHOLD, (&raw mut all).cast()) };
-        self.check("cuMemPoolSetAttribute", code)
+        let (pool, mut unlimited) = (self.pool(device)?, u64::MAX);
+        // SAFETY: the value of this attribute is a 64-bit integer.
+        let status =
+            unsafe { (self.cuMemPoolSetAttribute)(pool, RELEASE_THRESHOLD, (&raw mut unlimited).cast()) };
+        self.check("cuMemPoolSetAttribute", status)
     }
 
-    /// Gives back what the pool keeps and nobody uses.
-    fn trim(&self, device: c_int) -> Result<()> {
+    /// Returns the free memory of the pool to the operating system.
+    fn trim_pool(&self, device: c_int) -> Result<()> {
         let pool = self.pool(device)?;
-        // SAFETY: the device's own pool.
+        // SAFETY: the pool belongs to the device.
         self.check("cuMemPoolTrimTo", unsafe { (self.cuMemPoolTrimTo)(pool, 0) })
     }
 
     fn pool(&self, device: c_int) -> Result<Handle> {
         let mut pool = ptr::null_mut();
-        // SAFETY: one handle is written.
-        let code = unsafe { (self.cuDeviceGetDefaultMemPool)(&mut pool, device) };
-        self.check("cuDeviceGetDefaultMemPool", code).map(|()| pool)
+        // SAFETY: writes one handle.
+        let status = unsafe { (self.cuDeviceGetDefaultMemPool)(&mut pool, device) };
+        self.check("cuDeviceGetDefaultMemPool", status).map(|()| pool)
     }
 }
 
-/// Memory on a card, given back when it is dropped.
-pub(super) struct Memory {
-    card: Arc<Card>,
+/// GPU memory that is freed when it is dropped.
+pub(super) struct DeviceMemory {
+    gpu: Arc<GpuContext>,
     at: Address,
     bytes: usize,
-    /// Part of the scratch memory of the card's stream.
-    scratch: bool,
+    /// True for a range of the main stream's scratch memory.
+    is_scratch: bool,
 }
 
-impl Memory {
+impl DeviceMemory {
     pub(super) fn at(&self) -> Address {
         self.at
     }
 
-    /// Its address, for an owner who gives it back by [`Card::free`]; not scratch.
-    pub(super) fn keep(mut self) -> Address {
+    /// The address, for an owner who frees it with [`GpuContext::free`]. Not for scratch memory.
+    pub(super) fn into_address(mut self) -> Address {
         self.bytes = 0;
         self.at
     }
 }
 
-impl Drop for Memory {
+impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        if self.scratch {
-            self.card.graphs.lock().give(&self.card, self.at);
+        if self.is_scratch {
+            self.gpu.graphs.lock().free_scratch(&self.gpu, self.at);
         } else if self.bytes > 0 {
-            self.card.free(self.at, self.bytes);
+            self.gpu.free(self.at, self.bytes);
         }
     }
 }

@@ -1,16 +1,17 @@
-//! RMSNorm, LayerNorm, the norm of heads, bias: rows, and sums over rows.
-use super::card::{Launch, Param};
+//! RMSNorm, LayerNorm, RMSNorm of heads, and bias: ops on rows, and sums over rows.
 use super::compile::NORM;
-use super::{Address, Cuda, Tensor, eights, expect_len, floats, threads};
+use super::launch::{KernelArg, LaunchConfig};
+use super::{Address, Cuda, TensorArg, are_vectorizable, expect_len, f32_address, row_threads};
 use crate::mem::{Dtype, View, ViewMut};
 use crate::ops::{HeadRows, LayerNorm, Write};
 use std::ffi::CStr;
 
-/// SUM_ROWS and COLUMNS of norm.cu.
+/// `SUM_ROWS` of norm.cu: rows that a block sums.
 const SUM_ROWS: usize = 64;
+/// `COLUMNS` of norm.cu: columns that a block sums.
 const COLUMNS: usize = 256;
 
-/// `Rows` of norm.cu.
+/// Where rows, or heads within rows, are stored; `Rows` of norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Rows {
@@ -22,80 +23,87 @@ struct Rows {
 }
 
 // SAFETY: struct Rows of norm.cu.
-unsafe impl Param for Rows {}
+unsafe impl KernelArg for Rows {}
 
 impl Rows {
     fn plain(rows: usize, d: usize) -> Self {
         Rows { count: rows as i64, d: d as i64, per: 1, stride: d as i64, first: 0 }
     }
 
-    /// Do all begin at eights, if the first element does?
-    fn are_eights(&self) -> bool {
+    /// True if every row begins at a multiple of eight elements, provided that the first does.
+    fn are_vectorizable(&self) -> bool {
         [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
     }
 
     fn heads(h: HeadRows) -> Self {
         let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first].map(|x| x as i64);
         let count = h.rows * h.heads;
-        assert!(count < 1 << 31, "norms of {count} heads");
+        assert!(count < 1 << 31, "rmsnorm_heads: {count} heads exceed the grid");
         Rows { count: count as i64, d, per, stride, first }
     }
 }
 
-/// Which kernel for rows of `d` elements: for anything; for these types in whole eights, one for each thread, or up to four.
-fn choose(d: usize, tensors: &[(Tensor, Dtype)], [any, one, four]: [&'static CStr; 3]) -> &'static CStr {
-    match d.div_ceil(8 * threads(d) as usize) {
-        _ if !eights(d, tensors) => any,
+/// The kernel for rows of `d` elements: the general one, or the one for vectorizable tensors of
+/// these types in which a thread has one vector of eight elements, or up to four.
+fn select_kernel(
+    d: usize,
+    tensors: &[(TensorArg, Dtype)],
+    [general, one, up_to_four]: [&'static CStr; 3],
+) -> &'static CStr {
+    match d.div_ceil(8 * row_threads(d) as usize) {
+        _ if !are_vectorizable(d, tensors) => general,
         0..=1 => one,
-        2..=4 => four,
-        _ => any,
+        2..=4 => up_to_four,
+        _ => general,
     }
 }
 
-fn all_bf16<const N: usize>(tensors: [Tensor; N]) -> [(Tensor, Dtype); N] {
+/// The tensors, each with the type bf16.
+fn all_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// What the summed rows are multiplied with.
+/// What each row is multiplied by before the sum.
 #[derive(Clone, Copy)]
-enum Times {
+enum RowFactor {
     One,
-    /// x, and 1/rms of each row.
-    RmsNormed(Tensor, Address),
-    /// x, mean and 1/deviation of each row.
-    LayerNormed(Tensor, Address),
+    /// `x · rstd`: x, and 1/rms of each row.
+    RmsNormed(TensorArg, Address),
+    /// `(x − mean) · rstd`: x, and mean and 1/deviation of each row.
+    LayerNormed(TensorArg, Address),
 }
 
-/// `out[d] += Σ dy · times` over the rows, in an order that depends on their number alone.
-fn sum_rows(cuda: &Cuda, out: Address, dy: Tensor, times: Times, at: Rows) {
+/// `out[d] += Σ dy · factor` over the rows, in an order that depends only on their number.
+fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: Rows) {
     let (d, rows) = (at.d as usize, at.count as usize);
     let chunks = rows.div_ceil(SUM_ROWS);
     if rows == 0 || d == 0 {
         return;
     }
     let sums = cuda.scratch(chunks * d * size_of::<f32>());
-    let (x, stats, what) = match times {
-        Times::One => (Tensor::NONE, 0, 0i64),
-        Times::RmsNormed(x, rstd) => (x, rstd, 1),
-        Times::LayerNormed(x, stats) => (x, stats, 2),
+    let (x, stats, factor_code) = match factor {
+        RowFactor::One => (TensorArg::NONE, 0, 0i64),
+        RowFactor::RmsNormed(x, rstd) => (x, rstd, 1),
+        RowFactor::LayerNormed(x, stats) => (x, stats, 2),
     };
-    let shape = Launch { grid: [chunks as u32, d.div_ceil(COLUMNS) as u32, 1], block: [32, 8, 1], shared: 0 };
-    // x isn't there, or lies as dy does
-    let known = [(dy, Dtype::Bf16), (if x.at == 0 { dy } else { x }, Dtype::Bf16)];
-    let is_known = at.are_eights() && eights(d, &known);
-    let name = if is_known { c"sum_rows_bf16" } else { c"sum_rows" };
-    assert!(rows < 1 << 31, "a sum over {rows} rows");
-    cuda.launch(NORM, name, shape, &[&sums.at(), &dy, &x, &stats, &at, &what]);
-    let shape = Launch { grid: [d.div_ceil(32) as u32, 1, 1], block: [32, 32, 1], shared: 0 };
-    cuda.launch(NORM, c"add_sums", shape, &[&out, &sums.at(), &(chunks as i64), &(d as i64)]);
+    let config =
+        LaunchConfig { grid: [chunks as u32, d.div_ceil(COLUMNS) as u32, 1], block: [32, 8, 1], shared: 0 };
+    // x is absent or has the layout of dy
+    let tensors = all_bf16([dy, if x.at == 0 { dy } else { x }]);
+    let is_bf16 = at.are_vectorizable() && are_vectorizable(d, &tensors);
+    let name = if is_bf16 { c"sum_rows_bf16" } else { c"sum_rows" };
+    assert!(rows < 1 << 31, "sum_rows: {rows} rows exceed the grid");
+    cuda.launch(NORM, name, config, &[&sums.at(), &dy, &x, &stats, &at, &factor_code]);
+    let config = LaunchConfig { grid: [d.div_ceil(32) as u32, 1, 1], block: [32, 32, 1], shared: 0 };
+    cuda.launch(NORM, c"add_sums", config, &[&out, &sums.at(), &(chunks as i64), &(d as i64)]);
 }
 
-/// `y`, and `x += delta` before where delta is given.
+/// RMSNorm of `x`, after `x += delta` if there is a delta.
 pub(super) fn rms(
     cuda: &Cuda,
     y: ViewMut,
     rstd: ViewMut,
-    x: Tensor,
+    x: TensorArg,
     delta: Option<View>,
     w: View,
     m: usize,
@@ -107,13 +115,13 @@ pub(super) fn rms(
     if let Some(delta) = delta {
         expect_len("add_rmsnorm_forward", "delta", delta.len(), m * d);
     }
-    let delta = delta.map_or(Tensor::NONE, Tensor::from);
-    let rstd = floats(rstd.as_view());
-    let (y, w) = (Tensor::from(&y), Tensor::from(w));
+    let delta = delta.map_or(TensorArg::NONE, TensorArg::from);
+    let rstd = f32_address(rstd.as_view());
+    let (y, w) = (TensorArg::from(&y), TensorArg::from(w));
     let names = [c"rmsnorm_forward", c"rmsnorm_forward_bf16", c"rmsnorm_forward_bf16_long"];
-    let name = choose(d, &all_bf16([y, x, if delta.at == 0 { x } else { delta }, w]), names);
-    let arguments: [&dyn Param; 8] = [&y, &rstd, &x, &delta, &w, &(m as i64), &(d as i64), &eps];
-    cuda.each_short_row(NORM, name, m, d, &arguments);
+    let name = select_kernel(d, &all_bf16([y, x, if delta.at == 0 { x } else { delta }, w]), names);
+    let arguments: [&dyn KernelArg; 8] = [&y, &rstd, &x, &delta, &w, &(m as i64), &(d as i64), &eps];
+    cuda.launch_row_warps(NORM, name, m, d, &arguments);
 }
 
 pub(super) fn rms_backward(
@@ -133,20 +141,26 @@ pub(super) fn rms_backward(
     }
     expect_len(op, "rstd", rstd.len(), m);
     expect_len(op, "dw", dw.len(), d);
-    let (at, dy, x, rstd) = (Rows::plain(m, d), Tensor::from(dy), Tensor::from(x), floats(rstd));
-    sum_rows(cuda, floats(dw.as_view()), dy, Times::RmsNormed(x, rstd), at);
+    let (at, dy, x, rstd) = (Rows::plain(m, d), TensorArg::from(dy), TensorArg::from(x), f32_address(rstd));
+    sum_rows(cuda, f32_address(dw.as_view()), dy, RowFactor::RmsNormed(x, rstd), at);
     let add = i64::from(write == Write::Add);
-    let (dx, w) = (Tensor::from(&dx), Tensor::from(w));
+    let (dx, w) = (TensorArg::from(&dx), TensorArg::from(w));
     let names = [c"rmsnorm_backward", c"rmsnorm_backward_bf16", c"rmsnorm_backward_bf16_long"];
     let [dy_type, x_type, w_type] = all_bf16([dy, x, w]);
-    let name = choose(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
-    let arguments: [&dyn Param; 7] = [&dx, &dy, &x, &w, &rstd, &at, &add];
-    cuda.each_short_row(NORM, name, m, d, &arguments);
+    let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
+    let arguments: [&dyn KernelArg; 7] = [&dx, &dy, &x, &w, &rstd, &at, &add];
+    cuda.launch_row_warps(NORM, name, m, d, &arguments);
 }
 
 fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRows) {
-    assert!(h.head_dim > 0, "{op}: heads of no element have no mean");
-    assert!(h.first + h.width() <= h.stride, "{op}: {} heads don't fit a row of {}", h.heads, h.stride);
+    assert!(h.head_dim > 0, "{op}: the head dimension is 0");
+    assert!(
+        h.first + h.width() <= h.stride,
+        "{op}: {} heads from element {} on do not fit rows of {}",
+        h.heads,
+        h.first,
+        h.stride
+    );
     expect_len(op, "x", x, h.rows * h.stride);
     expect_len(op, "raw", raw, h.rows * h.width());
     expect_len(op, "rstd", rstd, h.rows * h.heads);
@@ -155,13 +169,13 @@ fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRow
 
 pub(super) fn heads(cuda: &Cuda, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
     check_heads("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len(), h);
-    let (at, rstd) = (Rows::heads(h), floats(rstd.as_view()));
-    let (x, raw, w) = (Tensor::from(&x), Tensor::from(&raw), Tensor::from(w));
-    let any = c"rmsnorm_heads_forward";
-    let known = if at.are_eights() { c"rmsnorm_heads_forward_bf16" } else { any };
-    let name = choose(h.head_dim, &all_bf16([x, raw, w]), [any, known, any]);
-    let arguments: [&dyn Param; 6] = [&x, &raw, &rstd, &w, &at, &eps];
-    cuda.each_short_row(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
+    let (at, rstd) = (Rows::heads(h), f32_address(rstd.as_view()));
+    let (x, raw, w) = (TensorArg::from(&x), TensorArg::from(&raw), TensorArg::from(w));
+    let general = c"rmsnorm_heads_forward";
+    let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_forward_bf16" } else { general };
+    let name = select_kernel(h.head_dim, &all_bf16([x, raw, w]), [general, bf16, general]);
+    let arguments: [&dyn KernelArg; 6] = [&x, &raw, &rstd, &w, &at, &eps];
+    cuda.launch_row_warps(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
 }
 
 pub(super) fn heads_backward(
@@ -176,22 +190,22 @@ pub(super) fn heads_backward(
     let op = "rmsnorm_heads_backward";
     check_heads(op, dx.len(), raw.len(), rstd.len(), w.len(), h);
     expect_len(op, "dw", dw.len(), h.head_dim);
-    let (at, d, raw, rstd) = (Rows::heads(h), Tensor::from(&dx), Tensor::from(raw), floats(rstd));
-    // before the gradient is overwritten
-    sum_rows(cuda, floats(dw.as_view()), d, Times::RmsNormed(raw, rstd), at);
-    let (any, w) = (c"rmsnorm_backward", Tensor::from(w));
-    let known = if at.are_eights() { c"rmsnorm_heads_backward_bf16" } else { any };
-    let name = choose(h.head_dim, &all_bf16([d, raw, w]), [any, known, any]);
-    let arguments: [&dyn Param; 7] = [&d, &d, &raw, &w, &rstd, &at, &0i64];
-    cuda.each_short_row(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
+    let (at, d, raw, rstd) = (Rows::heads(h), TensorArg::from(&dx), TensorArg::from(raw), f32_address(rstd));
+    // before the launch below overwrites the gradient
+    sum_rows(cuda, f32_address(dw.as_view()), d, RowFactor::RmsNormed(raw, rstd), at);
+    let (general, w) = (c"rmsnorm_backward", TensorArg::from(w));
+    let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_backward_bf16" } else { general };
+    let name = select_kernel(h.head_dim, &all_bf16([d, raw, w]), [general, bf16, general]);
+    let arguments: [&dyn KernelArg; 7] = [&d, &d, &raw, &w, &rstd, &at, &0i64];
+    cuda.launch_row_warps(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
 }
 
-/// `y`, and `x += delta` before where delta is given.
+/// LayerNorm of `x`, after `x += delta` if there is a delta.
 pub(super) fn layer(
     cuda: &Cuda,
     y: ViewMut,
     stats: ViewMut,
-    x: Tensor,
+    x: TensorArg,
     delta: Option<View>,
     norm: LayerNorm,
     m: usize,
@@ -203,13 +217,13 @@ pub(super) fn layer(
     if let Some(delta) = delta {
         expect_len("add_layernorm_forward", "delta", delta.len(), m * d);
     }
-    let delta = delta.map_or(Tensor::NONE, Tensor::from);
-    let (w, b, stats) = (Tensor::from(norm.w), Tensor::from(norm.b), floats(stats.as_view()));
-    let (y, rows, width) = (Tensor::from(&y), m as i64, d as i64);
+    let delta = delta.map_or(TensorArg::NONE, TensorArg::from);
+    let (w, b, stats) = (TensorArg::from(norm.w), TensorArg::from(norm.b), f32_address(stats.as_view()));
+    let (y, rows, width) = (TensorArg::from(&y), m as i64, d as i64);
     let names = [c"layernorm_forward", c"layernorm_forward_bf16", c"layernorm_forward_bf16_long"];
-    let name = choose(d, &all_bf16([y, x, if delta.at == 0 { x } else { delta }, w, b]), names);
-    let arguments: [&dyn Param; 9] = [&y, &stats, &x, &delta, &w, &b, &rows, &width, &norm.eps];
-    cuda.each_short_row(NORM, name, m, d, &arguments);
+    let name = select_kernel(d, &all_bf16([y, x, if delta.at == 0 { x } else { delta }, w, b]), names);
+    let arguments: [&dyn KernelArg; 9] = [&y, &stats, &x, &delta, &w, &b, &rows, &width, &norm.eps];
+    cuda.launch_row_warps(NORM, name, m, d, &arguments);
 }
 
 pub(super) fn layer_backward(
@@ -230,26 +244,32 @@ pub(super) fn layer_backward(
     expect_len(op, "stats", stats.len(), 2 * m);
     expect_len(op, "dw", dw.len(), d);
     expect_len(op, "db", db.len(), d);
-    let (at, dy, x, stats) = (Rows::plain(m, d), Tensor::from(dy), Tensor::from(x), floats(stats));
-    sum_rows(cuda, floats(dw.as_view()), dy, Times::LayerNormed(x, stats), at);
-    sum_rows(cuda, floats(db.as_view()), dy, Times::One, at);
+    let (at, dy, x, stats) = (Rows::plain(m, d), TensorArg::from(dy), TensorArg::from(x), f32_address(stats));
+    sum_rows(cuda, f32_address(dw.as_view()), dy, RowFactor::LayerNormed(x, stats), at);
+    sum_rows(cuda, f32_address(db.as_view()), dy, RowFactor::One, at);
     let add = i64::from(write == Write::Add);
-    let (dx, w, rows, width) = (Tensor::from(&dx), Tensor::from(w), m as i64, d as i64);
+    let (dx, w, rows, width) = (TensorArg::from(&dx), TensorArg::from(w), m as i64, d as i64);
     let names = [c"layernorm_backward", c"layernorm_backward_bf16", c"layernorm_backward_bf16_long"];
     let [dy_type, x_type, w_type] = all_bf16([dy, x, w]);
-    let name = choose(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
-    let arguments: [&dyn Param; 8] = [&dx, &dy, &x, &w, &stats, &rows, &width, &add];
-    cuda.each_short_row(NORM, name, m, d, &arguments);
+    let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
+    let arguments: [&dyn KernelArg; 8] = [&dx, &dy, &x, &w, &stats, &rows, &width, &add];
+    cuda.launch_row_warps(NORM, name, m, d, &arguments);
 }
 
 pub(super) fn bias(cuda: &Cuda, y: ViewMut, bias: View, m: usize, n: usize) {
     expect_len("bias_forward", "y", y.len(), m * n);
     expect_len("bias_forward", "bias", bias.len(), n);
-    cuda.each_row(NORM, c"bias_forward", m, n, &[&Tensor::from(&y), &Tensor::from(bias), &(n as i64)]);
+    cuda.launch_row_blocks(
+        NORM,
+        c"bias_forward",
+        m,
+        n,
+        &[&TensorArg::from(&y), &TensorArg::from(bias), &(n as i64)],
+    );
 }
 
 pub(super) fn bias_backward(cuda: &Cuda, dbias: ViewMut, dy: View, m: usize, n: usize) {
     expect_len("bias_backward", "dbias", dbias.len(), n);
     expect_len("bias_backward", "dy", dy.len(), m * n);
-    sum_rows(cuda, floats(dbias.as_view()), dy.into(), Times::One, Rows::plain(m, n));
+    sum_rows(cuda, f32_address(dbias.as_view()), dy.into(), RowFactor::One, Rows::plain(m, n));
 }

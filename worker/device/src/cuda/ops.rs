@@ -1,8 +1,9 @@
-//! [`Ops`] on a card.
-use super::activation::{self, Gate, Turned};
-use super::matmul::{Inputs, Matrix, Product};
+//! [`Ops`] on a GPU, and the choice of types for matmuls.
+use super::activation::{self, Gate, RotaryShape};
+use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::{
-    Address, Cuda, Tensor, address, attention, classifier, expect_len, flat, fp8, must, norm, number, rows,
+    Address, Cuda, TensorArg, address, attention, classifier, dtype_code, expect_len, flat, fp8, norm, rows,
+    unwrap_or_panic,
 };
 use crate::mem::{Buf, Dtype, View, ViewMut};
 use crate::ops::{
@@ -10,56 +11,57 @@ use crate::ops::{
     Ops, RouterGradient, RouterShape, Sgd, StochasticRounding, Write,
 };
 
-/// A matrix of a product.
+/// A matrix of a matmul with its type and layout.
 #[derive(Clone, Copy)]
 pub(super) struct Operand {
     pub(super) at: Address,
     pub(super) dtype: Dtype,
-    /// Elements from row to row as it is stored.
+    /// Elements from row to row as stored.
     pub(super) stride: usize,
-    /// Stored with rows and columns exchanged.
+    /// True if rows and columns are exchanged in memory.
     pub(super) transposed: bool,
 }
 
 impl Operand {
     #[track_caller]
-    pub(super) fn of(v: View, stride: usize, transposed: bool) -> Self {
+    pub(super) fn new(v: View, stride: usize, transposed: bool) -> Self {
         Operand { at: address(v), dtype: v.dtype(), stride, transposed }
     }
 
-    pub(super) fn matrix(self) -> Matrix {
-        Matrix { at: self.at, stride: self.stride, transposed: self.transposed }
+    pub(super) fn matrix(self) -> MatrixRef {
+        MatrixRef { at: self.at, stride: self.stride, transposed: self.transposed }
     }
 
-    fn tensor(self) -> Tensor {
-        Tensor { at: self.at, dtype: number(self.dtype) }
+    fn tensor(self) -> TensorArg {
+        TensorArg { at: self.at, dtype: dtype_code(self.dtype) }
     }
 
-    /// Does a row begin elsewhere than at 16 bytes?
-    fn is_odd(&self) -> bool {
+    /// True if a row does not begin at a multiple of 16 bytes.
+    fn is_unaligned(&self) -> bool {
         !self.at.is_multiple_of(16) || !(self.stride * self.dtype.size()).is_multiple_of(16)
     }
 }
 
 /// `c[m, n] (=|+=) a[m, k] · b[k, n]`.
 ///
-/// The library wants operands of one type and a result of that type or f32. Beside a bf16 operand an f32 one is rounded to bf16,
-/// or tensor cores would stand still (the gradient of the residual stream is f32, weights and activations aren't). Whatever
-/// else is asked for goes through f32.
-pub(super) fn product(cuda: &Cuda, c: Operand, a: Operand, b: Operand, sizes: [usize; 3], write: Write) {
-    if nothing_to_sum(cuda, c, sizes, write) {
+/// cuBLASLt needs operands of one type and a result of that type or f32. If one operand is bf16 and
+/// the other f32, the f32 one is rounded to bf16, so that tensor cores are used: the gradient of
+/// the residual stream is f32, while weights and activations are not. Other combinations are
+/// converted to f32.
+pub(super) fn matmul(cuda: &Cuda, c: Operand, a: Operand, b: Operand, sizes: [usize; 3], write: Write) {
+    if finish_empty_matmul(cuda, c, sizes, write) {
         return;
     }
-    let inputs = common_type(a.dtype, b.dtype);
-    if !product_of(inputs, cuda, c, a, b, sizes, write) {
-        product_of(Dtype::F32, cuda, c, a, b, sizes, write);
+    let dtype = common_type(a.dtype, b.dtype);
+    if !matmul_as(dtype, cuda, c, a, b, sizes, write) {
+        matmul_as(Dtype::F32, cuda, c, a, b, sizes, write);
     }
 }
 
-/// The same, the operands multiplied as `inputs`. False, and nothing done, where these are 16 bits in odd places, for which the library may
-/// have no algorithm.
-fn product_of(
-    inputs: Dtype,
+/// [`matmul`] with both operands converted to `dtype`. Returns false, and does nothing, if they are
+/// 16-bit and unaligned and the library has no algorithm for that.
+fn matmul_as(
+    dtype: Dtype,
     cuda: &Cuda,
     c: Operand,
     a: Operand,
@@ -67,28 +69,31 @@ fn product_of(
     [m, n, k]: [usize; 3],
     write: Write,
 ) -> bool {
-    let (a_there, b_there) = (of_type(cuda, a, inputs, [m, k]), of_type(cuda, b, inputs, [k, n]));
-    let (a, b) = (a_there.0, b_there.0);
+    // The memory of converted operands lives until the matmul is enqueued.
+    let (a, _a_memory) = convert_operand(cuda, a, dtype, [m, k]);
+    let (b, _b_memory) = convert_operand(cuda, b, dtype, [k, n]);
     let add = write == Write::Add;
-    let asked = |c: Operand, add| {
-        let (output, matrices) = (c.dtype, [a, b, c].map(Operand::matrix));
-        let ([a, b, c], inputs) = (matrices, Inputs::Same(inputs));
-        Product { m, n, k, a, b, c, inputs, output, add, bias: None }
+    let request = |c: Operand, add| {
+        let (output, [a, b, c]) = (c.dtype, [a, b, c].map(Operand::matrix));
+        Matmul { m, n, k, a, b, c, inputs: InputFormat::Same(dtype), output, add, bias: None }
     };
-    let is_direct = c.dtype == Dtype::F32 || c.dtype == inputs;
-    let to = if is_direct { c } else { Operand { dtype: Dtype::F32, ..c } };
-    if inputs != Dtype::F32 && [a, b, to].iter().any(|x| x.is_odd()) && !cuda.suits(&asked(to, add)) {
+    let is_direct = c.dtype == Dtype::F32 || c.dtype == dtype;
+    let result = if is_direct { c } else { Operand { dtype: Dtype::F32, ..c } };
+    if dtype != Dtype::F32
+        && [a, b, result].iter().any(|x| x.is_unaligned())
+        && !cuda.has_matmul_algorithm(&request(result, add))
+    {
         return false;
     }
     if is_direct {
-        cuda.multiply(&asked(c, add));
+        cuda.run_matmul(&request(c, add));
     } else {
-        through_f32(cuda, c, m * n, add, |c, add| cuda.multiply(&asked(c, add)));
+        via_f32_result(cuda, c, m * n, add, |c, add| cuda.run_matmul(&request(c, add)));
     }
     true
 }
 
-/// The type that operands of these types are multiplied in.
+/// The type to which operands of these types are converted.
 fn common_type(a: Dtype, b: Dtype) -> Dtype {
     match (a, b) {
         _ if a == b => a,
@@ -97,49 +102,41 @@ fn common_type(a: Dtype, b: Dtype) -> Dtype {
     }
 }
 
-/// `c[m, n] = a[m, k] · b[k, n] + bias[n]`, rounded once where the library adds the bias itself: everything is of one type, the bias
-/// at 16 bytes, and no matrix a vector.
-fn product_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View, [m, n, k]: [usize; 3]) {
-    expect_len("product with bias", "bias", bias.len(), n);
-    let c = Operand::of(y.as_view(), n, false);
-    let apart = move || {
-        product(cuda, c, a, b, [m, n, k], Write::Set);
+/// `y[m, n] = a[m, k] · b[k, n] + bias[n]`.
+///
+/// It is rounded once if the library adds the bias, which it does if everything has one type, the
+/// bias is aligned to 16 bytes, and no matrix is a vector. Otherwise the bias is added by a kernel.
+fn matmul_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View, [m, n, k]: [usize; 3]) {
+    expect_len("matmul with bias", "bias", bias.len(), n);
+    let c = Operand::new(y.as_view(), n, false);
+    let run_separately = move || {
+        matmul(cuda, c, a, b, [m, n, k], Write::Set);
         norm::bias(cuda, y, bias, m, n);
     };
     let one_type = [b.dtype, c.dtype, bias.dtype()].iter().all(|dtype| *dtype == a.dtype);
     if !one_type || m < 2 || n < 2 || k == 0 || !address(bias).is_multiple_of(16) {
-        return apart();
+        return run_separately();
     }
-    let (inputs, output) = (Inputs::Same(a.dtype), c.dtype);
-    let matrices = [a, b, c].map(Operand::matrix);
-    let asked = Product {
-        m,
-        n,
-        k,
-        a: matrices[0],
-        b: matrices[1],
-        c: matrices[2],
-        inputs,
-        output,
-        add: false,
-        bias: Some(address(bias)),
-    };
-    if cuda.suits(&asked) { cuda.multiply(&asked) } else { apart() }
+    let (inputs, output, bias) = (InputFormat::Same(a.dtype), c.dtype, Some(address(bias)));
+    let [a, b, c] = [a, b, c].map(Operand::matrix);
+    let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, bias };
+    if cuda.has_matmul_algorithm(&request) { cuda.run_matmul(&request) } else { run_separately() }
 }
 
-/// Is there no term to sum? The result is then what it will be.
-pub(super) fn nothing_to_sum(cuda: &Cuda, c: Operand, [m, n, k]: [usize; 3], write: Write) -> bool {
+/// Completes a matmul without terms, whose result is zero. Returns false if the matmul has terms.
+pub(super) fn finish_empty_matmul(cuda: &Cuda, c: Operand, [m, n, k]: [usize; 3], write: Write) -> bool {
     let len = m * n;
     if len > 0 && k == 0 && write == Write::Set {
-        must(cuda.card.fill_zero(c.at, len * c.dtype.size()));
+        unwrap_or_panic(cuda.gpu.fill_zero(c.at, len * c.dtype.size()));
     }
     len == 0 || k == 0
 }
 
-/// `run`s a product whose result has to be f32, and rounds it to `c`.
-pub(super) fn through_f32(cuda: &Cuda, c: Operand, len: usize, add: bool, run: impl Fn(Operand, bool)) {
-    let wide = cuda.scratch(len * size_of::<f32>());
-    let sum = Operand { at: wide.at(), dtype: Dtype::F32, ..c };
+/// Runs a matmul whose result must be f32, and converts the result to `c`. `run` receives the f32
+/// result and whether to add to it.
+pub(super) fn via_f32_result(cuda: &Cuda, c: Operand, len: usize, add: bool, run: impl Fn(Operand, bool)) {
+    let memory = cuda.scratch(len * size_of::<f32>());
+    let sum = Operand { at: memory.at(), dtype: Dtype::F32, ..c };
     if add {
         flat::copy(cuda, sum.tensor(), c.tensor(), len);
     }
@@ -147,27 +144,27 @@ pub(super) fn through_f32(cuda: &Cuda, c: Operand, len: usize, add: bool, run: i
     flat::copy(cuda, c.tensor(), sum.tensor(), len);
 }
 
-/// The operand as this type, and the memory that it lies in where it had to be copied.
-fn of_type(
+/// The operand converted to a type, and the memory of the copy if one was needed.
+fn convert_operand(
     cuda: &Cuda,
     x: Operand,
     dtype: Dtype,
     [rows, columns]: [usize; 2],
-) -> (Operand, Option<super::Memory>) {
+) -> (Operand, Option<super::DeviceMemory>) {
     if x.dtype == dtype {
         return (x, None);
     }
-    // with what lies between the rows, but for the last
+    // including the elements between rows
     let (rows, columns) = if x.transposed { (columns, rows) } else { (rows, columns) };
     let len = (rows - 1) * x.stride + columns;
     let memory = cuda.scratch(len * dtype.size());
-    let there = Operand { at: memory.at(), dtype, ..x };
-    flat::copy(cuda, there.tensor(), x.tensor(), len);
-    (there, Some(memory))
+    let converted = Operand { at: memory.at(), dtype, ..x };
+    flat::copy(cuda, converted.tensor(), x.tensor(), len);
+    (converted, Some(memory))
 }
 
-/// The rows of a group, in elements.
-fn part(group: &Group, width: usize) -> std::ops::Range<usize> {
+/// The elements of a group's rows of `width` elements.
+fn group_range(group: &Group, width: usize) -> std::ops::Range<usize> {
     group.rows.start * width..group.rows.end * width
 }
 
@@ -176,8 +173,8 @@ impl Ops for Cuda {
         expect_len("matmul_forward", "y", y.len(), m * n);
         expect_len("matmul_forward", "x", x.len(), m * k);
         expect_len("matmul_forward", "w", w.len(), n * k);
-        let c = Operand::of(y.as_view(), n, false);
-        product(self, c, Operand::of(x, k, false), Operand::of(w, k, true), [m, n, k], write);
+        let c = Operand::new(y.as_view(), n, false);
+        matmul(self, c, Operand::new(x, k, false), Operand::new(w, k, true), [m, n, k], write);
     }
 
     fn matmul_bias_forward(
@@ -194,8 +191,8 @@ impl Ops for Cuda {
         expect_len("matmul_bias_forward", "y", y.len(), m * n);
         expect_len("matmul_bias_forward", "x", x.len(), m * k);
         expect_len("matmul_bias_forward", "w", w.len(), n * k);
-        let (a, b) = (Operand::of(x, k, false), Operand::of(w, k, true));
-        product_with_bias(self, y, a, b, bias, [m, n, k]);
+        let (a, b) = (Operand::new(x, k, false), Operand::new(w, k, true));
+        matmul_with_bias(self, y, a, b, bias, [m, n, k]);
     }
 
     fn conv1d_bias_forward(
@@ -211,8 +208,8 @@ impl Ops for Cuda {
         expect_len("conv1d_bias_forward", "y", y.len(), m * out);
         expect_len("conv1d_bias_forward", "x", x.len(), m * inp);
         expect_len("conv1d_bias_forward", "w", w.len(), inp * out);
-        let (a, b) = (Operand::of(x, inp, false), Operand::of(w, out, false));
-        product_with_bias(self, y, a, b, bias, [m, out, inp]);
+        let (a, b) = (Operand::new(x, inp, false), Operand::new(w, out, false));
+        matmul_with_bias(self, y, a, b, bias, [m, out, inp]);
     }
 
     fn matmul_backward_input(
@@ -228,8 +225,8 @@ impl Ops for Cuda {
         expect_len("matmul_backward_input", "dx", dx.len(), m * k);
         expect_len("matmul_backward_input", "dy", dy.len(), m * n);
         expect_len("matmul_backward_input", "w", w.len(), n * k);
-        let c = Operand::of(dx.as_view(), k, false);
-        product(self, c, Operand::of(dy, n, false), Operand::of(w, k, false), [m, k, n], write);
+        let c = Operand::new(dx.as_view(), k, false);
+        matmul(self, c, Operand::new(dy, n, false), Operand::new(w, k, false), [m, k, n], write);
     }
 
     fn matmul_backward_weight(
@@ -245,17 +242,17 @@ impl Ops for Cuda {
         expect_len("matmul_backward_weight", "dw", dw.len(), n * k);
         expect_len("matmul_backward_weight", "dy", dy.len(), m * n);
         expect_len("matmul_backward_weight", "x", x.len(), m * k);
-        let c = Operand::of(dw.as_view(), k, false);
-        product(self, c, Operand::of(dy, n, true), Operand::of(x, k, false), [n, k, m], write);
+        let c = Operand::new(dw.as_view(), k, false);
+        matmul(self, c, Operand::new(dy, n, true), Operand::new(x, k, false), [n, k, m], write);
     }
 
-    fn operand<'a>(&self, x: View<'a>, room: &'a mut Buf) -> View<'a> {
-        if (x.dtype(), room.dtype()) != (Dtype::F32, Dtype::Bf16) {
+    fn operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+        if (x.dtype(), buf.dtype()) != (Dtype::F32, Dtype::Bf16) {
             return x;
         }
         let n = x.len();
-        flat::cast(self, room.view_mut().slice(0..n), x);
-        room.view().slice(0..n)
+        flat::cast(self, buf.view_mut().slice(0..n), x);
+        buf.view().slice(0..n)
     }
 
     fn fp8_product(
@@ -325,9 +322,9 @@ impl Ops for Cuda {
         norm::heads_backward(self, dx, dw, raw, rstd, w, h);
     }
 
-    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, given: LayerNorm, m: usize) {
-        expect_len("layernorm_forward", "x", x.len(), m * given.w.len());
-        norm::layer(self, y, stats, x.into(), None, given, m);
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, layer_norm: LayerNorm, m: usize) {
+        expect_len("layernorm_forward", "x", x.len(), m * layer_norm.w.len());
+        norm::layer(self, y, stats, x.into(), None, layer_norm, m);
     }
 
     fn add_layernorm_forward(
@@ -336,11 +333,11 @@ impl Ops for Cuda {
         stats: ViewMut,
         x: ViewMut,
         delta: View,
-        given: LayerNorm,
+        layer_norm: LayerNorm,
         m: usize,
     ) {
-        expect_len("add_layernorm_forward", "x", x.len(), m * given.w.len());
-        norm::layer(self, y, stats, (&x).into(), Some(delta), given, m);
+        expect_len("add_layernorm_forward", "x", x.len(), m * layer_norm.w.len());
+        norm::layer(self, y, stats, (&x).into(), Some(delta), layer_norm, m);
     }
 
     fn layernorm_backward(
@@ -377,7 +374,7 @@ impl Ops for Cuda {
         head_dim: usize,
         stride: usize,
     ) {
-        activation::rope(self, x, cos, sin, Turned { b, t, heads, head_dim, stride }, 1.0);
+        activation::rope(self, x, cos, sin, RotaryShape { b, t, heads, head_dim, stride }, 1.0);
     }
 
     fn rope_backward(
@@ -391,7 +388,7 @@ impl Ops for Cuda {
         head_dim: usize,
         stride: usize,
     ) {
-        activation::rope(self, dx, cos, sin, Turned { b, t, heads, head_dim, stride }, -1.0);
+        activation::rope(self, dx, cos, sin, RotaryShape { b, t, heads, head_dim, stride }, -1.0);
     }
 
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
@@ -412,7 +409,7 @@ impl Ops for Cuda {
     }
 
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        activation::gated(self, y, gate_up, m, f, Gate::Silu);
+        activation::gated_forward(self, y, gate_up, m, f, Gate::Silu);
     }
 
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
@@ -431,12 +428,12 @@ impl Ops for Cuda {
         rows::router(self, probs, weights, lse, chosen, logits, shape);
     }
 
-    fn router_backward(&self, dlogits: ViewMut, dweights: View, given: RouterGradient, shape: RouterShape) {
-        rows::router_backward(self, dlogits, dweights, given, shape);
+    fn router_backward(&self, dlogits: ViewMut, dweights: View, router: RouterGradient, shape: RouterShape) {
+        rows::router_backward(self, dlogits, dweights, router, shape);
     }
 
-    fn gather_rows(&self, y: ViewMut, x: View, from: &[u32], d: usize) {
-        rows::gather(self, "gather_rows", y, x, from, d);
+    fn gather_rows(&self, y: ViewMut, x: View, indices: &[u32], d: usize) {
+        rows::gather(self, "gather_rows", y, x, indices, d);
     }
 
     fn combine_rows(
@@ -444,12 +441,12 @@ impl Ops for Cuda {
         y: ViewMut,
         x: View,
         weights: Option<View>,
-        places: &[u32],
+        indices: &[u32],
         m: usize,
         d: usize,
         write: Write,
     ) {
-        rows::combine(self, y, x, weights, places, m, d, write);
+        rows::combine(self, y, x, weights, indices, m, d, write);
     }
 
     fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize) {
@@ -462,8 +459,9 @@ impl Ops for Cuda {
 
     fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize) {
         for group in groups {
-            let (y, w) = (y.reborrow().slice(part(group, n)), w.slice(group.matrix..group.matrix + n * k));
-            self.matmul_forward(y, x.slice(part(group, k)), w, group.rows.len(), n, k, Write::Set);
+            let (y, w) =
+                (y.reborrow().slice(group_range(group, n)), w.slice(group.matrix..group.matrix + n * k));
+            self.matmul_forward(y, x.slice(group_range(group, k)), w, group.rows.len(), n, k, Write::Set);
         }
     }
 
@@ -477,8 +475,17 @@ impl Ops for Cuda {
         k: usize,
     ) {
         for group in groups {
-            let (dx, w) = (dx.reborrow().slice(part(group, k)), w.slice(group.matrix..group.matrix + n * k));
-            self.matmul_backward_input(dx, dy.slice(part(group, n)), w, group.rows.len(), n, k, Write::Set);
+            let (dx, w) =
+                (dx.reborrow().slice(group_range(group, k)), w.slice(group.matrix..group.matrix + n * k));
+            self.matmul_backward_input(
+                dx,
+                dy.slice(group_range(group, n)),
+                w,
+                group.rows.len(),
+                n,
+                k,
+                Write::Set,
+            );
         }
     }
 
@@ -493,7 +500,7 @@ impl Ops for Cuda {
     ) {
         for group in groups {
             let dw = dw.reborrow().slice(group.matrix..group.matrix + n * k);
-            let (dy, x) = (dy.slice(part(group, n)), x.slice(part(group, k)));
+            let (dy, x) = (dy.slice(group_range(group, n)), x.slice(group_range(group, k)));
             self.matmul_backward_weight(dw, dy, x, group.rows.len(), n, k, Write::Set);
         }
     }
@@ -507,7 +514,7 @@ impl Ops for Cuda {
     }
 
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        activation::gated(self, y, gate_up, m, f, Gate::Gelu);
+        activation::gated_forward(self, y, gate_up, m, f, Gate::Gelu);
     }
 
     fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
@@ -526,7 +533,7 @@ impl Ops for Cuda {
         cap: Option<f32>,
         grads: Option<ClassifierGrads>,
     ) {
-        classifier::classifier(self, loss, x, w, labels, classifier::Shape { m, d, v, cap }, grads);
+        classifier::classifier(self, loss, x, w, labels, classifier::ClassifierShape { m, d, v, cap }, grads);
     }
 
     fn cast(&self, y: ViewMut, x: View) {

@@ -1,7 +1,7 @@
-//! Where a card's time goes: each piece of work between two timed events, added up by what it is.
+//! Profiling: GPU time between two timed events around each call, summed by the call's name.
 use super::error::Result;
-use super::streams::Event;
-use super::{Cuda, must};
+use super::streams::CudaEvent;
+use super::{Cuda, unwrap_or_panic};
 use std::{
     collections::HashMap,
     sync::{
@@ -10,56 +10,57 @@ use std::{
     },
 };
 
-/// Work of one kind: kernels of a name, products of a shape.
+/// The time of all calls of one name: a kernel, or a matmul of one shape.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Spent {
-    /// Its name.
-    pub what: String,
-    /// How often it was asked for.
+pub struct ProfileEntry {
+    /// The calls' name.
+    pub name: String,
+    /// Number of calls.
     pub calls: u32,
-    /// On the card, the way to it and back between two pieces included.
+    /// Seconds on the GPU, including the launch latency between two calls.
     pub seconds: f64,
 }
 
-/// Pieces of work since somebody wants to know.
+/// The calls since profiling was started.
 #[derive(Default)]
 pub(super) struct Profile {
-    wanted: AtomicBool,
-    pieces: Mutex<Vec<(String, [Event; 2])>>,
+    is_on: AtomicBool,
+    calls: Mutex<Vec<(String, [CudaEvent; 2])>>,
 }
 
 impl Cuda {
-    /// Measures every piece of work from now on.
-    pub fn begin_profile(&self) {
-        self.profile.wanted.store(true, Relaxed);
+    /// Starts to measure every call.
+    pub fn start_profiling(&self) {
+        self.profile.is_on.store(true, Relaxed);
     }
 
-    /// What was done since [`Cuda::begin_profile`], the longest first; waits for it.
-    pub fn end_profile(&self) -> Result<Vec<Spent>> {
-        self.profile.wanted.store(false, Relaxed);
-        let pieces = std::mem::take(&mut *self.profile.pieces.lock().unwrap_or_else(PoisonError::into_inner));
-        let mut all: HashMap<String, Spent> = HashMap::new();
-        for (what, [begin, end]) in pieces {
-            end.wait()?;
-            let seconds = end.since(&begin)?.unwrap_or_default();
-            let spent = all.entry(what.clone()).or_insert(Spent { what, calls: 0, seconds: 0.0 });
-            spent.calls += 1;
-            spent.seconds += seconds;
+    /// Stops measuring, waits for the measured calls, and returns their times, longest first.
+    pub fn stop_profiling(&self) -> Result<Vec<ProfileEntry>> {
+        self.profile.is_on.store(false, Relaxed);
+        let calls = std::mem::take(&mut *self.profile.calls.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut by_name: HashMap<String, ProfileEntry> = HashMap::new();
+        for (name, [begin, end]) in calls {
+            end.synchronize()?;
+            let seconds = end.seconds_since(&begin)?.unwrap_or_default();
+            let entry = by_name.entry(name.clone()).or_insert(ProfileEntry { name, calls: 0, seconds: 0.0 });
+            entry.calls += 1;
+            entry.seconds += seconds;
         }
-        let mut all: Vec<Spent> = all.into_values().collect();
-        all.sort_by(|a, b| b.seconds.total_cmp(&a.seconds).then_with(|| a.what.cmp(&b.what)));
-        Ok(all)
+        let mut entries: Vec<ProfileEntry> = by_name.into_values().collect();
+        entries.sort_by(|a, b| b.seconds.total_cmp(&a.seconds).then_with(|| a.name.cmp(&b.name)));
+        Ok(entries)
     }
 
-    /// Asks the card for a piece of work.
+    /// Makes a call, and measures it if profiling is on. Panics with a
+    /// [`crate::storage::DeviceError`] if it fails.
     #[track_caller]
-    pub(super) fn piece(&self, what: impl FnOnce() -> String, work: impl FnOnce() -> Result<()>) {
-        if !self.profile.wanted.load(Relaxed) {
-            return must(work());
+    pub(super) fn profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
+        if !self.profile.is_on.load(Relaxed) {
+            return unwrap_or_panic(call());
         }
-        let begin = must(self.card.record_timed());
-        must(work());
-        let end = must(self.card.record_timed());
-        self.profile.pieces.lock().unwrap_or_else(PoisonError::into_inner).push((what(), [begin, end]));
+        let begin = unwrap_or_panic(self.gpu.record_timed());
+        unwrap_or_panic(call());
+        let end = unwrap_or_panic(self.gpu.record_timed());
+        self.profile.calls.lock().unwrap_or_else(PoisonError::into_inner).push((name(), [begin, end]));
     }
 }

@@ -1,7 +1,7 @@
-//! [`Storage`] on a card.
-use super::{Cuda, Pinned, address, must, streams};
+//! [`Storage`] on a GPU.
+use super::{Cuda, PinnedOwner, address, streams, unwrap_or_panic};
 use crate::mem::{Buf, Dtype, View, ViewMut};
-use crate::storage::{Event, Point, Said, Stopped, Storage};
+use crate::storage::{BackendEvent, BackendNotice, DeviceError, Event, Storage};
 use std::{
     ops::Range,
     ptr::NonNull,
@@ -10,23 +10,23 @@ use std::{
     time::Duration,
 };
 
-/// A thread's stream, and what is kept for it.
-struct OwnStream<'a>(&'a Cuda, streams::OwnStream);
+/// A thread's separate stream, and the host inputs that are cached for it.
+struct ThreadStreamGuard<'a>(&'a Cuda, streams::ThreadStream);
 
-impl Drop for OwnStream<'_> {
+impl Drop for ThreadStreamGuard<'_> {
     fn drop(&mut self) {
-        let lists = self.0.lists().remove(&(self.1.handle().addr(), thread::current().id()));
-        drop(lists); // in the stream's turn, which is still this thread's
+        let inputs = self.0.lock_host_inputs().remove(&(self.1.handle().addr(), thread::current().id()));
+        drop(inputs); // frees memory in the stream's order: it is still this thread's stream
     }
 }
 
-impl Point for streams::Event {
-    fn follow(&self) {
-        must(streams::Event::follow(self));
+impl BackendEvent for streams::CudaEvent {
+    fn stream_wait(&self) {
+        unwrap_or_panic(streams::CudaEvent::stream_wait(self));
     }
 
-    fn wait(&self) -> Result<(), Stopped> {
-        streams::Event::wait(self).map_err(|e| Stopped(e.to_string()))
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        streams::CudaEvent::synchronize(self).map_err(|error| DeviceError(error.into()))
     }
 }
 
@@ -36,7 +36,7 @@ impl Storage for Cuda {
     }
 
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
-        must(self.try_zeroed(dtype, len))
+        unwrap_or_panic(self.try_zeroed(dtype, len))
     }
 
     fn staging(&self, dtype: Dtype, len: usize) -> Buf {
@@ -44,16 +44,16 @@ impl Storage for Cuda {
             return Buf::zeroed_as(dtype, 0);
         }
         let bytes = len * dtype.size();
-        let at = must(self.card.allocate_pinned(bytes));
-        // SAFETY: as long as was asked for.
+        let at = unwrap_or_panic(self.gpu.allocate_pinned(bytes));
+        // SAFETY: the allocation has `bytes` bytes.
         unsafe { at.write_bytes(0, bytes) };
-        Buf::on_host_of(Arc::new(Pinned(self.card.clone())), at, dtype, len)
+        Buf::from_host_allocation(Arc::new(PinnedOwner(self.gpu.clone())), at, dtype, len)
     }
 
     fn copy(&self, to: ViewMut, from: View) {
         assert!(
             to.dtype() == from.dtype() && to.len() == from.len(),
-            "copy: {} of {:?} to {} of {:?}",
+            "copy: {} elements of {:?} to {} of {:?}",
             from.len(),
             from.dtype(),
             to.len(),
@@ -61,16 +61,16 @@ impl Storage for Cuda {
         );
         match (to.as_view().is_on_host(), from.is_on_host()) {
             (true, true) => to.bytes().copy_from_slice(from.bytes()),
-            (true, false) => must(self.card.download(to.bytes(), address(from))),
+            (true, false) => unwrap_or_panic(self.gpu.download(to.bytes(), address(from))),
             (false, true) => {
-                must(self.card.upload(address(to.as_view()), from.bytes()));
-                // Pinned memory is read when the copy's turn comes.
-                must(self.card.wait());
+                unwrap_or_panic(self.gpu.upload(address(to.as_view()), from.bytes()));
+                // Pinned memory is read when the copy runs.
+                unwrap_or_panic(self.gpu.synchronize());
             }
             (false, false) => {
                 let bytes = from.len() * from.dtype().size();
                 let (to, from) = (address(to.as_view()), address(from));
-                self.piece(|| "copy".to_owned(), || self.card.copy(to, from, bytes));
+                self.profiled(|| "copy".to_owned(), || self.gpu.copy(to, from, bytes));
             }
         }
     }
@@ -78,60 +78,60 @@ impl Storage for Cuda {
     fn clear(&self, x: ViewMut) {
         let bytes = x.len() * x.dtype().size();
         let at = address(x.as_view());
-        self.piece(|| "clear".to_owned(), || self.card.fill_zero(at, bytes));
+        self.profiled(|| "clear".to_owned(), || self.gpu.fill_zero(at, bytes));
     }
 
-    /// By way of scratch: copies inside a card must not overlap.
+    /// Copies through scratch memory, because the ranges of a copy within the GPU must not overlap.
     fn move_down(&self, mut x: ViewMut, from: Range<usize>, to: usize) {
         if from.start == to || from.is_empty() {
             return;
         }
         let bytes = from.len() * x.dtype().size();
         let scratch = self.scratch(bytes);
-        let target = x.part(to..to + from.len()).as_view().address();
-        must(self.card.copy(scratch.at(), address(x.as_view().slice(from)), bytes));
-        must(self.card.copy(target, scratch.at(), bytes));
+        let target = x.slice_mut(to..to + from.len()).as_view().address();
+        unwrap_or_panic(self.gpu.copy(scratch.at(), address(x.as_view().slice(from)), bytes));
+        unwrap_or_panic(self.gpu.copy(target, scratch.at(), bytes));
     }
 
-    fn wait(&self) {
-        must(self.card.wait());
+    fn synchronize(&self) {
+        unwrap_or_panic(self.gpu.synchronize());
     }
 
-    fn in_own_stream(&self, work: &mut dyn FnMut()) {
-        let _own = OwnStream(self, must(self.card.own_stream()));
+    fn with_separate_stream(&self, work: &mut dyn FnMut()) {
+        let _stream = ThreadStreamGuard(self, unwrap_or_panic(self.gpu.create_thread_stream()));
         work();
     }
 
-    fn mark(&self) -> Event {
-        Event::of(must(self.card.record()))
+    fn record_event(&self) -> Event {
+        Event::new(unwrap_or_panic(self.gpu.record()))
     }
 
-    fn follow_timed(&self, mark: &Event) {
-        let begin = must(self.card.record_timed());
-        mark.follow();
-        let wait = [begin, must(self.card.record_timed())];
-        self.waits.lock().unwrap_or_else(PoisonError::into_inner).push(wait);
+    fn wait_event_timed(&self, event: &Event) {
+        let begin = unwrap_or_panic(self.gpu.record_timed());
+        event.stream_wait();
+        let wait = [begin, unwrap_or_panic(self.gpu.record_timed())];
+        self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner).push(wait);
     }
 
-    fn stood_still(&self) -> f64 {
-        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut seconds = 0.0;
-        waits.retain(|[begin, end]| match must(end.since(begin)) {
-            Some(took) => {
-                seconds += took;
+    fn stall_seconds(&self) -> f64 {
+        let mut waits = self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut total = 0.0;
+        waits.retain(|[begin, end]| match unwrap_or_panic(end.seconds_since(begin)) {
+            Some(seconds) => {
+                total += seconds;
                 false
             }
             None => true,
         });
-        seconds
+        total
     }
 
-    fn copy_beside(&self, to: ViewMut, from: View, behind: &[Event]) -> Event {
+    fn copy_async(&self, to: ViewMut, from: View, after: &[Event]) -> Event {
         assert!(
             to.dtype() == from.dtype()
                 && to.len() == from.len()
                 && to.as_view().is_on_host() != from.is_on_host(),
-            "copy_beside: {} of {:?} to {} of {:?}",
+            "copy_async: {} elements of {:?} to {} of {:?}",
             from.len(),
             from.dtype(),
             to.len(),
@@ -140,28 +140,29 @@ impl Storage for Cuda {
         if from.is_empty() {
             return Event::default();
         }
-        let before = must(self.card.record());
-        let down = to.as_view().is_on_host();
-        self.card.beside(if down { self.card.downloads } else { self.card.uploads }, || {
-            must(before.follow());
-            behind.iter().for_each(Event::follow);
-            if down {
-                let there = NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
+        let earlier = unwrap_or_panic(self.gpu.record());
+        let is_download = to.as_view().is_on_host();
+        self.gpu.with_current_stream(if is_download { self.gpu.downloads } else { self.gpu.uploads }, || {
+            unwrap_or_panic(earlier.stream_wait());
+            after.iter().for_each(Event::stream_wait);
+            if is_download {
+                let target = NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
                 let bytes = from.len() * from.dtype().size();
-                // SAFETY: the ranges are as long, and are let alone until the mark, as the trait asks.
-                must(unsafe { self.card.download_later(there, address(from), bytes) });
+                // SAFETY: both ranges have `bytes` bytes, and the trait forbids the caller to use
+                // them before the event.
+                unwrap_or_panic(unsafe { self.gpu.download_async(target, address(from), bytes) });
             } else {
-                must(self.card.upload(address(to.as_view()), from.bytes()));
+                unwrap_or_panic(self.gpu.upload(address(to.as_view()), from.bytes()));
             }
-            Event::of(must(self.card.record()))
+            Event::new(unwrap_or_panic(self.gpu.record()))
         })
     }
 
-    fn step_took(&self, took: Duration) -> Option<Said> {
-        self.after_step(took)
+    fn after_step(&self, duration: Duration) -> Option<BackendNotice> {
+        self.tune_after_step(duration)
     }
 
     fn peak_memory(&self) -> u64 {
-        self.card.peak()
+        self.gpu.peak()
     }
 }

@@ -1,6 +1,6 @@
-//! Streams of threads, and what orders them: events.
-use super::binding::{Address, Driver, Handle, NO_TIMING, NON_BLOCKING, NOT_READY};
-use super::card::Card;
+//! Streams of threads, and the events that order streams.
+use super::bindings::{Address, DriverApi, Handle, NO_TIMING, NON_BLOCKING, NOT_READY};
+use super::context::GpuContext;
 use super::error::Result;
 use std::{
     cell::Cell,
@@ -10,174 +10,179 @@ use std::{
     sync::Arc,
 };
 
+/// What the driver's errors of finished work are reported for.
+const GPU_WORK: &str = "work on the GPU";
+
 thread_local! {
-    /// This thread's own stream, and the card's stream beside which it is.
-    static OWN: Cell<Option<(Handle, Handle)>> = const { Cell::new(None) };
+    /// This thread's separate stream, and the main stream of the GPU that it belongs to.
+    static THREAD_STREAM: Cell<Option<(Handle, Handle)>> = const { Cell::new(None) };
 }
 
-impl Card {
-    /// The stream of this thread's work.
+impl GpuContext {
+    /// The stream that this thread's calls are issued to.
     pub(super) fn stream(&self) -> Handle {
-        match OWN.get() {
-            Some((own, beside)) if beside == self.stream => own,
+        match THREAD_STREAM.get() {
+            Some((stream, main)) if main == self.stream => stream,
             _ => self.stream,
         }
     }
 
-    /// What this thread asks for goes through a stream of its own from now on. Short work that others wait for: it goes first
-    /// where both could.
-    pub(super) fn own_stream(self: &Arc<Self>) -> Result<OwnStream> {
-        self.enter()?;
+    /// Creates a stream of the highest priority, and issues this thread's calls to it until the
+    /// returned value is dropped. It is meant for short work that other streams wait for.
+    pub(super) fn create_thread_stream(self: &Arc<Self>) -> Result<ThreadStream> {
+        self.make_current()?;
         let (mut least, mut greatest) = (0, 0);
-        // SAFETY: two numbers are written.
-        let code = unsafe { (self.driver.cuCtxGetStreamPriorityRange)(&mut least, &mut greatest) };
-        self.driver.check("cuCtxGetStreamPriorityRange", code)?;
-        let stream = self.driver.stream_beside(greatest)?;
-        let before = OWN.replace(Some((stream, self.stream)));
-        Ok(OwnStream { card: self.clone(), stream, before, here: PhantomData })
+        // SAFETY: writes two integers.
+        let status = unsafe { (self.driver.cuCtxGetStreamPriorityRange)(&mut least, &mut greatest) };
+        self.driver.check("cuCtxGetStreamPriorityRange", status)?;
+        let stream = self.driver.create_stream(greatest)?;
+        let previous = THREAD_STREAM.replace(Some((stream, self.stream)));
+        Ok(ThreadStream { gpu: self.clone(), stream, previous, not_send: PhantomData })
     }
 
-    /// The end of what this thread asked for so far.
-    pub(super) fn record(self: &Arc<Self>) -> Result<Event> {
-        self.recorded(NO_TIMING)
+    /// Records an event after the work that this thread's stream was given so far.
+    pub(super) fn record(self: &Arc<Self>) -> Result<CudaEvent> {
+        self.record_with_flags(NO_TIMING)
     }
 
-    /// As [`Card::record`], with the time.
-    pub(super) fn record_timed(self: &Arc<Self>) -> Result<Event> {
-        self.recorded(0)
+    /// Records an event that also takes the time.
+    pub(super) fn record_timed(self: &Arc<Self>) -> Result<CudaEvent> {
+        self.record_with_flags(0)
     }
 
-    fn recorded(self: &Arc<Self>, flags: c_uint) -> Result<Event> {
-        self.enter()?;
-        let mut event = Event { card: self.clone(), handle: ptr::null_mut() };
-        // SAFETY: one handle is written.
-        let code = unsafe { (self.driver.cuEventCreate)(&mut event.handle, flags) };
-        self.driver.check("cuEventCreate", code)?;
+    fn record_with_flags(self: &Arc<Self>, flags: c_uint) -> Result<CudaEvent> {
+        self.make_current()?;
+        let mut event = CudaEvent { gpu: self.clone(), handle: ptr::null_mut() };
+        // SAFETY: writes one handle.
+        let status = unsafe { (self.driver.cuEventCreate)(&mut event.handle, flags) };
+        self.driver.check("cuEventCreate", status)?;
         // SAFETY: event and stream live.
-        let code = self.in_turn(|stream| unsafe { (self.driver.cuEventRecord)(event.handle, stream) })?;
-        self.driver.check("cuEventRecord", code)?;
+        let status =
+            self.with_stream(|stream| unsafe { (self.driver.cuEventRecord)(event.handle, stream) })?;
+        self.driver.check("cuEventRecord", status)?;
         Ok(event)
     }
 
-    /// Runs `f` with another of the card's streams as this thread's.
-    pub(super) fn beside<T>(&self, stream: Handle, f: impl FnOnce() -> T) -> T {
-        struct Before(Option<(Handle, Handle)>);
-        impl Drop for Before {
+    /// Runs `f` with another of the GPU's streams as this thread's stream.
+    pub(super) fn with_current_stream<T>(&self, stream: Handle, f: impl FnOnce() -> T) -> T {
+        struct Restore(Option<(Handle, Handle)>);
+        impl Drop for Restore {
             fn drop(&mut self) {
-                OWN.set(self.0);
+                THREAD_STREAM.set(self.0);
             }
         }
-        let _before = Before(OWN.replace(Some((stream, self.stream))));
+        let _restore = Restore(THREAD_STREAM.replace(Some((stream, self.stream))));
         f()
     }
 
-    /// Card to host, in its turn.
+    /// Enqueues a copy from the GPU to the host.
     ///
     /// # Safety
-    /// Until an event behind it is reached the range of the host, as long as the card's, is neither read, written nor given
-    /// back.
-    pub(super) unsafe fn download_later(&self, to: NonNull<u8>, from: Address, bytes: usize) -> Result<()> {
+    /// Both ranges are `bytes` long. Until an event recorded after this call is reached, the host's
+    /// range is not read, written or freed.
+    pub(super) unsafe fn download_async(&self, to: NonNull<u8>, from: Address, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: the caller's promise.
-        let code = self.in_turn(|stream| unsafe {
+        // SAFETY: promised by the caller.
+        let status = self.with_stream(|stream| unsafe {
             (self.driver.cuMemcpyDtoHAsync_v2)(to.as_ptr().cast(), from, bytes, stream)
         })?;
-        self.driver.check("cuMemcpyDtoHAsync", code)
+        self.driver.check("cuMemcpyDtoHAsync", status)
     }
 }
 
-impl Driver {
-    /// A stream beside the card's own.
-    pub(super) fn stream_beside(&self, priority: c_int) -> Result<Handle> {
+impl DriverApi {
+    /// Creates a stream that runs concurrently with the others.
+    pub(super) fn create_stream(&self, priority: c_int) -> Result<Handle> {
         let mut stream = ptr::null_mut();
-        // SAFETY: one handle is written.
-        let code = unsafe { (self.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, priority) };
-        self.check("cuStreamCreateWithPriority", code)?;
+        // SAFETY: writes one handle.
+        let status = unsafe { (self.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, priority) };
+        self.check("cuStreamCreateWithPriority", status)?;
         Ok(stream)
     }
 }
 
-/// A stream of the thread that made it, until it is dropped there.
-pub(super) struct OwnStream {
-    card: Arc<Card>,
+/// The separate stream of a thread. Dropping it waits for its work.
+pub(super) struct ThreadStream {
+    gpu: Arc<GpuContext>,
     stream: Handle,
-    before: Option<(Handle, Handle)>,
-    /// It belongs to its thread.
-    here: PhantomData<*const ()>,
+    previous: Option<(Handle, Handle)>,
+    /// It must be dropped in the thread that made it.
+    not_send: PhantomData<*const ()>,
 }
 
-impl OwnStream {
+impl ThreadStream {
     pub(super) fn handle(&self) -> Handle {
         self.stream
     }
 }
 
-impl Drop for OwnStream {
+impl Drop for ThreadStream {
     fn drop(&mut self) {
-        OWN.set(self.before);
-        if self.card.enter().is_ok() {
-            // SAFETY: given back once; nothing can be done about an error.
+        THREAD_STREAM.set(self.previous);
+        if self.gpu.make_current().is_ok() {
+            // SAFETY: released once. Errors cannot be handled here.
             unsafe {
-                let _ = (self.card.driver.cuStreamSynchronize)(self.stream);
-                let _ = (self.card.driver.cuStreamDestroy_v2)(self.stream);
+                let _ = (self.gpu.driver.cuStreamSynchronize)(self.stream);
+                let _ = (self.gpu.driver.cuStreamDestroy_v2)(self.stream);
             }
         }
     }
 }
 
-/// A place in a stream's work.
-pub(super) struct Event {
-    card: Arc<Card>,
+/// A recorded event of the driver.
+pub(super) struct CudaEvent {
+    gpu: Arc<GpuContext>,
     handle: Handle,
 }
 
-// SAFETY: only passed to the driver, from any thread.
-unsafe impl Send for Event {}
-// SAFETY: as above.
-unsafe impl Sync for Event {}
+// SAFETY: the handle is only passed to the driver, which accepts it from any thread.
+unsafe impl Send for CudaEvent {}
+// SAFETY: as for Send.
+unsafe impl Sync for CudaEvent {}
 
-impl Event {
-    /// What this thread asks for from now on waits, on the card, until the event's place is reached.
-    pub(super) fn follow(&self) -> Result<()> {
-        let card = &self.card;
-        // SAFETY: both live.
-        let code =
-            card.in_turn(|stream| unsafe { (card.driver.cuStreamWaitEvent)(stream, self.handle, 0) })?;
-        card.driver.check("cuStreamWaitEvent", code)
+impl CudaEvent {
+    /// Makes this thread's stream wait for the event. The host does not block.
+    pub(super) fn stream_wait(&self) -> Result<()> {
+        let gpu = &self.gpu;
+        // SAFETY: event and stream live.
+        let status =
+            gpu.with_stream(|stream| unsafe { (gpu.driver.cuStreamWaitEvent)(stream, self.handle, 0) })?;
+        gpu.driver.check("cuStreamWaitEvent", status)
     }
 
-    /// Waits here until the event's place is reached; errors of the work before come out here at the latest.
-    pub(super) fn wait(&self) -> Result<()> {
-        self.card.enter()?;
+    /// Blocks until the event is reached. Errors of the work before it surface here at the latest.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        self.gpu.make_current()?;
         // SAFETY: the event lives.
-        let code = unsafe { (self.card.driver.cuEventSynchronize)(self.handle) };
-        self.card.driver.check("work on the GPU", code)
+        let status = unsafe { (self.gpu.driver.cuEventSynchronize)(self.handle) };
+        self.gpu.driver.check(GPU_WORK, status)
     }
 
-    /// Seconds from another timed event to this one, once this one is reached.
-    pub(super) fn since(&self, before: &Event) -> Result<Option<f64>> {
-        self.card.enter()?;
-        let driver = &self.card.driver;
+    /// Seconds between two timed events; `None` if this one is not reached yet.
+    pub(super) fn seconds_since(&self, start: &CudaEvent) -> Result<Option<f64>> {
+        self.gpu.make_current()?;
+        let driver = &self.gpu.driver;
         // SAFETY: the event lives.
         match unsafe { (driver.cuEventQuery)(self.handle) } {
             NOT_READY => return Ok(None),
-            code => driver.check("work on the GPU", code)?,
+            status => driver.check(GPU_WORK, status)?,
         }
         let mut ms = 0.0;
-        // SAFETY: both live and are timed, and one number is written.
-        let code = unsafe { (driver.cuEventElapsedTime)(&mut ms, before.handle, self.handle) };
-        driver.check("cuEventElapsedTime", code)?;
+        // SAFETY: both events live and are timed; writes one float.
+        let status = unsafe { (driver.cuEventElapsedTime)(&mut ms, start.handle, self.handle) };
+        driver.check("cuEventElapsedTime", status)?;
         Ok(Some(f64::from(ms) / 1e3))
     }
 }
 
-impl Drop for Event {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
-        if !self.handle.is_null() && self.card.enter().is_ok() {
-            // SAFETY: given back once; streams that wait for it go on to. Nothing can be done about an error.
-            let _ = unsafe { (self.card.driver.cuEventDestroy_v2)(self.handle) };
+        if !self.handle.is_null() && self.gpu.make_current().is_ok() {
+            // SAFETY: released once; streams that wait for it are not affected. Errors cannot be
+            // handled here.
+            let _ = unsafe { (self.gpu.driver.cuEventDestroy_v2)(self.handle) };
         }
     }
 }

@@ -379,9 +379,9 @@ fn rounding(p: &Pair, r: &mut Random, n: usize) -> Outcome {
     for first in [0, 1, 4096, (1 << 34) - 2] {
         let draw = StochasticRounding { key, first, step };
         let run = |ops: &dyn Ops| {
-            let (x, mut y) = (ops.copied(values[..].into()), ops.zeroed(Dtype::Bf16, n));
+            let (x, mut y) = (ops.device_copy(values[..].into()), ops.zeroed(Dtype::Bf16, n));
             ops.round_stochastically(y.view_mut(), x.view(), &draw);
-            ops.downloaded(y.view()).view().halves().to_vec()
+            ops.host_copy(y.view()).view().halves().to_vec()
         };
         let (want, got) = (run(&p.cpu), run(p.cuda));
         if let Some(at) = (0..n).find(|&i| want[i] != got[i]) {

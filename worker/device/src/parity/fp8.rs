@@ -54,12 +54,12 @@ pub(super) fn codes(p: &Pair) -> Outcome {
             row[..some.len()].copy_from_slice(some);
         }
         let run = |ops: &dyn Ops| {
-            let [x, identity] = [&x, &identity].map(|v| ops.copied(v[..].into()));
-            let mut c = ops.copied(Buf::from_slice(&poison(m * n)).view());
+            let [x, identity] = [&x, &identity].map(|v| ops.device_copy(v[..].into()));
+            let mut c = ops.device_copy(Buf::from_slice(&poison(m * n)).view());
             let x = Fp8Matrix { x: x.view(), kind, transposed: false };
             let identity = Fp8Matrix { x: identity.view(), kind: Fp8::E4M3, transposed: false };
             ops.fp8_product(c.view_mut(), x, identity, m, n, n, Write::Set);
-            ops.downloaded(c.view()).host().to_vec()
+            ops.host_copy(c.view()).host().to_vec()
         };
         let (want, got) = (run(&p.cpu), run(p.cuda));
         let same = |(w, g): (&f32, &f32)| w == g || (w.is_nan() && g.is_nan());

@@ -6,7 +6,7 @@ mod fp8;
 use crate::{
     Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut,
     ops::{AttentionDropout, AttentionShape},
-    storage::{Storage, said},
+    storage::{Storage, panic_message},
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -92,7 +92,7 @@ pub fn run(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Row> {
         "shapes at the edges",
         edges(p).into_iter().chain(tiles(p)).chain(eights(p)).map(|case| case()),
     ));
-    if cuda.facts().has_fp8() {
+    if cuda.properties().has_fp8() {
         let mut r = Random::new(seed ^ (99 << 32));
         let products = (0..rounds)
             .map(|_| fp8::products(p, r.next(), r.from(1, 70), 16 * r.from(1, 4), r.from(1, 50)))
@@ -155,7 +155,7 @@ fn experts(p: &Pair, r: &mut Random) -> Outcome {
 /// Rows longer than a block, heads as wide as they may be, documents across tiles, more blocks than one launch has.
 fn edges<'a>(p: &'a Pair) -> Vec<Box<dyn Fn() -> Outcome + 'a>> {
     // The backward's tiles lie in shared memory: 137 KiB of it for 256 elements. Cards other than a data centre's have 99.
-    let widest = if p.cuda.facts().shared < 144 << 10 { 176 } else { 256 };
+    let widest = if p.cuda.properties().shared_memory_per_block < 144 << 10 { 176 } else { 256 };
     vec![
         Box::new(move || cases::norms(p, 1, 2, 1000)),
         Box::new(move || cases::norms(p, 2, 129, 33)),
@@ -247,7 +247,7 @@ fn row(what: &'static str, cases: impl Iterator<Item = Outcome>) -> Row {
             Ok(None) => return row,
             Ok(Some(Ok(worst))) => row.worst += worst,
             Ok(Some(Err(why))) => row.failed = Some(why),
-            Err(panic) => row.failed = Some(said(panic.as_ref())),
+            Err(panic) => row.failed = Some(panic_message(panic.as_ref())),
         }
         row.shapes += 1;
         if row.failed.is_some() {
@@ -347,7 +347,7 @@ impl Pair<'_> {
 
     fn on_card(&self, dtype: Dtype, values: &[f32], shift: usize) -> Part {
         let padded: Vec<f32> = std::iter::repeat_n(7.0, shift).chain(values.iter().copied()).collect();
-        let from = self.cuda.copied((&padded[..]).into());
+        let from = self.cuda.device_copy((&padded[..]).into());
         let mut buf = self.cuda.zeroed(dtype, padded.len());
         self.cuda.cast(buf.view_mut(), from.view());
         Part { buf, shift }
@@ -356,7 +356,7 @@ impl Pair<'_> {
     fn to_host(&self, from: View) -> Vec<f32> {
         let mut wide = self.cuda.zeroed(Dtype::F32, from.len());
         self.cuda.cast(wide.view_mut(), from);
-        self.cuda.downloaded(wide.view()).host().to_vec()
+        self.cuda.host_copy(wide.view()).host().to_vec()
     }
 
     /// The values as this type keeps them.

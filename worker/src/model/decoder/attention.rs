@@ -102,13 +102,13 @@ impl Decoder {
             None => dx.as_view(),
             Some(at) => {
                 let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view());
-                let (dbranch, dw) = (norm.view_mut(), g.part(at.clone()));
+                let (dbranch, dw) = (norm.view_mut(), g.slice_mut(at.clone()));
                 ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
                 norm.view()
             }
         };
         if let Some(bias) = &s.o_bias {
-            ops.bias_backward(g.part(bias.clone()), dout, m, d);
+            ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
         }
         let dout = self.linear.gradient(ops, dout, dnorm);
         self.output_backward(ops, input, g, dout, o.view(), d_o.view_mut());
@@ -121,20 +121,20 @@ impl Decoder {
         ops.rope_backward(dqkv.view_mut(), cos, sin, batch.b, batch.t, rotated, head_dim, width);
         self.qk_norm_backward(ops, p, g, dqkv, raw.view(), head_rstd.view(), room, m);
         if let Some(bias) = &s.qkv_bias {
-            ops.bias_backward(g.part(bias.clone()), dqkv.view(), m, width);
+            ops.bias_backward(g.slice_mut(bias.clone()), dqkv.view(), m, width);
         }
         let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.n.eps);
         let wanted = self.wanted[input.layer];
         if wanted.qkv {
-            let dw_qkv = g.part(s.qkv.clone());
+            let dw_qkv = g.slice_mut(s.qkv.clone());
             self.linear.backward_weight(ops, dw_qkv, dqkv.view(), norm.view(), (m, d, width));
         }
         let w_qkv = p.slice(s.qkv.clone());
         self.linear.backward_input(ops, dnorm.view_mut(), dqkv.view(), w_qkv, (m, d, width));
         self.adapters_backward_weight(ops, input, QKV, g, (norm.view(), dqkv.view()), &mut low);
         self.adapters_backward_input(ops, input, QKV, dnorm.view_mut(), &mut low);
-        let dw_in = g.part(s.input_norm.clone());
+        let dw_in = g.slice_mut(s.input_norm.clone());
         ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, Write::Add);
     }
 
@@ -151,7 +151,7 @@ impl Decoder {
         let (p, m) = (input.params, input.batch.rows());
         let (s, d, o_width) = (&self.spans, self.n.hidden, self.o_width());
         if self.wanted[input.layer].o {
-            self.linear.backward_weight(ops, g.part(s.o.clone()), dx, o, (m, o_width, d));
+            self.linear.backward_weight(ops, g.slice_mut(s.o.clone()), dx, o, (m, o_width, d));
         }
         self.linear.backward_input(ops, d_o, dx, p.slice(s.o.clone()), (m, o_width, d));
     }
@@ -193,7 +193,7 @@ impl Decoder {
         let kept =
             [(raw.slice(0..q), rstd.slice(0..h)), (raw.slice(q..raw.len()), rstd.slice(h..rstd.len()))];
         for ((shape, w), (raw, rstd)) in self.head_rows(m).into_iter().zip(weights).zip(kept) {
-            let dw = g.part(w.clone());
+            let dw = g.slice_mut(w.clone());
             let w = self.norm_factors(ops, p.slice(w.clone()), room);
             ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, w, shape);
         }

@@ -128,7 +128,7 @@ impl Sparse for Decoder {
         let (p, m, d, shape) = (input.params, input.batch.rows(), self.n.hidden, self.shape());
         let (mut g, router) = (grads, self.router());
         for span in self.spans.summed().filter(|s| s.end <= router.start) {
-            ops.clear(g.part(span));
+            ops.clear(g.slice_mut(span));
         }
         let [_, _, _, _, mid, rstd2, ..] = each::<9>(saved);
         let [norm, dnorm, _, _, _, _, room, dlogits] = each::<8>(scratch);
@@ -137,12 +137,12 @@ impl Sparse for Decoder {
         let w_post = self.norm_factors(ops, p.slice(self.spans.post_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
         if self.wanted[input.layer].router {
-            let dw = g.part(router.clone());
+            let dw = g.slice_mut(router.clone());
             ops.matmul_backward_weight(dw, dlogits.view(), norm.view(), m, shape.experts, d, Write::Set);
         }
         let w = p.slice(router);
         ops.matmul_backward_input(dnorm.view_mut(), dlogits.view(), w, m, shape.experts, d, Write::Add);
-        let dw_post = g.part(self.spans.post_norm.clone());
+        let dw_post = g.slice_mut(self.spans.post_norm.clone());
         let (dy, x, rstd) = (dnorm.view(), mid.view(), rstd2.view());
         ops.rmsnorm_backward(dx.reborrow(), dw_post, dy, x, w_post, rstd, m, d, Write::Add);
         self.attention_backward(ops, input, &mut g, dx, saved, scratch);

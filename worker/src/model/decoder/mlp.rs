@@ -92,13 +92,13 @@ impl Decoder {
             None => dx.as_view(),
             Some(at) => {
                 let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view());
-                let (dbranch, dw) = (norm.view_mut(), g.part(at.clone()));
+                let (dbranch, dw) = (norm.view_mut(), g.slice_mut(at.clone()));
                 ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
                 norm.view()
             }
         };
         if let Some(bias) = &s.down_bias {
-            ops.bias_backward(g.part(bias.clone()), dout, m, d);
+            ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
         }
         let dout = self.linear.gradient(ops, dout, dnorm);
         if self.adapts(input.layer) {
@@ -111,23 +111,23 @@ impl Decoder {
         self.gate_backward(ops, dgate_up.view_mut(), act.view_mut(), gate_up.view(), m);
         let wanted = self.wanted[input.layer];
         if wanted.down {
-            let dw_down = g.part(s.down.clone());
+            let dw_down = g.slice_mut(s.down.clone());
             self.linear.backward_weight(ops, dw_down, dout, act.view(), (m, f, d));
         }
         if let Some(bias) = &s.gate_up_bias {
-            ops.bias_backward(g.part(bias.clone()), dgate_up.view(), m, 2 * f);
+            ops.bias_backward(g.slice_mut(bias.clone()), dgate_up.view(), m, 2 * f);
         }
         let w_post = self.norm_factors(ops, p.slice(s.post_norm.clone()), room);
         ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
         if wanted.gate_up {
-            let dw_gate_up = g.part(s.gate_up.clone());
+            let dw_gate_up = g.slice_mut(s.gate_up.clone());
             self.linear.backward_weight(ops, dw_gate_up, dgate_up.view(), norm.view(), (m, d, 2 * f));
         }
         let w_gate_up: View = p.slice(s.gate_up.clone());
         self.linear.backward_input(ops, dnorm.view_mut(), dgate_up.view(), w_gate_up, (m, d, 2 * f));
         self.adapters_backward_weight(ops, input, GATE_UP, g, (norm.view(), dgate_up.view()), &mut low);
         self.adapters_backward_input(ops, input, GATE_UP, dnorm.view_mut(), &mut low);
-        let dw_post = g.part(s.post_norm.clone());
+        let dw_post = g.slice_mut(s.post_norm.clone());
         ops.rmsnorm_backward(dx, dw_post, dnorm.view(), mid.view(), w_post, rstd2.view(), m, d, Write::Add);
     }
 }

@@ -42,7 +42,7 @@ impl Spans {
 
     /// What of this layer is trained.
     pub(super) fn wanted(&self, unit: &Unit) -> Wanted {
-        let trained = |p: &Pair| unit.trains(p.w.clone());
+        let trained = |p: &Pair| unit.has_trained_in(p.w.clone());
         Wanted {
             c_attn: trained(&self.c_attn),
             attn_proj: trained(&self.attn_proj),
@@ -139,7 +139,7 @@ pub(super) fn adapters(n: &Numbers, lora: &Lora) -> Result<Vec<Adapters>, String
 
 /// Two ranges of `g`, of which the first ends where the second begins.
 fn adjacent<'a>(g: &'a mut ViewMut, at: &Pair) -> (ViewMut<'a>, ViewMut<'a>) {
-    g.part(at.w.start..at.b.end).split_at(at.w.len())
+    g.slice_mut(at.w.start..at.b.end).split_at(at.w.len())
 }
 
 impl Gpt2 {
@@ -165,13 +165,13 @@ impl Gpt2 {
         wanted: bool,
     ) {
         if wanted {
-            self.linear.conv1d_backward_weight(ops, g.part(at.w.clone()), dy, x, shape);
+            self.linear.conv1d_backward_weight(ops, g.slice_mut(at.w.clone()), dy, x, shape);
         }
     }
 
     /// Adds to the gradient of the bias.
     fn bias_backward(&self, ops: &dyn Ops, at: &Pair, g: &mut ViewMut, dy: View, (m, _, out): Shape) {
-        ops.bias_backward(g.part(at.b.clone()), dy, m, out);
+        ops.bias_backward(g.slice_mut(at.b.clone()), dy, m, out);
     }
 
     /// Adds to `y` what adapters give for `x`.

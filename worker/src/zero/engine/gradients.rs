@@ -1,25 +1,27 @@
-//! Gradients of every unit: a buffer for a backward, sums over slots, reduction to their owners.
+//! Gradients of every unit: buffers for the backward pass, sums over sample slots, and reduction to
+//! their owners.
 use super::super::{
-    Policy, Slots,
-    fold::{FoldStack, Run, maximal_runs},
-    groups::{gather, runs_of, trade_runs},
+    ShardingPolicy, SlotSchedule,
+    owner_groups::{exchange_runs, gather_from_owners, runs_of_group},
+    slot_sums::{SlotRun, SlotSums, merged_runs},
 };
 use super::{Engine, REDUCTIONS_IN_FLIGHT, lock};
 use comm::{Comm, Result};
-use device::{Buf, Dtype, View, needed_for};
+use device::{Buf, Dtype, View, with_alloc_label};
 
 impl Engine {
-    /// A buffer for the whole gradient of unit `u`, content unspecified.
-    pub fn gradient(&mut self, u: usize) -> Buf {
+    /// A buffer for the whole gradient of unit `u`, with unspecified content.
+    pub fn take_gradient_buffer(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        let elsewhere = self.reduces_at_once() || !unit.all_trained() || self.adds(u);
-        needed_for("gradients", || match elsewhere {
-            true => lock(&self.whole_grads).take(ops, unit.len()),
-            false => lock(&self.shards[u].grads).take(ops),
+        let is_temporary =
+            self.reduces_during_backward() || !unit.all_trained() || self.accumulates_in_place(u);
+        with_alloc_label("gradients", || match is_temporary {
+            true => lock(&self.gradient_pool).take(ops, unit.len()),
+            false => lock(&self.shards[u].grads).take_buffer(ops),
         })
     }
 
-    /// The trained part of a whole gradient that [`Engine::gradient`] gave, in a buffer of the sums.
+    /// Moves the trained elements of a whole gradient into a buffer of the sums.
     fn trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
         let shard = &self.shards[u];
         if shard.unit.all_trained() {
@@ -27,48 +29,48 @@ impl Engine {
         }
         let ops = self.ops.as_ref();
         shard.unit.pack_trained(ops, whole.view_mut());
-        let mut packed = lock(&shard.grads).take(ops);
+        let mut packed = lock(&shard.grads).take_buffer(ops);
         ops.copy(packed.view_mut(), whole.view().slice(0..shard.unit.trained_len()));
-        lock(&self.whole_grads).give(whole);
+        lock(&self.gradient_pool).give(whole);
         packed
     }
 
-    /// Is there a sum of unit `u` already, to which a gradient that lies elsewhere is added?
-    fn adds(&self, u: usize) -> bool {
-        self.policy.in_order && !lock(&self.shards[u].grads).is_empty()
+    /// Whether gradients of unit `u` are added to an existing sum.
+    fn accumulates_in_place(&self, u: usize) -> bool {
+        self.policy.sums_in_arrival_order && !lock(&self.shards[u].grads).is_empty()
     }
 
-    /// Adds one slot's whole gradient of unit `u` to the sums that this rank keeps.
-    fn keep(&self, u: usize, slot: usize, mut gradient: Buf) {
+    /// Adds the whole gradient of one slot to this rank's sums of unit `u`.
+    fn add_to_sums(&self, u: usize, slot: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        if !self.adds(u) {
-            let own = self.trained_gradient(u, gradient);
-            return lock(&self.shards[u].grads).push_owned(ops, Run::slot(slot), own);
+        if !self.accumulates_in_place(u) {
+            let owned = self.trained_gradient(u, gradient);
+            return lock(&self.shards[u].grads).push_owned(ops, SlotRun::slot(slot), owned);
         }
         if !unit.all_trained() {
             unit.pack_trained(ops, gradient.view_mut());
         }
         let trained = gradient.view().slice(0..unit.trained_len());
-        lock(&self.shards[u].grads).push(ops, Run::slot(slot), trained);
-        lock(&self.whole_grads).give(gradient);
+        lock(&self.shards[u].grads).push(ops, SlotRun::slot(slot), trained);
+        lock(&self.gradient_pool).give(gradient);
     }
 
-    fn reduces_at_once(&self) -> bool {
+    fn reduces_during_backward(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }
 
-    /// Takes one slot's whole gradient of unit `u`; every rank calls this for every unit and round, with `None` where it has
-    /// no slot in this round. What is frozen is not reduced.
+    /// Reduces the whole gradient of unit `u` for one slot. Every rank calls this for every unit
+    /// and round, with `None` when it has no slot in the round. Frozen parameters are not reduced.
     pub fn reduce(&mut self, u: usize, round: usize, mut gradient: Option<Buf>) -> Result<()> {
         let shards = self.shards.clone();
         let unit = &shards[u].unit;
         if !unit.any_trained() {
-            gradient.into_iter().for_each(|g| lock(&self.whole_grads).give(g));
+            gradient.into_iter().for_each(|g| lock(&self.gradient_pool).give(g));
             return Ok(());
         }
-        if !self.reduces_at_once() {
+        if !self.reduces_during_backward() {
             if let (Some(g), Some(slot)) = (gradient, self.slots.slot(self.rank, round)) {
-                self.keep(u, slot, g);
+                self.add_to_sums(u, slot, g);
             }
             return Ok(());
         }
@@ -76,130 +78,148 @@ impl Engine {
             unit.pack_trained(self.ops.as_ref(), g.view_mut());
         }
         let (shards, slots, ops, pool) =
-            (shards.clone(), self.slots, self.ops.clone(), self.whole_grads.clone());
-        self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
+            (shards.clone(), self.slots, self.ops.clone(), self.gradient_pool.clone());
+        self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let mut fold = lock(&s.grads);
-            let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained.iter().sum()));
-            comm.reduce_scatter_fold(whole.as_slice(), &s.trained, &mut |from, _, piece| {
+            let mut sums = lock(&s.grads);
+            let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
+            comm.reduce_scatter_fold(whole.as_slice(), &s.trained_counts, &mut |from, _, piece| {
                 if let Some(slot) = slots.slot(from, round) {
-                    fold.push(ops.as_ref(), Run::slot(slot), piece);
+                    sums.push(ops.as_ref(), SlotRun::slot(slot), piece);
                 }
             })?;
             if let Some(g) = gradient {
-                lock(&pool).give_behind(g, ops.mark());
+                lock(&pool).give_back_after(g, ops.record_event());
             }
             Ok(())
         }));
-        while self.reducing.len() > REDUCTIONS_IN_FLIGHT {
-            self.reducing.pop_front().expect("not empty").wait()?;
+        while self.pending_reductions.len() > REDUCTIONS_IN_FLIGHT {
+            self.pending_reductions.pop_front().expect("not empty").wait()?;
         }
         Ok(())
     }
 
-    /// For gradients of unit `u` by several slots, which [`Engine::push_run`] adds in the order of the slots and
-    /// [`Engine::reduce_runs`] takes.
-    pub fn runs(&self, u: usize) -> FoldStack {
+    /// Empty sums for gradients of unit `u` over several slots. [`Engine::push_slot_gradient`] adds
+    /// to them in the order of the slots, and [`Engine::reduce_runs`] reduces them.
+    pub fn take_run_sums(&self, u: usize) -> SlotSums {
         let len = self.shards[u].unit.trained_len();
-        let Some((pooled, mark)) = lock(&self.run_grads).pop() else { return FoldStack::new(len) };
-        mark.follow(); // also where it is given back to the card
-        if pooled.len() == len { pooled } else { FoldStack::new(len) }
+        let Some((pooled, mark)) = lock(&self.run_sums_pool).pop() else { return SlotSums::new(len) };
+        mark.stream_wait(); // also before the memory is freed
+        if pooled.len() == len { pooled } else { SlotSums::new(len) }
     }
 
-    /// Adds the gradient of unit `u` by one slot, which `write` writes whole. What is frozen is left out, and where all is,
-    /// nothing is written.
-    pub fn push_run(&self, u: usize, runs: &mut FoldStack, slot: usize, write: impl FnOnce(&mut Buf)) {
+    /// Adds the gradient of unit `u` for one slot, which `write` computes for the whole unit.
+    /// Frozen parameters are left out; `write` is not called when the whole unit is frozen.
+    pub fn push_slot_gradient(
+        &self,
+        u: usize,
+        runs: &mut SlotSums,
+        slot: usize,
+        write: impl FnOnce(&mut Buf),
+    ) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        let mut kept = runs.take(ops);
+        let mut kept = runs.take_buffer(ops);
         if unit.all_trained() {
             write(&mut kept);
         } else if unit.any_trained() {
-            let mut whole = lock(&self.whole_grads).take(ops, unit.len());
+            let mut whole = lock(&self.gradient_pool).take(ops, unit.len());
             write(&mut whole);
             unit.pack_trained(ops, whole.view_mut());
             ops.copy(kept.view_mut(), whole.view().slice(0..unit.trained_len()));
-            lock(&self.whole_grads).give(whole);
+            lock(&self.gradient_pool).give(whole);
         }
-        runs.push_owned(ops, Run::slot(slot), kept);
+        runs.push_owned(ops, SlotRun::slot(slot), kept);
     }
 
-    /// Takes the gradients of unit `u`, whose owners are not all ranks, by the slots that this rank's group of neighbours
-    /// computed in this round, folded as far as they go. Every rank calls this for a unit of its own in every round, also with
-    /// nothing.
-    pub fn reduce_runs(&mut self, u: usize, round: usize, runs: FoldStack) -> Result<()> {
+    /// Reduces the gradients of unit `u`, which only some ranks owned, over the slots that this
+    /// rank's group computed in this round. Every rank calls this for one of its units in every
+    /// round, possibly with empty sums.
+    pub fn reduce_runs(&mut self, u: usize, round: usize, runs: SlotSums) -> Result<()> {
         let (shards, slots, ops) = (self.shards.clone(), self.slots, self.ops.clone());
-        let (pool, messages) = (self.run_grads.clone(), self.messages.clone());
-        self.reducing.push_back(self.queue.submit(move |comm: &dyn Comm| {
+        let (pool, messages) = (self.run_sums_pool.clone(), self.exchange.clone());
+        self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let sent = runs_of(&slots, s.unit.owners, comm.rank(), round);
-            assert!(runs.partials().map(|(run, _)| run).eq(sent), "gradients of other slots than were dealt");
-            let mut fold = lock(&s.grads);
+            let sent = runs_of_group(&slots, s.unit.owners, comm.rank(), round);
+            assert!(
+                runs.partials().map(|(run, _)| run).eq(sent),
+                "the sums cover other slots than the schedule"
+            );
+            let mut sums = lock(&s.grads);
             let (ops, messages) = (ops.as_ref(), &mut lock(&messages));
-            let mut sink = |run, piece: View| fold.push(ops, run, piece);
-            trade_runs(comm, ops, messages, (&s.unit, &s.part), &slots, round, &runs, &mut sink)?;
+            let mut sink = |run, piece: View| sums.push(ops, run, piece);
+            exchange_runs(comm, ops, messages, (&s.unit, &s.partition), &slots, round, &runs, &mut sink)?;
             let mut runs = runs;
             runs.clear();
-            lock(&pool).push((runs, ops.mark()));
+            lock(&pool).push((runs, ops.record_event()));
             Ok(())
         }));
-        while self.reducing.len() > REDUCTIONS_IN_FLIGHT {
-            self.reducing.pop_front().expect("not empty").wait()?;
+        while self.pending_reductions.len() > REDUCTIONS_IN_FLIGHT {
+            self.pending_reductions.pop_front().expect("not empty").wait()?;
         }
         Ok(())
     }
 
-    /// The summed gradient of the trained tensors in this rank's own part of unit `u`, after the last round.
-    pub fn finish(&mut self, u: usize) -> Result<Buf> {
-        for t in self.reducing.drain(..) {
+    /// The summed gradient of the trained elements in this rank's shard of unit `u`, after the last
+    /// round.
+    pub fn finish_gradient(&mut self, u: usize) -> Result<Buf> {
+        for t in self.pending_reductions.drain(..) {
             t.wait()?;
         }
-        let own = self.own_trained(u);
+        let owned = self.owned_trained_len(u);
         if !self.shards[u].unit.any_trained() {
             return Ok(self.zeros(0));
         }
         if self.policy.shard_gradients || self.world == 1 {
             let sum = lock(&self.shards[u].grads).finish(self.ops.as_ref());
-            return Ok(sum.unwrap_or_else(|| self.zeros(own)));
+            return Ok(sum.unwrap_or_else(|| self.zeros(owned)));
         }
         let (shards, ops, slots, policy) = (self.shards.clone(), self.ops.clone(), self.slots, self.policy);
         self.queue.run(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut whole = lock(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
-            let mut fold = policy.sums(own);
-            comm.reduce_scatter_fold(&partials, &s.trained, &mut |from, index, piece| {
-                fold.push(ops.as_ref(), partial_run(policy, slots, from, index), piece);
+            let mut sums = policy.new_gradient_sums(owned);
+            comm.reduce_scatter_fold(&partials, &s.trained_counts, &mut |from, index, piece| {
+                sums.push(ops.as_ref(), partial_run(policy, slots, from, index), piece);
             })?;
             drop(partials);
             whole.clear();
-            Ok(fold.finish(ops.as_ref()).unwrap_or_else(|| ops.zeroed(Dtype::F32, own)))
+            Ok(sums.finish(ops.as_ref()).unwrap_or_else(|| ops.zeroed(Dtype::F32, owned)))
         })
     }
 
-    /// Gives a finished gradient's memory back.
+    /// Returns the buffer of a finished gradient to the pool.
     pub fn recycle(&self, u: usize, gradient: Buf) {
         lock(&self.shards[u].grads).recycle(gradient);
     }
 
-    /// A finished gradient of the own part, to every rank's whole gradient.
-    pub fn gather_gradient(&self, u: usize, own: Buf) -> Result<Buf> {
+    /// Gathers the finished gradient of every rank's shard into the whole gradient.
+    pub fn gather_gradient(&self, u: usize, owned: Buf) -> Result<Buf> {
         if self.world == 1 {
-            return Ok(own);
+            return Ok(owned);
         }
         let whole = match self.policy.shard_gradients {
-            // The stack that kept partial sums of the whole gradient is empty now: its memory serves again.
-            false => lock(&self.shards[u].grads).take(self.ops.as_ref()),
-            true => self.zeros(self.shards[u].unit.trained_range(self.updated(u)).len()),
+            // the partial sums of the whole gradient are empty now, so their memory is reused
+            false => lock(&self.shards[u].grads).take_buffer(self.ops.as_ref()),
+            true => self.zeros(self.shards[u].unit.trained_range(self.update_range(u)).len()),
         };
-        self.gather_whole(u, own, whole)
+        self.gather_trained(u, owned, whole)
     }
 
-    /// Every rank's own part of a trained vector of unit `u`, put together in `whole`.
-    pub fn gather_whole(&self, u: usize, own: Buf, mut whole: Buf) -> Result<Buf> {
-        let (shards, ops, messages) = (self.shards.clone(), self.ops.clone(), self.messages.clone());
+    /// Gathers every rank's shard of a trained vector of unit `u` into `whole`.
+    pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
+        let (shards, ops, messages) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run(move |comm: &dyn Comm| {
             let (s, messages) = (&shards[u], &mut lock(&messages));
-            gather(comm, ops.as_ref(), messages, s.unit.owners, &s.trained, whole.view_mut(), own.view())?;
+            gather_from_owners(
+                comm,
+                ops.as_ref(),
+                messages,
+                s.unit.owners,
+                &s.trained_counts,
+                whole.view_mut(),
+                owned.view(),
+            )?;
             Ok(whole)
         })
     }
@@ -209,12 +229,12 @@ impl Engine {
     }
 }
 
-/// The run of slots behind the `index`-th partial that rank `from` kept.
-fn partial_run(policy: Policy, slots: Slots, from: usize, index: usize) -> Run {
+/// The run of slots that the `index`-th partial sum of rank `from` covers.
+fn partial_run(policy: ShardingPolicy, slots: SlotSchedule, from: usize, index: usize) -> SlotRun {
     let mine: Vec<usize> = (0..slots.rounds()).filter_map(|r| slots.slot(from, r)).collect();
     let range = mine.first().map_or(0..0, |&a| a..a + mine.len());
-    if policy.in_order {
-        return Run { start: range.start, len: range.len() };
+    if policy.sums_in_arrival_order {
+        return SlotRun { start: range.start, len: range.len() };
     }
-    maximal_runs(range).get(index).copied().unwrap_or(Run { start: 0, len: 0 })
+    merged_runs(range).get(index).copied().unwrap_or(SlotRun { start: 0, len: 0 })
 }

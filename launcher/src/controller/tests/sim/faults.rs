@@ -1,110 +1,113 @@
-//! What goes wrong in a simulated job, and how.
-use super::{Host, HostSetup, Input, HostIndex, Stop, What, World};
+//! [`InjectedFault`]: what fails in a simulated job.
+use super::{HostIndex, HostSetup, Input, SimEvent, SimHost, StopRequest, World};
 use contract::{control::ExitStatus, ids::Rank};
 use std::time::Duration;
 
-/// What goes wrong.
+/// A fault that the simulator injects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::controller::tests) enum Fault {
+pub(in crate::controller::tests) enum InjectedFault {
     WorkerExits(Rank, u8),
     WorkerKilled(Rank),
     /// kill -9 of the agent.
     AgentKilled(HostIndex),
-    /// The link breaks: both ends see its end.
+    /// The connection breaks, and both ends see that.
     LinkBreaks(HostIndex),
-    /// The cable is cut: nobody sees anything.
+    /// The network of the host is disconnected, and no end sees that.
     Silence(HostIndex),
-    /// The host is gone, and nobody says so.
+    /// The host is gone without a message.
     HostDies(HostIndex),
-    /// Everything on the host stands still, this long (milliseconds).
+    /// Every process on the host freezes for this long, milliseconds.
     HostFreezes(HostIndex, u64),
     /// kill -9 of the controller.
     ControllerKilled,
     Interrupt,
     /// A host is added to the list.
     HostAdded,
-    /// A host is taken from the list.
+    /// A host is removed from the list.
     HostUnlisted(HostIndex),
-    /// One that was taken from it is in it again.
+    /// A removed host is listed again.
     HostListed(HostIndex),
 }
 
 impl World {
-    pub(super) fn fault(&mut self, fault: Fault) -> Result<(), String> {
+    pub(super) fn inject(&mut self, fault: InjectedFault) -> Result<(), String> {
         if self.outcome.is_some() {
             return Ok(());
         }
-        let happened = match fault {
-            Fault::WorkerExits(rank, code) => self.hit(rank, ExitStatus::Code(code))?,
-            Fault::WorkerKilled(rank) => self.hit(rank, ExitStatus::Signal(9, false))?,
-            Fault::AgentKilled(node) => {
+        let has_effect = match fault {
+            InjectedFault::WorkerExits(rank, code) => self.end_worker(rank, ExitStatus::Code(code))?,
+            InjectedFault::WorkerKilled(rank) => self.end_worker(rank, ExitStatus::Signal(9, false))?,
+            InjectedFault::AgentKilled(host) => {
                 let number =
-                    self.hosts[node].agents.last().map(|a| a.number).filter(|_| !self.hosts[node].dead);
-                number.map(|number| self.agent_ends(node, number)).is_some()
+                    self.hosts[host].agents.last().map(|a| a.number).filter(|_| !self.hosts[host].dead);
+                number.map(|number| self.agent_ends(host, number)).is_some()
             }
-            Fault::LinkBreaks(node) => {
-                self.break_link(node);
+            InjectedFault::LinkBreaks(host) => {
+                self.break_link(host);
                 true
             }
-            Fault::Silence(node) => {
-                self.hosts[node].cut = true;
+            InjectedFault::Silence(host) => {
+                self.hosts[host].disconnected = true;
                 true
             }
-            Fault::HostDies(node) => {
-                let host = &mut self.hosts[node];
-                (host.dead, host.cut) = (true, true);
+            InjectedFault::HostDies(host) => {
+                let host = &mut self.hosts[host];
+                (host.dead, host.disconnected) = (true, true);
                 true
             }
-            Fault::HostFreezes(node, ms) => {
-                self.hosts[node].frozen = true;
+            InjectedFault::HostFreezes(host, ms) => {
+                self.hosts[host].frozen = true;
                 let at = self.now + Duration::from_millis(ms);
-                self.at(at, What::Thaw(node));
+                self.schedule(at, SimEvent::Unfreeze(host));
                 true
             }
-            Fault::ControllerKilled => {
+            InjectedFault::ControllerKilled => {
                 self.controller_alive = false;
                 self.ended_at = self.now;
-                (0..self.hosts.len()).for_each(|node| self.break_link(node));
+                (0..self.hosts.len()).for_each(|host| self.break_link(host));
                 true
             }
-            Fault::Interrupt => {
-                self.tell_controller(Input::Stop(Stop::Interrupt));
+            InjectedFault::Interrupt => {
+                self.input_to_controller(Input::Stop(StopRequest::Interrupt));
                 true
             }
-            Fault::HostAdded => {
-                self.hosts.push(Host::default());
+            InjectedFault::HostAdded => {
+                self.hosts.push(SimHost::default());
                 let added =
-                    vec![HostSetup { name: format!("h{}", self.listed.len()), remote: self.scene.remote }];
+                    vec![HostSetup { name: format!("h{}", self.listed.len()), remote: self.scenario.remote }];
                 let listed = self.listed.clone();
                 self.listed.push(true);
-                self.tell_controller(Input::Hosts { added, listed });
+                self.input_to_controller(Input::Hosts { added, listed });
                 true
             }
-            Fault::HostUnlisted(node) => self.list(node, false),
-            Fault::HostListed(node) => self.list(node, true),
+            InjectedFault::HostUnlisted(host) => self.list(host, false),
+            InjectedFault::HostListed(host) => self.list(host, true),
         };
-        if happened {
+        if has_effect {
             self.injected.push(fault);
         }
         Ok(())
     }
 
-    /// `false`: that was so before.
-    fn list(&mut self, node: HostIndex, listed: bool) -> bool {
-        let changes = std::mem::replace(&mut self.listed[node], listed) != listed;
+    /// Lists or unlists a host; returns whether that is a change.
+    fn list(&mut self, host: HostIndex, listed: bool) -> bool {
+        let changes = std::mem::replace(&mut self.listed[host], listed) != listed;
         if changes {
-            self.tell_controller(Input::Hosts { added: Vec::new(), listed: self.listed.clone() });
+            self.input_to_controller(Input::Hosts { added: Vec::new(), listed: self.listed.clone() });
         }
         changes
     }
 
-    /// A worker of the newest epoch ends by itself; `false`: it doesn't live.
-    fn hit(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
-        let newest =
-            self.living().into_iter().filter(|(_, _, r)| *r == rank).max_by_key(|(_, epoch, _)| *epoch);
-        let Some((node, epoch, _)) = newest.filter(|(node, ..)| !self.hosts[*node].frozen) else {
+    /// Ends a worker of the newest attempt; returns whether it was running.
+    fn end_worker(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
+        let newest = self
+            .running_workers()
+            .into_iter()
+            .filter(|(_, _, r)| *r == rank)
+            .max_by_key(|(_, attempt, _)| *attempt);
+        let Some((host, attempt, _)) = newest.filter(|(host, ..)| !self.hosts[*host].frozen) else {
             return Ok(false);
         };
-        self.worker_ends(node, epoch, rank, status).map(|()| true)
+        self.worker_ends(host, attempt, rank, status).map(|()| true)
     }
 }

@@ -1,10 +1,12 @@
-//! `.metadata` of torch's distributed checkpoints: which tensors there are, their chunks, and where each one lies.
+//! Parses `.metadata` of torch distributed checkpoints: the tensors, their chunks, and where each chunk
+//! is stored.
+use super::error::DcpError;
 use crate::dtype::Dtype;
 use crate::formats::torch_file::{named_dtype, shape_of};
 use crate::pickle::{self, Tree, View};
 use std::collections::HashMap;
 
-/// Globals in it.
+/// Classes and functions that the pickle may name.
 const GLOBALS: &[&[&str]] = &[&[
     "collections.OrderedDict",
     "pathlib.PosixPath",
@@ -39,27 +41,27 @@ const GLOBALS: &[&[&str]] = &[&[
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
 ]];
-/// Most dimensions of a tensor.
+/// Limit on the dimensions of a tensor.
 const RANK_MAX: usize = 16;
 
-/// `Err` is one line that says what is wrong.
-type Said<T> = Result<T, String>;
+type Result<T> = std::result::Result<T, DcpError>;
 
-/// One item of the state: where it lies in the program's own dicts, and its pieces.
+/// One item of the saved state dict.
 #[derive(Debug)]
-pub(crate) struct Item {
-    /// The whole key.
+pub(crate) struct ItemMetadata {
+    /// The flattened key.
     pub(crate) key: String,
-    /// The keys on the way to it, where they are written.
+    /// The keys of the nested dicts, when they are recorded.
     pub(crate) path: Option<Vec<String>>,
-    pub(crate) content: Content,
+    /// A value or a tensor.
+    pub(crate) content: ItemContent,
 }
 
-/// What an item is.
+/// The content of an item.
 #[derive(Debug)]
-pub(crate) enum Content {
-    /// A value of another kind.
-    Bytes(Place),
+pub(crate) enum ItemContent {
+    /// A pickled value.
+    Bytes(StorageLocation),
     Tensor {
         dtype: Dtype,
         shape: Vec<u64>,
@@ -67,138 +69,139 @@ pub(crate) enum Content {
     },
 }
 
-/// A box of a tensor.
+/// A rectangular part of a tensor.
 #[derive(Debug)]
 pub(crate) struct Chunk {
     pub(crate) offsets: Vec<u64>,
     pub(crate) sizes: Vec<u64>,
-    pub(crate) place: Place,
+    pub(crate) location: StorageLocation,
 }
 
-/// A stretch of a file.
+/// A byte range of a file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Place {
+pub(crate) struct StorageLocation {
     pub(crate) file: String,
     pub(crate) offset: u64,
     pub(crate) length: u64,
 }
 
-/// All items in their order.
-pub(crate) fn parse(input: &[u8]) -> Said<Vec<Item>> {
+/// Parses the file; returns the items in their order.
+pub(crate) fn parse(input: &[u8]) -> Result<Vec<ItemMetadata>> {
     let tree: Tree = pickle::load(input, GLOBALS)?;
-    let (class, _, root) = tree.root().object().ok_or("it is no Metadata")?;
+    let (class, _, root) = tree.root().object().ok_or(DcpError::NotMetadata { class: None })?;
     if class != "torch.distributed.checkpoint.metadata.Metadata" {
-        return Err(format!("it is a {class}, no Metadata"));
+        return Err(DcpError::NotMetadata { class: Some(class) });
     }
-    let mut places = places(need(root, "storage_data")?)?;
+    let mut locations = locations(field(root, "storage_data")?)?;
     let paths = paths(root.get("planner_data"))?;
     let mut items = Vec::new();
     for (key, value) in
-        need(root, "state_dict_metadata")?.pairs().ok_or("its state_dict_metadata is no dict")?
+        field(root, "state_dict_metadata")?.pairs().ok_or(DcpError::InvalidField("state_dict_metadata"))?
     {
-        let key = key.str().ok_or("it has a key that is no text")?.to_owned();
+        let key = key.str().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let path = match &paths {
-            Some(paths) => Some(paths.get(&key).cloned().ok_or_else(|| format!("it has no path of {key}"))?),
+            Some(paths) => Some(paths.get(&key).cloned().ok_or_else(|| DcpError::PathMissing(key.clone()))?),
             None => None,
         };
-        let content = content(&key, value, &mut places)?;
-        items.push(Item { key, path, content });
+        let content = content(&key, value, &mut locations)?;
+        items.push(ItemMetadata { key, path, content });
     }
-    match places.into_keys().next() {
-        Some((key, offset)) => Err(format!("it says where {key} at {offset:?} is, which is in no tensor")),
+    match locations.into_keys().next() {
+        Some((key, offsets)) => Err(DcpError::LocationUnused { key, offsets }),
         None => Ok(items),
     }
 }
 
-fn need<'t>(value: View<'t>, key: &str) -> Said<View<'t>> {
-    value.get(key).ok_or_else(|| format!("it has no {key}"))
+fn field<'t>(value: View<'t>, key: &'static str) -> Result<View<'t>> {
+    value.get(key).ok_or(DcpError::MissingField(key))
 }
 
-/// Attributes of an object of this class (the last part of its name).
-fn attributes<'t>(value: View<'t>, class: &str) -> Said<View<'t>> {
+/// The attributes of an object of this class, given by the last component of its name.
+fn attributes<'t>(value: View<'t>, class: &'static str) -> Result<View<'t>> {
     match value.object() {
         Some((name, _, state)) if name.rsplit('.').next() == Some(class) => Ok(state),
-        _ => Err(format!("it has something else where a {class} belongs")),
+        _ => Err(DcpError::WrongClass(class)),
     }
 }
 
-/// Key and offset of a piece (none of a value) → where it lies.
-type Places = HashMap<(String, Option<Vec<u64>>), Place>;
+/// The storage location of each chunk, by key and offsets (`None` for a value).
+type Locations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
-fn places(value: View<'_>) -> Said<Places> {
-    let mut places = HashMap::new();
-    let mut taken: Vec<Place> = Vec::new();
-    for (index, info) in value.pairs().ok_or("its storage_data is no dict")? {
+fn locations(value: View<'_>) -> Result<Locations> {
+    let mut locations = HashMap::new();
+    let mut taken: Vec<StorageLocation> = Vec::new();
+    for (index, info) in value.pairs().ok_or(DcpError::InvalidField("storage_data"))? {
         let (index, info) = (attributes(index, "MetadataIndex")?, attributes(info, "_StorageInfo")?);
-        let key = need(index, "fqn")?.str().ok_or("it has a key that is no text")?.to_owned();
+        let key = field(index, "fqn")?.str().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let offset = match index.get("offset").filter(|v| !v.is_none()) {
-            Some(v) => Some(shape_of(v).ok_or("it has an offset that is none")?),
+            Some(v) => Some(shape_of(v).ok_or(DcpError::InvalidField("offset"))?),
             None => None,
         };
         if info
             .get("transform_descriptors")
             .is_some_and(|t| !t.is_none() && t.items().is_none_or(|i| i.get(0).is_some()))
         {
-            return Err(format!("{key} is stored in a transformed form, which isn't read"));
+            return Err(DcpError::Transformed(key));
         }
-        let number =
-            |key: &str| need(info, key)?.count().ok_or_else(|| format!("it has a {key} that is none"));
-        let file = need(info, "relative_path")?.str().ok_or("it has a path that is no text")?.to_owned();
-        let place = Place { file, offset: number("offset")?, length: number("length")? };
-        taken.push(place.clone());
-        if places.insert((key.clone(), offset), place).is_some() {
-            return Err(format!("it says twice where {key} is"));
+        let number = |key: &'static str| field(info, key)?.count().ok_or(DcpError::InvalidField(key));
+        let file =
+            field(info, "relative_path")?.str().ok_or(DcpError::InvalidField("relative_path"))?.to_owned();
+        let location = StorageLocation { file, offset: number("offset")?, length: number("length")? };
+        taken.push(location.clone());
+        if locations.insert((key.clone(), offset), location).is_some() {
+            return Err(DcpError::DuplicateLocation(key));
         }
     }
     taken.sort();
-    let overlap =
-        |w: &&[Place]| w[0].file == w[1].file && w[0].offset.saturating_add(w[0].length) > w[1].offset;
+    let overlap = |w: &&[StorageLocation]| {
+        w[0].file == w[1].file && w[0].offset.saturating_add(w[0].length) > w[1].offset
+    };
     match taken.windows(2).find(overlap) {
-        Some(w) => Err(format!("two of its items share bytes of {} at {}", w[1].file, w[1].offset)),
-        None => Ok(places),
+        Some(w) => Err(DcpError::SharedBytes { file: w[1].file.clone(), offset: w[1].offset }),
+        None => Ok(locations),
     }
 }
 
-/// Key → path, checked against the key; `None` when paths aren't written.
-fn paths(planner: Option<View<'_>>) -> Said<Option<HashMap<String, Vec<String>>>> {
+/// The path of each key, checked against the key; `None` when paths are not recorded.
+fn paths(planner: Option<View<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(View::pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
     for (key, path) in pairs {
-        let key = key.str().ok_or("it has a key that is no text")?;
+        let key = key.str().ok_or(DcpError::InvalidField("key"))?;
         let part = |v: View<'_>| v.str().map(str::to_owned).or_else(|| v.int().map(|i| i.to_string()));
         let path: Option<Vec<String>> =
             path.items().map(|p| p.iter().map(part).collect()).unwrap_or_default();
-        let path = path.ok_or_else(|| format!("its path of {key} is none"))?;
+        let path = path.ok_or(DcpError::InvalidField("path"))?;
         if path.join(".") != key {
-            return Err(format!("its path of {key} is {path:?}, which doesn't fit"));
+            return Err(DcpError::PathMismatch { key: key.to_owned(), path });
         }
         paths.insert(key.to_owned(), path);
     }
     Ok(Some(paths))
 }
 
-fn content(key: &str, value: View<'_>, places: &mut Places) -> Said<Content> {
+fn content(key: &str, value: View<'_>, locations: &mut Locations) -> Result<ItemContent> {
     let mut take = |offset: Option<Vec<u64>>| {
-        let shown = offset.clone().unwrap_or_default();
-        places
+        let offsets = offset.clone().unwrap_or_default();
+        locations
             .remove(&(key.to_owned(), offset))
-            .ok_or_else(|| format!("nothing says where {key} at {shown:?} is"))
+            .ok_or_else(|| DcpError::LocationMissing { key: key.to_owned(), offsets })
     };
     if attributes(value, "BytesStorageMetadata").is_ok() {
-        return Ok(Content::Bytes(take(None)?));
+        return Ok(ItemContent::Bytes(take(None)?));
     }
     let state = attributes(value, "TensorStorageMetadata")?;
-    let sizes = |view: View<'_>, name: &str| {
+    let sizes = |view: View<'_>, name: &'static str| {
         let sizes = view.get(name).and_then(shape_of).filter(|s| s.len() <= RANK_MAX);
-        sizes.ok_or_else(|| format!("{key} has {name} that are none"))
+        sizes.ok_or(DcpError::InvalidField(name))
     };
-    let properties = attributes(need(state, "properties")?, "TensorProperties")?;
+    let properties = attributes(field(state, "properties")?, "TensorProperties")?;
     let dtype = properties.items().and_then(|p| p.get(0)).or_else(|| properties.get("dtype"));
     let dtype = dtype.and_then(View::global).and_then(named_dtype);
-    let dtype = dtype.ok_or_else(|| format!("{key} has an unknown dtype"))?;
+    let dtype = dtype.ok_or_else(|| DcpError::UnknownDtype(key.to_owned()))?;
     let shape = sizes(state, "size")?;
     let mut chunks = Vec::new();
-    for chunk in need(state, "chunks")?.items().ok_or("its chunks are no list")?.iter() {
+    for chunk in field(state, "chunks")?.items().ok_or(DcpError::InvalidField("chunks"))?.iter() {
         let chunk = attributes(chunk, "ChunkStorageMetadata")?;
         let (offsets, sizes) = (sizes(chunk, "offsets")?, sizes(chunk, "sizes")?);
         let fits =
@@ -207,10 +210,10 @@ fn content(key: &str, value: View<'_>, places: &mut Places) -> Said<Content> {
             || sizes.len() != shape.len()
             || !offsets.iter().zip(&sizes).zip(&shape).all(fits)
         {
-            return Err(format!("a chunk of {key} at {offsets:?} of {sizes:?} is no part of {shape:?}"));
+            return Err(DcpError::ChunkOutside { key: key.to_owned(), offsets, sizes, shape });
         }
-        let place = take(Some(offsets.clone()))?;
-        chunks.push(Chunk { offsets, sizes, place });
+        let location = take(Some(offsets.clone()))?;
+        chunks.push(Chunk { offsets, sizes, location });
     }
-    Ok(Content::Tensor { dtype, shape, chunks })
+    Ok(ItemContent::Tensor { dtype, shape, chunks })
 }

@@ -1,184 +1,189 @@
-//! Torch's distributed checkpoints (DCP), as FSDP's sharded states are kept: `.metadata` and `__RANK_N.distcp`.
+//! Reads torch distributed checkpoints (DCP), the format of sharded FSDP states: `.metadata` and
+//! `__RANK_N.distcp`.
+pub(crate) mod error;
+mod item_kind;
 pub(crate) mod metadata;
-mod placing;
 
-use self::metadata::{Chunk, Content, Item, Place};
-use self::placing::{Kind, Names};
-use crate::catalog::{Role, elements};
+use self::error::DcpError;
+
+use self::item_kind::{ItemKind, KeyReader};
+use self::metadata::{Chunk, ItemContent, ItemMetadata, StorageLocation};
+use crate::catalog::{TensorRole, elements};
 use crate::dtype::Dtype;
-use crate::error::Result;
-use crate::external::Entry;
-use crate::external::draft::{Draft, GLOBALS, role_of, some, whole_step};
-use crate::external::store::{Part, StoredFile};
+use crate::error::{MissingPart, Result, list_some};
+use crate::external::ExternalTensor;
+use crate::external::builder::{CheckpointBuilder, GLOBALS, optimizer_state_role, whole_step};
+use crate::external::store::{StoredFile, TensorPart};
+use crate::formats::torch_error::TorchFileError;
 use crate::formats::torch_file::{TensorView, TorchFile};
 use crate::formats::weights::number;
-use crate::state::Group;
+use crate::state::ParamGroupInfo;
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 
-/// Name of the file that says what is in the folder.
+/// The file that lists the contents of the directory.
 pub(crate) const METADATA: &str = ".metadata";
-/// Most pieces of all tensors together, once cut into runs of neighbours.
+/// Limit on the runs of consecutive elements of all tensors together.
 const PARTS_MAX: usize = 8 << 20;
 
-/// What was read of an item's place.
-enum Read {
+/// A stored item.
+enum ItemValue {
+    /// A tensor: index of the file in the store, and view.
     Tensor(usize, TensorView),
+    /// A plain value.
     Value(Json),
-    /// Why it wasn't read.
-    Not(String),
+    /// A value of a class that is not allowed.
+    Forbidden(TorchFileError),
 }
 
-/// Adds the tensors of the folder `inside` of the draft's (empty: the draft's own).
-pub(crate) fn add(draft: &mut Draft, inside: &str) -> Result<()> {
+/// Adds the tensors of the subdirectory `inside` of the builder's directory (empty: the directory itself).
+pub(crate) fn add(builder: &mut CheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA);
-    let input = draft.folder.read(&name, crate::pickle::BYTES_MAX)?;
-    let items = metadata::parse(&input).map_err(|why| draft.damaged(&name, why))?;
-    let names = Names::of(&items);
-    let mut read = read_all(draft, &items, within)?;
-    let mut found = Found::default();
+    let input = builder.directory.read(&name, crate::pickle::BYTES_MAX)?;
+    let items = metadata::parse(&input).map_err(|error| builder.damaged(&name, error))?;
+    let names = KeyReader::new(&items);
+    let mut read = read_items(builder, &items, within)?;
+    let mut found = ItemCollector::default();
     for item in &items {
-        found.item(draft, &name, names.kind(item), item, &mut read)?;
+        found.item(builder, &name, names.kind(item), item, &mut read)?;
     }
-    let ranks: BTreeSet<u32> = places(&items).filter_map(|p| rank_of(&p.file)).collect();
+    let ranks: BTreeSet<u32> = locations(&items).filter_map(|p| rank_of(&p.file)).collect();
     if let Some(&last) = ranks.last() {
-        draft.facts.world = draft.facts.world.max(Some(last + 1));
+        builder.facts.world = builder.facts.world.max(Some(last + 1));
     }
     if !found.unknown.is_empty() {
         let unknown: Vec<String> = found.unknown.iter().cloned().collect();
-        draft.notice(format!("states of the optimizer that aren't read: {}", some(&unknown)));
+        builder.notice(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
     }
     for line in std::mem::take(&mut found.notices) {
-        draft.notice(line);
+        builder.notice(line);
     }
     let groups = found.groups();
     if !groups.is_empty() {
-        draft.facts.groups = groups;
+        builder.facts.groups = groups;
     }
     Ok(())
 }
 
-/// The rank of `__3_0.distcp`.
+/// The rank in a file name such as `__3_0.distcp`.
 fn rank_of(file: &str) -> Option<u32> {
     file.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-fn places(items: &[Item]) -> impl Iterator<Item = &Place> {
+fn locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
     items.iter().flat_map(|item| match &item.content {
-        Content::Bytes(place) => vec![place],
-        Content::Tensor { chunks, .. } => chunks.iter().map(|c| &c.place).collect(),
+        ItemContent::Bytes(location) => vec![location],
+        ItemContent::Tensor { chunks, .. } => chunks.iter().map(|c| &c.location).collect(),
     })
 }
 
-/// Opens each file once and reads what every item in it is; tensors' own bytes are not read.
-fn read_all(
-    draft: &mut Draft,
-    items: &[Item],
+/// Opens each file once and reads every item in it, except the data of tensors.
+fn read_items(
+    builder: &mut CheckpointBuilder,
+    items: &[ItemMetadata],
     within: impl Fn(&str) -> String,
-) -> Result<HashMap<Place, Read>> {
-    let mut all: Vec<&Place> = places(items).collect();
+) -> Result<HashMap<StorageLocation, ItemValue>> {
+    let mut all: Vec<&StorageLocation> = locations(items).collect();
     all.sort();
     let mut read = HashMap::new();
     let mut absent = Vec::new();
-    for of_file in all.chunk_by(|a, b| a.file == b.file) {
-        let name = within(&of_file[0].file);
-        if draft.folder.size_of(&name)?.is_none() {
+    for in_file in all.chunk_by(|a, b| a.file == b.file) {
+        let name = within(&in_file[0].file);
+        if builder.directory.size_of(&name)?.is_none() {
             absent.push(name);
             continue;
         }
-        let (file, size) = draft.folder.open_file(&name, nix::fcntl::OFlag::empty())?;
-        let mut stored = StoredFile::new(draft.folder.clone(), name.clone(), size);
-        let index = draft.store.files.len();
-        for place in of_file {
-            let what = read_one(draft, &file, size, index, &name, place, &mut stored)?;
-            read.insert((*place).clone(), what);
+        let (file, size) = builder.directory.open_file(&name, nix::fcntl::OFlag::empty())?;
+        let mut stored = StoredFile::new(builder.directory.clone(), name.clone(), size);
+        let index = builder.store.files.len();
+        for location in in_file {
+            let what = read_item(builder, &file, size, index, &name, location, &mut stored)?;
+            read.insert((*location).clone(), what);
         }
-        draft.store.files.push(stored);
+        builder.store.files.push(stored);
     }
     match absent.is_empty() {
         true => Ok(read),
-        false => Err(draft.missing(some(&absent))),
+        false => Err(builder.missing(MissingPart::Files(absent))),
     }
 }
 
-fn read_one(
-    draft: &Draft,
+fn read_item(
+    builder: &CheckpointBuilder,
     file: &File,
     size: u64,
     index: usize,
     name: &str,
-    place: &Place,
+    location: &StorageLocation,
     stored: &mut StoredFile,
-) -> Result<Read> {
-    let Some(end) = place.offset.checked_add(place.length).filter(|&end| end <= size) else {
-        let (offset, length) = (place.offset, place.length);
-        let why = format!("it is cut short: {length} bytes at {offset} should be in it, it has {size}");
-        return Err(draft.damaged(name, why));
+) -> Result<ItemValue> {
+    let Some(end) = location.offset.checked_add(location.length).filter(|&end| end <= size) else {
+        let (offset, length) = (location.offset, location.length);
+        return Err(builder.damaged(name, DcpError::ItemTruncated { offset, length, size }));
     };
-    let at = place.offset;
+    let at = location.offset;
     let torch = match TorchFile::within(file, at..end, GLOBALS) {
         Ok(torch) => torch,
-        // a value of a class that isn't known does no harm; what can't be read at all does
-        Err(why) if why.contains("names ") && why.contains("refused") => return Ok(Read::Not(why)),
-        Err(why) => return Err(draft.damaged(name, format!("its item at {at}: {why}"))),
+        // a value of an unknown class is ignored; an unreadable item is damage
+        Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
+        Err(error) => return Err(builder.damaged(name, DcpError::item(location, error))),
     };
     let tensor = torch.tensor(torch.value());
-    match tensor.map_err(|why| draft.damaged(name, format!("its item at {at}: {why}")))? {
+    match tensor.map_err(|error| builder.damaged(name, DcpError::item(location, error)))? {
         Some(mut view) => {
             view.member += stored.add(torch.members);
-            Ok(Read::Tensor(index, view))
+            Ok(ItemValue::Tensor(index, view))
         }
         None => {
             let value = torch.value();
             let json = number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
             let whole = value.int().map(Json::from);
-            Ok(Read::Value(whole.or(json).unwrap_or_else(|| value.json())))
+            Ok(ItemValue::Value(whole.or(json).unwrap_or_else(|| value.json())))
         }
     }
 }
 
-/// What the items say.
+/// Collects the contents of the items.
 #[derive(Default)]
-struct Found {
-    /// Per group as it is called (a number, or the name of its one parameter): its hyper-parameters.
+struct ItemCollector {
+    /// Hyper-parameters per group, by its name: a number, or the name of its only parameter.
     hyper: BTreeMap<(Option<u64>, String), Map<String, Json>>,
     unknown: BTreeSet<String>,
     notices: Vec<String>,
     parts: usize,
 }
 
-impl Found {
+impl ItemCollector {
     fn item(
         &mut self,
-        draft: &mut Draft,
+        builder: &mut CheckpointBuilder,
         metadata: &str,
-        kind: Kind,
-        item: &Item,
-        read: &mut HashMap<Place, Read>,
+        kind: ItemKind,
+        item: &ItemMetadata,
+        read: &mut HashMap<StorageLocation, ItemValue>,
     ) -> Result<()> {
         match &item.content {
-            Content::Bytes(place) => {
-                self.value(kind, item, read.remove(place));
+            ItemContent::Bytes(location) => {
+                self.value(kind, item, read.remove(location));
                 Ok(())
             }
-            Content::Tensor { dtype, shape, chunks } => {
-                let damaged =
-                    |draft: &Draft, why: String| draft.damaged(metadata, format!("{}: {why}", item.key));
-                let parts = self.parts(*dtype, shape, chunks, read).map_err(|why| damaged(draft, why))?;
-                self.tensor(draft, metadata, kind, *dtype, shape, parts)
+            ItemContent::Tensor { dtype, shape, chunks } => {
+                let parts = self.parts(&item.key, *dtype, shape, chunks, read);
+                let parts = parts.map_err(|error| builder.damaged(metadata, error))?;
+                self.tensor(builder, metadata, kind, *dtype, shape, parts)
             }
         }
     }
 
-    fn value(&mut self, kind: Kind, item: &Item, read: Option<Read>) {
+    fn value(&mut self, kind: ItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
         match (kind, read) {
-            (Kind::Group(group, key), Some(Read::Value(value))) => {
+            (ItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
                 self.hyper.entry((group.parse().ok(), group)).or_default().insert(key, value);
             }
-            (Kind::Group(..) | Kind::State(..), Some(Read::Not(why))) => {
-                self.notices.push(format!("{} isn't read: {why}", item.key));
+            (ItemKind::Group(..) | ItemKind::State(..), Some(ItemValue::Forbidden(error))) => {
+                self.notices.push(format!("ignoring {}: {error}", item.key));
             }
             _ => {}
         }
@@ -186,77 +191,92 @@ impl Found {
 
     fn tensor(
         &mut self,
-        draft: &mut Draft,
+        builder: &mut CheckpointBuilder,
         metadata: &str,
-        kind: Kind,
+        kind: ItemKind,
         dtype: Dtype,
         shape: &[u64],
-        parts: Vec<Part>,
+        parts: Vec<TensorPart>,
     ) -> Result<()> {
-        let scalar = |draft: &Draft| match parts.as_slice() {
-            [part] if elements(shape) == Some(1) => draft.store.number(part, dtype).map(f64::from).map(Some),
+        let scalar = |builder: &CheckpointBuilder| match parts.as_slice() {
+            [part] if elements(shape) == Some(1) => {
+                builder.store.number(part, dtype).map(f64::from).map(Some)
+            }
             _ => Ok(None),
         };
         match kind {
-            Kind::State(name, key) if key == "step" => {
-                if let Some(step) = scalar(draft)? {
-                    let step =
-                        whole_step(step).map_err(|why| draft.damaged(metadata, format!("{name}: {why}")))?;
-                    draft.facts.steps.insert(name, step);
+            ItemKind::State(name, key) if key == "step" => {
+                if let Some(step) = scalar(builder)? {
+                    let step = whole_step(step).map_err(|error| {
+                        builder.damaged(metadata, DcpError::Step { name: name.clone(), error })
+                    })?;
+                    builder.facts.steps.insert(name, step);
                 }
             }
-            Kind::Group(group, key) => {
-                let value = scalar(draft)?.and_then(serde_json::Number::from_f64).map(Json::Number);
+            ItemKind::Group(group, key) => {
+                let value = scalar(builder)?.and_then(serde_json::Number::from_f64).map(Json::Number);
                 let hyper = self.hyper.entry((group.parse().ok(), group)).or_default();
                 hyper.insert(key, value.unwrap_or(Json::Null));
             }
-            Kind::State(name, key) => match role_of(&key) {
-                Some(role) => draft.entries.push(Entry::of(&name, role, dtype, shape.to_vec(), parts)),
+            ItemKind::State(name, key) => match optimizer_state_role(&key) {
+                Some(role) => builder.entries.push(ExternalTensor::from_parts(
+                    &name,
+                    role,
+                    dtype,
+                    shape.to_vec(),
+                    parts,
+                )),
                 None => {
                     self.unknown.insert(key);
                 }
             },
-            Kind::Weight(name) => {
+            ItemKind::Weight(name) => {
                 let trained = matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
-                let role = if trained { Role::Weight } else { Role::Buffer };
-                draft.entries.push(Entry::of(&name, role, dtype, shape.to_vec(), parts));
+                let role = if trained { TensorRole::Weight } else { TensorRole::Buffer };
+                builder.entries.push(ExternalTensor::from_parts(&name, role, dtype, shape.to_vec(), parts));
             }
-            Kind::Other => {}
+            ItemKind::Other => {}
         }
         Ok(())
     }
 
-    /// The runs of neighbours that the chunks are.
+    /// The runs of consecutive elements of the chunks of a tensor.
     fn parts(
         &mut self,
+        key: &str,
         dtype: Dtype,
         shape: &[u64],
         chunks: &[Chunk],
-        read: &mut HashMap<Place, Read>,
-    ) -> std::result::Result<Vec<Part>, String> {
+        read: &mut HashMap<StorageLocation, ItemValue>,
+    ) -> std::result::Result<Vec<TensorPart>, DcpError> {
         let mut parts = Vec::new();
         for chunk in chunks {
-            let (file, view) = match read.remove(&chunk.place) {
-                Some(Read::Tensor(file, view)) => (file, view),
-                Some(Read::Not(why)) => return Err(why),
+            let (file, view) = match read.remove(&chunk.location) {
+                Some(ItemValue::Tensor(file, view)) => (file, view),
+                Some(ItemValue::Forbidden(error)) => return Err(DcpError::item(&chunk.location, error)),
                 _ => {
-                    return Err(format!(
-                        "the item at {} of {} is no tensor",
-                        chunk.place.offset, chunk.place.file
-                    ));
+                    let StorageLocation { file, offset, .. } = chunk.location.clone();
+                    return Err(DcpError::NotATensor { key: key.to_owned(), file, offset });
                 }
             };
             if view.shape != chunk.sizes || view.dtype != dtype {
-                return Err(format!(
-                    "its chunk at {:?} should be {dtype} {:?}, {} has {} {:?}",
-                    chunk.offsets, chunk.sizes, chunk.place.file, view.dtype, view.shape
-                ));
+                return Err(DcpError::ChunkMismatch {
+                    key: key.to_owned(),
+                    offsets: chunk.offsets.clone(),
+                    expected_dtype: dtype,
+                    expected_shape: chunk.sizes.clone(),
+                    file: chunk.location.file.clone(),
+                    dtype: view.dtype,
+                    shape: view.shape,
+                });
             }
-            for (start, taken) in runs(shape, chunk).ok_or("it has an impossible shape")? {
-                parts.push(Part::of(file, &view, taken, start));
+            for (start, taken) in
+                runs(shape, chunk).ok_or_else(|| DcpError::ImpossibleShape(key.to_owned()))?
+            {
+                parts.push(TensorPart::new(file, &view, taken, start));
                 self.parts += 1;
                 if self.parts > PARTS_MAX {
-                    return Err(format!("it is cut into more than {PARTS_MAX} pieces"));
+                    return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: PARTS_MAX });
                 }
             }
         }
@@ -264,9 +284,10 @@ impl Found {
         Ok(parts)
     }
 
-    /// The groups. Those that are called by the names of their parameters are put together when they are alike.
-    fn groups(self) -> Vec<Group> {
-        let mut groups: Vec<Group> = Vec::new();
+    /// The parameter groups. Groups of a single named parameter are merged when their hyper-parameters are
+    /// equal.
+    fn groups(self) -> Vec<ParamGroupInfo> {
+        let mut groups: Vec<ParamGroupInfo> = Vec::new();
         for ((number, called), mut hyper) in self.hyper {
             let names = match hyper.remove("params") {
                 Some(Json::Array(names)) => {
@@ -276,30 +297,31 @@ impl Found {
             };
             match (number, groups.iter_mut().find(|g| g.hyper == hyper)) {
                 (None, Some(alike)) => alike.names.push(called),
-                (None, None) => groups.push(Group { hyper, names: vec![called] }),
-                (Some(_), _) => groups.push(Group { hyper, names }),
+                (None, None) => groups.push(ParamGroupInfo { hyper, names: vec![called] }),
+                (Some(_), _) => groups.push(ParamGroupInfo { hyper, names }),
             }
         }
         groups
     }
 }
 
-/// First element in the tensor and elements of the chunk, for each run of neighbours in a box of `shape`.
+/// The runs of consecutive elements of a chunk of a tensor of `shape`: first element in the tensor, and
+/// range of elements of the chunk.
 fn runs(shape: &[u64], chunk: &Chunk) -> Option<impl Iterator<Item = (u64, std::ops::Range<u64>)>> {
     let total = elements(&chunk.sizes)?;
     elements(shape)?;
-    // dimensions from here on are whole, so a run goes through them
-    let whole =
+    // trailing dimensions that the chunk covers completely belong to one run
+    let covered_from =
         (0..shape.len()).rev().take_while(|&d| chunk.sizes[d] == shape[d]).last().unwrap_or(shape.len());
-    let cut = whole.saturating_sub(1);
-    let run: u64 = chunk.sizes.get(cut..).unwrap_or(&[]).iter().product();
+    let split_dims = covered_from.saturating_sub(1);
+    let run: u64 = chunk.sizes.get(split_dims..).unwrap_or(&[]).iter().product();
     let strides: Vec<u64> = (0..shape.len()).map(|d| shape[d + 1..].iter().product()).collect();
     let (sizes, offsets) = (chunk.sizes.clone(), chunk.offsets.clone());
     let count = if total == 0 { 0 } else { total / run };
     Some((0..count).map(move |i| {
         let mut start: u64 = offsets.iter().zip(&strides).map(|(o, s)| o * s).sum();
         let mut rest = i;
-        for d in (0..cut).rev() {
+        for d in (0..split_dims).rev() {
             start += rest % sizes[d] * strides[d];
             rest /= sizes[d];
         }
@@ -313,14 +335,14 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Every element of a box is where indexing finds it.
+        /// Every element of a chunk is where multi-dimensional indexing finds it.
         #[test]
-        fn runs_are_what_indexing_gives(dims in proptest::collection::vec((1u64..5, 0u64..4, 0u64..4), 0..4)) {
+        fn runs_equal_multi_dimensional_indexing(dims in proptest::collection::vec((1u64..5, 0u64..4, 0u64..4), 0..4)) {
             let sizes: Vec<u64> = dims.iter().map(|d| d.0).collect();
             let offsets: Vec<u64> = dims.iter().map(|d| d.1).collect();
             let shape: Vec<u64> = dims.iter().map(|d| d.0 + d.1 + d.2).collect();
-            let place = Place { file: String::new(), offset: 0, length: 0 };
-            let chunk = Chunk { offsets: offsets.clone(), sizes: sizes.clone(), place };
+            let location = StorageLocation { file: String::new(), offset: 0, length: 0 };
+            let chunk = Chunk { offsets: offsets.clone(), sizes: sizes.clone(), location };
             let mut found = vec![None; sizes.iter().product::<u64>() as usize];
             for (start, taken) in runs(&shape, &chunk).expect("possible") {
                 for (n, i) in taken.enumerate() {

@@ -1,9 +1,10 @@
-//! Model files of stage 3 that can stand in for lost ones: without frozen weights every rank's says the same.
-use super::names::Names;
+//! Replaces lost model files of stage 3 by those of other ranks. Without frozen weights, the model files
+//! of all ranks are equal.
+use super::file_names::TagFiles;
 use super::states::{GLOBALS, ModelStates, OptimizerStates};
-use crate::disk::{self, Buffers, Folder, NARROW};
-use crate::error::{CkptError, Result};
-use crate::external::sweep;
+use crate::disk::{self, Buffers, Directory, SMALL_WINDOW};
+use crate::error::{CkptError, MissingPart, Result};
+use crate::external::scan;
 use crate::formats::torch_file::TorchFile;
 use crate::formats::torch_write::TorchWriter;
 use std::os::unix::fs::FileExt;
@@ -12,23 +13,26 @@ use std::path::Path;
 /// Bytes copied at a time.
 const CHUNK: u64 = 1 << 20;
 
-/// A model file that is lost, and one that says the same.
+/// A lost model file, and an equal one of another rank.
 #[derive(Debug)]
 pub(crate) struct Donor {
+    /// Name of the lost file.
     pub(crate) lost: String,
+    /// Name of the equal file.
     pub(crate) from: String,
-    /// The module holds buffers, which may have been the lost rank's own.
+    /// The module has buffers, which may have differed on the lost rank.
     pub(crate) buffers: bool,
 }
 
-/// The lost model files of a tag of stage 3 that others can replace. `Err` when one is lost and none can.
+/// Finds the lost model files of a tag of stage 3 that can be replaced. An error when a file is lost and
+/// cannot be replaced.
 pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
-    let folder = Folder::open(path)?;
-    let names = Names::of(&folder)?;
+    let directory = Directory::open(path)?;
+    let names = TagFiles::list(&directory)?;
     let mut donor: Option<(u32, String, ModelStates)> = None;
     let mut sound = Vec::new();
     for (&rank, name) in &names.model {
-        let read = TorchFile::open(&folder, name, GLOBALS).map(|file| ModelStates::read(&file));
+        let read = TorchFile::open(&directory, name, GLOBALS).map(|file| ModelStates::read(&file));
         if let Ok(Ok(states)) = read {
             sound.push(rank);
             donor.get_or_insert((rank, name.clone(), states));
@@ -37,7 +41,7 @@ pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
     let Some(optimizer) = names.optimizer.values().next() else { return Ok(Vec::new()) };
     let Some((of, from, states)) = donor else { return Ok(Vec::new()) };
     let stage = states.stage.or_else(|| {
-        let file = TorchFile::open(&folder, optimizer, GLOBALS).ok()?;
+        let file = TorchFile::open(&directory, optimizer, GLOBALS).ok()?;
         OptimizerStates::read(&file).ok().map(|o| o.stage)
     });
     if stage != Some(3) || states.world as usize != names.optimizer.len() {
@@ -48,12 +52,8 @@ pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
         return Ok(Vec::new());
     }
     if !states.frozen_shapes.is_empty() || !states.frozen.is_empty() {
-        let what = format!(
-            "the model file of rank {}, which held its parts of {} frozen weights (no other file has them),",
-            lost[0],
-            states.frozen_shapes.len()
-        );
-        return Err(CkptError::Missing { path: path.to_owned(), what });
+        let part = MissingPart::FrozenSlices { rank: lost[0], weights: states.frozen_shapes.len() };
+        return Err(CkptError::missing(path, part));
     }
     let named = |rank: u32| {
         names.model.get(&rank).cloned().unwrap_or_else(|| {
@@ -64,20 +64,21 @@ pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
     Ok(lost.into_iter().map(|rank| Donor { lost: named(rank), from: from.clone(), buffers }).collect())
 }
 
-/// Model files that a tag lacks, or that are damaged.
+/// Model files of a tag that are missing or damaged.
 #[derive(Debug)]
-pub(crate) struct Lost {
+pub(crate) struct LostModelFiles {
     pub(crate) stage: u8,
     pub(crate) world: u32,
     pub(crate) files: Vec<String>,
 }
 
-/// Which model files a tag lacks, as its optimizer files say; `None` when it lacks none, or nothing says what it is.
-pub(crate) fn lost(path: &Path) -> Result<Option<Lost>> {
-    let folder = Folder::open(path)?;
-    let names = Names::of(&folder)?;
+/// Finds the missing or damaged model files of a tag from its optimizer files; `None` when there are
+/// none, or when no optimizer file is readable.
+pub(crate) fn lost(path: &Path) -> Result<Option<LostModelFiles>> {
+    let directory = Directory::open(path)?;
+    let names = TagFiles::list(&directory)?;
     let read = |name: &String| {
-        let file = TorchFile::open(&folder, name, GLOBALS).ok()?;
+        let file = TorchFile::open(&directory, name, GLOBALS).ok()?;
         OptimizerStates::read(&file).ok()
     };
     let Some(stage) = names.optimizer.values().find_map(read).map(|o| o.stage) else { return Ok(None) };
@@ -92,28 +93,29 @@ pub(crate) fn lost(path: &Path) -> Result<Option<Lost>> {
     let mut files = Vec::new();
     for (rank, name) in expected {
         let sound = match names.model.get(&rank) {
-            Some(there) => sweep::flaw(&folder, there)?.is_none(),
+            Some(there) => scan::check_file(&directory, there)?.is_none(),
             None => false,
         };
         if !sound {
             files.push(names.model.get(&rank).cloned().unwrap_or(name));
         }
     }
-    Ok((!files.is_empty()).then_some(Lost { stage, world, files }))
+    Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Writes `donor.lost` into the folder: the members of the other file under the name that the lost one's had.
+/// Writes the lost file: the members of the equal file under the name of the lost one.
 pub(crate) fn write(path: &Path, donor: &Donor) -> Result<()> {
-    let folder = Folder::open(path)?;
-    let (file, size) = folder.open_file(&donor.from, nix::fcntl::OFlag::empty())?;
-    let members = TorchFile::open(&folder, &donor.from, GLOBALS)?.members;
+    let directory = Directory::open(path)?;
+    let (file, size) = directory.open_file(&donor.from, nix::fcntl::OFlag::empty())?;
+    let members = TorchFile::open(&directory, &donor.from, GLOBALS)?.members;
     let root = donor.lost.strip_suffix(".pt").unwrap_or(&donor.lost);
     disk::unlink(&path.join(&donor.lost))?;
-    let mut writer = TorchWriter::empty(path.join(&donor.lost), root, size, &Buffers::of(NARROW))?;
+    let mut writer =
+        TorchWriter::empty(path.join(&donor.lost), root, size, &Buffers::with_size(SMALL_WINDOW))?;
     let mut buffer = vec![0u8; CHUNK as usize];
     for member in &members {
         let Some((_, name)) = member.name.split_once('/') else { continue };
-        // these two the writer makes by itself
+        // the writer adds these two members
         if name == "version" || name == ".data/serialization_id" {
             continue;
         }

@@ -1,23 +1,25 @@
-//! A tag's folder: every file of it, and whether they belong together.
-use super::names::{self, Names};
-use super::states::{GLOBALS, ModelStates, OptimizerStates, Shard, Step};
-use crate::disk::Folder;
-use crate::error::{CkptError, Result};
+//! Reads every file of a tag and checks that the files belong together.
+use super::error::DeepSpeedError;
+use super::file_names::{self, TagFiles};
+use super::states::{GLOBALS, ModelStates, OptimizerStates, Shard, StepValue};
+use crate::disk::Directory;
+use crate::error::{CkptError, MissingPart, RANKS_LISTED, Result};
 use crate::external::store::{Store, StoredFile};
+use crate::formats::optimizer::InvalidStep;
 use crate::formats::torch_file::TorchFile;
-use crate::state::Group;
+use crate::state::ParamGroupInfo;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A tag's folder with everything that its files say.
+/// A directory of DeepSpeed with the contents of its files.
 pub(super) struct Tag {
     pub(super) path: PathBuf,
-    pub(super) folder: Arc<Folder>,
+    pub(super) directory: Arc<Directory>,
     pub(super) model: BTreeMap<u32, (usize, ModelStates)>,
     pub(super) optimizer: BTreeMap<u32, (usize, OptimizerStates)>,
-    /// The indices above are of these files.
+    /// The files that the indices above refer to.
     pub(super) store: Store,
 }
 
@@ -25,7 +27,7 @@ impl Tag {
     pub(super) fn empty(path: &Path) -> Result<Tag> {
         Ok(Tag {
             path: path.to_owned(),
-            folder: Arc::new(Folder::open(path)?),
+            directory: Arc::new(Directory::open(path)?),
             model: BTreeMap::new(),
             optimizer: BTreeMap::new(),
             store: Store::default(),
@@ -34,7 +36,7 @@ impl Tag {
 
     pub(super) fn load(path: &Path) -> Result<Tag> {
         let mut tag = Tag::empty(path)?;
-        let names = Names::of(&tag.folder)?;
+        let names = TagFiles::list(&tag.directory)?;
         for (&rank, name) in &names.model {
             let states = tag.read(rank, name, ModelStates::read)?;
             tag.model.insert(rank, states);
@@ -46,35 +48,46 @@ impl Tag {
         Ok(tag)
     }
 
-    /// Reads one file; the index is that of the file in the store.
+    /// Reads one file; returns its index in the store.
     pub(super) fn read<T>(
         &mut self,
         rank: u32,
         name: &str,
-        read: impl Fn(&TorchFile) -> std::result::Result<T, String>,
+        read: impl Fn(&TorchFile) -> std::result::Result<T, DeepSpeedError>,
     ) -> Result<(usize, T)> {
-        let file = TorchFile::open(&self.folder, name, GLOBALS)?;
-        let states = read(&file).map_err(|why| CkptError::damaged(&self.path, name, why))?;
-        if let Some(written) = names::rank_in_root(&file.root).filter(|&w| w != rank) {
-            let why = format!("it was written by rank {written}: files of two ranks were exchanged");
-            return Err(CkptError::damaged(&self.path, name, why));
+        let file = TorchFile::open(&self.directory, name, GLOBALS)?;
+        let states = read(&file).map_err(|error| CkptError::damaged(&self.path, name, error))?;
+        if let Some(written) = file_names::rank_in_root(&file.root).filter(|&w| w != rank) {
+            return Err(CkptError::damaged(&self.path, name, DeepSpeedError::WrongRank(written)));
         }
-        self.store.files.push(StoredFile::torch(self.folder.clone(), name.to_owned(), file));
+        self.store.files.push(StoredFile::torch(self.directory.clone(), name.to_owned(), file));
         Ok((self.store.files.len() - 1, states))
     }
 
-    pub(super) fn missing(&self, what: String) -> CkptError {
-        CkptError::Missing { path: self.path.clone(), what }
+    pub(super) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
+        CkptError::missing(&self.path, part)
     }
 
-    pub(super) fn damaged(&self, file: usize, why: String) -> CkptError {
-        CkptError::damaged(&self.path, self.store.files[file].name.as_str(), why)
+    /// Requires a file of every rank.
+    fn require_ranks<T>(&self, kind: &'static str, files: &BTreeMap<u32, T>, world: u32) -> Result<()> {
+        // an untrusted file may state any world size, so the list is bounded
+        let absent = (0..world).filter(|rank| !files.contains_key(rank)).take(RANKS_LISTED + 1);
+        let ranks: Vec<u32> = absent.collect();
+        match ranks.is_empty() {
+            true => Ok(()),
+            false => Err(self.missing(MissingPart::RankFiles { kind, ranks, world })),
+        }
     }
 
-    /// The stage. Every rank's files are there, and no other's, and all are of the same stage and world.
+    pub(super) fn damaged(&self, file: usize, error: DeepSpeedError) -> CkptError {
+        CkptError::damaged(&self.path, self.store.files[file].name.as_str(), error)
+    }
+
+    /// Returns the stage, after checking that the files of exactly all ranks exist and agree on stage and
+    /// world size.
     pub(super) fn check_ranks(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
-            return Err(self.missing("the model file (of rank 0)".into()));
+            return Err(self.missing("the model file of rank 0"));
         };
         let world = model.world;
         let stage = match self.optimizer.values().next() {
@@ -82,60 +95,57 @@ impl Tag {
             None => model.stage.unwrap_or(0),
         };
         if stage > 0 {
-            all_there(&self.optimizer, world)
-                .map_err(|ranks| self.missing(format!("the optimizer file of {ranks} of {world}")))?;
+            self.require_ranks("optimizer", &self.optimizer, world)?;
         }
         if stage == 3 {
-            all_there(&self.model, world)
-                .map_err(|ranks| self.missing(format!("the model file of {ranks} of {world}")))?;
+            self.require_ranks("model", &self.model, world)?;
         }
-        let of_rank = |(&rank, &(file, _)): (&u32, &(usize, OptimizerStates))| (rank, file);
-        let of_model = |(&rank, &(file, _)): (&u32, &(usize, ModelStates))| (rank, file);
-        let mut ranks = self.optimizer.iter().map(of_rank).chain(self.model.iter().map(of_model));
+        let optimizer_file = |(&rank, &(file, _)): (&u32, &(usize, OptimizerStates))| (rank, file);
+        let model_file = |(&rank, &(file, _)): (&u32, &(usize, ModelStates))| (rank, file);
+        let mut ranks = self.optimizer.iter().map(optimizer_file).chain(self.model.iter().map(model_file));
         if let Some((_, file)) = ranks.find(|&(rank, _)| rank >= world) {
-            return Err(self.damaged(file, format!("the checkpoint is of {world} ranks")));
+            return Err(self.damaged(file, DeepSpeedError::RankOutsideWorld(world)));
         }
         for (file, states) in self.optimizer.values() {
             if states.stage != stage || states.partitions.iter().any(|&p| p != u64::from(world)) {
-                let why = format!(
-                    "it is of stage {} on {:?} ranks, the checkpoint of stage {stage} on {world}",
-                    states.stage, states.partitions
-                );
-                return Err(self.damaged(*file, why));
+                let error = DeepSpeedError::StageMismatch {
+                    stage: states.stage,
+                    partitions: states.partitions.clone(),
+                    expected_stage: stage,
+                    world,
+                };
+                return Err(self.damaged(*file, error));
             }
         }
         Ok(stage)
     }
 
-    /// The optimizer's step. All ranks and groups have the same, or it is an error that names the file.
+    /// Returns the optimizer step, after checking that all ranks have the same.
     pub(super) fn check_steps(&self) -> Result<Option<f64>> {
         let mut first: Option<(f64, u32)> = None;
         let mut global: Option<(u64, u32)> = None;
         for (&rank, (file, states)) in &self.optimizer {
-            let mut own: Option<f64> = None;
+            let mut rank_step: Option<f64> = None;
             for shard in &states.shards {
-                let Some(step) = self.step_of(*file, shard)? else { continue };
-                // groups may differ (one that began later); ranks may not
-                own = Some(own.map_or(step, |s| s.max(step)));
+                let Some(step) = self.shard_step(*file, shard)? else { continue };
+                // groups may differ, since one may have been added later; ranks may not
+                rank_step = Some(rank_step.map_or(step, |s| s.max(step)));
             }
-            match (first, own) {
-                (Some((step, of)), Some(own)) if step != own => {
-                    let why =
-                        format!("its optimizer state is of step {own}, that of rank {of} of step {step}");
-                    return Err(self.damaged(*file, why));
+            match (first, rank_step) {
+                (Some((expected, rank)), Some(found)) if expected != found => {
+                    return Err(self.damaged(*file, DeepSpeedError::StepMismatch { found, rank, expected }));
                 }
-                (None, Some(own)) => first = Some((own, rank)),
+                (None, Some(step)) => first = Some((step, rank)),
                 _ => {}
             }
         }
         for (&rank, (file, model)) in &self.model {
             match (global, model.step) {
-                (Some((step, of)), Some(own)) if step != own => {
-                    return Err(
-                        self.damaged(*file, format!("it is of step {own}, that of rank {of} of step {step}"))
-                    );
+                (Some((expected, rank)), Some(found)) if expected != found => {
+                    let (found, expected) = (found as f64, expected as f64);
+                    return Err(self.damaged(*file, DeepSpeedError::StepMismatch { found, rank, expected }));
                 }
-                (None, Some(own)) => global = Some((own, rank)),
+                (None, Some(step)) => global = Some((step, rank)),
                 _ => {}
             }
         }
@@ -144,33 +154,33 @@ impl Tag {
 }
 
 impl Tag {
-    /// The optimizer's groups by name, and the state of the loss scaler.
-    pub(super) fn groups(&self, model: &ModelStates, stage: u8) -> (Vec<Group>, Json) {
+    /// The parameter groups with names, and the state of the loss scaler.
+    pub(super) fn groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
         let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
         let names = |g: usize| model.groups.get(g).into_iter().flatten().map(|(name, _)| name.clone());
-        let mut groups: Vec<Group> = first
+        let mut groups: Vec<ParamGroupInfo> = first
             .groups
             .iter()
-            .map(|g| Group {
+            .map(|g| ParamGroupInfo {
                 hyper: g.hyper.clone(),
                 names: g.ids.iter().flat_map(|&i| names(i as usize)).collect(),
             })
             .collect();
         if groups.is_empty() && stage < 3 {
-            // an elastic checkpoint keeps no hyper-parameters
+            // an elastic checkpoint has no hyper-parameters
             groups = (0..model.groups.len())
-                .map(|g| Group { names: names(g).collect(), ..Group::default() })
+                .map(|g| ParamGroupInfo { names: names(g).collect(), ..ParamGroupInfo::default() })
                 .collect();
         }
         (groups, first.loss_scaler.clone())
     }
 
-    /// Updates per weight, as rank 0's flat groups say.
+    /// Number of updates per weight, from the flat groups of rank 0.
     pub(super) fn steps(&self, model: &ModelStates) -> Result<BTreeMap<String, u64>> {
         let mut steps = BTreeMap::new();
         let Some((file, first)) = self.optimizer.get(&0) else { return Ok(steps) };
         for (shard, group) in first.shards.iter().zip(&model.groups) {
-            if let Some(step) = self.step_of(*file, shard)? {
+            if let Some(step) = self.shard_step(*file, shard)? {
                 steps.extend(group.iter().map(|(name, _)| (name.clone(), step as u64)));
             }
         }
@@ -178,28 +188,15 @@ impl Tag {
     }
 
     /// The step of a flat group.
-    pub(super) fn step_of(&self, file: usize, shard: &Shard) -> Result<Option<f64>> {
+    pub(super) fn shard_step(&self, file: usize, shard: &Shard) -> Result<Option<f64>> {
         let step = match &shard.step {
-            Some(Step::Number(n)) => *n,
-            Some(Step::Tensor(view)) => f64::from(self.store.scalar(file, view)?),
+            Some(StepValue::Number(n)) => *n,
+            Some(StepValue::Tensor(view)) => f64::from(self.store.scalar(file, view)?),
             None => return Ok(None),
         };
         match step >= 0.0 && step.fract() == 0.0 && step < 9e15 {
             true => Ok(Some(step)),
-            false => Err(self.damaged(file, format!("its optimizer state is of step {step}, which is none"))),
+            false => Err(self.damaged(file, InvalidStep(step).into())),
         }
-    }
-}
-
-/// `Err` names the ranks that aren't there.
-fn all_there<T>(found: &BTreeMap<u32, T>, world: u32) -> std::result::Result<(), String> {
-    // a world may be as large as a file claims: only so many are named
-    let absent: Vec<String> =
-        (0..world).filter(|rank| !found.contains_key(rank)).take(17).map(|r| r.to_string()).collect();
-    match absent.as_slice() {
-        [] => Ok(()),
-        [one] => Err(format!("rank {one}")),
-        [.., _] if absent.len() == 17 => Err(format!("ranks {} and more", absent[..16].join(", "))),
-        [first @ .., last] => Err(format!("ranks {} and {last}", first.join(", "))),
     }
 }

@@ -1,8 +1,9 @@
-// Rotary position embedding, GELU, SwiGLU, GeGLU.
+// Rotary position embedding, GELU, SwiGLU and GeGLU.
 #include "common.cuh"
 
-// Pairs (i, i + half) of each head turned by the angle of the row's position; sign −1 turns back. A block per position and sequence,
-// x: eights of a half, y: heads.
+// Rotates the pairs (i, i + half) of each head by the angle of the row's position; sign −1 rotates
+// back. One block per position and sequence. Thread index x counts vectors of eight elements of a
+// half, y counts heads.
 template <int X> DEVICE void rope_of(Tensor x, const float* cosines, const float* sines, int heads, int half, i64 stride, float sign) {
     i64 row = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * stride, angle = (i64)blockIdx.x * half;
     for (int i = 8 * (int)threadIdx.x; i < half; i += 8 * (int)blockDim.x) {
@@ -30,15 +31,15 @@ template <int X> DEVICE void rope_of(Tensor x, const float* cosines, const float
 KERNEL rope(ROPE) { rope_of<ANY>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
 KERNEL rope_bf16(ROPE) { rope_of<BF16>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
 
-// 1 / (1 + e^−x): e^−x may be infinite, which is a share of 0.
+// 1 / (1 + e^−x). If e^−x is infinite, the result is 0.
 DEVICE float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-LOG2E * x)); }
 
-// ½·x·(1 + tanh u) is x·σ(2u); 2·√(2/π) = 1.595769…
+// ½·x·(1 + tanh u) = x·σ(2u), with 2·√(2/π) = 1.595769….
 #define TWICE_ROOT 1.5957691216057308f
 DEVICE float twice_u(float x) { return x * fmaf(TWICE_ROOT * 0.044715f, x * x, TWICE_ROOT); }
 struct Silu {
     DEVICE_METHOD static float share(float x) { return sigmoid(x); }
-    // The slope of x·share, given the share.
+    // The derivative of x·share, given the share.
     DEVICE_METHOD static float slope(float x, float s) { return s * fmaf(x, 1.0f - s, 1.0f); }
 };
 struct Gelu {
@@ -60,7 +61,7 @@ template <int X> DEVICE void gelu_forward_of(Tensor y, Tensor x, i64 n) {
 KERNEL gelu_forward(Tensor y, Tensor x, i64 n) { gelu_forward_of<ANY>(y, x, n); }
 KERNEL gelu_forward_bf16(Tensor y, Tensor x, i64 n) { gelu_forward_of<BF16>(y, x, n); }
 
-// dy becomes y.
+// Overwrites dy with y, the output of the forward pass.
 template <int X> DEVICE void gelu_backward_of(Tensor dx, Tensor dy, Tensor x, i64 n) {
     EACH_EIGHT(i, n) {
         float v[8], d[8];
@@ -78,7 +79,7 @@ template <int X> DEVICE void gelu_backward_of(Tensor dx, Tensor dy, Tensor x, i6
 KERNEL gelu_backward(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_of<ANY>(dx, dy, x, n); }
 KERNEL gelu_backward_bf16(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_of<BF16>(dx, dy, x, n); }
 
-// y = act(gate)·up; gate, then up in each row. A block per row.
+// y = act(gate)·up. A row of gate_up has gate, then up. One block per row.
 template <class Act, int X> DEVICE void gated_forward_of(Tensor y, Tensor gate_up, i64 f) {
     i64 row = (i64)blockIdx.x * f;
     EIGHTS_OF_ROW(j, f) {
@@ -94,7 +95,7 @@ KERNEL swiglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<S
 KERNEL geglu_forward(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Gelu, ANY>(y, gate_up, f); }
 KERNEL geglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Gelu, BF16>(y, gate_up, f); }
 
-// dy becomes y.
+// Overwrites dy with y, the output of the forward pass.
 template <class Act, int X> DEVICE void gated_backward_of(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) {
     i64 row = (i64)blockIdx.x * f;
     EIGHTS_OF_ROW(j, f) {
@@ -103,10 +104,10 @@ template <class Act, int X> DEVICE void gated_backward_of(Tensor dgate_up, Tenso
         load_eight<X>(up, gate_up, 2 * row + f + j, f - j);
         load_eight<X>(d, dy, row + j, f - j);
         EIGHT(k) {
-            float share = Act::share(gate[k]), through = gate[k] * share;
+            float share = Act::share(gate[k]), activated = gate[k] * share;
             gate[k] = d[k] * up[k] * Act::slope(gate[k], share);
-            up[k] *= through;
-            d[k] *= through;
+            up[k] *= activated;
+            d[k] *= activated;
         }
         store_eight<X>(dgate_up, 2 * row + j, f - j, gate);
         store_eight<X>(dgate_up, 2 * row + f + j, f - j, d);

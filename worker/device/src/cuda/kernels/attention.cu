@@ -1,16 +1,19 @@
-// Causal grouped-query attention, memory linear in t, sums in one fixed order: no atomics.
+// Causal grouped-query attention in f32, for all types and head dimensions. flash.cu is the fast
+// variant for bf16.
 //
-// f32 throughout, for any type and heads of any size; flash.cu is the fast one for bf16.
-// A block of 128 threads owns a tile of TILE queries (or keys) of one head: four threads per row. They share the row's scores,
-// and each keeps every fourth element of the row's output. The tile of the other side is walked through shared memory.
+// Memory is linear in t. There are no atomics, so sums have one fixed order. A block of 128 threads
+// owns a tile of TILE queries (or keys) of one head, four threads per row. They share the row's
+// scores, and each has every fourth element of the row's output. The tiles of the other side pass
+// through shared memory one by one.
 #include "common.cuh"
 #include "attention.cuh"
 
 #define TILE 32
 #define LANES 4
-#define MOST_DIM 256
+#define MAX_HEAD_DIM 256
 
-// Rows first..first+TILE of one head, as f32 with a stride of dim + 1; zeros behind the sequence.
+// Loads rows first..first+TILE of one head as f32 with a stride of dim + 1. Rows beyond the
+// sequence are zero.
 DEVICE void load_tile(float* to, Tensor from, i64 sequence, i64 first, i64 stride, i64 column, Attention a) {
     for (i64 i = threadIdx.x; i < TILE * a.dim; i += blockDim.x) {
         i64 row = i / a.dim, j = i % a.dim;
@@ -34,7 +37,7 @@ DEVICE i64 first_start(const u32* starts, i64 sequence, i64 first, Attention a) 
     return least;
 }
 
-// grid: (tiles of queries, heads, sequences)
+// Grid: (tiles of queries, heads, sequences).
 KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a) {
     DYNAMIC_SHARED(shared);
     i64 stride = a.dim + 1;
@@ -44,8 +47,8 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
     i64 kv = head / (a.heads / a.kv_heads), query = first + row;
     i64 start = start_of(starts, sequence, query, a);
     load_tile(qs, qkv, sequence, first, row_width(a), head * a.dim, a);
-    float most = NEGATIVE_INFINITY, total = 0, out[MOST_DIM / LANES];
-    for (i64 c = 0; c < MOST_DIM / LANES; c++) out[c] = 0;
+    float most = NEGATIVE_INFINITY, total = 0, out[MAX_HEAD_DIM / LANES];
+    for (i64 c = 0; c < MAX_HEAD_DIM / LANES; c++) out[c] = 0;
     for (i64 key = first_start(starts, sequence, first, a) / TILE * TILE; key < first + TILE && key < a.t; key += TILE) {
         __syncthreads();
         load_tile(ks, qkv, sequence, key, row_width(a), (a.heads + kv) * a.dim, a);
@@ -54,8 +57,8 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
         float s[TILE / LANES], above = most;
         for (int i = 0; i < TILE / LANES; i++) {
             i64 j = lane + LANES * i;
-            bool seen = key + j >= start && key + j <= query && query < a.t;
-            s[i] = seen ? capped_score(dot_rows(qs + row * stride, ks + j * stride, a.dim), a) : NEGATIVE_INFINITY;
+            bool is_visible = key + j >= start && key + j <= query && query < a.t;
+            s[i] = is_visible ? capped_score(dot_rows(qs + row * stride, ks + j * stride, a.dim), a) : NEGATIVE_INFINITY;
             above = fmaxf(above, s[i]);
         }
         above = row_max(above);
@@ -63,7 +66,7 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
         for (int i = 0; i < TILE / LANES; i++) {
             float p = s[i] == NEGATIVE_INFINITY ? 0.0f : expf(s[i] - above);
             sum += p;
-            ps[row * (TILE + 1) + lane + LANES * i] = p * kept(sequence, head, query, key + lane + LANES * i, a);
+            ps[row * (TILE + 1) + lane + LANES * i] = p * dropout_factor(sequence, head, query, key + lane + LANES * i, a);
         }
         total = total * keep + row_sum(sum);
         most = above;
@@ -85,8 +88,9 @@ DEVICE float add_pair(float sum, u32 a, u32 b) {
     return fmaf(from_bf16((u16)(a >> 16)), from_bf16((u16)(b >> 16)), sum);
 }
 
-// dots[b, heads, t] = Σ do·o; eight threads per query, each adds up every eighth piece of 8 elements. The order is the same
-// whatever the type and wherever rows begin. grid: (tiles of 32 queries, heads, sequences)
+// dots[b, heads, t] = Σ do·o. Eight threads per query sum every eighth vector of 8 elements each.
+// The order depends neither on the type nor on alignment. Grid: (tiles of 32 queries, heads,
+// sequences).
 KERNEL attention_dots(float* dots, Tensor d_o, Tensor o, Attention a) {
     i64 query = (i64)blockIdx.x * TILE + threadIdx.x / 8, head = blockIdx.y, sequence = blockIdx.z;
     i64 at = ((sequence * a.t + query) * a.heads + head) * a.dim;
@@ -104,7 +108,7 @@ KERNEL attention_dots(float* dots, Tensor d_o, Tensor o, Attention a) {
     if (threadIdx.x % 8 == 0 && query < a.t) dots[(sequence * a.heads + head) * a.t + query] = sum;
 }
 
-// grid: (tiles of queries, heads, sequences)
+// Grid: (tiles of queries, heads, sequences).
 KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts,
                             Attention a) {
     DYNAMIC_SHARED(shared);
@@ -117,8 +121,8 @@ KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* ls
     i64 start = start_of(starts, sequence, query, a), stat = (sequence * a.heads + head) * a.t + query;
     load_tile(qs, qkv, sequence, first, row_width(a), head * a.dim, a);
     load_tile(gs, d_o, sequence, first, a.heads * a.dim, head * a.dim, a);
-    float out[MOST_DIM / LANES];
-    for (i64 c = 0; c < MOST_DIM / LANES; c++) out[c] = 0;
+    float out[MAX_HEAD_DIM / LANES];
+    for (i64 c = 0; c < MAX_HEAD_DIM / LANES; c++) out[c] = 0;
     for (i64 key = first_start(starts, sequence, first, a) / TILE * TILE; key < first + TILE && key < a.t; key += TILE) {
         __syncthreads();
         load_tile(ks, qkv, sequence, key, row_width(a), (a.heads + kv) * a.dim, a);
@@ -129,7 +133,7 @@ KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* ls
             float d = 0;
             if (key + j >= start && key + j <= query && query < a.t) {
                 float s = capped_score(dot_rows(qs + row * stride, ks + j * stride, a.dim), a);
-                float dp = dot_rows(gs + row * stride, vs + j * stride, a.dim) * kept(sequence, head, query, key + j, a);
+                float dp = dot_rows(gs + row * stride, vs + j * stride, a.dim) * dropout_factor(sequence, head, query, key + j, a);
                 d = expf(s - lse[stat]) * (dp - dots[stat]) * score_slope(s, a);
             }
             ds[row * (TILE + 1) + j] = d;
@@ -146,7 +150,7 @@ KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* ls
     for (i64 c = 0; lane + LANES * c < a.dim; c++) store(dqkv, at + lane + LANES * c, out[c]);
 }
 
-// grid: (tiles of keys, kv_heads, sequences)
+// Grid: (tiles of keys, kv_heads, sequences).
 KERNEL attention_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts,
                              Attention a) {
     DYNAMIC_SHARED(shared);
@@ -158,8 +162,8 @@ KERNEL attention_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* l
     i64 group = a.heads / a.kv_heads, key = first + row;
     load_tile(ks, qkv, sequence, first, row_width(a), (a.heads + kv) * a.dim, a);
     load_tile(vs, qkv, sequence, first, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
-    float dk[MOST_DIM / LANES], dv[MOST_DIM / LANES];
-    for (i64 c = 0; c < MOST_DIM / LANES; c++) dk[c] = dv[c] = 0;
+    float dk[MAX_HEAD_DIM / LANES], dv[MAX_HEAD_DIM / LANES];
+    for (i64 c = 0; c < MAX_HEAD_DIM / LANES; c++) dk[c] = dv[c] = 0;
     for (i64 head = kv * group; head < (kv + 1) * group; head++) {
         i64 stats = (sequence * a.heads + head) * a.t;
         for (i64 q = first; q < a.t; q += TILE) {
@@ -173,7 +177,7 @@ KERNEL attention_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* l
                 float p = 0, d = 0;
                 if (query < a.t && key <= query && key >= start_of(starts, sequence, query, a)) {
                     float s = capped_score(dot_rows(qs + j * stride, ks + row * stride, a.dim), a);
-                    float factor = kept(sequence, head, query, key, a);
+                    float factor = dropout_factor(sequence, head, query, key, a);
                     float dp = dot_rows(gs + j * stride, vs + row * stride, a.dim) * factor;
                     p = expf(s - lse[stats + query]);
                     d = p * (dp - dots[stats + query]) * score_slope(s, a);

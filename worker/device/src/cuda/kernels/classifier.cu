@@ -1,12 +1,12 @@
-// Cross-entropy of a chunk of rows whose logits exist. A block per row.
+// Cross-entropy of a chunk of rows of logits, and its gradient. One block per row.
 #include "common.cuh"
 
 #define IGNORE 0xffffffffu
 
 template <bool IS_CAPPED> DEVICE float capped(float logit, float cap) { return IS_CAPPED ? cap * tanhf(logit / cap) : logit; }
 
-// Logits j..j + 8 of a row, as they go into the softmax. Rows lie at 16 bytes and have room for whole eights: what lies behind the last
-// logit counts as none.
+// Loads logits j..j + 8 of a row, after the softcap. Rows are aligned to 16 bytes and padded to
+// multiples of eight; padding becomes −∞.
 template <bool IS_CAPPED> DEVICE void load_logits(float (&x)[8], const float* row, int j, int v, float cap) {
     load_eight<F32>(x, floats(row), j, 8);
     EIGHT(k) x[k] = capped<IS_CAPPED>(x[k], cap);
@@ -15,7 +15,8 @@ template <bool IS_CAPPED> DEVICE void load_logits(float (&x)[8], const float* ro
 }
 DEVICE float power(float x) { return power_of_2(x * LOG2E); }
 
-// A row's largest logit, and Σ e^(logit − largest) in f64: each thread's own as it goes, then of all.
+// A row's largest logit, and Σ e^(logit − largest) in f64. Each thread computes both for its logits
+// in one pass, then they are combined.
 template <bool IS_CAPPED> DEVICE float softmax_of_row(double& total, const float* row, int v, float cap) {
     float most = NEGATIVE_INFINITY;
     double sum = 0;
@@ -36,32 +37,32 @@ template <bool IS_CAPPED> DEVICE float softmax_of_row(double& total, const float
     return above;
 }
 
-// Gradients of the logits over the row's own beginning.
+// Overwrites the beginning of the row with the gradient of its logits.
 template <bool IS_CAPPED> DEVICE void write_gradient(Tensor to, const float* row, int v, u32 label, float cap, float most, float share, float factor) {
     for (int first = 0; first < v; first += 8 * (int)blockDim.x) {
-        int j = first + 8 * (int)threadIdx.x, here = (int)label - j;
+        int j = first + 8 * (int)threadIdx.x, label_index = (int)label - j;
         float x[8];
         if (j < v) load_logits<IS_CAPPED>(x, row, j, v, cap);
-        __syncthreads(); // gradients of 16 bits take the place of logits that another thread has just read
+        __syncthreads(); // 16-bit gradients overwrite logits that another thread has just read
         if (j >= v) continue;
         EIGHT(k) {
             float slope = IS_CAPPED ? 1.0f - (x[k] / cap) * (x[k] / cap) : 1.0f;
-            float d = power(x[k] - most) * share - (k == here ? 1.0f : 0.0f);
+            float d = power(x[k] - most) * share - (k == label_index ? 1.0f : 0.0f);
             x[k] = d * (IS_CAPPED ? slope * factor : factor);
         }
-        store_whole(to, j, x);
+        store_aligned(to, j, x);
     }
 }
 
 template <bool IS_CAPPED>
-DEVICE void cross_entropy_of(float* loss, float* logits, const u32* labels, i64 v, i64 stride, i64 over, float cap, float factor) {
+DEVICE void cross_entropy_of(float* loss, float* logits, const u32* labels, i64 v, i64 stride, i64 gradient_type, float cap, float factor) {
     float* row = logits + (i64)blockIdx.x * stride;
-    Tensor dlogits = {row, over};
+    Tensor dlogits = {row, gradient_type};
     u32 label = labels[blockIdx.x];
     if (label == IGNORE) {
-        float none[8] = {};
+        float zeros[8] = {};
         if (threadIdx.x == 0) loss[blockIdx.x] = 0;
-        if (over >= 0) EIGHTS_OF_ROW(j, v) store_whole(dlogits, j, none);
+        if (gradient_type >= 0) EIGHTS_OF_ROW(j, v) store_aligned(dlogits, j, zeros);
         return;
     }
     double total;
@@ -69,13 +70,14 @@ DEVICE void cross_entropy_of(float* loss, float* logits, const u32* labels, i64 
     if (threadIdx.x == 0) {
         loss[blockIdx.x] = (float)(log(total) + (double)most - (double)capped<IS_CAPPED>(row[label], cap));
     }
-    if (over < 0) return;
+    if (gradient_type < 0) return;
     __syncthreads(); // the label's logit is overwritten below
     write_gradient<IS_CAPPED>(dlogits, row, (int)v, label, cap, most, (float)(1.0 / total), factor);
 }
 
-// loss[row]; rows of `stride` logits. `over`: the type of the gradient times `factor`, which is written over the logits, a row over
-// its own beginning; below 0: none. cap 0: none.
-#define GIVEN float *loss, float *logits, const u32 *labels, i64 v, i64 stride, i64 over, float cap, float factor
-KERNEL cross_entropy(GIVEN) { cross_entropy_of<false>(loss, logits, labels, v, stride, over, cap, factor); }
-KERNEL cross_entropy_capped(GIVEN) { cross_entropy_of<true>(loss, logits, labels, v, stride, over, cap, factor); }
+// Computes loss[row] of rows of `stride` logits. If `gradient_type` is not negative, it is the type
+// of the gradient times `factor`, which overwrites the beginning of each row. `cap` is the softcap,
+// or 0.
+#define CROSS_ENTROPY float *loss, float *logits, const u32 *labels, i64 v, i64 stride, i64 gradient_type, float cap, float factor
+KERNEL cross_entropy(CROSS_ENTROPY) { cross_entropy_of<false>(loss, logits, labels, v, stride, gradient_type, cap, factor); }
+KERNEL cross_entropy_capped(CROSS_ENTROPY) { cross_entropy_of<true>(loss, logits, labels, v, stride, gradient_type, cap, factor); }

@@ -1,7 +1,8 @@
-// What all kernels stand on: element types, sums over a warp and a block.
+// Common code of all kernels: element types, vectors of eight elements, sums over a warp and a
+// block.
 //
-// No header of a toolkit is needed: the sources are compiled on machines that have the compiler's library alone. They also
-// compile as C++ for the CPU (EMULATED), where the tests run them.
+// The sources include no header of the CUDA toolkit, because they are compiled on machines that
+// only have NVRTC. They also compile as C++ for the CPU (EMULATED), where the tests run them.
 #pragma once
 typedef long long i64;
 typedef unsigned short u16;
@@ -10,13 +11,14 @@ typedef unsigned long long u64;
 
 #ifndef KERNEL
 #define KERNEL extern "C" __global__ void
-// Of blocks of up to 1024 threads: the compiler leaves registers for all of them. Others have at most 256.
+// A kernel with blocks of up to 1024 threads, for which the compiler limits registers. Others have
+// at most 256.
 #define WIDE_KERNEL extern "C" __global__ void __launch_bounds__(1024)
 #endif
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_METHOD __device__ __forceinline__
 
-// Elements of a type that is known when the kernel runs; `at` is 0 for what isn't given.
+// A tensor whose type is known at run time. `at` is 0 for an absent tensor.
 struct Tensor {
     void* at;
     i64 type;
@@ -27,13 +29,13 @@ enum { F32 = 0, BF16 = 1, F16 = 2 };
 
 DEVICE float from_bf16(u16 h) { return __int_as_float((int)((u32)h << 16)); }
 
-// The two halves of a word.
+// Splits a word into its two bf16 values.
 DEVICE void split_bf16(float& low, float& high, u32 both) {
     low = __int_as_float((int)(both << 16));
     high = __int_as_float((int)(both & 0xffff0000u));
 }
 
-// To the nearest, ties to even; what is no number stays none.
+// Rounds to nearest, ties to even. NaN stays NaN.
 DEVICE u16 to_bf16(float x) {
     u32 bits = (u32)__float_as_int(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
@@ -51,7 +53,7 @@ DEVICE u16 to_f16(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
     return h;
 }
-// Two numbers in the two halves of a word.
+// Packs two numbers into a word as bf16.
 DEVICE u32 two_bf16(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -67,7 +69,7 @@ DEVICE float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Shared memory whose size the launch says.
+// Dynamic shared memory.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]
 #else
 DEVICE u32 two_bf16(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
@@ -89,15 +91,16 @@ DEVICE void store(Tensor y, i64 i, float x) {
 
 DEVICE Tensor floats(const float* at) { return {(void*)at, F32}; }
 
-// --- eight elements of a thread, in accesses of 16 bytes where they lie so ------------------------------------------------
-// Which thread has which elements depends on the shape alone, so sums keep their order wherever a tensor begins.
+// --- vectors of eight elements, accessed 16 bytes at a time if they are aligned ----------------------------------
+// Which thread has which elements depends on the shape only, so the order of sums does not depend
+// on alignment.
 
-DEVICE bool in_one_piece(Tensor x, i64 i, i64 left) {
-    return left >= 8 && ((u64)x.at + (u64)i * (x.type == F32 ? 4 : 2)) % 16 == 0;
+DEVICE bool is_aligned_vector(Tensor x, i64 i, i64 remaining) {
+    return remaining >= 8 && ((u64)x.at + (u64)i * (x.type == F32 ? 4 : 2)) % 16 == 0;
 }
 
-// Elements i..i + 8, which lie in one piece.
-DEVICE void load_whole(float (&v)[8], Tensor x, i64 i) {
+// Loads elements i..i + 8 of an aligned vector.
+DEVICE void load_aligned(float (&v)[8], Tensor x, i64 i) {
     if (x.type == F32) {
         const float4* at = (const float4*)((const float*)x.at + i);
         float4 low = at[0], high = at[1];
@@ -114,13 +117,13 @@ DEVICE void load_whole(float (&v)[8], Tensor x, i64 i) {
     }
 }
 
-// Of which `left` exist; the others are 0.
-DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 left) {
-    if (in_one_piece(x, i, left)) return load_whole(v, x, i);
-    for (int k = 0; k < 8; k++) v[k] = k < left ? load(x, i + k) : 0.0f;
+// Loads elements i..i + 8, of which `remaining` exist; the others are 0.
+DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 remaining) {
+    if (is_aligned_vector(x, i, remaining)) return load_aligned(v, x, i);
+    for (int k = 0; k < 8; k++) v[k] = k < remaining ? load(x, i + k) : 0.0f;
 }
 
-DEVICE void store_whole(Tensor y, i64 i, const float (&v)[8]) {
+DEVICE void store_aligned(Tensor y, i64 i, const float (&v)[8]) {
     if (y.type == F32) {
         float4* at = (float4*)((float*)y.at + i);
         at[0] = {v[0], v[1], v[2], v[3]};
@@ -133,31 +136,32 @@ DEVICE void store_whole(Tensor y, i64 i, const float (&v)[8]) {
         words[k] = y.type == BF16 ? two_bf16(v[2 * k], v[2 * k + 1]) : (u32)to_f16(v[2 * k]) | (u32)to_f16(v[2 * k + 1]) << 16;
     *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
 }
-DEVICE void store_eight(Tensor y, i64 i, i64 left, const float (&v)[8]) {
-    if (in_one_piece(y, i, left)) return store_whole(y, i, v);
+DEVICE void store_eight(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
+    if (is_aligned_vector(y, i, remaining)) return store_aligned(y, i, v);
     for (int k = 0; k < 8; k++)
-        if (k < left) store(y, i + k, v[k]);
+        if (k < remaining) store(y, i + k, v[k]);
 }
 #define EIGHT(k) _Pragma("unroll") for (int k = 0; k < 8; k++)
 
-// The same where the compiler knows more: F32 or BF16 is the type of a tensor that lies at 16 bytes, whose rows are whole eights;
-// ANY is anything. Which of its kernels an op takes, the host decides (`eights` in mod.rs): they give the same bits.
+// Variants for a type that is known at compile time. F32 or BF16: the tensor has this type, is
+// aligned to 16 bytes, and its rows are multiples of eight elements. ANY: no restriction. The host
+// selects the kernel (`are_vectorizable` in mod.rs); the results are bit-equal.
 #define ANY -1
-template <int TYPE> DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 left) {
-    if (TYPE == ANY) return load_eight(v, x, i, left);
-    Tensor known = {x.at, TYPE};
-    load_whole(v, known, i);
+template <int TYPE> DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 remaining) {
+    if (TYPE == ANY) return load_eight(v, x, i, remaining);
+    Tensor typed = {x.at, TYPE};
+    load_aligned(v, typed, i);
 }
-template <int TYPE> DEVICE void store_eight(Tensor y, i64 i, i64 left, const float (&v)[8]) {
-    if (TYPE == ANY) return store_eight(y, i, left, v);
-    Tensor known = {y.at, TYPE};
-    store_whole(known, i, v);
+template <int TYPE> DEVICE void store_eight(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
+    if (TYPE == ANY) return store_eight(y, i, remaining, v);
+    Tensor typed = {y.at, TYPE};
+    store_aligned(typed, i, v);
 }
-// v becomes what is kept of it.
-template <int TYPE> DEVICE void store_rounded(Tensor y, i64 i, i64 left, float (&v)[8]) {
+// Stores v, and replaces v by its rounded values.
+template <int TYPE> DEVICE void store_rounded(Tensor y, i64 i, i64 remaining, float (&v)[8]) {
     if (TYPE != BF16) {
-        store_eight<TYPE>(y, i, left, v);
-        if (TYPE == ANY) load_eight(v, y, i, left);
+        store_eight<TYPE>(y, i, remaining, v);
+        if (TYPE == ANY) load_eight(v, y, i, remaining);
         return;
     }
     u32 words[4];
@@ -169,7 +173,7 @@ template <int TYPE> DEVICE void store_rounded(Tensor y, i64 i, i64 left, float (
     *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
 }
 
-// Philox4x32-10: the four words of a block of a sample at a step (philox.rs).
+// Philox4x32-10: four random words of a block of a sample at a step, as in philox.rs.
 DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample, u64 step) {
     u32 k0 = key[0], k1 = key[1];
     c[0] = (u32)block, c[1] = (u32)sample, c[2] = (u32)step;
@@ -186,15 +190,15 @@ DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample
     }
 }
 
-// Every element of a flat vector once, whatever the size of the launch.
+// Loops over the elements of a flat vector; the threads of the grid share them.
 #define EACH(i, n) \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (i64)gridDim.x * blockDim.x)
-// The same in eights.
+// Loops over the vectors of eight elements of a flat vector.
 #define EACH_EIGHT(i, n) \
     for (i64 i = 8 * ((i64)blockIdx.x * blockDim.x + threadIdx.x); i < (n); i += 8 * (i64)gridDim.x * blockDim.x)
-// Every element of the block's row.
+// Loops over the elements of a row; the threads of the block share them.
 #define EACH_OF_ROW(j, d) for (i64 j = threadIdx.x; j < (d); j += blockDim.x)
-// The same in eights.
+// Loops over the vectors of eight elements of a row.
 #define EIGHTS_OF_ROW(j, d) for (int j = 8 * (int)threadIdx.x; j < (int)(d); j += 8 * (int)blockDim.x)
 
 template <class T> DEVICE T warp_sum(T x) {
@@ -207,11 +211,12 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-// The sum over a block of whole warps, the same bits in every thread: lanes as a tree, then warps as one.
+// The sum over a block of whole warps, bit-equal in every thread: a tree over lanes, then a tree
+// over warps.
 template <class T> DEVICE T block_sum(T x) {
     __shared__ T parts[32];
     x = warp_sum(x);
-    __syncthreads(); // an earlier sum may still be read
+    __syncthreads(); // another thread may still read an earlier sum
     if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = x;
     __syncthreads();
     u32 lane = threadIdx.x & 31;

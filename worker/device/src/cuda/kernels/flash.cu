@@ -1,68 +1,75 @@
-// Attention on tensor cores: bf16 in and out, products of 16 × 8 × 16 summed in f32, memory linear in t, no atomics.
+// Attention on tensor cores: bf16 in and out, 16 × 8 × 16 matmuls summed in f32, memory linear in
+// t, no atomics.
 //
-// A block owns 128 rows of a head (queries, or keys in the second backward), each warp 16·M of them. The rows of the other side are
-// walked STEP at a time through two places in shared memory: one is copied to while the other is worked with, CHUNK rows at a time,
-// as many as there are registers for. D is the heads' size rounded up to 64 or 128. A kernel that is PLAIN knows neither a cap of
-// the scores nor dropout.
+// A block owns 128 rows of a head (queries, or keys in backward_kv), and each warp 16·M of them.
+// The rows of the other side are processed in steps of STEP rows. Shared memory has two buffers:
+// while one is used, the next step is copied to the other. A step is processed in chunks of CHUNK
+// rows, as many as there are registers for. D is the head dimension rounded up to 64 or 128. PLAIN
+// kernels support neither a softcap nor dropout.
 #include "common.cuh"
 #include "attention.cuh"
 #include "tiles.cuh"
 
-#define OWN 128
+#define OWN 128 // rows of a block
 #define LN2 0.6931471805599453f
 #define ALL_LANES 0xffffffffu
 
 DEVICE bool all_of_warp(bool x) { return __all_sync(ALL_LANES, x); }
 
-// As exact as 1 is: what is lost for small x is lost for the score that it is part of, too.
+// tanh with an absolute error of the precision of 1, which is sufficient for the scores that it is
+// part of.
 DEVICE float tanh_by_power(float x) { return fmaf(-2.0f, reciprocal(1.0f + power_of_2(2.0f * LOG2E * x)), 1.0f); }
 
-// --- which rows a block owns -------------------------------------------------------------------------------------------------
+// --- the rows of a block ------------------------------------------------------------------------------------
 
-// How a launch's blocks are numbered. Heads whose other sides fit into the card's cache go together; of those all that own the
-// tiles with most work come first.
+// The order of a launch's blocks. Heads whose other sides fit into the L2 cache together are
+// scheduled together, and among them the tiles with most work first.
 struct Order {
-    i64 tiles, heads, all, together; // of a head; of a sequence; of all sequences; at a time
+    i64 tiles;          // per head
+    i64 heads;          // per sequence
+    i64 total_heads;    // of all sequences
+    i64 heads_together; // that are scheduled together
 };
-struct Place {
+struct BlockPosition {
     int tile, head, sequence;
 };
 
-// What a block needs between its steps and at its end lies in shared memory: registers are for sums.
-struct Kept {
-    Place at;
-    int end;         // of the walk
+// State of a block that is stored in shared memory, to save registers for sums.
+struct BlockState {
+    BlockPosition at;
+    int end;         // end of the rows of the other side
     int group;       // heads that share keys
-    i64 stats;       // where the first head's begin in lse and dots
-    Rows one, other; // that are walked
+    i64 stats;       // offset of the first head's statistics in lse and dots
+    Rows one, other; // the rows of the other side
 };
 
-DEVICE Place place_of_block(const Order& order, bool last_first) {
-    u32 tiles = (u32)order.tiles, heads = (u32)order.heads, together = (u32)order.together;
+DEVICE BlockPosition position_of_block(const Order& order, bool last_first) {
+    u32 tiles = (u32)order.tiles, heads = (u32)order.heads, together = (u32)order.heads_together;
     u32 begin = blockIdx.x / (tiles * together) * together, rest = blockIdx.x - begin * tiles;
-    u32 size = (u32)order.all - begin < together ? (u32)order.all - begin : together;
+    u32 size = (u32)order.total_heads - begin < together ? (u32)order.total_heads - begin : together;
     u32 tile = rest / size, head = begin + rest % size;
     return {(int)(last_first ? tiles - 1 - tile : tile), (int)(head % heads), (int)(head / heads)};
 }
 
-// A warp's 16·M queries; what is needed seldom lies in shared memory.
+// A warp's 16·M queries. Rarely used values are in shared memory.
 template <int M> struct Queries {
-    int from;          // the first
-    int least, most;   // of their starts
-    const int* starts; // of a lane's, every eighth
-    // May any of them see one of the COUNT keys from `key` on, and does each see all of them?
-    template <int COUNT> DEVICE_METHOD bool see_any(int key) const { return key < from + 16 * M && key + COUNT > least; }
-    template <int COUNT> DEVICE_METHOD bool see_all(int key) const { return key + COUNT - 1 <= from && key >= most; }
+    int from;                // the first query
+    int min_start, max_start; // of their first keys
+    const int* starts;       // first keys of a lane's queries, every eighth
+    // Whether any query may attend to one of the COUNT keys from `key` on, and whether each attends
+    // to all of them.
+    template <int COUNT> DEVICE_METHOD bool see_any(int key) const { return key < from + 16 * M && key + COUNT > min_start; }
+    template <int COUNT> DEVICE_METHOD bool see_all(int key) const { return key + COUNT - 1 <= from && key >= max_start; }
     DEVICE_METHOD int of_lane(int j) const { return from + group_of_lane() + 8 * j; }
 };
 
-// Their starts are in shared memory: zeros behind the sequence.
+// `starts` is in shared memory, with zeros beyond the sequence.
 template <int M> DEVICE Queries<M> queries_of_warp(const int* starts, int first, int t) {
-    int from = first + 16 * M * warp(), own = lane() % (16 * M);
+    int from = first + 16 * M * warp(), query = lane() % (16 * M);
     starts += 16 * M * warp();
-    int least = __reduce_min_sync(ALL_LANES, from + own < t ? starts[own] : t);
-    int most = __reduce_max_sync(ALL_LANES, starts[own]);
-    return {from, least, most, starts + group_of_lane()};
+    int min_start = __reduce_min_sync(ALL_LANES, from + query < t ? starts[query] : t);
+    int max_start = __reduce_max_sync(ALL_LANES, starts[query]);
+    return {from, min_start, max_start, starts + group_of_lane()};
 }
 
 DEVICE void fetch_starts(int* to, const u32* starts, int first, int t) {
@@ -70,15 +77,15 @@ DEVICE void fetch_starts(int* to, const u32* starts, int first, int t) {
     if (i < OWN) copy_4(to + i, starts + (first + i < t ? first + i : 0), first + i < t);
 }
 
-// The first key that any of the block's queries sees.
+// The first key that any of the block's queries attends to.
 DEVICE int first_key(const u32* starts, int first, int t) {
     int least = t;
     for (int q = first + lane(); q < first + OWN && q < t; q += 32) least = min(least, (int)starts[q]);
     return __reduce_min_sync(ALL_LANES, least);
 }
 
-// Replaces what belongs to keys, from `key` on, that aren't seen.
-template <int M, int N> DEVICE void hide(float (&x)[M][N][4], const Queries<M>& q, int key, float with) {
+// Replaces the elements of masked keys by `value`. Columns are keys from `key` on.
+template <int M, int N> DEVICE void apply_mask(float (&x)[M][N][4], const Queries<M>& q, int key, float value) {
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
         int column = key + 2 * turn_of_lane(), from = q.starts[8 * j] - column, to = q.of_lane(j) - column;
@@ -87,14 +94,14 @@ template <int M, int N> DEVICE void hide(float (&x)[M][N][4], const Queries<M>& 
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float& at = x[j / 2][n][j % 2 * 2 + i];
-                at = 8 * n + i >= from && 8 * n + i <= to ? at : with;
+                at = 8 * n + i >= from && 8 * n + i <= to ? at : value;
             }
     }
 }
 
-// --- scores ------------------------------------------------------------------------------------------------------------------
+// --- scores -------------------------------------------------------------------------------------------------
 
-// What a score is multiplied by to be an exponent of 2.
+// The factor that turns a score into an exponent of 2.
 template <bool PLAIN> DEVICE float exponent_of_score(const Attention& a) { return (PLAIN || a.cap == 0 ? a.scale : 1.0f) * LOG2E; }
 
 template <int M, int N> DEVICE void cap_scores(float (&s)[M][N][4], const Attention& a) {
@@ -108,15 +115,16 @@ template <int M, int N> DEVICE void cap_scores(float (&s)[M][N][4], const Attent
             for (int i = 0; i < 4; i++) s[m][n][i] = a.cap * tanh_by_power(s[m][n][i] * inner);
 }
 
-// d(capped score) / d(scale · q·k)
+// d(capped score) / d(scale · q·k).
 DEVICE float slope(float capped, float inverse_cap) { return 1.0f - (capped * inverse_cap) * (capped * inverse_cap); }
 
-// Which probabilities are kept, a bit for each of a lane's: rows are queries, columns keys from `key` on. Before the products,
-// while there are registers. A lane's words are for every second 8 keys.
-template <int M, int N> DEVICE void choose_keys(u32 (&chosen)[2 * M], const Place& at, const Queries<M>& q, int key, const Attention& a) {
+// The dropout mask of a lane's probabilities, one bit each. Rows are queries, columns keys from
+// `key` on. It is computed before the matmuls, while registers are available. A lane's words are
+// for every second group of 8 keys.
+template <int M, int N> DEVICE void dropout_mask_by_query(u32 (&mask)[2 * M], const BlockPosition& at, const Queries<M>& q, int key, const Attention& a) {
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
-        chosen[j] = 0;
+        mask[j] = 0;
         if (a.keep == 0) continue;
 #pragma unroll
         for (int n = 0; n < 2; n++)
@@ -127,31 +135,33 @@ template <int M, int N> DEVICE void choose_keys(u32 (&chosen)[2 * M], const Plac
                 dropout_words(c, at.sequence, at.head, q.of_lane(j), first, a);
                 int w = first / 16 % 4;
 #pragma unroll
-                for (int m = n; m < N; m += 2) chosen[j] |= (u32)is_kept(c, w + m / 2, a) << (2 * m + i);
+                for (int m = n; m < N; m += 2) mask[j] |= (u32)is_kept(c, w + m / 2, a) << (2 * m + i);
             }
     }
 }
 
-// Zero where it isn't chosen, else what it is times the factor of what is kept.
-template <int M, int N> DEVICE void drop(float (&p)[M][N][4], const u32 (&chosen)[2 * M], const Attention& a) {
+// Applies a dropout mask: dropped elements become 0, the others are scaled.
+template <int M, int N> DEVICE void apply_dropout(float (&p)[M][N][4], const u32 (&mask)[2 * M], const Attention& a) {
     if (a.keep == 0) return;
 #pragma unroll
     for (int j = 0; j < 2 * M; j++)
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) p[j / 2][n][j % 2 * 2 + i] *= chosen[j] >> (2 * n + i) & 1 ? a.keep : 0.0f;
+            for (int i = 0; i < 2; i++) p[j / 2][n][j % 2 * 2 + i] *= mask[j] >> (2 * n + i) & 1 ? a.keep : 0.0f;
 }
 
-// --- forward -----------------------------------------------------------------------------------------------------------------
+// --- forward ------------------------------------------------------------------------------------------------
 
-// Of a lane's rows: the largest score so far, and this lane's part of the sum of powers relative to it.
-template <int M> struct Running {
+// For each of a lane's rows: the largest score so far, and this lane's part of the sum of
+// exponentials relative to it.
+template <int M> struct SoftmaxState {
     float most[2 * M], total[2 * M];
 };
 
-// Scores become powers relative to the rows' largest scores; what was summed up before is brought to the same.
-template <int D, int M, int N> DEVICE void softmax(float (&s)[M][N][4], float (&out)[M][D / 8][4], Running<M>& r, float exponent) {
+// Online softmax: replaces scores by exponentials relative to the rows' largest scores, and
+// rescales earlier sums.
+template <int D, int M, int N> DEVICE void softmax(float (&s)[M][N][4], float (&out)[M][D / 8][4], SoftmaxState<M>& r, float exponent) {
     float keep[2 * M];
     bool changed = false;
 #pragma unroll
@@ -160,7 +170,7 @@ template <int D, int M, int N> DEVICE void softmax(float (&s)[M][N][4], float (&
 #pragma unroll
         for (int n = 0; n < N; n++) most = fmaxf(most, fmaxf(s[j / 2][n][j % 2 * 2], s[j / 2][n][j % 2 * 2 + 1]));
         most = row_max(most);
-        float base = most == NEGATIVE_INFINITY ? 0.0f : most * exponent; // nothing was seen yet
+        float base = most == NEGATIVE_INFINITY ? 0.0f : most * exponent; // all keys so far are masked
         keep[j] = power_of_2(fmaf(r.most[j], exponent, -base));
         changed |= r.most[j] != most;
         r.most[j] = most;
@@ -174,139 +184,139 @@ template <int D, int M, int N> DEVICE void softmax(float (&s)[M][N][4], float (&
             }
         r.total[j] = fmaf(r.total[j], keep[j], sum);
     }
-    if (!__any_sync(ALL_LANES, changed)) return; // each factor is 1
+    if (!__any_sync(ALL_LANES, changed)) return; // every factor is 1
 #pragma unroll
     for (int j = 0; j < 2 * M; j++)
 #pragma unroll
         for (int n = 0; n < D / 8; n++) out[j / 2][n][j % 2 * 2] *= keep[j], out[j / 2][n][j % 2 * 2 + 1] *= keep[j];
 }
 
-template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class Own>
+template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class OwnRows>
 DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const Attention& a, const Order& order) {
     DYNAMIC_SHARED(shared);
-    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // keys, then values
-    u16 *tiles = (u16*)shared, *qs = tiles + (Own::LIES ? 2 * PLACE : 0), *own_rows = qs + 16 * M * warp() * stride<D>();
-    int* own_starts = (int*)(tiles + 2 * PLACE + (Own::LIES ? OWN * stride<D>() : 0));
-    Place at = place_of_block(order, true);
+    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * stride<D>(); // keys, then values
+    u16 *tiles = (u16*)shared, *qs = tiles + (OwnRows::IN_SHARED ? 2 * BUFFER : 0), *own_rows = qs + 16 * M * warp() * stride<D>();
+    int* own_starts = (int*)(tiles + 2 * BUFFER + (OwnRows::IN_SHARED ? OWN * stride<D>() : 0));
+    BlockPosition at = position_of_block(order, true);
     int t = (int)a.t, first = at.tile * OWN, end = min(first + OWN, t), kv = at.head / (int)(a.heads / a.kv_heads);
     Rows k_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + kv) * a.dim, a);
     Rows v_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
     starts += (i64)at.sequence * t;
-    Kept* kept = (Kept*)(own_starts + OWN);
-    if (threadIdx.x == 0) *kept = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
+    BlockState* state = (BlockState*)(own_starts + OWN);
+    if (threadIdx.x == 0) *state = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
     fetch_rows<D, OWN, THREADS>(qs, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
     fetch_starts(own_starts, starts, first, t);
     int key = first_key(starts, first, t) / STEP * STEP;
-    if (Own::LIES) fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
-    close_copies();
+    if (OwnRows::IN_SHARED) fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
+    commit_copies();
     await_copies<0>();
     __syncthreads();
     Queries<M> q = queries_of_warp<M>(own_starts, first, t);
-    Own own;
+    OwnRows own;
     own.load(own_rows);
-    if (!Own::LIES) {
-        __syncthreads(); // the same memory is for the tiles now
+    if (!OwnRows::IN_SHARED) {
+        __syncthreads(); // from here on the buffers overwrite the block's own rows
         fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
-        close_copies();
+        commit_copies();
     }
     float out[M][D / 8][4], exponent = exponent_of_score<PLAIN>(a);
     zero(out);
-    Running<M> r;
+    SoftmaxState<M> r;
     for (int j = 0; j < 2 * M; j++) r.most[j] = NEGATIVE_INFINITY, r.total[j] = 0;
-    for (int here = 0; key < kept->end; key += STEP, here ^= 1) {
+    for (int buffer = 0; key < state->end; key += STEP, buffer ^= 1) {
         await_copies<0>();
-        __syncthreads(); // this tile is there, and nobody uses the one before any more
-        if (key + STEP < kept->end) fetch_pair<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, kept->one, kept->other, key + STEP);
-        close_copies();
-        const u16 *ks = tiles + here * PLACE, *vs = ks + STEP * stride<D>();
+        __syncthreads(); // this buffer is complete, and no thread uses the other one any more
+        if (key + STEP < state->end) fetch_pair<D, STEP, THREADS>(tiles + (buffer ^ 1) * BUFFER, state->one, state->other, key + STEP);
+        commit_copies();
+        const u16 *ks = tiles + buffer * BUFFER, *vs = ks + STEP * stride<D>();
 #pragma unroll 1
         for (int c = 0; c < STEP; c += CHUNK) {
             if (!q.template see_any<CHUNK>(key + c)) continue;
-            u32 chosen[2 * M];
-            if (!PLAIN) choose_keys<M, N>(chosen, kept->at, q, key + c, a);
+            u32 mask[2 * M];
+            if (!PLAIN) dropout_mask_by_query<M, N>(mask, state->at, q, key + c, a);
             float s[M][N][4];
             zero(s);
             scores<D>(s, own, ks + c * stride<D>());
             if (!PLAIN) cap_scores(s, a);
-            if (!q.template see_all<CHUNK>(key + c)) hide(s, q, key + c, NEGATIVE_INFINITY);
+            if (!q.template see_all<CHUNK>(key + c)) apply_mask(s, q, key + c, NEGATIVE_INFINITY);
             softmax<D>(s, out, r, exponent);
-            if (!PLAIN) drop(s, chosen, a);
+            if (!PLAIN) apply_dropout(s, mask, a);
             add_rows<D>(out, s, vs + c * stride<D>());
         }
     }
     await_copies<0>();
     __syncthreads();
-    at = kept->at;
+    at = state->at;
     float factor[2 * M];
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
         float total = row_sum(r.total[j]);
         int query = q.of_lane(j);
         factor[j] = 1.0f / total;
-        if (turn_of_lane() == 0 && query < t) lse[kept->stats + query] = r.most[j] * exponent * LN2 + logf(total);
+        if (turn_of_lane() == 0 && query < t) lse[state->stats + query] = r.most[j] * exponent * LN2 + logf(total);
     }
     Rows o_rows = rows_of(o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a);
     store_rows<D, M>(o_rows, q.from, own_rows, out, factor);
 }
 
-// --- backward ----------------------------------------------------------------------------------------------------------------
+// --- backward -----------------------------------------------------------------------------------------------
 
 // dq = scale · Σ ds·k over keys, ds = p (do·v − Σ do·o).
 template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK>
 DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
                        const Order& order) {
     DYNAMIC_SHARED(shared);
-    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // keys, then values
+    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * stride<D>(); // keys, then values
     u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
-    int* own_starts = (int*)(tiles + 2 * PLACE);
-    Place at = place_of_block(order, true);
+    int* own_starts = (int*)(tiles + 2 * BUFFER);
+    BlockPosition at = position_of_block(order, true);
     int t = (int)a.t, first = at.tile * OWN, end = min(first + OWN, t), kv = at.head / (int)(a.heads / a.kv_heads);
     Rows k_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + kv) * a.dim, a);
     Rows v_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
     starts += (i64)at.sequence * t;
-    Kept* kept = (Kept*)(own_starts + OWN);
-    if (threadIdx.x == 0) *kept = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
+    BlockState* state = (BlockState*)(own_starts + OWN);
+    if (threadIdx.x == 0) *state = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
     fetch_rows<D, OWN, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
-    fetch_rows<D, OWN, THREADS>(tiles + PLACE, rows_of(d_o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a), first);
+    fetch_rows<D, OWN, THREADS>(tiles + BUFFER, rows_of(d_o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a), first);
     fetch_starts(own_starts, starts, first, t);
-    close_copies();
+    commit_copies();
     int key = first_key(starts, first, t) / STEP * STEP;
     await_copies<0>();
     __syncthreads();
     Queries<M> q = queries_of_warp<M>(own_starts, first, t);
     float l[2 * M], dot[2 * M], exponent = exponent_of_score<PLAIN>(a), inverse_cap = a.cap > 0 ? 1.0f / a.cap : 0.0f;
-    i64 stats = kept->stats;
+    i64 stats = state->stats;
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
         int query = q.of_lane(j);
         l[j] = query < t ? lse[stats + query] * LOG2E : 0.0f;
         dot[j] = query < t ? dots[stats + query] : 0.0f;
     }
-    Held<D, M> qs, gs;
+    RegisterRows<D, M> qs, gs;
     qs.load(own_rows);
-    gs.load(own_rows + PLACE);
-    __syncthreads(); // the same memory is for the tiles now
+    gs.load(own_rows + BUFFER);
+    __syncthreads(); // from here on the buffers overwrite the block's own rows
     fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
-    close_copies();
+    commit_copies();
     float out[M][D / 8][4];
     zero(out);
-    for (int here = 0; key < kept->end; key += STEP, here ^= 1) {
+    for (int buffer = 0; key < state->end; key += STEP, buffer ^= 1) {
         await_copies<0>();
-        __syncthreads(); // this tile is there, and nobody uses the one before any more
-        if (key + STEP < kept->end) fetch_pair<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, kept->one, kept->other, key + STEP);
-        close_copies();
-        const u16 *ks = tiles + here * PLACE, *vs = ks + STEP * stride<D>();
+        __syncthreads(); // this buffer is complete, and no thread uses the other one any more
+        if (key + STEP < state->end) fetch_pair<D, STEP, THREADS>(tiles + (buffer ^ 1) * BUFFER, state->one, state->other, key + STEP);
+        commit_copies();
+        const u16 *ks = tiles + buffer * BUFFER, *vs = ks + STEP * stride<D>();
 #pragma unroll 1
         for (int c = 0; c < STEP; c += CHUNK) {
             if (!q.template see_any<CHUNK>(key + c)) continue;
-            u32 chosen[2 * M];
-            if (!PLAIN) choose_keys<M, N>(chosen, kept->at, q, key + c, a);
+            u32 mask[2 * M];
+            if (!PLAIN) dropout_mask_by_query<M, N>(mask, state->at, q, key + c, a);
             float s[M][N][4], d[M][N][4];
             zero(s);
             zero(d);
             scores<D>(s, qs, ks + c * stride<D>());
             scores<D>(d, gs, vs + c * stride<D>());
-            if (!PLAIN) cap_scores(s, a), drop(d, chosen, a);
+            if (!PLAIN) cap_scores(s, a), apply_dropout(d, mask, a);
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
@@ -317,7 +327,7 @@ DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, co
                         if (!PLAIN) ds *= slope(s[m][n][i], inverse_cap);
                         d[m][n][i] = power_of_2(fmaf(s[m][n][i], exponent, -l[2 * m + i / 2])) * ds;
                     }
-            if (!q.template see_all<CHUNK>(key + c)) hide(d, q, key + c, 0.0f);
+            if (!q.template see_all<CHUNK>(key + c)) apply_mask(d, q, key + c, 0.0f);
             add_rows<D>(out, d, ks + c * stride<D>());
         }
     }
@@ -325,12 +335,12 @@ DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, co
     __syncthreads();
     float factor[2 * M];
     for (int j = 0; j < 2 * M; j++) factor[j] = a.scale;
-    at = kept->at;
+    at = state->at;
     Rows dq_rows = rows_of(dqkv.at, at.sequence, row_width(a), at.head * a.dim, a);
     store_rows<D, M>(dq_rows, q.from, own_rows, out, factor);
 }
 
-// What a tile of queries brings beside its rows.
+// Statistics and first keys of a step of queries.
 template <int STEP> struct Stats {
     float lse[STEP], dots[STEP];
     int starts[STEP];
@@ -339,40 +349,41 @@ template <int STEP> struct Stats {
 template <int STEP, int THREADS> DEVICE void fetch_stats(Stats<STEP>* to, const float* lse, const float* dots, const u32* starts, int first, int t) {
     for (int i = (int)threadIdx.x; i < 3 * STEP; i += THREADS) {
         int j = i % STEP;
-        bool there = first + j < t;
+        bool is_valid = first + j < t;
         const void* row = i < STEP ? (const void*)lse : i < 2 * STEP ? (const void*)dots : (const void*)starts;
-        copy_4((u32*)to + i, (const u32*)row + (there ? first + j : 0), there);
+        copy_4((u32*)to + i, (const u32*)row + (is_valid ? first + j : 0), is_valid);
     }
 }
 
-// The position behind the last query that sees any key before `behind`: the largest that this thread looks at.
-template <int THREADS> DEVICE int last_query(const u32* starts, int first, int behind, int t) {
+// The end of the queries that attend to any key before `end`, as far as this warp's threads look at
+// them.
+template <int THREADS> DEVICE int last_query(const u32* starts, int first, int end, int t) {
     int last = first;
     for (int q = first + (int)threadIdx.x; q < t; q += THREADS)
-        if ((int)starts[q] < behind) last = q + 1;
+        if ((int)starts[q] < end) last = q + 1;
     return __reduce_max_sync(ALL_LANES, last);
 }
 
-// A step of the backward by keys: queries of one of the heads that share the keys.
+// Starts to copy a step of backward_kv: queries of one of the heads that share the keys.
 template <int D, int STEP, int THREADS>
-DEVICE void fetch_step(u16* place, Stats<STEP>* to, const Kept& from, const float* lse, const float* dots, const u32* starts, int head,
+DEVICE void fetch_step(u16* tiles, Stats<STEP>* to, const BlockState& from, const float* lse, const float* dots, const u32* starts, int head,
                        int first) {
     Rows q = from.one, g = from.other;
     q.at += head * q.dim, g.at += head * g.dim;
-    fetch_pair<D, STEP, THREADS>(place, q, g, first);
+    fetch_pair<D, STEP, THREADS>(tiles, q, g, first);
     i64 stats = from.stats + (i64)head * q.t;
     fetch_stats<STEP, THREADS>(to, lse + stats, dots + stats, starts + (i64)from.at.sequence * q.t, first, q.t);
 }
 
-// Where a chunk's queries and a warp's keys meet; `key` is the lane's first.
+// The queries of a chunk and the keys of a lane; `query` and `key` are the lane's first.
 struct Chunk {
     int query, key;
-    const float *lse, *dots; // of the lane's first query
+    const float *lse, *dots; // from the lane's first query on
     const int* starts;
 };
 
-// Zero for keys that their query doesn't see.
-template <int M, int N> DEVICE void hide_keys(float (&x)[M][N][4], const Chunk& c) {
+// Sets the elements of masked keys to zero. Rows are keys.
+template <int M, int N> DEVICE void mask_keys(float (&x)[M][N][4], const Chunk& c) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -388,21 +399,21 @@ template <int M, int N> DEVICE void hide_keys(float (&x)[M][N][4], const Chunk& 
         }
 }
 
-// Which probabilities are kept, a bit for each of a lane's.
-template <int M, int N> DEVICE u32 choose_queries(const Chunk& c, int sequence, int head, const Attention& a) {
-    u32 chosen = 0;
-    static_assert(4 * M * N <= 32, "a bit for each");
+// The dropout mask of a lane's probabilities, one bit each. Rows are keys.
+template <int M, int N> DEVICE u32 dropout_mask_by_key(const Chunk& c, int sequence, int head, const Attention& a) {
+    u32 mask = 0;
+    static_assert(4 * M * N <= 32, "one bit per element");
 #pragma unroll
     for (int i = 0; i < 4 * M * N; i++) {
         int query = c.query + 8 * (i / 2 % N) + i % 2, key = c.key + 8 * (i / (2 * N));
-        chosen |= (u32)(kept(sequence, head, query, key, a) != 0) << i;
+        mask |= (u32)(dropout_factor(sequence, head, query, key, a) != 0) << i;
     }
-    return chosen;
+    return mask;
 }
 
-// Scores become probabilities, and do·v becomes the gradient of scale · q·k.
+// Replaces scores by probabilities, and do·v by the gradient of scale · q·k.
 template <bool PLAIN, int M, int N>
-DEVICE void weigh(float (&p)[M][N][4], float (&d)[M][N][4], const Chunk& c, u32 chosen, float exponent, const Attention& a) {
+DEVICE void probabilities_and_gradients(float (&p)[M][N][4], float (&d)[M][N][4], const Chunk& c, u32 mask, float exponent, const Attention& a) {
     float inverse_cap = a.cap > 0 ? 1.0f / a.cap : 0.0f, keep = a.keep == 0 ? 1.0f : a.keep;
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -419,7 +430,7 @@ DEVICE void weigh(float (&p)[M][N][4], float (&d)[M][N][4], const Chunk& c, u32 
                         ds = power * (ds - dot);
                         score = power;
                     } else {
-                        bool is_kept = chosen >> (2 * N * (2 * m + h) + 2 * n + j) & 1;
+                        bool is_kept = mask >> (2 * N * (2 * m + h) + 2 * n + j) & 1;
                         float factor = is_kept ? keep : 0.0f;
                         ds = power * (ds * factor - dot) * slope(score, inverse_cap);
                         score = power * factor;
@@ -428,80 +439,81 @@ DEVICE void weigh(float (&p)[M][N][4], float (&d)[M][N][4], const Chunk& c, u32 
         }
 }
 
-// dv = Σ p·do and dk = scale · Σ ds·q over queries. Rows are keys here, columns queries: scores are transposed.
+// dv = Σ p·do and dk = scale · Σ ds·q over queries. Scores are transposed: rows are keys, columns
+// queries.
 template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class Values>
 DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
                         const Order& order) {
     DYNAMIC_SHARED(shared);
-    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, PLACE = 2 * STEP * stride<D>(); // queries, then gradients of outputs
+    constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * stride<D>(); // queries, then gradients of outputs
     u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
-    u16* values = tiles + (Values::LIES ? 2 * PLACE : OWN * stride<D>());
-    Stats<STEP>* stats = (Stats<STEP>*)(tiles + 2 * PLACE + (Values::LIES ? OWN * stride<D>() : 0));
-    Kept* kept = (Kept*)(stats + 2);
-    Place at = place_of_block(order, false);
+    u16* values = tiles + (Values::IN_SHARED ? 2 * BUFFER : OWN * stride<D>());
+    Stats<STEP>* stats = (Stats<STEP>*)(tiles + 2 * BUFFER + (Values::IN_SHARED ? OWN * stride<D>() : 0));
+    BlockState* state = (BlockState*)(stats + 2);
+    BlockPosition at = position_of_block(order, false);
     int t = (int)a.t, first = at.tile * OWN, group = (int)(a.heads / a.kv_heads), head = at.head * group;
     i64 k_column = (a.heads + at.head) * a.dim, v_column = k_column + a.kv_heads * a.dim;
     fetch_rows<D, OWN, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), k_column, a), first);
     fetch_rows<D, OWN, THREADS>(values, rows_of(qkv.at, at.sequence, row_width(a), v_column, a), first);
-    close_copies();
+    commit_copies();
     if (threadIdx.x == 0) {
         Rows q_rows = rows_of(qkv.at, at.sequence, row_width(a), head * a.dim, a);
         Rows g_rows = rows_of(d_o.at, at.sequence, a.heads * a.dim, head * a.dim, a);
-        *kept = {at, 0, group, ((i64)at.sequence * a.heads + head) * t, q_rows, g_rows};
+        *state = {at, 0, group, ((i64)at.sequence * a.heads + head) * t, q_rows, g_rows};
     }
     int last = last_query<THREADS>(starts + (i64)at.sequence * t, first, first + OWN, t);
     if (lane() == 0) stats->starts[warp()] = last;
     await_copies<0>();
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int w = 0; w < WARPS; w++) kept->end = max(kept->end, stats->starts[w]);
-    Held<D, M> ks;
+        for (int w = 0; w < WARPS; w++) state->end = max(state->end, stats->starts[w]);
+    RegisterRows<D, M> ks;
     Values vs;
     ks.load(own_rows);
     vs.load(values + (own_rows - tiles));
-    __syncthreads(); // the same memory is for the tiles now
-    fetch_step<D, STEP, THREADS>(tiles, stats, *kept, lse, dots, starts, 0, first);
-    close_copies();
+    __syncthreads(); // from here on the buffers overwrite the block's own rows
+    fetch_step<D, STEP, THREADS>(tiles, stats, *state, lse, dots, starts, 0, first);
+    commit_copies();
     float dk[M][D / 8][4], dv[M][D / 8][4], exponent = exponent_of_score<PLAIN>(a);
     zero(dk);
     zero(dv);
     int own = first + 16 * M * warp(), q = first;
     head = 0;
-    for (int here = 0; head < kept->group; here ^= 1) {
+    for (int buffer = 0; head < state->group; buffer ^= 1) {
         await_copies<0>();
-        __syncthreads(); // this tile is there, and nobody uses the one before any more
-        bool is_last = q + STEP >= kept->end;
-        int next = is_last ? kept->at.tile * OWN : q + STEP;
-        if (head + is_last < kept->group)
-            fetch_step<D, STEP, THREADS>(tiles + (here ^ 1) * PLACE, stats + (here ^ 1), *kept, lse, dots, starts, head + is_last, next);
-        close_copies();
-        const u16 *qs = tiles + here * PLACE, *gs = qs + STEP * stride<D>();
-        const Stats<STEP>& of_tile = stats[here];
-        bool is_hidden = all_of_warp(of_tile.starts[lane()] >= own + 16 * M && of_tile.starts[lane() + STEP - 32] >= own + 16 * M);
-        bool is_whole = all_of_warp(of_tile.starts[lane()] <= own && of_tile.starts[lane() + STEP - 32] <= own);
+        __syncthreads(); // this buffer is complete, and no thread uses the other one any more
+        bool is_last = q + STEP >= state->end;
+        int next = is_last ? state->at.tile * OWN : q + STEP;
+        if (head + is_last < state->group)
+            fetch_step<D, STEP, THREADS>(tiles + (buffer ^ 1) * BUFFER, stats + (buffer ^ 1), *state, lse, dots, starts, head + is_last, next);
+        commit_copies();
+        const u16 *qs = tiles + buffer * BUFFER, *gs = qs + STEP * stride<D>();
+        const Stats<STEP>& of_tile = stats[buffer];
+        bool is_masked = all_of_warp(of_tile.starts[lane()] >= own + 16 * M && of_tile.starts[lane() + STEP - 32] >= own + 16 * M);
+        bool is_unmasked = all_of_warp(of_tile.starts[lane()] <= own && of_tile.starts[lane() + STEP - 32] <= own);
 #pragma unroll 1
         for (int c = 0; c < STEP; c += CHUNK) {
-            if (q + c + CHUNK <= own || q + c >= t || is_hidden) continue;
+            if (q + c + CHUNK <= own || q + c >= t || is_masked) continue;
             int column = c + 2 * turn_of_lane();
             Chunk chunk = {q + column, own + group_of_lane(), of_tile.lse + column, of_tile.dots + column, of_tile.starts + column};
-            u32 chosen = PLAIN ? 0 : choose_queries<M, N>(chunk, kept->at.sequence, kept->at.head * kept->group + head, a);
+            u32 mask = PLAIN ? 0 : dropout_mask_by_key<M, N>(chunk, state->at.sequence, state->at.head * state->group + head, a);
             float p[M][N][4], d[M][N][4];
             zero(p);
             zero(d);
             scores<D>(p, ks, qs + c * stride<D>());
             scores<D>(d, vs, gs + c * stride<D>());
             if (!PLAIN) cap_scores(p, a);
-            weigh<PLAIN>(p, d, chunk, chosen, exponent, a);
-            if (q + c < own + 16 * M - 1 || !is_whole) hide_keys(p, chunk), hide_keys(d, chunk);
+            probabilities_and_gradients<PLAIN>(p, d, chunk, mask, exponent, a);
+            if (q + c < own + 16 * M - 1 || !is_unmasked) mask_keys(p, chunk), mask_keys(d, chunk);
             add_rows<D>(dv, p, gs + c * stride<D>());
             add_rows<D>(dk, d, qs + c * stride<D>());
         }
         q += STEP;
-        if (q >= kept->end) q = kept->at.tile * OWN, head++;
+        if (q >= state->end) q = state->at.tile * OWN, head++;
     }
     await_copies<0>();
     __syncthreads();
-    at = kept->at;
+    at = state->at;
     k_column = (a.heads + at.head) * a.dim, v_column = k_column + a.kv_heads * a.dim;
     float one[2 * M], factor[2 * M];
     for (int j = 0; j < 2 * M; j++) one[j] = 1, factor[j] = a.scale;
@@ -509,29 +521,30 @@ DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, c
     store_rows<D, M>(rows_of(dqkv.at, at.sequence, row_width(a), k_column, a), own, own_rows, dk, factor);
 }
 
-// --- kernels -----------------------------------------------------------------------------------------------------------------
+// --- kernels ------------------------------------------------------------------------------------------------
 
-// Grids: a block for each 128 queries, or keys in the last, of each head of each sequence. `_any`: with a cap, dropout or both.
-#define GIVEN_BACKWARD Tensor dqkv, Tensor d_o, Tensor qkv, const float *lse, const float *dots, const u32 *starts, Attention a, Order order
-#define PASSED_BACKWARD dqkv, d_o, qkv, lse, dots, starts, a, order
+// The grid has one block per 128 queries (keys in backward_kv) of each head of each sequence.
+// `_any`: with a softcap, dropout or both.
+#define BACKWARD_PARAMETERS Tensor dqkv, Tensor d_o, Tensor qkv, const float *lse, const float *dots, const u32 *starts, Attention a, Order order
+#define BACKWARD_ARGUMENTS dqkv, d_o, qkv, lse, dots, starts, a, order
 
 KERNEL flash_forward_64(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
-    forward<64, true, 4, 2, 64, 64, Held<64, 2>>(o, lse, qkv, starts, a, order);
+    forward<64, true, 4, 2, 64, 64, RegisterRows<64, 2>>(o, lse, qkv, starts, a, order);
 }
 KERNEL flash_forward_64_any(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
-    forward<64, false, 4, 2, 64, 32, Held<64, 2>>(o, lse, qkv, starts, a, order);
+    forward<64, false, 4, 2, 64, 32, RegisterRows<64, 2>>(o, lse, qkv, starts, a, order);
 }
 KERNEL flash_forward_128(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
-    forward<128, true, 4, 2, 32, 32, Lying<128, 2>>(o, lse, qkv, starts, a, order);
+    forward<128, true, 4, 2, 32, 32, SharedRows<128, 2>>(o, lse, qkv, starts, a, order);
 }
 KERNEL flash_forward_128_any(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a, Order order) {
-    forward<128, false, 8, 1, 64, 32, Held<128, 1>>(o, lse, qkv, starts, a, order);
+    forward<128, false, 8, 1, 64, 32, RegisterRows<128, 1>>(o, lse, qkv, starts, a, order);
 }
-KERNEL flash_backward_q_64(GIVEN_BACKWARD) { backward_q<64, true, 4, 2, 64, 32>(PASSED_BACKWARD); }
-KERNEL flash_backward_q_64_any(GIVEN_BACKWARD) { backward_q<64, false, 4, 2, 64, 16>(PASSED_BACKWARD); }
-KERNEL flash_backward_q_128(GIVEN_BACKWARD) { backward_q<128, true, 8, 1, 64, 32>(PASSED_BACKWARD); }
-KERNEL flash_backward_q_128_any(GIVEN_BACKWARD) { backward_q<128, false, 8, 1, 64, 32>(PASSED_BACKWARD); }
-KERNEL flash_backward_kv_64(GIVEN_BACKWARD) { backward_kv<64, true, 4, 2, 64, 16, Lying<64, 2>>(PASSED_BACKWARD); }
-KERNEL flash_backward_kv_64_any(GIVEN_BACKWARD) { backward_kv<64, false, 8, 1, 64, 16, Held<64, 1>>(PASSED_BACKWARD); }
-KERNEL flash_backward_kv_128(GIVEN_BACKWARD) { backward_kv<128, true, 8, 1, 64, 16, Held<128, 1>>(PASSED_BACKWARD); }
-KERNEL flash_backward_kv_128_any(GIVEN_BACKWARD) { backward_kv<128, false, 8, 1, 32, 16, Lying<128, 1>>(PASSED_BACKWARD); }
+KERNEL flash_backward_q_64(BACKWARD_PARAMETERS) { backward_q<64, true, 4, 2, 64, 32>(BACKWARD_ARGUMENTS); }
+KERNEL flash_backward_q_64_any(BACKWARD_PARAMETERS) { backward_q<64, false, 4, 2, 64, 16>(BACKWARD_ARGUMENTS); }
+KERNEL flash_backward_q_128(BACKWARD_PARAMETERS) { backward_q<128, true, 8, 1, 64, 32>(BACKWARD_ARGUMENTS); }
+KERNEL flash_backward_q_128_any(BACKWARD_PARAMETERS) { backward_q<128, false, 8, 1, 64, 32>(BACKWARD_ARGUMENTS); }
+KERNEL flash_backward_kv_64(BACKWARD_PARAMETERS) { backward_kv<64, true, 4, 2, 64, 16, SharedRows<64, 2>>(BACKWARD_ARGUMENTS); }
+KERNEL flash_backward_kv_64_any(BACKWARD_PARAMETERS) { backward_kv<64, false, 8, 1, 64, 16, RegisterRows<64, 1>>(BACKWARD_ARGUMENTS); }
+KERNEL flash_backward_kv_128(BACKWARD_PARAMETERS) { backward_kv<128, true, 8, 1, 64, 16, RegisterRows<128, 1>>(BACKWARD_ARGUMENTS); }
+KERNEL flash_backward_kv_128_any(BACKWARD_PARAMETERS) { backward_kv<128, false, 8, 1, 32, 16, SharedRows<128, 1>>(BACKWARD_ARGUMENTS); }

@@ -1,4 +1,5 @@
-// Flat vectors: casts, sums, the gradient norm's parts, optimizers. No product is fused with a sum, as on the CPU.
+// Kernels on flat vectors: casts, sums, blocks of the gradient norm, dropout, optimizers.
+// Multiplications and additions are not fused, as on the CPU.
 #include "common.cuh"
 
 KERNEL cast(Tensor y, Tensor x, i64 n) {
@@ -11,10 +12,10 @@ KERNEL cast(Tensor y, Tensor x, i64 n) {
 
 KERNEL add(Tensor y, Tensor x, i64 n) {
     EACH_EIGHT(i, n) {
-        float v[8], by[8];
+        float v[8], increment[8];
         load_eight(v, y, i, n - i);
-        load_eight(by, x, i, n - i);
-        EIGHT(k) v[k] += by[k];
+        load_eight(increment, x, i, n - i);
+        EIGHT(k) v[k] += increment[k];
         store_eight(y, i, n - i, v);
     }
 }
@@ -28,8 +29,8 @@ KERNEL scale(Tensor y, i64 n, float factor) {
     }
 }
 
-KERNEL offset(Tensor y, i64 n, float by) {
-    EACH(i, n) store(y, i, load(y, i) + by);
+KERNEL offset(Tensor y, i64 n, float offset) {
+    EACH(i, n) store(y, i, load(y, i) + offset);
 }
 
 KERNEL blend(float* y, const float* x, i64 n, float a, float b) {
@@ -44,10 +45,10 @@ KERNEL transpose(float* y, const float* x, i64 rows, i64 columns) {
     EACH(i, rows * columns) y[i] = x[i % rows * columns + i / rows];
 }
 
-KERNEL nesterov(float* buffer, float* g, i64 n, float mu, float rest, float scale) {
+KERNEL nesterov(float* buffer, float* g, i64 n, float mu, float one_minus_mu, float scale) {
     EACH(i, n) {
         float scaled = __fmul_rn(g[i], scale), b = buffer[i];
-        b = __fadd_rn(b, __fmul_rn(rest, __fadd_rn(scaled, -b)));
+        b = __fadd_rn(b, __fmul_rn(one_minus_mu, __fadd_rn(scaled, -b)));
         buffer[i] = b;
         g[i] = __fadd_rn(scaled, __fmul_rn(mu, __fadd_rn(b, -scaled)));
     }
@@ -60,7 +61,7 @@ struct DropoutScalars {
     float keep, unused;
 };
 
-// Each thread draws for four elements of a sample (Philox4x32-10).
+// Each thread draws random numbers for four elements of a sample (Philox4x32-10).
 KERNEL dropout(Tensor x, i64 blocks, DropoutScalars d) {
     i64 per_sample = (d.sample + 3) / 4;
     EACH(i, blocks) {
@@ -80,16 +81,17 @@ struct RoundingScalars {
     u32 key[2];
 };
 
-// Rounded away from zero when the lower 16 bits and `random`, 16 bits too, carry. Nothing finite becomes infinite; what is no
-// number stays none.
-DEVICE u16 to_bf16_by(float x, u32 random) {
+// Stochastic rounding: away from zero if the sum of the lower 16 bits and the 16 bits of `random`
+// carries. A finite number stays finite, and NaN stays NaN.
+DEVICE u16 to_bf16_stochastic(float x, u32 random) {
     u32 bits = (u32)__float_as_int(x), magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
     u16 sum = (u16)((bits + random) >> 16);
     return magnitude < 0x7f800000u && (sum & 0x7fff) == 0x7f80 ? (u16)(sum - 1) : sum;
 }
 
-// Each thread draws for four elements of the tensor (Philox4x32-10), of which the part has some.
+// Each thread draws random numbers for four elements of the whole tensor (Philox4x32-10), of which
+// x has some.
 KERNEL round_stochastically(Tensor y, const float* x, i64 n, i64 blocks, RoundingScalars d) {
     EACH(i, blocks) {
         i64 block = d.first / 4 + i;
@@ -97,12 +99,12 @@ KERNEL round_stochastically(Tensor y, const float* x, i64 n, i64 blocks, Roundin
         random_words(c, d.key, (u64)block, 0, d.step);
         for (i64 j = 0; j < 4; j++) {
             i64 at = 4 * block + j - d.first;
-            if (at >= 0 && at < n) ((u16*)y.at)[at] = to_bf16_by(x[at], c[j] >> 16);
+            if (at >= 0 && at < n) ((u16*)y.at)[at] = to_bf16_stochastic(x[at], c[j] >> 16);
         }
     }
 }
 
-// One block of threads per `width` elements, a multiple of 8.
+// out[block] = Σ x² over `width` elements, a multiple of 8. One block of threads each.
 KERNEL norm_blocks(double* out, Tensor x, i64 n, i64 width) {
     i64 first = (i64)blockIdx.x * width, end = first + width < n ? first + width : n;
     double sum = 0;
@@ -116,7 +118,7 @@ KERNEL norm_blocks(double* out, Tensor x, i64 n, i64 width) {
 }
 
 struct AdamScalars {
-    float grad_scale, keep, weight, beta2, rest2, correction2, eps, step;
+    float grad_scale, keep, weight, beta2, one_minus_beta2, correction2, eps, step;
     i64 from_end;
 };
 
@@ -130,7 +132,7 @@ KERNEL adamw(Tensor p, Tensor g, float* avg, float* avg_sq, i64 n, AdamScalars h
         EIGHT(k) {
             grad[k] = __fmul_rn(grad[k], h.grad_scale);
             m[k] = __fadd_rn(h.from_end ? grad[k] : m[k], __fmul_rn(h.weight, __fadd_rn(grad[k], -m[k])));
-            v[k] = __fadd_rn(__fmul_rn(v[k], h.beta2), __fmul_rn(__fmul_rn(h.rest2, grad[k]), grad[k]));
+            v[k] = __fadd_rn(__fmul_rn(v[k], h.beta2), __fmul_rn(__fmul_rn(h.one_minus_beta2, grad[k]), grad[k]));
             float denom = __fadd_rn(sqrtf(v[k]) / h.correction2, h.eps);
             param[k] = __fadd_rn(__fmul_rn(param[k], h.keep), __fmul_rn(h.step, m[k]) / denom);
         }
@@ -140,7 +142,7 @@ KERNEL adamw(Tensor p, Tensor g, float* avg, float* avg_sq, i64 n, AdamScalars h
     }
 }
 
-// `buffer` is 0 without momentum.
+// `buffer` is null without momentum.
 KERNEL sgd(Tensor p, Tensor g, float* buffer, i64 n, float grad_scale, float decay, float momentum, float lr) {
     EACH(i, n) {
         float param = load(p, i);
@@ -155,16 +157,16 @@ KERNEL sgd(Tensor p, Tensor g, float* buffer, i64 n, float grad_scale, float dec
 }
 
 struct LionScalars {
-    float grad_scale, keep, beta1, rest1, beta2, rest2, lr;
+    float grad_scale, keep, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
 };
 
-// The sign of 0 is 0.
+// Lion. The sign of 0 is 0.
 KERNEL lion(Tensor p, Tensor g, float* avg, i64 n, LionScalars h) {
     EACH(i, n) {
         float grad = __fmul_rn(load(g, i), h.grad_scale), m = avg[i];
-        float towards = __fadd_rn(__fmul_rn(m, h.beta1), __fmul_rn(grad, h.rest1));
-        float sign = (float)(towards > 0) - (float)(towards < 0);
+        float direction = __fadd_rn(__fmul_rn(m, h.beta1), __fmul_rn(grad, h.one_minus_beta1));
+        float sign = (float)(direction > 0) - (float)(direction < 0);
         store(p, i, __fadd_rn(__fmul_rn(load(p, i), h.keep), -__fmul_rn(h.lr, sign)));
-        avg[i] = __fadd_rn(__fmul_rn(m, h.beta2), __fmul_rn(grad, h.rest2));
+        avg[i] = __fadd_rn(__fmul_rn(m, h.beta2), __fmul_rn(grad, h.one_minus_beta2));
     }
 }

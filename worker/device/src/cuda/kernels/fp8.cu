@@ -1,18 +1,21 @@
-// Operands of products in fp8: the scale of a matrix, and its elements rounded. As fp8.rs computes, bit by bit.
+// Quantizes operands of fp8 matmuls: the scale of a matrix, and its rounded elements, bit-equal to
+// fp8.rs.
 #include "common.cuh"
 typedef unsigned char u8;
 enum { E4M3 = 0, E5M2 = 1 };
 
-// To the nearest, ties to even; beyond the largest number infinite, NaN where the type has no infinity.
+// Rounds to nearest, ties to even. Numbers beyond the largest become infinite, or NaN if the format
+// has no infinity.
 DEVICE u8 to_fp8(float x, i64 kind) {
     u32 mantissa = kind == E4M3 ? 3 : 2, bias = kind == E4M3 ? 7 : 15, infinite = kind == E4M3 ? 0x7f : 0x7c;
     u32 bits = (u32)__float_as_int(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff, cut = 23 - mantissa;
     u32 code;
     if (magnitude > 0x7f800000u) code = 0x7f;
     else if (magnitude < (128 - bias) << 23) {
-        // Beside this number an f32 has the subnormals' spacing: adding it rounds to a multiple of that.
-        u32 beside = (127 + 24 - bias - mantissa) << 23;
-        code = (u32)__float_as_int(__fadd_rn(__int_as_float((int)magnitude), __int_as_float((int)beside))) - beside;
+        // Near this number the spacing of f32 is that of the fp8 subnormals, so adding it rounds to
+        // a multiple of it.
+        u32 anchor = (127 + 24 - bias - mantissa) << 23;
+        code = (u32)__float_as_int(__fadd_rn(__int_as_float((int)magnitude), __int_as_float((int)anchor))) - anchor;
     } else {
         code = (magnitude - ((127 - bias) << 23) + (1u << (cut - 1)) - 1 + (magnitude >> cut & 1)) >> cut;
         if (code > infinite) code = infinite;
@@ -29,7 +32,8 @@ DEVICE u32 two_fp8(float low, float high, i64 kind) {
     return both;
 }
 
-// Eight numbers times a factor, rounded. The card's own instruction makes the largest number of an infinite one.
+// Quantizes eight numbers times a factor. The GPU's instruction saturates infinite numbers, so it
+// is only used for finite ones.
 DEVICE uint2 eight_fp8(float (&v)[8], float factor, i64 kind) {
     u32 most = 0, words[4];
     EIGHT(k) {
@@ -38,17 +42,17 @@ DEVICE uint2 eight_fp8(float (&v)[8], float factor, i64 kind) {
         most = magnitude > most ? magnitude : most;
     }
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 890
-    bool by_card = most < 0x7f800000u;
+    bool use_instruction = most < 0x7f800000u;
 #else
-    bool by_card = false;
+    bool use_instruction = false;
 #endif
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        words[k] = by_card ? two_fp8(v[2 * k], v[2 * k + 1], kind) : (u32)to_fp8(v[2 * k], kind) | (u32)to_fp8(v[2 * k + 1], kind) << 8;
+        words[k] = use_instruction ? two_fp8(v[2 * k], v[2 * k + 1], kind) : (u32)to_fp8(v[2 * k], kind) | (u32)to_fp8(v[2 * k + 1], kind) << 8;
     return {words[0] | words[1] << 16, words[2] | words[3] << 16};
 }
 
-// Of each block of threads: the largest magnitude of the finite elements it looks at.
+// parts[block] = the largest magnitude of the block's finite elements.
 KERNEL amax(float* parts, Tensor x, i64 n) {
     float most = 0;
     EACH_EIGHT(i, n) {
@@ -63,14 +67,14 @@ KERNEL amax(float* parts, Tensor x, i64 n) {
     if (threadIdx.x == 0) parts[blockIdx.x] = most;
 }
 
-// One block: the scale and its reciprocal, powers of two.
+// Computes the scale and its reciprocal, which are powers of two. One block.
 KERNEL scale(float* scales, const float* parts, i64 count, i64 kind) {
     float most = 0;
     EACH(i, count) most = fmaxf(most, parts[i]);
     most = block_max(most);
     if (threadIdx.x) return;
     u32 bits = (u32)__float_as_int(most);
-    // The largest numbers are 1.75 · 2^8 and 1.75 · 2^15.
+    // The largest numbers of the formats are 1.75 · 2^8 and 1.75 · 2^15.
     int exponent = (int)(bits >> 23) - (kind == E4M3 ? 8 : 15) + ((bits & 0x7fffff) > 0x600000 ? 1 : 0);
     if (exponent < 127 - 60) exponent = 127 - 60;
     if (bits == 0) exponent = 127;
@@ -78,7 +82,7 @@ KERNEL scale(float* scales, const float* parts, i64 count, i64 kind) {
     scales[1] = __int_as_float((254 - exponent) << 23);
 }
 
-// q[rows, padded] of x[rows, columns], zeros behind the columns; padded is a multiple of 16.
+// Quantizes x[rows, columns] to q[rows, padded], padded with zeros. `padded` is a multiple of 16.
 KERNEL quantize(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
     EACH_EIGHT(i, rows * padded) {
         i64 row = i / padded, column = i % padded;
@@ -89,10 +93,11 @@ KERNEL quantize(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64
 }
 
 #define DEEP 128 // rows of a tile
-#define WIDE 32  // its columns
+#define WIDE 32  // columns of a tile
 
-// q[columns, padded] of x[rows, columns], zeros behind the rows. A block of 256 threads turns a tile: eight columns of a row to a
-// thread on the way in, sixteen rows of a column on the way out.
+// Quantizes x[rows, columns] to its transpose q[columns, padded], padded with zeros. A block of 256
+// threads transposes a tile: a thread reads eight columns of a row, and writes sixteen rows of a
+// column.
 KERNEL quantize_turned(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
     __shared__ __align__(16) u8 tile[WIDE][DEEP + 16];
     i64 tiles = (padded + DEEP - 1) / DEEP, row0 = blockIdx.x % tiles * DEEP, column0 = blockIdx.x / tiles * WIDE;

@@ -1,7 +1,8 @@
-// Rows: embedding, gathering and adding up for experts, the router. A block per row.
+// Kernels on rows: embedding, gathering and combining rows for experts, the router. One block per
+// row.
 #include "common.cuh"
 
-// y[i, d] = x[rows[i], d]: the embedding's forward, too.
+// y[i, d] = x[rows[i], d]. Also the forward pass of the embedding.
 KERNEL gather_rows(Tensor y, Tensor x, const u32* rows, i64 d) {
     i64 from = (i64)rows[blockIdx.x] * d, to = (i64)blockIdx.x * d;
     EIGHTS_OF_ROW(j, d) {
@@ -11,7 +12,8 @@ KERNEL gather_rows(Tensor y, Tensor x, const u32* rows, i64 d) {
     }
 }
 
-// dw[ids[k], d] += Σ dx[order[i], d] over i in starts[k]..starts[k + 1], in that order; a block per id.
+// dw[ids[k], d] += Σ dx[order[i], d] over i in starts[k]..starts[k + 1], in that order. One block
+// per id.
 KERNEL embedding_backward(Tensor dw, Tensor dx, const u32* ids, const u32* starts, const u32* order, i64 d) {
     u32 first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
     i64 to = (i64)ids[blockIdx.x] * d;
@@ -27,14 +29,14 @@ KERNEL embedding_backward(Tensor dw, Tensor dx, const u32* ids, const u32* start
     }
 }
 
-// y[m, d] (=|+=) Σ_k weights[m, k]·x[places[m, k], d], in the order of k
-KERNEL combine_rows(Tensor y, Tensor x, Tensor weights, const u32* places, i64 per_row, i64 d, i64 add) {
+// y[m, d] (=|+=) Σ_k weights[m, k]·x[indices[m, k], d], in the order of k.
+KERNEL combine_rows(Tensor y, Tensor x, Tensor weights, const u32* indices, i64 per_row, i64 d, i64 add) {
     i64 to = (i64)blockIdx.x * d, first = (i64)blockIdx.x * per_row;
     EIGHTS_OF_ROW(j, d) {
         float sum[8] = {};
         for (i64 p = first; p < first + per_row; p++) {
             float v[8], weight = weights.at ? load(weights, p) : 1.0f;
-            load_eight(v, x, (i64)places[p] * d + j, d - j);
+            load_eight(v, x, (i64)indices[p] * d + j, d - j);
             EIGHT(k) sum[k] = weights.at ? fmaf(v[k], weight, sum[k]) : sum[k] + v[k];
         }
         if (add) {
@@ -70,32 +72,33 @@ KERNEL scale_rows(Tensor x, Tensor factors, i64 d) {
     }
 }
 
-// --- the router: one warp per row -----------------------------------------------------------------------------------------
+// --- the router: one warp per row ---------------------------------------------------------------------------
 
-// The best of the experts that aren't taken; of equal ones the lowest, as if what is no number were the least.
+// The best expert that is not taken yet; of equal ones the lowest. NaN counts as the smallest
+// number.
 DEVICE u32 best_expert(const float* probs, i64 experts, u32 taken) {
     float best = NEGATIVE_INFINITY;
-    u32 which = 0xffffffffu;
+    u32 expert = 0xffffffffu;
     int turn = 0;
     for (i64 e = threadIdx.x; e < experts; e += 32, turn++) {
         if (taken >> turn & 1) continue;
-        if (which == 0xffffffffu || probs[e] > best) {
+        if (expert == 0xffffffffu || probs[e] > best) {
             best = probs[e] == probs[e] ? probs[e] : NEGATIVE_INFINITY;
-            which = (u32)e;
+            expert = (u32)e;
         }
     }
     for (int other = 16; other > 0; other >>= 1) {
         float b = __shfl_xor_sync(0xffffffffu, best, other);
-        u32 w = __shfl_xor_sync(0xffffffffu, which, other);
-        if (w != 0xffffffffu && (which == 0xffffffffu || b > best || (b == best && w < which))) {
+        u32 w = __shfl_xor_sync(0xffffffffu, expert, other);
+        if (w != 0xffffffffu && (expert == 0xffffffffu || b > best || (b == best && w < expert))) {
             best = b;
-            which = w;
+            expert = w;
         }
     }
-    return which;
+    return expert;
 }
 
-// At most 1024 experts: each lane remembers its taken ones in 32 bits.
+// At most 1024 experts: each lane stores which of its experts are taken in 32 bits.
 KERNEL router_forward(float* probs, float* weights, float* lse, u32* chosen, Tensor logits, i64 experts, i64 per_token, i64 normalise) {
     i64 row = (i64)blockIdx.x * experts, narrow = (i64)blockIdx.x * per_token;
     float most = NEGATIVE_INFINITY;
@@ -126,8 +129,9 @@ KERNEL router_forward(float* probs, float* weights, float* lse, u32* chosen, Ten
     }
 }
 
-// The gradient by one probability: of load balancing, and of the weight if the expert was chosen.
-DEVICE float by_probability(u32 e, const float* balance, const u32* chosen, const float* dweights, i64 per_token, float shared, float sum) {
+// The gradient with respect to one probability: from load balancing, and from the weight if the
+// expert was chosen.
+DEVICE float probability_gradient(u32 e, const float* balance, const u32* chosen, const float* dweights, i64 per_token, float shared, float sum) {
     float d = balance[e];
     for (i64 k = 0; k < per_token; k++)
         if (chosen[k] == e) d += (dweights[k] - shared) / sum;
@@ -147,10 +151,10 @@ KERNEL router_backward(Tensor dlogits, const float* dweights, const float* probs
     }
     float along = 0;
     EACH_OF_ROW(e, experts)
-        along += by_probability((u32)e, balance, chosen, dweights, per_token, shared, sum) * probs[row + e];
+        along += probability_gradient((u32)e, balance, chosen, dweights, per_token, shared, sum) * probs[row + e];
     along = warp_sum(along);
     EACH_OF_ROW(e, experts) {
-        float d = by_probability((u32)e, balance, chosen, dweights, per_token, shared, sum);
+        float d = probability_gradient((u32)e, balance, chosen, dweights, per_token, shared, sum);
         store(dlogits, row + e, probs[row + e] * (d - along + twice_z * lse[blockIdx.x]));
     }
 }

@@ -1,7 +1,9 @@
-// Tiles of bf16 rows in shared memory: asynchronous copies into them, products of 16 × 8 × 16 of them, results out of them.
+// Tiles of bf16 rows in shared memory: asynchronous copies to them, 16 × 8 × 16 matmuls of them,
+// results from them.
 //
-// A tile's rows hold D elements and lie D + 8 apart: eight rows that `ldmatrix` takes together begin in eight different groups
-// of four banks. What lies behind the head or the sequence counts as zero. A file of kernels includes it once.
+// A tile's rows have D elements and a stride of D + 8, so that the eight rows that `ldmatrix` reads
+// together begin in eight different groups of four banks. Elements beyond the head or the sequence
+// are zero. Each source includes it once.
 template <int D> DEVICE constexpr int stride() { return D + 8; }
 
 #ifndef EMULATED
@@ -12,61 +14,65 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-// Four 8 × 8 matrices; lanes 8·i to 8·i + 7 name the rows of the i-th.
+// Loads four 8 × 8 matrices. Lanes 8·i to 8·i + 7 have the addresses of the rows of matrix i.
 DEVICE void load_matrices(u32 (&x)[4], const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(shared_address(row))
                  : "memory");
 }
-// The same, each transposed.
+// Loads four 8 × 8 matrices, each transposed.
 DEVICE void load_transposed(u32 (&x)[4], const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(shared_address(row))
                  : "memory");
 }
-// Begins to copy 16 bytes to shared memory, or zeros where there is nothing: then `from` isn't read. It is aligned.
-DEVICE void copy_16(void* to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
+// Starts a copy of 16 bytes to shared memory. If not `is_valid`, it writes zeros, and `from` is not
+// read but must be aligned.
+DEVICE void copy_16(void* to, const void* from, bool is_valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(shared_address(to)), "l"(from), "r"(is_valid ? 16 : 0) : "memory");
 }
-DEVICE void copy_4(void* to, const void* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" : : "r"(shared_address(to)), "l"(from), "r"(there ? 4 : 0) : "memory");
+DEVICE void copy_4(void* to, const void* from, bool is_valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" : : "r"(shared_address(to)), "l"(from), "r"(is_valid ? 4 : 0) : "memory");
 }
-// The thread's copies since the last such call belong together.
-DEVICE void close_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
-// Waits until at most `Open` of the thread's latest groups aren't there yet. Other threads see them behind the next barrier.
+// Commits the thread's copies since the last call as a group.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+// Waits until at most `Open` of the thread's latest groups are incomplete. Other threads see the
+// copies after the next barrier.
 template <int Open> DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" : : "n"(Open) : "memory"); }
 #endif
 
-// Where a lane's numbers of a 16 × 8 result lie: rows `group` and `group + 8`, columns `2·turn` and `2·turn + 1`.
+// A lane has four elements of a 16 × 8 result: rows `group` and `group + 8`, columns `2·turn` and
+// `2·turn + 1`.
 DEVICE int lane() { return (int)(threadIdx.x & 31); }
 DEVICE int warp() { return (int)(threadIdx.x >> 5); }
 DEVICE int group_of_lane() { return lane() >> 2; }
 DEVICE int turn_of_lane() { return lane() & 3; }
 
-// --- rows of a head, to shared memory and back ------------------------------------------------------------------------------
+// --- rows of a head, to shared memory and back --------------------------------------------------------------
 
-// A head's rows in one sequence: `width` elements apart, t of them, dim elements of each.
+// A head's rows in one sequence: t rows of dim elements with a stride of `width` elements.
 struct Rows {
     u16* at;
     int width, t, dim;
-    bool whole; // rows are whole pieces of 16 bytes
+    bool is_aligned; // rows are aligned and multiples of 16 bytes
 };
 
 DEVICE Rows rows_of(const void* at, i64 sequence, i64 width, i64 column, const Attention& a) {
-    bool whole = a.dim % 8 == 0 && ((u64)at & 15) == 0;
-    return {(u16*)at + sequence * a.t * width + column, (int)width, (int)a.t, (int)a.dim, whole};
+    bool is_aligned = a.dim % 8 == 0 && ((u64)at & 15) == 0;
+    return {(u16*)at + sequence * a.t * width + column, (int)width, (int)a.t, (int)a.dim, is_aligned};
 }
 
-// Begins to copy rows first..first+COUNT to a tile; the caller closes the group. Odd rows are copied at once.
+// Starts to copy rows first..first+COUNT to a tile; the caller commits the group. Unaligned rows
+// are copied synchronously.
 template <int D, int COUNT, int THREADS> DEVICE void fetch_rows(u16* tile, const Rows& from, int first) {
-    constexpr int PIECES = D / 8, AT_ONCE = THREADS / PIECES;
-    static_assert(COUNT % AT_ONCE == 0, "each thread copies as many pieces");
-    int j = (int)threadIdx.x % PIECES * 8, begin = (int)threadIdx.x / PIECES, left = from.t - first - begin;
+    constexpr int VECTORS = D / 8, AT_ONCE = THREADS / VECTORS;
+    static_assert(COUNT % AT_ONCE == 0, "each thread copies the same number of vectors");
+    int j = (int)threadIdx.x % VECTORS * 8, begin = (int)threadIdx.x / VECTORS, left = from.t - first - begin;
     u16* to = tile + begin * stride<D>() + j;
     const u16* source = from.at + (i64)(first + begin) * from.width + j;
-    if (from.whole) {
+    if (from.is_aligned) {
         if (j >= from.dim) left = 0;
 #pragma unroll
         for (int row = 0; row < COUNT; row += AT_ONCE) {
@@ -82,57 +88,59 @@ template <int D, int COUNT, int THREADS> DEVICE void fetch_rows(u16* tile, const
     }
 }
 
-// Rows of two sides, one behind the other: a place of the walk.
-template <int D, int COUNT, int THREADS> DEVICE void fetch_pair(u16* place, const Rows& one, const Rows& other, int first) {
-    fetch_rows<D, COUNT, THREADS>(place, one, first);
-    fetch_rows<D, COUNT, THREADS>(place + COUNT * stride<D>(), other, first);
+// Starts to copy rows of two tensors into consecutive tiles.
+template <int D, int COUNT, int THREADS> DEVICE void fetch_pair(u16* tiles, const Rows& one, const Rows& other, int first) {
+    fetch_rows<D, COUNT, THREADS>(tiles, one, first);
+    fetch_rows<D, COUNT, THREADS>(tiles + COUNT * stride<D>(), other, first);
 }
 
-// Puts a warp's rows, times a factor of each, into its own 16·M rows of a tile.
-template <int D, int M> DEVICE void put_rows(u16* own, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
+// Writes a warp's results, each row times a factor, to the warp's 16·M rows of a tile.
+template <int D, int M> DEVICE void put_rows(u16* tile, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            u16* row = own + (16 * m + 8 * h + group_of_lane()) * stride<D>() + 2 * turn_of_lane();
+            u16* row = tile + (16 * m + 8 * h + group_of_lane()) * stride<D>() + 2 * turn_of_lane();
             float f = factor[2 * m + h];
 #pragma unroll
             for (int n = 0; n < D / 8; n++) *(u32*)(row + 8 * n) = two_bf16(x[m][n][2 * h] * f, x[m][n][2 * h + 1] * f);
         }
 }
 
-// Copies a warp's COUNT rows of a tile to rows `first` and on; what lies behind the sequence or the head is left.
-template <int D, int COUNT> DEVICE void write_rows(const Rows& to, int first, const u16* own) {
-    constexpr int PIECES = D / 8, AT_ONCE = 32 / PIECES;
-    int j = lane() % PIECES * 8, begin = lane() / PIECES;
+// Copies COUNT rows of a tile to global memory from row `first` on. Elements beyond the sequence or
+// the head are skipped.
+template <int D, int COUNT> DEVICE void write_rows(const Rows& to, int first, const u16* tile) {
+    constexpr int VECTORS = D / 8, AT_ONCE = 32 / VECTORS;
+    int j = lane() % VECTORS * 8, begin = lane() / VECTORS;
 #pragma unroll 4
     for (int row = begin; row < COUNT; row += AT_ONCE) {
         if (first + row >= to.t || j >= to.dim) continue;
-        const u16* from = own + row * stride<D>() + j;
-        u16* place = to.at + (i64)(first + row) * to.width + j;
-        if (to.whole) {
-            *(uint4*)place = *(const uint4*)from;
+        const u16* from = tile + row * stride<D>() + j;
+        u16* target = to.at + (i64)(first + row) * to.width + j;
+        if (to.is_aligned) {
+            *(uint4*)target = *(const uint4*)from;
         } else {
-            for (int k = 0; k < 8 && j + k < to.dim; k++) place[k] = from[k];
+            for (int k = 0; k < 8 && j + k < to.dim; k++) target[k] = from[k];
         }
     }
 }
 
-// The results of a warp by way of its rows of a tile, which nobody else uses any more.
+// Stores a warp's results through its rows of a tile, which no other warp uses any more.
 template <int D, int M>
-DEVICE void store_rows(const Rows& to, int first, u16* own, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
-    put_rows<D, M>(own, x, factor);
+DEVICE void store_rows(const Rows& to, int first, u16* tile, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
+    put_rows<D, M>(tile, x, factor);
     __syncwarp();
-    write_rows<D, 16 * M>(to, first, own);
+    write_rows<D, 16 * M>(to, first, tile);
     __syncwarp();
 }
 
-// --- products ---------------------------------------------------------------------------------------------------------------
+// --- matmuls ------------------------------------------------------------------------------------------------
 
-// Where a lane's row begins of the four matrices of a 16 × 16 part: those of a first operand, and of a transposed second one, ...
-template <int D> DEVICE int place_by_columns() { return (lane() & 15) * stride<D>() + (lane() >> 4) * 8; }
-// ... and of a second operand whose columns are the tile's rows.
-template <int D> DEVICE int place_by_rows() { return ((lane() & 7) + (lane() >> 4) * 8) * stride<D>() + (lane() >> 3 & 1) * 8; }
+// Offset of a lane's row of the four matrices of a 16 × 16 block, for a first operand or a
+// transposed second one.
+template <int D> DEVICE int offset_by_columns() { return (lane() & 15) * stride<D>() + (lane() >> 4) * 8; }
+// Offset of a lane's row for a second operand whose columns are the tile's rows.
+template <int D> DEVICE int offset_by_rows() { return ((lane() & 7) + (lane() >> 4) * 8) * stride<D>() + (lane() >> 3 & 1) * 8; }
 
 template <int M, int N> DEVICE void zero(float (&x)[M][N][4]) {
 #pragma unroll
@@ -141,41 +149,41 @@ template <int M, int N> DEVICE void zero(float (&x)[M][N][4]) {
         for (int n = 0; n < N; n++) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0;
 }
 
-// A warp's 16·M rows as first operands, kept in registers.
-template <int D, int M> struct Held {
-    static constexpr bool LIES = false;
+// A warp's 16·M rows as first operands, in registers.
+template <int D, int M> struct RegisterRows {
+    static constexpr bool IN_SHARED = false;
     u32 x[M][D / 16][4];
-    DEVICE_METHOD void load(const u16* own) {
+    DEVICE_METHOD void load(const u16* rows) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int k = 0; k < D / 16; k++) load_matrices(x[m][k], own + 16 * m * stride<D>() + 16 * k + place_by_columns<D>());
+            for (int k = 0; k < D / 16; k++) load_matrices(x[m][k], rows + 16 * m * stride<D>() + 16 * k + offset_by_columns<D>());
     }
-    DEVICE_METHOD void part(u32 (&y)[4], int m, int k) const {
+    DEVICE_METHOD void operand(u32 (&y)[4], int m, int k) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) y[i] = x[m][k][i];
     }
 };
-// The same, taken out of the tile each time: for who has no registers left.
-template <int D, int M> struct Lying {
-    static constexpr bool LIES = true;
-    const u16* own;
-    DEVICE_METHOD void load(const u16* rows) { own = rows + place_by_columns<D>(); }
-    DEVICE_METHOD void part(u32 (&y)[4], int m, int k) const { load_matrices(y, own + 16 * m * stride<D>() + 16 * k); }
+// A warp's 16·M rows as first operands, in shared memory. For kernels that have no registers left.
+template <int D, int M> struct SharedRows {
+    static constexpr bool IN_SHARED = true;
+    const u16* tile;
+    DEVICE_METHOD void load(const u16* rows) { tile = rows + offset_by_columns<D>(); }
+    DEVICE_METHOD void operand(u32 (&y)[4], int m, int k) const { load_matrices(y, tile + 16 * m * stride<D>() + 16 * k); }
 };
 
-// c[16·M, 8·N] += own rows · rows of the other tileᵀ
-template <int D, int M, int N, class Own> DEVICE void scores(float (&c)[M][N][4], const Own& own, const u16* other) {
-    const u16* rows = other + place_by_rows<D>();
+// c[16·M, 8·N] += rows · other tileᵀ
+template <int D, int M, int N, class OwnRows> DEVICE void scores(float (&c)[M][N][4], const OwnRows& rows, const u16* other) {
+    other += offset_by_rows<D>();
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         u32 x[M][4];
 #pragma unroll
-        for (int m = 0; m < M; m++) own.part(x[m], m, k);
+        for (int m = 0; m < M; m++) rows.operand(x[m], m, k);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             u32 y[4];
-            load_matrices(y, rows + 8 * n * stride<D>() + 16 * k);
+            load_matrices(y, other + 8 * n * stride<D>() + 16 * k);
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 multiply(c[m][n], x[m], y[0], y[1]);
@@ -185,9 +193,9 @@ template <int D, int M, int N, class Own> DEVICE void scores(float (&c)[M][N][4]
     }
 }
 
-// out[16·M, D] += p[16·M, 8·N], rounded, · rows of the other tile
+// out[16·M, D] += p[16·M, 8·N] (rounded to bf16) · other tile
 template <int D, int M, int N> DEVICE void add_rows(float (&out)[M][D / 8][4], const float (&p)[M][N][4], const u16* other) {
-    const u16* rows = other + place_by_columns<D>();
+    const u16* rows = other + offset_by_columns<D>();
 #pragma unroll
     for (int k = 0; k < N; k += 2) {
         u32 x[M][4];

@@ -1,0 +1,227 @@
+//! Errors of texts that name hosts: hosts with ranges, hostfiles and filters.
+use super::{MAX_HOSTS, MAX_NAME, filter::MAX_SLOT, hostfile::MAX_SLOTS, range};
+use diagnostic::{Code, codes};
+use thiserror::Error;
+
+/// A text that does not name hosts, with the position of the mistake.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{problem}")]
+pub struct HostSyntaxError {
+    /// Offset in the text, bytes.
+    pub at: usize,
+    /// What is wrong there; the text of the error.
+    pub problem: HostSyntaxProblem,
+}
+
+/// What is wrong with a text that names hosts. The texts follow the name of whatever contains them.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum HostSyntaxProblem {
+    /// Nothing precedes the `@`.
+    #[error("has no user before the `@`")]
+    UserEmpty,
+    /// The user is longer than [`MAX_NAME`].
+    #[error("has a user of more than {MAX_NAME} bytes")]
+    UserTooLong,
+    /// The user contains characters that ssh or a shell could misinterpret.
+    #[error("has a user with characters other than letters, digits, `.`, `_`, `-`")]
+    UserInvalid,
+    /// A host has no name.
+    #[error("names no host")]
+    NameEmpty,
+    /// A name is longer than [`MAX_NAME`].
+    #[error("has a name of more than {MAX_NAME} bytes")]
+    NameTooLong,
+    /// A name contains this character.
+    #[error("has `{}` in the name of a host", .0.escape_default())]
+    NameCharacter(char),
+    /// A name begins with `-`, `.` or `%`.
+    #[error("begins with something other than a letter or digit")]
+    NameStart,
+    /// The text has several colons and is not an IPv6 address.
+    #[error("is neither `name:port` nor an IPv6 address")]
+    AddressInvalid,
+    /// An address in brackets is followed by something other than a port.
+    #[error("has something other than `:PORT` after the address")]
+    TextAfterAddress,
+    /// The port is not a number from 1 to 65535.
+    #[error("needs a port from 1 to 65535 after the colon")]
+    PortInvalid,
+    /// A bracket is opened within brackets.
+    #[error("has a `[` inside brackets")]
+    BracketNested,
+    /// A bracket is closed that was not opened.
+    #[error("has a `]` without a `[`")]
+    BracketUnopened,
+    /// A bracket is not closed.
+    #[error("has a `[` that is never closed")]
+    BracketUnclosed,
+    /// A name has more ranges than are supported.
+    #[error("has more than {} pairs of brackets", range::MAX_BRACKETS)]
+    TooManyBrackets,
+    /// A range contains something other than numbers.
+    #[error("needs numbers of at most {} digits between brackets, as in [01-16,20]", range::MAX_DIGITS)]
+    RangeNumberInvalid,
+    /// The last number of this range is less than its first.
+    #[error("has a range that ends before it begins: {0}")]
+    RangeReversed(String),
+    /// The text stands for more than [`MAX_HOSTS`] hosts.
+    #[error("names more than {MAX_HOSTS} hosts")]
+    TooManyHosts,
+}
+
+impl HostSyntaxError {
+    /// The code of the error for a user.
+    pub fn code(&self) -> Code {
+        use HostSyntaxProblem::*;
+        match self.problem {
+            UserEmpty | UserTooLong | UserInvalid | NameEmpty | NameTooLong | NameCharacter(_)
+            | NameStart | AddressInvalid | TextAfterAddress | PortInvalid => codes::job::JOB_HOST_INVALID,
+            BracketNested | BracketUnopened | BracketUnclosed | TooManyBrackets | RangeNumberInvalid
+            | RangeReversed(_) | TooManyHosts => codes::job::JOB_HOST_RANGE_INVALID,
+        }
+    }
+
+    /// The same error in a text that begins `by` bytes earlier.
+    pub(super) fn shifted(self, by: usize) -> Self {
+        HostSyntaxError { at: self.at + by, ..self }
+    }
+}
+
+/// A mistake in a line of a hostfile.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{problem}")]
+pub struct HostfileError {
+    /// The line, from 1.
+    pub line: u32,
+    /// The column, from 1, in characters.
+    pub column: u32,
+    /// What is wrong there; the text of the error.
+    pub problem: HostfileProblem,
+}
+
+impl HostfileError {
+    /// The code of the error for a user.
+    pub fn code(&self) -> Code {
+        codes::job::HOSTFILE_INVALID
+    }
+}
+
+/// What is wrong with a line of a hostfile.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum HostfileProblem {
+    /// The file has no line with a host.
+    #[error("the hostfile names no host")]
+    NoHost,
+    /// The first word of the line is not a host.
+    #[error("the host {0}")]
+    HostInvalid(HostSyntaxProblem),
+    /// The user is part of the host and also an option.
+    #[error("the user is given twice")]
+    UserTwice,
+    /// The file has more than [`MAX_HOSTS`] hosts.
+    #[error("the hostfile names more than {MAX_HOSTS} hosts")]
+    TooManyHosts,
+    /// A host that has slots is named again.
+    #[error("the slots of {host} are given twice; the host is already on line {line}")]
+    SlotsTwice {
+        /// The host's name.
+        host: String,
+        /// The line that names it first.
+        line: u32,
+    },
+    /// A host is named again with another user.
+    #[error("{host} has another user on line {line}")]
+    UserDiffers {
+        /// The host's name.
+        host: String,
+        /// The line that names it first.
+        line: u32,
+    },
+    /// A host is named more often than a host may have slots.
+    #[error("{0} has more than {MAX_SLOTS} slots")]
+    TooManySlots(String),
+    /// An option has no `=`.
+    #[error("`{0}` is not KEY=VALUE, as in `slots=8`")]
+    OptionInvalid(String),
+    /// An option is not known.
+    #[error("unknown option `{0}`; the options of a host are slots, max-slots and user")]
+    OptionUnknown(String),
+    /// An option is repeated.
+    #[error("`{0}` is given twice")]
+    OptionTwice(String),
+    /// The number of slots is not a number, 0, or too large.
+    #[error("slots must be a number from 1 to {MAX_SLOTS}, found `{0}`")]
+    SlotsInvalid(String),
+    /// A host has more slots than it may have.
+    #[error("slots ({slots}) is more than max-slots ({max})")]
+    SlotsOverMaximum {
+        /// The value of `slots`.
+        slots: u32,
+        /// The value of `max-slots`.
+        max: u32,
+    },
+}
+
+/// A mistake in `cluster.include` or `cluster.exclude`.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{problem}")]
+pub struct FilterError {
+    /// Whether the mistake is in `exclude` rather than `include`.
+    pub exclude: bool,
+    /// The index of the text in its list; `None` for the list as a whole.
+    pub item: Option<usize>,
+    /// What is wrong; the text of the error, which follows the name of the key.
+    pub problem: FilterProblem,
+}
+
+impl FilterError {
+    /// The code of the error for a user.
+    pub fn code(&self) -> Code {
+        match self.problem {
+            FilterProblem::IncludeAndExclude => codes::job::JOB_KEYS_CONFLICT,
+            _ => codes::job::JOB_HOST_FILTER_INVALID,
+        }
+    }
+}
+
+/// What is wrong with a filter of hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum FilterProblem {
+    /// Both filters are given.
+    #[error("and `cluster.include` are both given")]
+    IncludeAndExclude,
+    /// No host remains.
+    #[error("leaves no host")]
+    NothingLeft,
+    /// Slots of a host are excluded whose number of slots is not stated.
+    #[error("excludes slots of {0}, whose number of slots is unknown; write `{0} slots=N` in a hostfile")]
+    SlotCountUnknown(String),
+    /// The filter names a host that the job does not have.
+    #[error("names the host `{}`, which the job does not have", .0.escape_debug())]
+    HostUnknown(String),
+    /// A host name is empty.
+    #[error("has an empty host name; hosts are separated by a single `@`")]
+    HostEmpty,
+    /// The ranges of a host name are not valid.
+    #[error("{0}")]
+    HostInvalid(HostSyntaxProblem),
+    /// The filter names a slot that the host does not have.
+    #[error("names slot {slot} of {host}, which has {slots} slots")]
+    SlotMissing {
+        /// The number of the slot.
+        slot: u32,
+        /// The host's name.
+        host: String,
+        /// How many slots the host has.
+        slots: usize,
+    },
+    /// A host is named both with and without slots.
+    #[error("names {0} once with slots and once without")]
+    SlotsAmbiguous(String),
+    /// The slots are not numbers.
+    #[error("has the slots `{}`; slots are numbers from 0 to {MAX_SLOT}, as in `node-1:0,2`", .0.escape_debug())]
+    SlotsInvalid(String),
+    /// The filter repeats slots so often that it is not worth reading.
+    #[error("names too many slots of one host")]
+    TooManySlots,
+}

@@ -1,0 +1,244 @@
+//! Hostfiles of DeepSpeed (`host slots=N`) and Open MPI (`host slots=N max-slots=M`, or a bare host
+//! once per slot).
+use super::{HostAddress, HostfileError, HostfileProblem, MAX_HOSTS, parse_hosts};
+use std::collections::HashMap;
+
+/// Largest hostfile, bytes.
+pub const MAX_HOSTFILE: usize = 4 << 20;
+/// Most slots of a host.
+pub(super) const MAX_SLOTS: u32 = 1024;
+/// Most mistakes that are reported at once.
+const MAX_ERRORS: usize = 20;
+
+/// A host of a hostfile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostfileEntry {
+    /// The host.
+    pub host: HostAddress,
+    /// The number of workers on it; `None` where the file does not state it.
+    pub slots: Option<u32>,
+    /// The line that names it first, from 1.
+    pub line: u32,
+}
+
+/// Parses a hostfile into its hosts, in order. The error has at most [`MAX_ERRORS`] mistakes.
+pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileError>> {
+    let mut parser = Parser::default();
+    let mut errors = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let number = u32::try_from(index + 1).unwrap_or(u32::MAX);
+        if let Err((at, problem)) = parser.parse_line(number, line) {
+            let column = line.get(..at).map_or(1, |before| before.chars().count() + 1) as u32;
+            errors.push(HostfileError { line: number, column, problem });
+        }
+        if errors.len() >= MAX_ERRORS {
+            break;
+        }
+    }
+    match () {
+        () if !errors.is_empty() => Err(errors),
+        () if parser.hosts.is_empty() => {
+            Err(vec![HostfileError { line: 1, column: 1, problem: HostfileProblem::NoHost }])
+        }
+        () => Ok(parser.hosts),
+    }
+}
+
+#[derive(Default)]
+struct Parser {
+    hosts: Vec<HostfileEntry>,
+    /// For each name the index in `hosts`, and whether its slots are stated.
+    by_name: HashMap<String, (usize, bool)>,
+}
+
+/// The byte of the line that is wrong, and why.
+type LineProblem = (usize, HostfileProblem);
+
+impl Parser {
+    fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LineProblem> {
+        let content = line.split('#').next().unwrap_or("");
+        let trimmed = content.trim_start();
+        let start = content.len() - trimmed.len();
+        if trimmed.trim_end().is_empty() {
+            return Ok(());
+        }
+        let end = trimmed.find(char::is_whitespace).unwrap_or(trimmed.len());
+        let (name, rest) = trimmed.split_at(end);
+        let mut hosts = parse_hosts(name)
+            .map_err(|error| (start + error.at, HostfileProblem::HostInvalid(error.problem)))?;
+        let options = Options::parse(rest, start + end)?;
+        if let Some((user, at)) = options.user {
+            if hosts.iter().any(|h| h.user.is_some()) {
+                return Err((at, HostfileProblem::UserTwice));
+            }
+            hosts.iter_mut().for_each(|h| h.user = Some(user.clone()));
+        }
+        for host in hosts {
+            self.add(host, options.slots, number, start)?;
+        }
+        Ok(())
+    }
+
+    fn add(
+        &mut self,
+        host: HostAddress,
+        slots: Option<u32>,
+        line: u32,
+        at: usize,
+    ) -> Result<(), LineProblem> {
+        let name = host.name();
+        let Some(&(index, has_slots)) = self.by_name.get(&name) else {
+            if self.hosts.len() >= MAX_HOSTS {
+                return Err((at, HostfileProblem::TooManyHosts));
+            }
+            self.by_name.insert(name, (self.hosts.len(), slots.is_some()));
+            self.hosts.push(HostfileEntry { host, slots, line });
+            return Ok(());
+        };
+        let known = &mut self.hosts[index];
+        if has_slots || slots.is_some() {
+            return Err((at, HostfileProblem::SlotsTwice { host: name, line: known.line }));
+        }
+        if known.host.user != host.user {
+            return Err((at, HostfileProblem::UserDiffers { host: name, line: known.line }));
+        }
+        // In Open MPI a host without `slots=` has as many slots as lines that name it.
+        let more = known.slots.unwrap_or(1) + 1;
+        if more > MAX_SLOTS {
+            return Err((at, HostfileProblem::TooManySlots(name)));
+        }
+        known.slots = Some(more);
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Options {
+    slots: Option<u32>,
+    /// The user, and the offset of the option in the line.
+    user: Option<(String, usize)>,
+}
+
+impl Options {
+    /// Parses ` slots=4 max-slots=8 user=me`; the text begins at byte `at` of the line.
+    fn parse(text: &str, at: usize) -> Result<Options, LineProblem> {
+        let (mut options, mut max, mut slots) = (Options::default(), None, None);
+        let mut next = 0;
+        while let Some(word_at) = text[next..].find(|c: char| !c.is_whitespace()).map(|i| i + next) {
+            let end = text[word_at..].find(char::is_whitespace).map_or(text.len(), |i| i + word_at);
+            let word = &text[word_at..end];
+            let offset = at + word_at;
+            next = end;
+            let Some((key, value)) = word.split_once('=') else {
+                return Err((offset, HostfileProblem::OptionInvalid(excerpt(word))));
+            };
+            match key {
+                "slots" => once(&mut slots, number(value, offset + 6)?, offset, key)?,
+                "max-slots" | "max_slots" => once(&mut max, number(value, offset + 10)?, offset, key)?,
+                "user" | "username" => {
+                    super::check_user(value)
+                        .map_err(|problem| (offset, HostfileProblem::HostInvalid(problem)))?;
+                    let mut user = options.user.take();
+                    once(&mut user, (value.to_owned(), offset), offset, key)?;
+                    options.user = user;
+                }
+                _ => return Err((offset, HostfileProblem::OptionUnknown(excerpt(key)))),
+            }
+        }
+        if let (Some(slots), Some(max)) = (slots, max)
+            && slots > max
+        {
+            return Err((at, HostfileProblem::SlotsOverMaximum { slots, max }));
+        }
+        // launch never starts more workers than slots, so a larger maximum has no effect.
+        Ok(Options { slots: slots.or(max), ..options })
+    }
+}
+
+/// Sets an option, unless it is set already.
+fn once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LineProblem> {
+    match option.replace(value) {
+        None => Ok(()),
+        Some(_) => Err((at, HostfileProblem::OptionTwice(key.to_owned()))),
+    }
+}
+
+fn number(text: &str, at: usize) -> Result<u32, LineProblem> {
+    let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS).contains(n));
+    number.ok_or_else(|| (at, HostfileProblem::SlotsInvalid(excerpt(text))))
+}
+
+/// A short part of a text with control characters escaped.
+fn excerpt(text: &str) -> String {
+    text.chars().take(40).flat_map(char::escape_default).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::HostSyntaxProblem, HostfileProblem::*, *};
+    use proptest::prelude::*;
+
+    fn read(text: &str) -> String {
+        let hosts = parse_hostfile(text).expect(text);
+        let one =
+            |h: HostfileEntry| format!("{}*{}", h.host, h.slots.map_or("?".to_owned(), |s| s.to_string()));
+        hosts.into_iter().map(one).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn hostfiles_of_deepspeed_and_open_mpi_are_parsed() {
+        for (text, expected) in [
+            ("worker-0 slots=4\nworker-1 slots=2\n", "worker-0*4 worker-1*2"),
+            ("# all\n\n  a   slots=4  # the first\r\nb slots=1", "a*4 b*1"),
+            ("a slots=2 max-slots=4\nb max_slots=3\nc", "a*2 b*3 c*?"),
+            ("a\nb\na\na", "a*3 b*?"),
+            ("me@n[1-2]:2222 slots=8", "me@n1:2222*8 me@n2:2222*8"),
+            ("a user=me slots=1\nb username=you", "me@a*1 you@b*?"),
+            ("a:22 slots=1\na:23 slots=1", "a:22*1 a:23*1"),
+        ] {
+            assert_eq!(read(text), expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn mistakes_are_reported_with_their_position() {
+        let slots_twice = |line| SlotsTwice { host: "a".to_owned(), line };
+        let text = str::to_owned;
+        for (file, line, column, problem) in [
+            ("", 1, 1, NoHost),
+            ("# nothing\n\n", 1, 1, NoHost),
+            ("a slots=2\na slots=2", 2, 1, slots_twice(1)),
+            ("a\n  a slots=2", 2, 3, slots_twice(1)),
+            ("a slots=0", 1, 9, SlotsInvalid(text("0"))),
+            ("a slots=x", 1, 9, SlotsInvalid(text("x"))),
+            ("a slots= 4", 1, 9, SlotsInvalid(text(""))),
+            ("a slot=4", 1, 3, OptionUnknown(text("slot"))),
+            ("a 4", 1, 3, OptionInvalid(text("4"))),
+            ("a slots=1 slots=2", 1, 11, OptionTwice(text("slots"))),
+            ("a slots=8 max-slots=4", 1, 2, SlotsOverMaximum { slots: 8, max: 4 }),
+            ("é a\nok slots=1\nn[2-1]", 1, 3, OptionInvalid(text("a"))),
+            ("u@a user=v", 1, 5, UserTwice),
+            ("n[1-", 1, 2, HostInvalid(HostSyntaxProblem::BracketUnclosed)),
+        ] {
+            let errors = parse_hostfile(file).expect_err(file);
+            assert_eq!(errors[0], HostfileError { line, column, problem }, "{file:?}");
+        }
+        assert_eq!(parse_hostfile("é a\nok slots=1\nn[2-1]").expect_err("two").len(), 2);
+    }
+
+    proptest! {
+        #[test]
+        fn any_hostfile_is_parsed_within_bounds_or_rejected(text in "[ab#\\n =slotmax0-9\\[\\]@:,-]{0,80}") {
+            match parse_hostfile(&text) {
+                Ok(hosts) => prop_assert!(hosts.iter().all(|h| h.slots.is_none_or(|s| (1..=MAX_SLOTS).contains(&s)))),
+                Err(errors) => prop_assert!(!errors.is_empty() && errors.len() <= MAX_ERRORS),
+            }
+        }
+
+        #[test]
+        fn any_text_is_parsed_or_rejected(text in "\\PC{0,200}") {
+            _ = parse_hostfile(&text);
+        }
+    }
+}

@@ -1,0 +1,404 @@
+//! Parses YAML text into a tree of nodes, each with the span that it was read from.
+//!
+//! The language is YAML 1.2 with the core schema: `yes` is text, `0o17` is an integer. A text is
+//! one document with text keys, without duplicate keys, tags or merge keys. Aliases are expanded
+//! within a budget, so that a small text cannot become a large tree.
+use super::{scalar, source::Span, value_error::ValueError};
+use diagnostic::codes::job as codes;
+use saphyr_parser::{Event, Parser, ScalarStyle, Span as YamlSpan};
+use std::collections::HashMap;
+
+/// Deepest nesting of lists and mappings that is accepted.
+const MAX_DEPTH: usize = 32;
+/// Most nodes of a tree with its aliases expanded.
+const MAX_NODES: usize = 50_000;
+/// Most bytes of scalars in a tree with its aliases expanded.
+const MAX_BYTES: usize = 4 << 20;
+/// Most characters of a value that a message quotes.
+const MAX_EXCERPT: usize = 60;
+
+/// A value and the span of text that it was read from.
+#[derive(Clone, Debug)]
+pub(crate) struct YamlNode {
+    pub(crate) span: Span,
+    pub(crate) value: YamlValue,
+    /// The text of a scalar: verbatim when it is plain, unescaped when it is quoted. Empty for
+    /// lists and mappings.
+    pub(crate) raw: String,
+}
+
+/// The resolved value of a node.
+#[derive(Clone, Debug)]
+pub(crate) enum YamlValue {
+    Null,
+    Bool(bool),
+    Int(i128),
+    Float(f64),
+    Text,
+    List(Vec<YamlNode>),
+    Map(Vec<YamlEntry>),
+}
+
+/// One key of a mapping and its value.
+#[derive(Clone, Debug)]
+pub(crate) struct YamlEntry {
+    pub(crate) key: String,
+    pub(crate) key_span: Span,
+    pub(crate) value: YamlNode,
+}
+
+/// Compares values; spans, notation and the order of mappings do not matter.
+impl PartialEq for YamlNode {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.value, &other.value) {
+            (YamlValue::Null, YamlValue::Null) => true,
+            (YamlValue::Bool(a), YamlValue::Bool(b)) => a == b,
+            (YamlValue::Int(a), YamlValue::Int(b)) => a == b,
+            (YamlValue::Float(a), YamlValue::Float(b)) => a == b,
+            (YamlValue::Text, YamlValue::Text) => self.raw == other.raw,
+            (YamlValue::List(a), YamlValue::List(b)) => a == b,
+            (YamlValue::Map(a), YamlValue::Map(b)) => {
+                a.len() == b.len() && a.iter().all(|e| b.iter().any(|f| e.key == f.key && e.value == f.value))
+            }
+            _ => false,
+        }
+    }
+}
+
+impl YamlNode {
+    /// Describes the value for a message: ``the text `abc` ``, `3`, `a list`.
+    pub(crate) fn describe(&self) -> String {
+        let raw = excerpt(&self.raw);
+        match &self.value {
+            YamlValue::Null => "nothing".to_owned(),
+            YamlValue::Bool(_) | YamlValue::Int(_) | YamlValue::Float(_) => raw,
+            YamlValue::Text if self.raw.is_empty() => "an empty text".to_owned(),
+            YamlValue::Text => format!("the text `{raw}`"),
+            YamlValue::List(items) if items.is_empty() => "an empty list".to_owned(),
+            YamlValue::List(_) => "a list".to_owned(),
+            YamlValue::Map(_) => "a mapping".to_owned(),
+        }
+    }
+
+    /// The number of nodes, the bytes of scalars and keys, and the depth of the tree below this
+    /// node.
+    fn measure(&self) -> (usize, usize, usize) {
+        let (mut nodes, mut bytes, mut depth) = (0, 0, 0);
+        let mut todo = vec![(self, 1)];
+        while let Some((node, level)) = todo.pop() {
+            nodes += 1;
+            bytes += node.raw.len();
+            depth = depth.max(level);
+            match &node.value {
+                YamlValue::List(items) => todo.extend(items.iter().map(|n| (n, level + 1))),
+                YamlValue::Map(entries) => {
+                    bytes += entries.iter().map(|e| e.key.len()).sum::<usize>();
+                    todo.extend(entries.iter().map(|e| (&e.value, level + 1)));
+                }
+                _ => {}
+            }
+        }
+        (nodes, bytes, depth)
+    }
+}
+
+/// At most [`MAX_EXCERPT`] characters of a text, with control characters escaped.
+pub(crate) fn excerpt(text: &str) -> String {
+    let mut out: String = text
+        .chars()
+        .take(MAX_EXCERPT)
+        .flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] })
+        .collect();
+    if text.chars().nth(MAX_EXCERPT).is_some() {
+        out.push('…');
+    }
+    out
+}
+
+/// Parses the only document of a text; `None` when it is empty.
+///
+/// `source` is the number of the text in the `SourceMap`, and `base` the offset of `text` in it.
+pub(crate) fn parse(text: &str, source: u32, base: u32) -> Result<Option<YamlNode>, ValueError> {
+    let mut builder = Builder::new(text, source, base);
+    let mut parser = Parser::new_from_str(text);
+    while let Some(next) = parser.next_event() {
+        match next {
+            Ok((event, span)) => builder.event(event, span)?,
+            Err(error) => return Err(builder.syntax_error(text, &error)),
+        }
+    }
+    Ok(builder.root)
+}
+
+/// Parses the default of a key, which is part of this program.
+pub(crate) fn parse_default(text: &str) -> Option<YamlNode> {
+    parse(text, u32::MAX, 0).ok().flatten()
+}
+
+/// A list or mapping whose end has not been reached yet.
+struct OpenNode {
+    start: u32,
+    flow: bool,
+    anchor: usize,
+    kind: OpenCollection,
+}
+
+/// The children of an [`OpenNode`] so far.
+enum OpenCollection {
+    List(Vec<YamlNode>),
+    Map { entries: Vec<YamlEntry>, seen: HashMap<String, Span>, key: Option<(String, Span)> },
+}
+
+/// Builds the tree from the parser's events.
+struct Builder<'t> {
+    text: &'t str,
+    source: u32,
+    base: u32,
+    /// The byte offset of each character; empty for ASCII text.
+    offsets: Vec<u32>,
+    open: Vec<OpenNode>,
+    /// Complete nodes that have an anchor. A node that is still open is absent.
+    anchors: HashMap<usize, YamlNode>,
+    nodes: usize,
+    bytes: usize,
+    documents: usize,
+    root: Option<YamlNode>,
+}
+
+impl<'t> Builder<'t> {
+    fn new(text: &'t str, source: u32, base: u32) -> Self {
+        let offsets = if text.is_ascii() {
+            Vec::new()
+        } else {
+            text.char_indices().map(|(byte, _)| byte as u32).collect()
+        };
+        Builder {
+            text,
+            source,
+            base,
+            offsets,
+            open: Vec::new(),
+            anchors: HashMap::new(),
+            nodes: 0,
+            bytes: 0,
+            documents: 0,
+            root: None,
+        }
+    }
+
+    /// The byte offset in `text` of a character index.
+    fn byte(&self, index: usize) -> u32 {
+        if self.offsets.is_empty() {
+            index.min(self.text.len()) as u32
+        } else {
+            self.offsets.get(index).copied().unwrap_or(self.text.len() as u32)
+        }
+    }
+
+    fn span(&self, span: YamlSpan) -> Span {
+        let (start, end) = (self.byte(span.start.index()), self.byte(span.end.index()));
+        self.range(start, end.max(start))
+    }
+
+    /// The span of the bytes `start..end` of `text`.
+    fn range(&self, start: u32, end: u32) -> Span {
+        Span { source: self.source, start: self.base + start, end: self.base + end }
+    }
+
+    /// Adds one parser event to the tree.
+    fn event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
+        let span = self.span(at);
+        match event {
+            Event::DocumentStart(_) => {
+                self.documents += 1;
+                if self.documents > 1 {
+                    return Err(ValueError::new(
+                        codes::JOB_YAML_UNSUPPORTED,
+                        span,
+                        "a second YAML document begins here",
+                    )
+                    .with_help(
+                        "a job is one document: remove the `---` and what follows, or the first document",
+                    ));
+                }
+                Ok(())
+            }
+            Event::Scalar(text, style, anchor, tag) => {
+                no_tag(tag.is_some(), span)?;
+                let value =
+                    if style == ScalarStyle::Plain { scalar::resolve_scalar(&text) } else { YamlValue::Text };
+                self.budget(1, text.len(), span)?;
+                self.finish(YamlNode { span, value, raw: text.into_owned() }, anchor)
+            }
+            Event::SequenceStart(anchor, tag) => {
+                no_tag(tag.is_some(), span)?;
+                self.begin(OpenCollection::List(Vec::new()), anchor, span)
+            }
+            Event::MappingStart(anchor, tag) => {
+                no_tag(tag.is_some(), span)?;
+                self.begin(
+                    OpenCollection::Map { entries: Vec::new(), seen: HashMap::new(), key: None },
+                    anchor,
+                    span,
+                )
+            }
+            Event::SequenceEnd | Event::MappingEnd => self.end(span),
+            Event::Alias(anchor) => self.alias(anchor, span),
+            Event::Nothing | Event::StreamStart | Event::StreamEnd | Event::DocumentEnd => Ok(()),
+        }
+    }
+
+    fn begin(&mut self, kind: OpenCollection, anchor: usize, span: Span) -> Result<(), ValueError> {
+        self.budget(1, 0, span)?;
+        if let Some(OpenCollection::Map { key: None, .. }) = self.open.last().map(|o| &o.kind) {
+            return Err(collection_as_key(span));
+        }
+        if self.open.len() + 1 > MAX_DEPTH {
+            return Err(too_deep(span));
+        }
+        let start = span.start - self.base;
+        let flow = matches!(self.text.as_bytes().get(start as usize), Some(b'[' | b'{'));
+        self.open.push(OpenNode { start, flow, anchor, kind });
+        Ok(())
+    }
+
+    fn end(&mut self, span: Span) -> Result<(), ValueError> {
+        let Some(open) = self.open.pop() else { return Ok(()) };
+        let (value, last) = match open.kind {
+            OpenCollection::List(items) => {
+                let last = items.last().map(|n| n.span);
+                (YamlValue::List(items), last)
+            }
+            OpenCollection::Map { entries, .. } => {
+                let last = entries.last().map(|e| e.value.span);
+                (YamlValue::Map(entries), last)
+            }
+        };
+        // The end event of a block collection is at the next token, so the end of its last child is
+        // used.
+        let end = match last {
+            Some(last) if !open.flow && last.source == self.source => last.end - self.base,
+            _ => span.end - self.base,
+        };
+        let span = self.range(open.start, end.max(open.start));
+        self.finish(YamlNode { span, value, raw: String::new() }, open.anchor)
+    }
+
+    /// Adds a complete node to its parent as a key, a value or an item, or makes it the root.
+    fn finish(&mut self, node: YamlNode, anchor: usize) -> Result<(), ValueError> {
+        if anchor != 0 {
+            let (nodes, bytes, _) = node.measure();
+            self.budget(nodes, bytes, node.span)?;
+            self.anchors.insert(anchor, node.clone());
+        }
+        match self.open.last_mut().map(|o| &mut o.kind) {
+            None => self.root = Some(node),
+            Some(OpenCollection::List(items)) => items.push(node),
+            Some(OpenCollection::Map { entries, seen, key }) => match key.take() {
+                Some((key, key_span)) => {
+                    // An empty value has no text, so its key stands for it.
+                    let span = if node.span.start == node.span.end { key_span } else { node.span };
+                    entries.push(YamlEntry { key, key_span, value: YamlNode { span, ..node } });
+                }
+                None => *key = Some(new_key(node, seen)?),
+            },
+        }
+        Ok(())
+    }
+
+    /// Expands an alias.
+    fn alias(&mut self, anchor: usize, span: Span) -> Result<(), ValueError> {
+        let Some(node) = self.anchors.get(&anchor) else {
+            return Err(ValueError::new(
+                codes::JOB_ALIAS_RECURSIVE,
+                span,
+                "the alias refers to the value that contains it",
+            )
+            .with_help("a value cannot contain itself: write the value out"));
+        };
+        let (nodes, bytes, depth) = node.measure();
+        if self.open.len() + depth > MAX_DEPTH {
+            return Err(too_deep(span));
+        }
+        let node = node.clone();
+        self.budget(nodes, bytes, span)?;
+        self.finish(node, 0)
+    }
+
+    /// Counts nodes and bytes, and fails when there are too many.
+    fn budget(&mut self, nodes: usize, bytes: usize, span: Span) -> Result<(), ValueError> {
+        self.nodes += nodes;
+        self.bytes += bytes;
+        if self.nodes > MAX_NODES || self.bytes > MAX_BYTES {
+            let message =
+                format!("the file expands to more than {MAX_NODES} values or 4 MiB of text at this value");
+            return Err(ValueError::new(codes::JOB_ALIAS_BUDGET, span, message)
+                .with_help("an alias counts as the value that it repeats"));
+        }
+        Ok(())
+    }
+
+    fn syntax_error(&self, text: &str, error: &saphyr_parser::ScanError) -> ValueError {
+        let at = self.byte(error.marker().index());
+        let span = self.range(at, at);
+        // The parser reports a tab in the indentation differently in different contexts.
+        let line_start = text[..at as usize].rfind('\n').map_or(0, |i| i + 1);
+        let line = text[line_start..].lines().next().unwrap_or("");
+        let indent = line.len() - line.trim_start_matches([' ', '\t']).len();
+        if let Some(tab) = line[..indent].find('\t') {
+            let at = (line_start + tab) as u32;
+            return ValueError::new(
+                codes::JOB_YAML_SYNTAX,
+                self.range(at, at + 1),
+                "a tab is used for indentation",
+            )
+            .with_help("indent YAML with spaces");
+        }
+        ValueError::new(codes::JOB_YAML_SYNTAX, span, format!("invalid YAML: {}", error.info()))
+    }
+}
+
+/// Rejects a node that has a tag.
+fn no_tag(tagged: bool, span: Span) -> Result<(), ValueError> {
+    if tagged {
+        return Err(ValueError::new(
+            codes::JOB_YAML_UNSUPPORTED,
+            span,
+            "YAML tags (`!name`) are not supported",
+        )
+        .with_help("remove the tag; put text that looks like another type in quotes"));
+    }
+    Ok(())
+}
+
+fn too_deep(span: Span) -> ValueError {
+    let message = format!("the file is nested more than {MAX_DEPTH} levels deep at this value");
+    ValueError::new(codes::JOB_NESTING_TOO_DEEP, span, message)
+}
+
+fn collection_as_key(span: Span) -> ValueError {
+    ValueError::new(codes::JOB_YAML_UNSUPPORTED, span, "a list or mapping is used as a key")
+        .with_help("keys must be text")
+}
+
+/// The text and span of a key, which is added to `seen`.
+fn new_key(node: YamlNode, seen: &mut HashMap<String, Span>) -> Result<(String, Span), ValueError> {
+    let error = |code, message: &str| Err(ValueError::new(code, node.span, message));
+    match node.value {
+        YamlValue::List(_) | YamlValue::Map(_) => Err(collection_as_key(node.span)),
+        YamlValue::Null => error(codes::JOB_YAML_SYNTAX, "a key is missing before the colon")
+            .map_err(|error| error.with_help("write `name: value`")),
+        _ if node.raw == "<<" => {
+            error(codes::JOB_YAML_UNSUPPORTED, "merge keys (`<<`) are not part of YAML 1.2")
+                .map_err(|error| error.with_help("write the keys out, or use an alias for a whole value"))
+        }
+        _ if seen.contains_key(&node.raw) => {
+            let message = format!("the key `{}` is given twice", excerpt(&node.raw));
+            error(codes::JOB_KEY_DUPLICATE, &message).map_err(|error| error.with_help("keep one of them"))
+        }
+        _ => {
+            seen.insert(node.raw.clone(), node.span);
+            Ok((node.raw, node.span))
+        }
+    }
+}

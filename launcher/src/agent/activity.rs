@@ -1,0 +1,108 @@
+//! Measures the activity of workers from `/proc`: the CPU time of a worker's process tree, and whether
+//! its first process is stopped.
+use super::descendants::{ProcessStat, processes};
+use std::collections::HashMap;
+
+/// The activity of one worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Activity {
+    /// CPU time of the running processes of the tree and of the children that they waited for, in
+    /// clock ticks.
+    pub(super) ticks: u64,
+    /// Whether the first process is stopped by a signal.
+    pub(super) stopped: bool,
+}
+
+/// Measures several workers, given by the pids of their first processes.
+pub(super) fn measure_activity(leaders: &[u32]) -> Vec<Activity> {
+    activity_of(&processes(), leaders)
+}
+
+/// The pids of a worker's process tree, the first process first.
+pub(super) fn process_tree(leader: u32) -> Vec<i32> {
+    let processes = processes();
+    let children = children_by_parent(&processes);
+    let mut pids = Vec::new();
+    visit_tree(&children, &processes, leader as i32, &mut |process| pids.push(process.pid));
+    pids
+}
+
+/// The activity of each leader's tree in a list of all processes.
+fn activity_of(processes: &[ProcessStat], leaders: &[u32]) -> Vec<Activity> {
+    let children = children_by_parent(processes);
+    let measure = |leader: &u32| {
+        let mut activity = Activity::default();
+        visit_tree(&children, processes, *leader as i32, &mut |process| {
+            activity.ticks += process.ticks;
+            activity.stopped |= process.pid == *leader as i32 && process.stopped;
+        });
+        activity
+    };
+    leaders.iter().map(measure).collect()
+}
+
+/// The indices of the children of each parent.
+fn children_by_parent(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
+    let mut children: HashMap<i32, Vec<usize>> = HashMap::new();
+    for (index, process) in processes.iter().enumerate() {
+        children.entry(process.parent).or_default().push(index);
+    }
+    children
+}
+
+/// Calls `visit` for the leader and its descendants.
+fn visit_tree(
+    children: &HashMap<i32, Vec<usize>>,
+    processes: &[ProcessStat],
+    leader: i32,
+    visit: &mut impl FnMut(&ProcessStat),
+) {
+    if let Some(first) = processes.iter().find(|p| p.pid == leader) {
+        visit(first);
+    }
+    let mut parents = vec![leader];
+    // /proc is not read atomically, so the list may contain a cycle. It ends after as many visits as
+    // there are processes.
+    let mut remaining = processes.len();
+    while let Some(parent) = parents.pop() {
+        for &index in children.get(&parent).map_or(&[][..], Vec::as_slice) {
+            let Some(rest) = remaining.checked_sub(1) else { return };
+            remaining = rest;
+            if let Some(process) = processes.get(index) {
+                visit(process);
+                parents.push(process.pid);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ticks_of_a_process_tree_are_summed() {
+        let process =
+            |pid, parent, ticks, stopped| ProcessStat { pid, parent, start_time: 0, ticks, stopped };
+        let processes = [
+            process(10, 1, 5, true),
+            process(11, 10, 7, false),
+            process(12, 11, 1, true),
+            process(20, 1, 3, false),
+            process(30, 31, 9, false),
+            process(31, 30, 9, false),
+        ];
+        let activity = |ticks, stopped| Activity { ticks, stopped };
+        assert_eq!(
+            activity_of(&processes, &[10, 20, 99]),
+            [activity(13, true), activity(3, false), activity(0, false)]
+        );
+        assert!(activity_of(&processes, &[30])[0].ticks >= 18, "a cycle ends");
+    }
+
+    #[test]
+    fn the_test_process_is_running() {
+        assert_eq!(process_tree(std::process::id()).first(), Some(&(std::process::id() as i32)));
+        assert!(!measure_activity(&[std::process::id()])[0].stopped);
+    }
+}

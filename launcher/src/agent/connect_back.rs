@@ -1,0 +1,103 @@
+//! Connects an agent to its controller over TCP.
+//!
+//! Slurm's `srun` mixes the output of all tasks, so the standard streams of an agent in a Slurm
+//! step cannot carry the control connection.
+use crate::connection::handshake::{
+    HANDSHAKE_TIMEOUT, HandshakeError, Invitation, VerifiedController, authenticate_controller,
+};
+use contract::env;
+use diagnostic::{Diagnostic, codes::host};
+use std::{
+    fs::{self, File},
+    io,
+    net::SocketAddr,
+    os::fd::OwnedFd,
+    time::Duration,
+};
+use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
+
+/// The delay between the first attempts at two addresses (RFC 8305).
+const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
+/// The limit of one TCP connection attempt.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Reads the invitation from standard input and connects to the controller.
+///
+/// Returns the reading and the writing end of the control connection. Blocks until one address has
+/// answered or all have failed.
+pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, OwnedFd)> {
+    let invitation = Invitation::read(&mut File::from(stdin))?;
+    let name = host_name();
+    let cannot_start = |error: io::Error| {
+        Diagnostic::error(host::AGENT_START_FAILED, "cannot set up the connection to the controller")
+            .with_cause(&error)
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(cannot_start)?;
+    let stream = runtime.block_on(connect_to_any(&invitation, &name))?.into_std().map_err(cannot_start)?;
+    Ok((stream.try_clone().map_err(cannot_start)?.into(), stream.into()))
+}
+
+/// The name by which the controller expects this host.
+fn host_name() -> String {
+    let slurm = std::env::var(env::SLURMD_NODENAME).ok().filter(|name| !name.is_empty());
+    slurm.unwrap_or_else(|| {
+        fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+    })
+}
+
+/// Connects to all addresses, each a little later than the one before, and keeps the first on which
+/// the controller proves itself.
+async fn connect_to_any(invitation: &Invitation, name: &str) -> diagnostic::Result<TcpStream> {
+    let mut attempts = JoinSet::new();
+    for (i, address) in invitation.addresses.iter().copied().enumerate() {
+        let (key, name) = (invitation.key.clone(), name.to_owned());
+        attempts.spawn(async move {
+            sleep(ATTEMPT_DELAY * i as u32).await;
+            let attempt = async {
+                let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address))
+                    .await
+                    .map_err(io::Error::from)??;
+                stream.set_nodelay(true)?;
+                timeout(HANDSHAKE_TIMEOUT, authenticate_controller(stream, &key, &name))
+                    .await
+                    .unwrap_or(Err(HandshakeError::Timeout))
+            };
+            attempt.await.map_err(|error| (address, error))
+        });
+    }
+    let mut failures: Vec<(SocketAddr, HandshakeError)> = Vec::new();
+    while let Some(finished) = attempts.join_next().await {
+        match finished {
+            // The other connections are dropped without a confirmation.
+            Ok(Ok(verified)) => return Ok(VerifiedController::confirm(verified).await?),
+            Ok(Err(failure)) => failures.push(failure),
+            Err(error) => {
+                return Err(Diagnostic::error(
+                    host::AGENT_START_FAILED,
+                    "the connection to the controller failed",
+                )
+                .with_cause(&error));
+            }
+        }
+    }
+    let addresses: Vec<String> = failures.iter().map(|(address, _)| address.to_string()).collect();
+    let reasons: Vec<String> =
+        failures.iter().map(|(address, error)| format!("{address}: {error}")).collect();
+    Err(Diagnostic::error(
+        host::AGENT_CONTROLLER_UNREACHABLE,
+        format!("{name} cannot connect to the controller at any of its addresses ({})", reasons.join("; ")),
+    )
+    .with_subject(name)
+    .with_field("addresses", addresses)
+    .with_help("check that no firewall blocks TCP connections between the nodes"))
+}
+
+/// Removes the file of this process's executable, which was copied for this agent only.
+///
+/// Workers are started from the open file, so they do not need it.
+pub(super) fn remove_executable() {
+    if let Ok(file) = fs::read_link("/proc/self/exe") {
+        // A file that stays does no harm.
+        _ = fs::remove_file(file);
+    }
+}

@@ -1,0 +1,143 @@
+//! Records when the lines of a log were written.
+//!
+//! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since 1970,
+//! and the size of the log in bytes at that time. At most one pair is written per second, and none
+//! while the log does not grow.
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{Read, Write},
+    path::{Path, PathBuf},
+    time::{Duration, Instant, SystemTime},
+};
+
+/// The shortest time between two pairs.
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
+/// The size of a pair, in bytes.
+const PAIR_BYTES: usize = 16;
+/// The most bytes of pairs that are read or written: enough for twelve days with output every second.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+
+/// Writes the pairs of one log. If the file cannot be written, only the times are missing.
+#[derive(Debug)]
+pub(super) struct LogTimes {
+    file: Option<File>,
+    size: u64,
+    last: Option<Instant>,
+}
+
+impl LogTimes {
+    /// Opens the file of times of this log.
+    pub(super) fn open(log: &Path) -> LogTimes {
+        let file = OpenOptions::new().append(true).create(true).open(times_path(log)).ok();
+        let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
+        // A pair that a crash truncated would misalign all later ones.
+        let whole = size - size % PAIR_BYTES as u64;
+        let size = file.as_ref().filter(|f| f.set_len(whole).is_ok()).map_or(size, |_| whole);
+        LogTimes { file, size, last: None }
+    }
+
+    /// Records that the log has `bytes` and more is written now.
+    pub(super) fn record(&mut self, bytes: u64) {
+        if self.last.is_some_and(|last| last.elapsed() < MIN_INTERVAL) || self.size >= MAX_FILE_BYTES {
+            return;
+        }
+        self.last = Some(Instant::now());
+        let mut pair = [0; PAIR_BYTES];
+        pair[..8].copy_from_slice(&unix_time_ms().to_le_bytes());
+        pair[8..].copy_from_slice(&bytes.to_le_bytes());
+        self.size += PAIR_BYTES as u64;
+        let written = self.file.as_mut().map_or(Ok(()), |file| file.write_all(&pair));
+        if written.is_err() {
+            self.file = None;
+        }
+    }
+}
+
+/// The time in milliseconds since 1970.
+pub(crate) fn unix_time_ms() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
+}
+
+/// The offset at which the part of a log begins that was written at this time or later, accurate to
+/// about a second.
+///
+/// Returns 0 if no times are recorded, and `end`, the size of the log, if the whole log is older.
+pub(crate) fn offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
+    let mut bytes = Vec::new();
+    let read = File::open(times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));
+    if read.is_err() || bytes.len() < PAIR_BYTES {
+        return 0;
+    }
+    let pairs = bytes.chunks_exact(PAIR_BYTES).map(|pair| {
+        let number =
+            |start: usize| pair[start..start + 8].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b));
+        (number(0), number(8))
+    });
+    let mut last = 0;
+    for (at, offset) in pairs {
+        if at >= since_ms {
+            return offset.min(end);
+        }
+        last = at;
+    }
+    // Bytes that were written up to a second after a pair count as written at its time.
+    let modified = fs::metadata(log).and_then(|m| m.modified()).ok();
+    let modified = modified.and_then(|t| t.duration_since(SystemTime::UNIX_EPOCH).ok());
+    let newest = modified.map_or(last, |d| d.as_millis() as u64);
+    if newest < since_ms {
+        end
+    } else {
+        bytes.chunks_exact(PAIR_BYTES).next_back().map_or(0, pair_offset).min(end)
+    }
+}
+
+/// The offset of a pair.
+fn pair_offset(pair: &[u8]) -> u64 {
+    pair[8..].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
+}
+
+fn times_path(log: &Path) -> PathBuf {
+    let mut name = log.as_os_str().to_owned();
+    name.push(".times");
+    name.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_offset_of_a_time_is_found() {
+        let dir = tempfile::tempdir().expect("directory");
+        let log = dir.path().join("rank-0.log");
+        fs::write(&log, "x".repeat(300)).expect("log");
+        assert_eq!(offset_at(&log, 0, 300), 0, "no times are recorded");
+        let pairs: Vec<u8> = [(1000u64, 0u64), (2000, 100), (5000, 200)]
+            .iter()
+            .flat_map(|(at, offset)| [at.to_le_bytes(), offset.to_le_bytes()].concat())
+            .chain(*b"torn")
+            .collect();
+        fs::write(times_path(&log), pairs).expect("times");
+        for (since, expected) in
+            [(0, 0), (1000, 0), (1001, 100), (2001, 200), (5000, 200), (5001, 200), (u64::MAX, 300)]
+        {
+            assert_eq!(offset_at(&log, since, 300), expected, "{since}");
+        }
+        assert_eq!(offset_at(&log, 5000, 150), 150, "the log was truncated");
+    }
+
+    #[test]
+    fn at_most_one_pair_per_second_is_written() {
+        let dir = tempfile::tempdir().expect("directory");
+        let log = dir.path().join("rank-0.log");
+        let mut times = LogTimes::open(&log);
+        let before = unix_time_ms();
+        (0..1000).for_each(|n| times.record(n));
+        let bytes = fs::read(times_path(&log)).expect("times");
+        assert!(bytes.len() >= PAIR_BYTES && bytes.len() <= 5 * PAIR_BYTES, "{} bytes", bytes.len());
+        assert_eq!(offset_at(&log, before, 1000), 0);
+        let mut unwritable = LogTimes::open(Path::new("/proc/nowhere/x.log"));
+        unwritable.record(1);
+    }
+}

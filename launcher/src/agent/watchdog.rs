@@ -1,0 +1,93 @@
+//! The watchdog above an agent on another host.
+//!
+//! When the agent is killed, its workers die with it, but processes that the workers started in
+//! other sessions do not. So the process that sshd started is a watchdog: it waits for the agent,
+//! its child, and then kills every process that is left. On the controller's machine the controller
+//! does the same.
+use super::{
+    descendants::kill_descendants,
+    process::{become_subreaper, fork, reap_children},
+};
+use nix::{
+    errno::Errno,
+    sys::{
+        signal::{SigHandler, Signal, kill, signal},
+        wait::{WaitStatus, waitpid},
+    },
+    unistd::{Pid, dup2_stderr, dup2_stdin, dup2_stdout},
+};
+use std::{
+    fs::OpenOptions,
+    io, thread,
+    time::{Duration, Instant},
+};
+
+/// How long killed processes may take to end before the watchdog gives up on them.
+const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause between two searches for processes that are left.
+const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
+/// Signals that a terminal, a batch system or an operator may send to the whole group.
+const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
+
+/// Forks: this process becomes the watchdog, and its child continues as the agent.
+///
+/// Returns `None` in the agent. In the watchdog returns the agent's exit code, after the agent has
+/// ended and no process is left. Must be called while this process has only one thread.
+pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
+    become_subreaper()?;
+    match fork()? {
+        None => Ok(None),
+        Some(agent) => watch_agent(agent).map(Some),
+    }
+}
+
+/// Blocks until the agent has ended, then kills what it left.
+fn watch_agent(agent: Pid) -> io::Result<u8> {
+    for number in IGNORED_SIGNALS {
+        // SAFETY: ignoring a signal installs no handler.
+        unsafe { signal(number, SigHandler::SigIgn)? };
+    }
+    // Only the agent keeps the streams, so that they end with it.
+    let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    dup2_stdin(&null)?;
+    dup2_stdout(&null)?;
+    dup2_stderr(&null)?;
+    _ = nix::sys::prctl::set_name(c"launch-watchdog");
+    let status = loop {
+        match waitpid(agent, None) {
+            Err(Errno::EINTR) => {}
+            Ok(status @ (WaitStatus::Exited(..) | WaitStatus::Signaled(..))) => break status,
+            Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+    };
+    sweep();
+    Ok(exit_like_agent(status))
+}
+
+/// Kills descendants until none is left or [`SWEEP_TIMEOUT`] has passed.
+fn sweep() {
+    let start = Instant::now();
+    loop {
+        kill_descendants(&[]);
+        if !reap_children(|_| false, |_, _| {}) || start.elapsed() > SWEEP_TIMEOUT {
+            return;
+        }
+        thread::sleep(SWEEP_INTERVAL);
+    }
+}
+
+/// The agent's exit code. If a signal killed the agent, this process kills itself with the same
+/// signal, so that sshd reports it.
+fn exit_like_agent(status: WaitStatus) -> u8 {
+    match status {
+        WaitStatus::Exited(_, code) => code as u8,
+        WaitStatus::Signaled(_, number, _) => {
+            // SAFETY: the default action installs no handler. SIGKILL's action cannot be changed.
+            _ = unsafe { signal(number, SigHandler::SigDfl) };
+            _ = kill(Pid::this(), number);
+            128 + number as u8
+        }
+        _ => 1,
+    }
+}

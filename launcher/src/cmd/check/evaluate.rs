@@ -1,0 +1,414 @@
+//! [`evaluate`]: turns what was found on the hosts into check results.
+use super::{Check, CheckLevel, CheckReport, HostReport, codes, gpus, probe::HostProbe};
+use crate::{cmd::plan::bytes, discover::hosts::ClusterHost, transport::ssh::ConnectionStage};
+use contract::{JobSpec, probe::HostInspection};
+use std::collections::BTreeSet;
+
+/// A larger clock skew makes logs and timeouts hard to read, seconds.
+const MAX_CLOCK_SKEW_S: f64 = 1.0;
+/// Open files that the processes of a job need, with a margin.
+const MIN_OPEN_FILES: u64 = 4096;
+/// Processes and threads that a job needs, with a margin.
+const MIN_PROCESSES: u64 = 4096;
+/// Size of /dev/shm that data loaders and NCCL need, bytes.
+const MIN_SHM_BYTES: u64 = 1 << 30;
+/// Free space that checkpoints and logs need, bytes.
+const MIN_DISK_BYTES: u64 = 1 << 30;
+
+/// The stages of a connection, and the names of their checks.
+const STAGES: [(ConnectionStage, &str); 7] = [
+    (ConnectionStage::Config, "config"),
+    (ConnectionStage::Name, "dns"),
+    (ConnectionStage::Tcp, "tcp"),
+    (ConnectionStage::HostKey, "host key"),
+    (ConnectionStage::Authentication, "authentication"),
+    (ConnectionStage::Exec, "exec"),
+    (ConnectionStage::Agent, "agent"),
+];
+
+/// The check results of all hosts. `hosts` are those of the job, in the order of `probes`; `None`: this
+/// machine or the nodes of Slurm.
+pub(super) fn evaluate(job: &JobSpec, hosts: Option<&[ClusterHost]>, probes: Vec<HostProbe>) -> CheckReport {
+    let checks = job_checks(job, &probes);
+    let first = probes.iter().find_map(|probe| probe.inspection.clone());
+    let slots = |index: usize| hosts.and_then(|h| h.get(index)).and_then(|h| h.slots.count());
+    let reports = probes.into_iter().enumerate().map(|(index, probe)| {
+        let mut checks = connection_checks(&probe, hosts.is_some());
+        if let Some(inspection) = &probe.inspection {
+            checks.extend(host_checks(job, inspection, first.as_ref(), slots(index)));
+            checks.extend(clock_check(&probe));
+            checks.extend(port_checks(&probe));
+        }
+        let HostProbe { name, inspection, clock_skew_s, .. } = probe;
+        HostReport { name, inspection, clock_skew_s, checks }
+    });
+    CheckReport { name: job.name.clone(), hosts: reports.collect(), checks }
+}
+
+/// One check for each stage of the connection, up to the one that failed.
+fn connection_checks(probe: &HostProbe, is_remote: bool) -> Vec<Check> {
+    let reached = if probe.inspection.is_some() { ConnectionStage::Agent } else { probe.stage };
+    let mut checks = Vec::new();
+    let stages = STAGES.into_iter().filter(|(stage, _)| is_remote || *stage == ConnectionStage::Agent);
+    for (stage, name) in stages {
+        checks.push(match &probe.error {
+            Some(error) if stage == reached => Check {
+                name,
+                level: CheckLevel::Fail,
+                found: error.to_string(),
+                code: Some(error.code()),
+                help: error.help().first().cloned(),
+                names_host: error.subject() == Some(probe.name.as_str()),
+            },
+            _ if stage > reached => Check::skipped(name),
+            _ => Check::ok(name, ""),
+        });
+    }
+    if !probe.shell_output.is_empty() {
+        let lines = probe.shell_output.lines().count();
+        let found = format!("prints {lines} {}", if lines == 1 { "line" } else { "lines" });
+        let help = "print only in interactive shells; launch ignores the text, but scp and rsync may fail";
+        checks.push(Check::warn("login shell", codes::LOGIN_SHELL_PRINTS, found, help));
+    }
+    checks
+}
+
+/// Checks of one host, some of which compare it with the first host.
+fn host_checks(
+    job: &JobSpec,
+    host: &HostInspection,
+    first: Option<&HostInspection>,
+    slots: Option<u32>,
+) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for (name, (dir, writable)) in ["home", "cache"].into_iter().zip(&host.writable) {
+        let dir = dir.display();
+        checks.push(match writable {
+            Ok(()) => Check::ok(name, dir.to_string()),
+            Err(error) => {
+                let found = format!("{dir} is not writable: {error}");
+                Check::warn(name, error.code(), found, "make it writable; many programs keep caches there")
+            }
+        });
+    }
+    let first = first.unwrap_or(host);
+    let is_same_arch = host.arch == first.arch;
+    checks.push(match is_same_arch {
+        true => Check::ok("architecture", host.arch.clone()),
+        false => Check::fail(
+            "architecture",
+            codes::ARCHITECTURE_DIFFERS,
+            format!("{}, {} has {}", host.arch, first.hostname, first.arch),
+            "use hosts of one architecture",
+        ),
+    });
+    checks.push(match is_same_arch && host.executable != first.executable {
+        false => Check::ok("version", host.version.clone()),
+        true => Check::fail(
+            "version",
+            codes::VERSION_DIFFERS,
+            format!("the executable differs from that on {}", first.hostname),
+            "remove ~/.cache/launch/bin on the host; launch copies itself again",
+        ),
+    });
+    checks.extend(directory_checks(job, host));
+    checks.extend(gpus::gpu_checks(host, first, slots));
+    checks.extend(limit_checks(host));
+    checks
+}
+
+fn directory_checks(job: &JobSpec, host: &HostInspection) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let names = ["workdir", "logs", "checkpoints"];
+    for (index, (name, dir)) in names.into_iter().zip(&host.dirs).enumerate() {
+        let path = dir.path.display();
+        let free = format!("{} free in {path} ({})", bytes(dir.free), dir.filesystem);
+        let is_missing = index == 0 && dir.path != job.run.workdir;
+        checks.push(match &dir.writable {
+            _ if is_missing => Check::fail(
+                name,
+                codes::WORKDIR_MISSING,
+                format!("{} does not exist", job.run.workdir.display()),
+                "create it on the host, or set `run.workdir` to a directory that all hosts have",
+            ),
+            Err(error) if index > 0 => Check::fail(
+                name,
+                error.code(),
+                format!("{path} is not writable: {error}"),
+                "make it writable for the user on this host",
+            ),
+            _ if dir.free < MIN_DISK_BYTES => {
+                let help = "free disk space; checkpoints and logs need it";
+                Check::warn(name, codes::DISK_NEARLY_FULL, free, help)
+            }
+            _ => Check::ok(name, free),
+        });
+    }
+    checks
+}
+
+fn limit_checks(host: &HostInspection) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let number = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
+    for (name, resource, min) in
+        [("open files", "nofile", MIN_OPEN_FILES), ("processes", "nproc", MIN_PROCESSES)]
+    {
+        let Some(limit) = host.limits.get(resource) else { continue };
+        checks.push(match limit.is_some_and(|n| n < min) {
+            true => {
+                let help = format!("raise `{resource}` in /etc/security/limits.conf");
+                Check::warn(name, codes::LIMIT_TOO_LOW, number(*limit), help)
+            }
+            false => Check::ok(name, number(*limit)),
+        });
+    }
+    if let Some(limit) = host.limits.get("memlock") {
+        let found = limit.map_or("unlimited".to_owned(), bytes);
+        checks.push(match limit.is_some() && !host.gpus.gpus.is_empty() {
+            true => Check::warn(
+                "locked memory",
+                codes::LIMIT_TOO_LOW,
+                found,
+                "set `memlock unlimited` in /etc/security/limits.conf; GPUs and InfiniBand pin memory",
+            ),
+            false => Check::ok("locked memory", found),
+        });
+    }
+    const SHM: &str = "/dev/shm";
+    checks.push(match host.shm_size_and_free {
+        Some((size, _)) if size < MIN_SHM_BYTES => Check::warn(
+            SHM,
+            codes::SHARED_MEMORY_SMALL,
+            bytes(size),
+            "mount a larger tmpfs (docker: --shm-size); data loaders and NCCL need it",
+        ),
+        Some((size, free)) => Check::ok(SHM, format!("{} free of {}", bytes(free), bytes(size))),
+        None => Check::warn(SHM, codes::SHARED_MEMORY_SMALL, "missing", "mount a tmpfs at /dev/shm"),
+    });
+    checks
+}
+
+fn clock_check(probe: &HostProbe) -> Option<Check> {
+    let (skew, uncertainty) = probe.clock_skew_s?;
+    let found = format!("{skew:+.3} s (± {uncertainty:.3} s)");
+    Some(match skew.abs() - uncertainty > MAX_CLOCK_SKEW_S {
+        true => {
+            let help = "synchronize the clocks with NTP, so that times in logs can be compared";
+            Check::warn("clock", codes::CLOCK_SKEWED, found, help)
+        }
+        false => Check::ok("clock", found),
+    })
+}
+
+fn port_checks(probe: &HostProbe) -> Vec<Check> {
+    if probe.peers.is_empty() {
+        return Vec::new();
+    }
+    let failed = probe.peers.iter().filter_map(|(name, result)| Some((name, result.as_ref().err()?)));
+    let mut checks: Vec<Check> = failed
+        .map(|(peer, error)| {
+            let help = "open the TCP ports between the hosts (firewall), or correct the route";
+            Check::fail("ports", error.code(), format!("cannot connect to {peer}: {error}"), help)
+        })
+        .collect();
+    if checks.is_empty() {
+        let times = probe.peers.iter().filter_map(|(_, result)| result.as_ref().ok());
+        let slowest = times.fold(0.0, |a: f64, b| a.max(*b));
+        checks.push(Check::ok("ports", format!("{} peers, slowest {slowest:.1} ms", probe.peers.len())));
+    }
+    checks
+}
+
+/// Checks of all hosts together: whether they share the checkpoint and working directories.
+fn job_checks(job: &JobSpec, probes: &[HostProbe]) -> Vec<Check> {
+    let answered: Vec<&HostProbe> = probes.iter().filter(|probe| !probe.nonces.is_empty()).collect();
+    if answered.len() < 2 {
+        return Vec::new();
+    }
+    let nonces: BTreeSet<&String> = answered.iter().map(|probe| &probe.nonce).collect();
+    let is_shared = |dir: usize| {
+        let sees_all = |seen: &Vec<String>| nonces.iter().all(|nonce| seen.contains(nonce));
+        answered.iter().all(|probe| probe.nonces.get(dir).is_some_and(sees_all))
+    };
+    let path = |dir: usize| {
+        let report = probes.iter().find_map(|probe| probe.inspection.as_ref()?.dirs.get(dir));
+        report.map_or_else(String::new, |report| report.path.display().to_string())
+    };
+    let mut checks = Vec::new();
+    if job.train.is_some() {
+        let path = path(2);
+        checks.push(match is_shared(2) {
+            true => Check::ok("shared storage", format!("{path} is one directory on all hosts")),
+            false => Check::warn(
+                "shared storage",
+                codes::STORAGE_NOT_SHARED,
+                format!("{path} is not one directory on all hosts"),
+                "set `checkpoint.dir` to shared storage; resuming needs the shards of all hosts",
+            ),
+        });
+    }
+    let found = if is_shared(0) { "one directory on all hosts" } else { "a separate directory on each host" };
+    checks.push(Check::ok("workdir", format!("{}: {found}", path(0))));
+    checks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::probe::{DirectoryReport, GpuStatus};
+
+    fn inspection() -> HostInspection {
+        let dir = |path: &str| DirectoryReport {
+            path: path.into(),
+            filesystem: "ext4".into(),
+            free: 1 << 40,
+            writable: Ok(()),
+        };
+        HostInspection {
+            hostname: "n1".into(),
+            arch: "x86_64".into(),
+            executable: "h".into(),
+            dirs: vec![dir("/"), dir("/")],
+            limits: [("nofile".to_owned(), Some(1 << 20)), ("memlock".to_owned(), None)].into(),
+            shm_size_and_free: Some((1 << 34, 1 << 34)),
+            ..HostInspection::default()
+        }
+    }
+
+    fn probe(inspection: Option<HostInspection>) -> HostProbe {
+        HostProbe {
+            name: "n1".into(),
+            stage: ConnectionStage::Agent,
+            error: None,
+            inspection,
+            clock_skew_s: Some((0.0, 0.001)),
+            peers: Vec::new(),
+            nonces: Vec::new(),
+            nonce: String::new(),
+            shell_output: String::new(),
+        }
+    }
+
+    /// The checks of the second of two hosts that are not ok, after a change.
+    fn findings(change: impl FnOnce(&mut HostProbe)) -> Vec<(&'static str, CheckLevel)> {
+        let job = crate::testing::job();
+        let mut second = probe(Some(inspection()));
+        change(&mut second);
+        let report = evaluate(&job, Some(&[]), vec![probe(Some(inspection())), second]);
+        let host = report.hosts.last().expect("two hosts");
+        host.checks.iter().filter(|c| c.level != CheckLevel::Ok).map(|c| (c.name, c.level)).collect()
+    }
+
+    #[test]
+    fn a_good_host_has_no_findings() {
+        assert_eq!(findings(|_| ()), []);
+    }
+
+    #[test]
+    fn each_problem_is_found() {
+        fn failure() -> diagnostic::Diagnostic {
+            diagnostic::Diagnostic::error(diagnostic::codes::host::DIRECTORY_UNWRITABLE, "read-only")
+        }
+        use CheckLevel::{Fail, Skipped, Warn};
+        type Change = fn(&mut HostProbe);
+        let cases: Vec<(Change, Vec<(&str, CheckLevel)>)> = vec![
+            (|a| a.clock_skew_s = Some((-3.0, 0.1)), vec![("clock", Warn)]),
+            (|a| a.peers = vec![("x".into(), Err(failure())), ("y".into(), Ok(1.0))], vec![("ports", Fail)]),
+            (|a| a.shell_output = "hello".into(), vec![("login shell", Warn)]),
+            (
+                |a| a.inspection.as_mut().expect("an inspection").shm_size_and_free = Some((64 << 20, 1)),
+                vec![("/dev/shm", Warn)],
+            ),
+            (
+                |a| a.inspection.as_mut().expect("an inspection").executable = "other".into(),
+                vec![("version", Fail)],
+            ),
+            (
+                |a| a.inspection.as_mut().expect("an inspection").arch = "aarch64".into(),
+                vec![("architecture", Fail)],
+            ),
+            (
+                |a| {
+                    let inspection = a.inspection.as_mut().expect("an inspection");
+                    inspection
+                        .limits
+                        .extend([("nofile".to_owned(), Some(1024)), ("nproc".to_owned(), Some(64))]);
+                },
+                vec![("open files", Warn), ("processes", Warn)],
+            ),
+            (
+                |a| {
+                    let writable = |dir: &str| (dir.into(), Err(failure()));
+                    a.inspection.as_mut().expect("an inspection").writable =
+                        vec![writable("/root"), writable("/cache")];
+                },
+                vec![("home", Warn), ("cache", Warn)],
+            ),
+            (
+                |a| a.inspection.as_mut().expect("an inspection").dirs[0].path = "/tmp".into(),
+                vec![("logs", Fail)],
+            ),
+            (
+                |a| a.inspection.as_mut().expect("an inspection").dirs[1].writable = Err(failure()),
+                vec![("logs", Fail)],
+            ),
+            (
+                |a| {
+                    a.inspection.as_mut().expect("an inspection").gpus.gpus = vec![GpuStatus {
+                        memory: 9,
+                        memory_free: 3,
+                        processes: vec![(7, 6)],
+                        ..GpuStatus::default()
+                    }];
+                },
+                vec![("gpus", Warn), ("gpu memory", Warn)],
+            ),
+            (
+                |a| {
+                    let gpu = GpuStatus {
+                        uncorrected_ecc_errors: Some(2),
+                        remapped_rows: (true, true),
+                        throttle_reasons: vec!["too hot".into()],
+                        exclusive_compute: true,
+                        mig_enabled: true,
+                        ..GpuStatus::default()
+                    };
+                    a.inspection.as_mut().expect("an inspection").gpus.gpus = vec![gpu];
+                },
+                [vec![("gpus", Warn)], vec![("gpu health", Warn); 6]].concat(),
+            ),
+            (
+                |a| {
+                    let without_access = |other| GpuStatus {
+                        no_peer_access: vec![(other, "far".into())],
+                        ..GpuStatus::default()
+                    };
+                    a.inspection.as_mut().expect("an inspection").gpus.gpus =
+                        vec![without_access(1), without_access(0)];
+                },
+                vec![("gpus", Warn), ("gpu links", Warn)],
+            ),
+            (
+                |a| {
+                    let linked = |nvlinks| GpuStatus { nvlinks, ..GpuStatus::default() };
+                    a.inspection.as_mut().expect("an inspection").gpus.gpus = vec![linked(18), linked(17)];
+                },
+                vec![("gpus", Warn), ("gpu links", Warn)],
+            ),
+            (
+                |a| {
+                    (a.inspection, a.stage) = (None, ConnectionStage::Authentication);
+                    a.error =
+                        Some(diagnostic::Diagnostic::error(diagnostic::codes::host::SSH_LOGIN_FAILED, "no"));
+                },
+                vec![("authentication", Fail), ("exec", Skipped), ("agent", Skipped)],
+            ),
+        ];
+        for (index, (change, mut expected)) in cases.into_iter().enumerate() {
+            if expected == [("logs", Fail)] && index == 8 {
+                expected = vec![("workdir", Fail)];
+            }
+            assert_eq!(findings(change), expected, "case {index}");
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! `launch explain`: the explanations of the diagnostic codes.
+use crate::cli::ExplainArgs;
+use diagnostic::{Code, Diagnostic, codes};
+use serde_json::{Value, json};
+
+/// Suggested codes for a misspelled one.
+const MAX_SUGGESTIONS: usize = 3;
+/// Least Jaro-Winkler similarity of a suggestion.
+const MIN_SIMILARITY: f64 = 0.75;
+
+/// Prints the explanation of one code, or the list of all codes.
+pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
+    let text = match (&args.code, as_json) {
+        (Some(name), true) => format!("{}\n", code_json(find_code(name)?)),
+        (Some(name), false) => diagnostic::entry(find_code(name)?),
+        (None, true) => format!("{}\n", Value::from(codes::all().map(code_json).collect::<Vec<_>>())),
+        (None, false) => codes::all().map(|code| format!("{code}: {}\n", code.info().summary)).collect(),
+    };
+    super::print(&text)
+}
+
+fn code_json(code: Code) -> Value {
+    let info = code.info();
+    json!({
+        "code": info.name,
+        "category": info.category,
+        "exit_code": info.category.exit_code(),
+        "summary": info.summary,
+        "cause": info.cause,
+        "remedy": info.remedy,
+    })
+}
+
+/// The code of this name. Upper case and underscores are accepted as well.
+fn find_code(name: &str) -> diagnostic::Result<Code> {
+    let normalized = name.trim().to_ascii_lowercase().replace('_', "-");
+    Code::from_name(&normalized).ok_or_else(|| {
+        let message = format!("there is no code `{}`", name.escape_debug());
+        let unknown = Diagnostic::error(codes::command::CODE_UNKNOWN, message).with_subject(name);
+        let near = nearest_codes(&normalized);
+        if near.is_empty() {
+            return unknown.with_help("`launch explain` lists all codes");
+        }
+        let help = format!("did you mean `{}`?", near.join("`, `"));
+        unknown.with_field("suggestions", near).with_help(help)
+    })
+}
+
+/// The names of codes that are similar to this one, most similar first.
+fn nearest_codes(name: &str) -> Vec<&'static str> {
+    let similarity = |code: Code| (strsim::jaro_winkler(code.name(), name), code.name());
+    let mut near: Vec<(f64, &str)> = codes::all().map(similarity).collect();
+    near.retain(|(similarity, _)| *similarity >= MIN_SIMILARITY);
+    near.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    near.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_code_is_found_in_any_spelling() {
+        for name in ["output-failed", "OUTPUT_FAILED", " output-failed "] {
+            assert_eq!(find_code(name).map(Code::name), Ok("output-failed"));
+        }
+    }
+
+    #[test]
+    fn an_unknown_code_is_an_error_with_suggestions() {
+        let error = find_code("output-faild").expect_err("misspelled");
+        assert_eq!(error.code(), codes::command::CODE_UNKNOWN);
+        assert_eq!(error.field("suggestions").and_then(|s| s[0].as_str()), Some("output-failed"));
+        let error = find_code("zzz").expect_err("nothing like it");
+        assert!(error.field("suggestions").is_none() && !error.help().is_empty());
+    }
+
+    #[test]
+    fn the_json_of_a_code_has_every_part() {
+        let value = code_json(codes::command::OUTPUT_FAILED);
+        assert_eq!((&value["code"], &value["exit_code"]), (&json!("output-failed"), &json!(1)));
+        assert!(["summary", "cause", "remedy"].iter().all(|key| value[key].is_string()));
+    }
+}

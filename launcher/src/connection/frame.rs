@@ -1,0 +1,141 @@
+//! Reads frames from an asynchronous stream.
+pub(crate) use contract::frame::{FrameError, encode};
+use contract::frame::{HEADER, body_length, decode};
+use serde::de::DeserializeOwned;
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// Reads one frame; `None` when the stream ends between two frames.
+///
+/// Not cancel-safe: a frame that was read in part is lost, so call it from a task of its own.
+pub(super) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
+where
+    R: AsyncRead + Unpin,
+    T: DeserializeOwned,
+{
+    let mut header = [0; HEADER];
+    let mut filled = 0;
+    while filled < HEADER {
+        match stream.read(&mut header[filled..]).await.map_err(FrameError::Io)? {
+            0 if filled == 0 => return Ok(None),
+            0 => return Err(FrameError::Truncated),
+            n => filled += n,
+        }
+    }
+    let length = body_length(header)?;
+    // The buffer grows with the bytes that arrive, whatever length the header announces.
+    let mut body = Vec::new();
+    stream.take(u64::from(length)).read_to_end(&mut body).await.map_err(FrameError::Io)?;
+    if body.len() < length as usize {
+        return Err(FrameError::Truncated);
+    }
+    decode(&body).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::control::{FromAgent, FromWorker, MAX_FRAME, ToAgent, ToWorker};
+    use proptest::prelude::*;
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+    }
+
+    #[test]
+    fn consecutive_frames_are_read_until_the_stream_ends() {
+        let messages = vec![
+            FromAgent::Heartbeat,
+            FromAgent::Started { attempt: 0, rank: 3, pid: 77 },
+            FromAgent::Line { rank: 0, stderr: true, text: "π — not ASCII".into() },
+        ];
+        let bytes: Vec<u8> = messages.iter().flat_map(|m| encode(m).unwrap()).collect();
+        block_on(async {
+            let mut stream = &bytes[..];
+            for message in &messages {
+                assert_eq!(read_frame::<_, FromAgent>(&mut stream).await.unwrap().as_ref(), Some(message));
+            }
+            assert!(read_frame::<_, FromAgent>(&mut stream).await.unwrap().is_none());
+        });
+    }
+
+    #[test]
+    fn a_stream_that_ends_inside_a_frame_is_an_error() {
+        let bytes =
+            encode(&ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false })
+                .unwrap();
+        for end in 1..bytes.len() {
+            let result = block_on(read_frame::<_, ToAgent>(&mut &bytes[..end]));
+            assert!(matches!(result, Err(FrameError::Truncated)), "ends at {end}: {result:?}");
+        }
+    }
+
+    #[test]
+    fn a_frame_that_is_too_long_is_rejected_before_its_body_is_read() {
+        let mut bytes = (MAX_FRAME + 1).to_le_bytes().to_vec();
+        bytes.extend_from_slice(&[0; 64]);
+        let mut stream = &bytes[..];
+        let result = block_on(read_frame::<_, ToAgent>(&mut stream));
+        assert!(
+            matches!(result, Err(FrameError::TooLong { bytes }) if bytes == u64::from(MAX_FRAME) + 1),
+            "{result:?}"
+        );
+        assert_eq!(stream.len(), 64, "the body must be left unread");
+    }
+
+    #[test]
+    fn a_message_that_is_too_long_is_not_encoded() {
+        let text = "x".repeat(MAX_FRAME as usize);
+        assert!(matches!(
+            encode(&FromAgent::Line { rank: 0, stderr: false, text }),
+            Err(FrameError::TooLong { .. })
+        ));
+    }
+
+    #[test]
+    fn trailing_bytes_and_messages_of_other_connections_are_rejected() {
+        let mut body = encode(&ToAgent::Heartbeat).unwrap()[HEADER..].to_vec();
+        body.push(0);
+        assert!(matches!(decode::<ToAgent>(&body), Err(FrameError::TrailingBytes { bytes: 1 })));
+        let body = encode(&FromAgent::WorkersEnded { attempt: 0 }).unwrap()[HEADER..].to_vec();
+        assert!(matches!(decode::<ToAgent>(&body), Err(FrameError::Decode(_))));
+        // an array that claims four billion strings
+        let body = [0x81, 0xa4, b'L', b'i', b'n', b'e', 0xdd, 0xff, 0xff, 0xff, 0xff];
+        assert!(matches!(decode::<FromAgent>(&body), Err(FrameError::Decode(_))));
+        // nesting without end
+        assert!(matches!(decode::<FromAgent>(&[0x91; 100_000]), Err(FrameError::Decode(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn untrusted_bodies_never_panic(body in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = decode::<ToAgent>(&body);
+            let _ = decode::<FromAgent>(&body);
+            let _ = decode::<ToWorker>(&body);
+            let _ = decode::<FromWorker>(&body);
+        }
+
+        #[test]
+        fn reading_untrusted_streams_terminates(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            block_on(async {
+                let mut stream = &bytes[..];
+                while let Ok(Some(_)) = read_frame::<_, FromAgent>(&mut stream).await {}
+            });
+        }
+
+        #[test]
+        fn damaged_messages_never_panic(offset in 0usize..4000, flipped_bits in any::<u8>()) {
+            let tail = (0..20).map(|i| format!("line {i}")).collect();
+            let status = contract::control::ExitStatus::Signal(11, true);
+            let exited = FromAgent::Exited {
+                attempt: 0, rank: 1, pid: 2, status, oom: false, tail, error: None, gpu: None,
+            };
+            let mut frame = encode(&exited).unwrap();
+            let offset = offset % frame.len();
+            frame[offset] ^= flipped_bits;
+            block_on(async {
+                let mut stream = &frame[..];
+                while let Ok(Some(_)) = read_frame::<_, FromAgent>(&mut stream).await {}
+            });
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The handshake of an agent that connects to its controller over TCP.
+//!
+//! Before the first control message both sides prove that they hold the same 32-byte key, which
+//! reaches the agents in an [`Invitation`] on their standard input. Each side sends a fresh nonce
+//! and receives a BLAKE3 hash, keyed with that key, of both nonces, the host's name and the role of
+//! the sender. So no proof can be replayed or reflected.
+//!
+//! The control messages that follow are neither encrypted nor authenticated. Like MPI and NCCL, the
+//! connection relies on a network in which no one modifies traffic.
+use diagnostic::{Code, Diagnostic, codes};
+use std::{fmt, io, io::Read as _, net::SocketAddr, time::Duration};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// The limit of a whole handshake, on either side.
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most addresses in an invitation.
+pub(crate) const MAX_ADDRESSES: usize = 16;
+/// The longest invitation, in bytes.
+const MAX_INVITATION_BYTES: usize = 4096;
+/// The first bytes of a connection: the protocol and its version.
+const MAGIC: &[u8; 8] = b"launchJ1";
+/// The first word of an invitation: the protocol and its version.
+const INVITATION_PREFIX: &str = "launch-join-1";
+
+/// The key of one group of agents. Never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct HandshakeKey([u8; 32]);
+
+impl fmt::Debug for HandshakeKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HandshakeKey(…)")
+    }
+}
+
+impl HandshakeKey {
+    /// Generates a key from the kernel's random numbers.
+    pub(crate) fn random() -> io::Result<HandshakeKey> {
+        random_bytes().map(HandshakeKey)
+    }
+
+    /// What the side of this role must send to prove that it holds the key.
+    fn proof(
+        &self,
+        role: Role,
+        agent_nonce: &[u8; 32],
+        controller_nonce: &[u8; 32],
+        name: &str,
+    ) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(role.label()).update(agent_nonce).update(controller_nonce).update(name.as_bytes());
+        hasher.finalize()
+    }
+}
+
+/// A side of the handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// The side that connects.
+    Agent,
+    /// The side that listens.
+    Controller,
+}
+
+impl Role {
+    fn label(self) -> &'static [u8; 8] {
+        match self {
+            Role::Agent => b"agent  1",
+            Role::Controller => b"control1",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Agent => "agent",
+            Role::Controller => "controller",
+        })
+    }
+}
+
+/// Why a handshake failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HandshakeError {
+    /// The connection failed or ended.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// The handshake took longer than [`HANDSHAKE_TIMEOUT`].
+    #[error("no answer within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    Timeout,
+    /// The other side does not hold the key.
+    #[error("the {0} at the other end has another key")]
+    WrongKey(Role),
+    /// The other side is not an agent of this version of launch.
+    #[error("the connection does not come from an agent of this version of launch")]
+    WrongProtocol,
+    /// The name of the host does not fit into the handshake, or is not UTF-8.
+    #[error("the name of the host is not valid: expected at most 255 bytes of UTF-8")]
+    InvalidName,
+}
+
+impl HandshakeError {
+    /// The diagnostic code of this error.
+    pub(crate) fn code(&self) -> Code {
+        match self {
+            HandshakeError::Io(_) | HandshakeError::Timeout => codes::host::CONTROL_CONNECTION_LOST,
+            HandshakeError::WrongKey(_) | HandshakeError::WrongProtocol | HandshakeError::InvalidName => {
+                codes::host::HANDSHAKE_FAILED
+            }
+        }
+    }
+}
+
+impl From<HandshakeError> for Diagnostic {
+    fn from(error: HandshakeError) -> Self {
+        Diagnostic::error(error.code(), "the handshake failed").with_cause(&error)
+    }
+}
+
+/// Why an invitation cannot be used. The key does not appear in the texts.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum InvitationError {
+    /// Standard input could not be read.
+    #[error("cannot read standard input: {0}")]
+    Io(#[from] io::Error),
+    /// The line is longer than [`MAX_INVITATION_BYTES`].
+    #[error("it is longer than {MAX_INVITATION_BYTES} bytes")]
+    TooLong,
+    /// The line is not an invitation of this version of launch.
+    #[error("expected a line that begins with `{INVITATION_PREFIX}`")]
+    WrongProtocol,
+    /// The key is malformed.
+    #[error("the key does not have 64 hexadecimal digits")]
+    InvalidKey,
+    /// The addresses are malformed, or their number is out of range.
+    #[error("expected 1 to {MAX_ADDRESSES} addresses of the form IP:PORT")]
+    InvalidAddresses,
+}
+
+impl From<InvitationError> for Diagnostic {
+    fn from(error: InvitationError) -> Self {
+        Diagnostic::error(codes::host::INVITATION_INVALID, "the invitation on standard input is not valid")
+            .with_cause(&error)
+    }
+}
+
+fn random_bytes() -> io::Result<[u8; 32]> {
+    let mut bytes = [0; 32];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// What an agent needs to connect to its controller, as one line of text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Invitation {
+    /// Proves that the agent belongs to the job.
+    pub(crate) key: HandshakeKey,
+    /// Addresses on which the controller listens, in order of preference.
+    pub(crate) addresses: Vec<SocketAddr>,
+}
+
+impl Invitation {
+    /// The invitation as a line, with its line break.
+    pub(crate) fn to_line(&self) -> String {
+        let key: String = self.key.0.iter().map(|byte| format!("{byte:02x}")).collect();
+        let addresses = self.addresses.iter().take(MAX_ADDRESSES).map(|a| format!(" {a}"));
+        format!("{INVITATION_PREFIX} {key}{}\n", addresses.collect::<String>())
+    }
+
+    /// Parses a line that [`Self::to_line`] wrote.
+    pub(crate) fn from_line(line: &str) -> Result<Invitation, InvitationError> {
+        let mut words = line.trim_end().split(' ');
+        if words.next() != Some(INVITATION_PREFIX) {
+            return Err(InvitationError::WrongProtocol);
+        }
+        let key = words.next().and_then(parse_key).ok_or(InvitationError::InvalidKey)?;
+        let addresses: Result<Vec<SocketAddr>, _> = words.map(str::parse).collect();
+        match addresses {
+            Ok(addresses) if (1..=MAX_ADDRESSES).contains(&addresses.len()) => {
+                Ok(Invitation { key, addresses })
+            }
+            _ => Err(InvitationError::InvalidAddresses),
+        }
+    }
+
+    /// Reads the line from a stream, and no byte after it.
+    pub(crate) fn read(stream: &mut impl io::Read) -> Result<Invitation, InvitationError> {
+        let mut line = Vec::new();
+        let mut byte = [0];
+        while stream.read(&mut byte)? == 1 && byte != *b"\n" {
+            if line.len() == MAX_INVITATION_BYTES {
+                return Err(InvitationError::TooLong);
+            }
+            line.push(byte[0]);
+        }
+        Invitation::from_line(str::from_utf8(&line).map_err(|_| InvitationError::WrongProtocol)?)
+    }
+}
+
+fn parse_key(hex: &str) -> Option<HandshakeKey> {
+    let digits = hex.bytes().map(|b| char::from(b).to_digit(16)).collect::<Option<Vec<u32>>>()?;
+    let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
+    (hex.len() == 64).then_some(())?;
+    bytes.try_into().ok().map(HandshakeKey)
+}
+
+/// The agent's side of the handshake, up to the proof that the peer is the controller.
+///
+/// An agent may try several connections at once. Only the one on which
+/// [`VerifiedController::confirm`] is called becomes the control connection.
+pub(crate) async fn authenticate_controller<S>(
+    mut stream: S,
+    key: &HandshakeKey,
+    name: &str,
+) -> Result<VerifiedController<S>, HandshakeError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let length = u8::try_from(name.len()).map_err(|_| HandshakeError::InvalidName)?;
+    let agent_nonce = random_bytes()?;
+    let mut hello = Vec::from(MAGIC);
+    hello.extend(agent_nonce);
+    hello.push(length);
+    hello.extend(name.as_bytes());
+    stream.write_all(&hello).await?;
+    let (mut controller_nonce, mut proof) = ([0; 32], [0; 32]);
+    stream.read_exact(&mut controller_nonce).await?;
+    stream.read_exact(&mut proof).await?;
+    // `blake3::Hash` compares in constant time.
+    let expected = key.proof(Role::Controller, &agent_nonce, &controller_nonce, name);
+    if blake3::Hash::from_bytes(proof) != expected {
+        return Err(HandshakeError::WrongKey(Role::Controller));
+    }
+    let proof = key.proof(Role::Agent, &agent_nonce, &controller_nonce, name);
+    Ok(VerifiedController { stream, proof })
+}
+
+/// A connection on which the controller has proved itself and the agent has not yet.
+#[derive(Debug)]
+pub(crate) struct VerifiedController<S> {
+    stream: S,
+    /// The agent's proof.
+    proof: blake3::Hash,
+}
+
+impl<S: AsyncWrite + Unpin> VerifiedController<S> {
+    /// Sends the agent's proof, which makes this connection the control connection.
+    pub(crate) async fn confirm(mut self) -> Result<S, HandshakeError> {
+        self.stream.write_all(self.proof.as_bytes()).await?;
+        Ok(self.stream)
+    }
+}
+
+/// The controller's side of the handshake. Returns the name of the host whose agent connected.
+///
+/// A peer without the key learns only a hash of its own nonce. The caller limits the time.
+pub(crate) async fn authenticate_agent<S>(
+    stream: &mut S,
+    key: &HandshakeKey,
+) -> Result<String, HandshakeError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut hello = [0; MAGIC.len() + 32 + 1];
+    stream.read_exact(&mut hello).await?;
+    let (magic, rest) = hello.split_at(MAGIC.len());
+    if magic != MAGIC {
+        return Err(HandshakeError::WrongProtocol);
+    }
+    let mut agent_nonce = [0; 32];
+    agent_nonce.copy_from_slice(&rest[..32]);
+    let mut name = vec![0; usize::from(rest[32])];
+    stream.read_exact(&mut name).await?;
+    let name = String::from_utf8(name).map_err(|_| HandshakeError::InvalidName)?;
+    let controller_nonce = random_bytes()?;
+    stream.write_all(&controller_nonce).await?;
+    let proof = key.proof(Role::Controller, &agent_nonce, &controller_nonce, &name);
+    stream.write_all(proof.as_bytes()).await?;
+    let mut proof = [0; 32];
+    stream.read_exact(&mut proof).await?;
+    if blake3::Hash::from_bytes(proof) != key.proof(Role::Agent, &agent_nonce, &controller_nonce, &name) {
+        return Err(HandshakeError::WrongKey(Role::Agent));
+    }
+    Ok(name)
+}
+
+#[cfg(test)]
+#[path = "handshake_tests.rs"]
+mod tests;

@@ -1,0 +1,187 @@
+//! The two tasks of a control connection: one reads into a bounded channel, one writes from one.
+use super::frame::{self, FrameError};
+use serde::{Serialize, de::DeserializeOwned};
+use std::collections::VecDeque;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
+    sync::mpsc,
+};
+
+/// Messages that wait to be sent on one connection.
+const QUEUE_CAPACITY: usize = 4096;
+/// Places of the queue that [`Priority::Low`] leaves free.
+const RESERVED_ABOVE_LOW: usize = 3072;
+/// Places of the queue that [`Priority::Normal`] leaves free.
+const RESERVED_FOR_CRITICAL: usize = 512;
+/// Critical messages that are kept outside of the queue while the other side does not read.
+const OVERFLOW_CAPACITY: usize = 4096;
+/// Bytes after which collected messages are written.
+const BATCH_BYTES: usize = 64 << 10;
+
+/// Receives the messages of connections, each with the sender's id.
+///
+/// `Ok(None)` (the stream ended) and `Err` are the last message of a connection.
+pub(crate) type Inbox<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
+
+/// Reads frames into `inbox` until the stream ends or fails. Waits while the inbox is full.
+pub(crate) async fn read_frames<K, R, T>(sender: K, mut stream: R, inbox: Inbox<K, T>)
+where
+    K: Clone,
+    R: AsyncRead + Unpin,
+    T: DeserializeOwned,
+{
+    loop {
+        let message = frame::read_frame(&mut stream).await;
+        let is_last = !matches!(message, Ok(Some(_)));
+        if inbox.send((sender.clone(), message)).await.is_err() || is_last {
+            return;
+        }
+    }
+}
+
+/// Writes the messages of `queue`, several small ones with one system call.
+///
+/// Ends when the queue is closed and empty, or when the stream fails; the reader of the other
+/// direction reports that failure.
+pub(crate) async fn write_frames<W, T>(mut stream: W, mut queue: mpsc::Receiver<T>)
+where
+    W: AsyncWrite + Unpin,
+    T: Serialize,
+{
+    while let Some(first) = queue.recv().await {
+        let mut bytes = Vec::new();
+        let mut next = Some(first);
+        while let Some(message) = next {
+            // Only a message over the size limit fails to encode. It is dropped, and the
+            // connection stays usable.
+            bytes.extend(frame::encode(&message).unwrap_or_default());
+            next = if bytes.len() < BATCH_BYTES { queue.try_recv().ok() } else { None };
+        }
+        if stream.write_all(&bytes).await.is_err() || stream.flush().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Which messages are dropped first when the other side does not read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Priority {
+    /// Output lines, heartbeats, progress: dropped first.
+    Low,
+    /// Events: dropped when the other side has not read for long.
+    Normal,
+    /// Exits, failures, orders: kept until [`OVERFLOW_CAPACITY`] of them wait.
+    Critical,
+}
+
+/// The sending end of a connection. Sending never blocks.
+#[derive(Debug)]
+pub(crate) struct Outbox<T> {
+    queue: mpsc::Sender<T>,
+    overflow: VecDeque<T>,
+}
+
+impl<T> Clone for Outbox<T> {
+    /// Another sender to the same connection, with a separate, empty overflow.
+    fn clone(&self) -> Self {
+        Outbox { queue: self.queue.clone(), overflow: VecDeque::new() }
+    }
+}
+
+impl<T> Outbox<T> {
+    /// An outbox, and the queue for [`write_frames`].
+    pub(crate) fn new() -> (Self, mpsc::Receiver<T>) {
+        let (queue, receiver) = mpsc::channel(QUEUE_CAPACITY);
+        (Outbox { queue, overflow: VecDeque::new() }, receiver)
+    }
+
+    /// Queues a message. Returns `false` when it was dropped because the queue is too full for its
+    /// priority or the connection has ended.
+    pub(crate) fn send(&mut self, priority: Priority, message: T) -> bool {
+        self.flush();
+        let reserved = match priority {
+            Priority::Low => RESERVED_ABOVE_LOW,
+            Priority::Normal => RESERVED_FOR_CRITICAL,
+            Priority::Critical => 0,
+        };
+        if self.overflow.is_empty() && self.queue.capacity() > reserved {
+            return self.queue.try_send(message).is_ok();
+        }
+        let fits = priority == Priority::Critical && self.overflow.len() < OVERFLOW_CAPACITY;
+        if fits {
+            self.overflow.push_back(message);
+        }
+        fits
+    }
+
+    /// Whether critical messages wait outside of the queue.
+    pub(crate) fn is_behind(&self) -> bool {
+        !self.overflow.is_empty()
+    }
+
+    /// Moves waiting critical messages into the queue, as far as it has free places.
+    pub(crate) fn flush(&mut self) {
+        while !self.overflow.is_empty() {
+            let Ok(slot) = self.queue.try_reserve() else { return };
+            if let Some(message) = self.overflow.pop_front() {
+                slot.send(message);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::control::FromAgent;
+
+    fn line() -> FromAgent {
+        FromAgent::Line { rank: 0, stderr: false, text: "x".into() }
+    }
+
+    #[test]
+    fn when_the_other_side_stops_reading_low_priority_is_dropped_first_and_critical_never() {
+        let (mut outbox, mut receiver) = Outbox::new();
+        let low = (0..2 * QUEUE_CAPACITY).filter(|_| outbox.send(Priority::Low, line())).count();
+        assert_eq!(low, QUEUE_CAPACITY - RESERVED_ABOVE_LOW);
+        let normal =
+            (0..2 * QUEUE_CAPACITY).filter(|_| outbox.send(Priority::Normal, FromAgent::Heartbeat)).count();
+        assert_eq!(normal, RESERVED_ABOVE_LOW - RESERVED_FOR_CRITICAL);
+        for pid in 0..(RESERVED_FOR_CRITICAL + 100) as u32 {
+            assert!(outbox.send(Priority::Critical, FromAgent::Started { attempt: 0, rank: 0, pid }));
+        }
+        assert!(!outbox.send(Priority::Low, line()), "no message overtakes a critical one");
+        let mut pids = Vec::new();
+        while let Ok(message) = receiver.try_recv() {
+            outbox.flush();
+            if let FromAgent::Started { pid, .. } = message {
+                pids.push(pid);
+            }
+        }
+        assert_eq!(pids, (0..(RESERVED_FOR_CRITICAL + 100) as u32).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn messages_arrive_in_order_and_the_end_of_the_stream_is_reported() {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+            let (near, far) = tokio::io::duplex(37);
+            let (mut outbox, receiver) = Outbox::new();
+            let (inbox, mut arrived) = mpsc::channel(1);
+            for pid in 0..500 {
+                outbox.send(Priority::Critical, FromAgent::Started { attempt: 0, rank: 1, pid });
+            }
+            drop(outbox);
+            let writer = tokio::spawn(write_frames(near, receiver));
+            let reader = tokio::spawn(read_frames("host", far, inbox));
+            for pid in 0..500 {
+                let (sender, message) = arrived.recv().await.unwrap();
+                assert_eq!(sender, "host");
+                assert_eq!(message.unwrap(), Some(FromAgent::Started { attempt: 0, rank: 1, pid }));
+            }
+            assert!(matches!(arrived.recv().await, Some((_, Ok(None)))));
+            assert!(arrived.recv().await.is_none());
+            writer.await.unwrap();
+            reader.await.unwrap();
+        });
+    }
+}

@@ -1,0 +1,475 @@
+//! [`RootCause`]: the first failure of an attempt, from which the others follow.
+use super::core::HostIndex;
+use contract::{
+    control::ExitStatus,
+    exit::{self, WorkerExit},
+    failure::{FailureReason, GpuFault},
+    ids::Rank,
+};
+use diagnostic::Diagnostic;
+use nix::sys::signal::Signal;
+use std::fmt;
+
+/// The exit code of a Rust process that panicked.
+const PANIC_EXIT: u8 = 101;
+
+/// The root cause of a failed attempt, or a candidate for it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct RootCause {
+    pub(crate) host: HostIndex,
+    /// `None`: not a failure of a worker.
+    pub(crate) rank: Option<Rank>,
+    pub(crate) reason: FailureReason,
+    /// One line for people. The rank and host are not repeated in it.
+    pub(crate) message: String,
+    /// The errors behind the reason.
+    pub(crate) diagnostics: Vec<Diagnostic>,
+    /// The exit code of `launch` if this failure ends the run.
+    pub(crate) exit_code: u8,
+}
+
+impl RootCause {
+    /// A failure with exit code 1 and without diagnostics.
+    pub(crate) fn new(host: HostIndex, reason: FailureReason, message: impl Into<String>) -> Self {
+        RootCause {
+            host,
+            rank: None,
+            reason,
+            message: message.into(),
+            diagnostics: Vec::new(),
+            exit_code: exit::FAILED,
+        }
+    }
+
+    pub(crate) fn with_rank(mut self, rank: Option<Rank>) -> Self {
+        self.rank = rank;
+        self
+    }
+
+    pub(crate) fn with_exit_code(mut self, exit_code: u8) -> Self {
+        self.exit_code = exit_code;
+        self
+    }
+
+    pub(crate) fn with_diagnostic(mut self, diagnostic: Diagnostic) -> Self {
+        self.diagnostics.push(diagnostic);
+        self
+    }
+
+    /// What a person can do: the help of the diagnostics, and advice for the reason.
+    pub(crate) fn help(&self) -> Vec<String> {
+        let help = self.diagnostics.iter().flat_map(all_help);
+        help.chain(advice(&self.reason).map(str::to_owned)).collect()
+    }
+}
+
+/// The help of a diagnostic and of its details.
+fn all_help(diagnostic: &Diagnostic) -> Vec<String> {
+    let details = diagnostic.details().iter().flat_map(all_help);
+    diagnostic.help().iter().cloned().chain(details).collect()
+}
+
+/// The exit code of `launch` when a built-in worker's failure is the root cause.
+pub(crate) fn exit_code_for(exit: WorkerExit) -> u8 {
+    match exit {
+        WorkerExit::BadJob => exit::USAGE,
+        WorkerExit::Cluster => exit::CLUSTER,
+        WorkerExit::Checkpoint => exit::CHECKPOINT,
+        WorkerExit::Done | WorkerExit::Stopped | WorkerExit::Failed | WorkerExit::Aborted => exit::FAILED,
+    }
+}
+
+/// A worker that reported why it is about to exit.
+pub(crate) fn worker_error(
+    (host, rank): (HostIndex, Rank),
+    exit: WorkerExit,
+    diagnostic: Diagnostic,
+    gpu: Option<GpuFault>,
+) -> RootCause {
+    let mut message = diagnostic.to_string();
+    let reason = match gpu {
+        Some(fault) => {
+            message.push_str(&format!("; {fault}"));
+            FailureReason::Gpu(fault)
+        }
+        None => FailureReason::WorkerError { code: diagnostic.code() },
+    };
+    RootCause::new(host, reason, message)
+        .with_rank(Some(rank))
+        .with_exit_code(exit_code_for(exit))
+        .with_diagnostic(diagnostic)
+}
+
+/// A worker that ended because of a peer whose failure was not observed.
+pub(crate) fn aborted_by_peer(
+    (host, rank): (HostIndex, Rank),
+    final_report: Option<(WorkerExit, Diagnostic)>,
+) -> RootCause {
+    let message = "aborted because a peer failed, but no failure of a peer was observed";
+    let cause = RootCause::new(host, FailureReason::AbortedByPeer, message).with_rank(Some(rank));
+    match final_report {
+        Some((_, diagnostic)) => {
+            let message = format!("{message}: {diagnostic}");
+            RootCause { message, ..cause }.with_diagnostic(diagnostic)
+        }
+        None => cause,
+    }
+}
+
+/// How the process of a worker ended, as its agent reports it.
+#[derive(Clone, Debug)]
+pub(crate) struct ProcessEnd {
+    pub(crate) status: ExitStatus,
+    pub(crate) builtin: bool,
+    /// The kernel killed it because memory ran out; the memory of its host in bytes, where known.
+    pub(crate) oom: Option<Option<u64>>,
+    /// What the program recorded about its failure.
+    pub(crate) error: Option<String>,
+    pub(crate) gpu: Option<GpuFault>,
+}
+
+impl ProcessEnd {
+    /// The failure that this end of a process is.
+    pub(crate) fn root_cause(self, (host, rank): (HostIndex, Rank)) -> RootCause {
+        let mut message = match self.oom {
+            Some(_) => WorkerEnd::OutOfMemory(self.status).to_string(),
+            None => ended_text(self.status, self.builtin),
+        };
+        for detail in self.error.iter().cloned().chain(self.gpu.as_ref().map(ToString::to_string)) {
+            message.push_str(&format!(": {detail}"));
+        }
+        let reason = match (self.oom, self.gpu, self.status) {
+            (Some(limit_bytes), ..) => FailureReason::Oom { limit_bytes },
+            (_, Some(fault), _) => FailureReason::Gpu(fault),
+            (.., ExitStatus::Signal(number, core_dumped)) => {
+                FailureReason::Signal { name: signal_name(number), number, core_dumped }
+            }
+            (.., ExitStatus::Code(code)) => match WorkerExit::from_code(code).filter(|_| self.builtin) {
+                Some(WorkerExit::Stopped) => FailureReason::StoppedUnexpectedly,
+                None if self.builtin && code == PANIC_EXIT => FailureReason::Panic,
+                _ => FailureReason::Exit { code, error: self.error },
+            },
+        };
+        RootCause::new(host, reason, message).with_rank(Some(rank))
+    }
+}
+
+/// How a worker ended that was not the root cause.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum WorkerEnd {
+    /// Its process ended; `builtin`: it ran the built-in runtime.
+    Exited { status: ExitStatus, builtin: bool },
+    /// The kernel killed its process because memory ran out.
+    OutOfMemory(ExitStatus),
+    /// It was running when its agent was lost.
+    LostWithAgent,
+    /// Its process was never started.
+    NeverStarted,
+}
+
+impl fmt::Display for WorkerEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WorkerEnd::Exited { status, builtin } => f.write_str(&ended_text(*status, *builtin)),
+            WorkerEnd::OutOfMemory(status) => {
+                write!(f, "{} because memory ran out (OOM killer)", ended_text(*status, false))
+            }
+            WorkerEnd::LostWithAgent => f.write_str("lost with its agent"),
+            WorkerEnd::NeverStarted => f.write_str("never started"),
+        }
+    }
+}
+
+/// How a process ended: `exited with code 3`, `killed by SIGSEGV (core dumped)`.
+pub(crate) fn ended_text(status: ExitStatus, builtin: bool) -> String {
+    match status {
+        ExitStatus::Code(0) => "finished".into(),
+        ExitStatus::Code(code) => match WorkerExit::from_code(code).filter(|_| builtin) {
+            Some(WorkerExit::Aborted) => "aborted after the failure".into(),
+            Some(WorkerExit::Stopped) => "saved and stopped although no stop was requested".into(),
+            None if builtin && code == PANIC_EXIT => {
+                "panicked (exit code 101), which is a bug of launch".into()
+            }
+            _ => format!("exited with code {code}"),
+        },
+        ExitStatus::Signal(number, core_dumped) => {
+            let core = if core_dumped { " (core dumped)" } else { "" };
+            format!("killed by {}{core}", signal_name(number))
+        }
+    }
+}
+
+fn signal_name(number: i32) -> String {
+    Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |signal| signal.to_string())
+}
+
+/// Why a host's agent, and with it every process of the job on that host, is gone.
+#[derive(Clone, Debug)]
+pub(crate) enum AgentEnd {
+    /// It could not be started.
+    NotStarted(Diagnostic),
+    /// Its process ended; only agents that are children of the controller are seen to end.
+    Exited(ExitStatus),
+    /// Its process ended before it was seen to run.
+    NeverRan,
+    /// A control message could not be read or sent.
+    StreamBroken(Diagnostic),
+    /// The transport lost the connection and knows why.
+    ConnectionLost(Diagnostic),
+    /// The connection ended; how the agent's process ended, where the transport knows it.
+    ConnectionEnded(Option<ExitStatus>),
+    /// It sent no hello.
+    NoHello { seconds: u64 },
+    /// It sent nothing for the length of its lease.
+    Silent { seconds: u64 },
+    /// It did not end its workers in time and was killed.
+    KilledLate { seconds: u64 },
+    /// It reported an error.
+    Failed(Diagnostic),
+}
+
+/// An agent, for messages about it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AgentLabel<'a> {
+    /// The host as the job names it; for the controller's machine its own name.
+    pub(crate) host: &'a str,
+    pub(crate) remote: bool,
+    /// 0: unknown.
+    pub(crate) pid: u32,
+}
+
+/// `the agent on host node-3`, `the agent on h1 (pid 9)`.
+impl fmt::Display for AgentLabel<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AgentLabel { remote: true, host, .. } => write!(f, "the agent on host {host}"),
+            AgentLabel { pid: 0, host, .. } => write!(f, "the agent on {host}"),
+            AgentLabel { pid, host, .. } => write!(f, "the agent on {host} (pid {pid})"),
+        }
+    }
+}
+
+impl AgentEnd {
+    /// One line for people.
+    pub(crate) fn message(&self, agent: AgentLabel<'_>) -> String {
+        let AgentLabel { host, remote, .. } = agent;
+        match self {
+            AgentEnd::NotStarted(error) => format!("cannot start {agent}: {error}"),
+            AgentEnd::Exited(ExitStatus::Code(code)) => format!("{agent} exited with code {code}"),
+            AgentEnd::Exited(status) => format!("{agent} was {}", ended_text(*status, false)),
+            AgentEnd::NeverRan => format!("{agent} never ran"),
+            AgentEnd::StreamBroken(error) => format!("lost the control connection to {agent}: {error}"),
+            // The message of the transport names the host.
+            AgentEnd::ConnectionLost(error) => error.to_string(),
+            AgentEnd::ConnectionEnded(None) => format!("lost host {host}: its control connection ended"),
+            AgentEnd::ConnectionEnded(Some(status)) => {
+                let ended = ended_text(*status, false);
+                format!("lost host {host}: its control connection ended (the agent: {ended})")
+            }
+            AgentEnd::NoHello { seconds } => format!("{agent} sent no hello within {seconds} s"),
+            AgentEnd::Silent { seconds } if remote => {
+                format!("lost host {host}: no heartbeat of its agent for {seconds} s")
+            }
+            AgentEnd::Silent { seconds } => format!("{agent} did not answer for {seconds} s"),
+            AgentEnd::KilledLate { seconds } => {
+                format!("{agent} did not end its workers within {seconds} s and was killed")
+            }
+            AgentEnd::Failed(error) => format!("{agent} failed: {error}"),
+        }
+    }
+
+    /// The same as data.
+    pub(crate) fn reason(&self, agent: AgentLabel<'_>) -> FailureReason {
+        let silent_s = match self {
+            AgentEnd::NoHello { seconds }
+            | AgentEnd::Silent { seconds }
+            | AgentEnd::KilledLate { seconds } => Some(*seconds),
+            _ => None,
+        };
+        match (self, silent_s) {
+            (AgentEnd::Failed(error), _) => FailureReason::AgentFailed { code: error.code() },
+            _ if agent.remote => FailureReason::HostLost { host: agent.host.to_owned(), silent_s },
+            (_, Some(seconds)) => FailureReason::AgentSilent { seconds },
+            _ => FailureReason::AgentLost,
+        }
+    }
+
+    /// The error behind it.
+    pub(crate) fn into_diagnostic(self) -> Option<Diagnostic> {
+        match self {
+            AgentEnd::NotStarted(error)
+            | AgentEnd::StreamBroken(error)
+            | AgentEnd::ConnectionLost(error)
+            | AgentEnd::Failed(error) => Some(error),
+            AgentEnd::Exited(_)
+            | AgentEnd::NeverRan
+            | AgentEnd::ConnectionEnded(_)
+            | AgentEnd::NoHello { .. }
+            | AgentEnd::Silent { .. }
+            | AgentEnd::KilledLate { .. } => None,
+        }
+    }
+}
+
+/// What a person can do about a failure, beyond what its message says.
+pub(crate) fn advice(reason: &FailureReason) -> Option<&'static str> {
+    Some(match reason {
+        FailureReason::Oom { .. } => {
+            "use a smaller batch or more hosts, or raise the memory limit of the control group; \
+             `dmesg | grep -i oom` shows what the kernel killed"
+        }
+        FailureReason::Gpu(_) => {
+            "look the Xid up in NVIDIA's list (`dmesg | grep Xid` shows all of them); \
+             `cluster.exclude` leaves the host out"
+        }
+        FailureReason::Hang { .. } => {
+            "compare the stacks at the end of each rank's log: most often one rank waits in a \
+             collective that another rank never entered"
+        }
+        FailureReason::Suspended { .. } => {
+            "the process received SIGSTOP or is in a debugger: `kill -CONT PID` continues it"
+        }
+        FailureReason::HostLost { silent_s: Some(_), .. } => {
+            "check that the host is up and reachable (`ping`); if it is, read the system log of the host"
+        }
+        FailureReason::WorkerSilent { .. } | FailureReason::AgentSilent { .. } => {
+            "check whether the process is stopped (`ps -o stat`), the machine is swapping, or a file \
+             system is blocked"
+        }
+        FailureReason::Signal { name, .. } => signal_advice(name)?,
+        FailureReason::AbortedByPeer => "read the logs of all ranks: one of them names the peer that failed",
+        FailureReason::Panic => "report the message in the rank's log, the version and the job file",
+        FailureReason::Exit { .. }
+        | FailureReason::WorkerError { .. }
+        | FailureReason::StoppedUnexpectedly
+        | FailureReason::WorkerLost
+        | FailureReason::StartFailed { .. }
+        | FailureReason::AgentLost
+        | FailureReason::AgentFailed { .. }
+        | FailureReason::HostLost { silent_s: None, .. }
+        | FailureReason::TooFewHosts { .. }
+        | FailureReason::Rejected { .. }
+        | FailureReason::ControllerFailed { .. }
+        | FailureReason::Unknown => return None,
+    })
+}
+
+fn signal_advice(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "SIGKILL" => {
+            "SIGKILL comes from a person, a batch system, or the kernel when memory runs out: \
+             search `dmesg | grep -i -e oom -e killed`"
+        }
+        "SIGSEGV" => {
+            "native code crashed: run the rank in a debugger, or enable core dumps (`ulimit -c unlimited`)"
+        }
+        "SIGBUS" => {
+            "SIGBUS most often means that /dev/shm or a file system is full, or that a mapped file was \
+             truncated: check `df -h`"
+        }
+        "SIGILL" => "the program uses instructions that this CPU does not have: use a build for this machine",
+        "SIGABRT" => "an internal check of the program failed: its last output lines say which",
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use diagnostic::codes;
+
+    fn ended(status: ExitStatus, builtin: bool) -> RootCause {
+        ProcessEnd { status, builtin, oom: None, error: None, gpu: None }.root_cause((0, 1))
+    }
+
+    #[test]
+    fn a_process_end_becomes_a_reason_and_a_message() {
+        let signal = |name: &str, number, core_dumped| FailureReason::Signal {
+            name: name.into(),
+            number,
+            core_dumped,
+        };
+        let exit = |code| FailureReason::Exit { code, error: None };
+        let cases = [
+            (ExitStatus::Code(3), false, exit(3), "exited with code 3"),
+            (ExitStatus::Code(76), false, exit(76), "exited with code 76"),
+            (ExitStatus::Code(101), false, exit(101), "exited with code 101"),
+            (
+                ExitStatus::Code(101),
+                true,
+                FailureReason::Panic,
+                "panicked (exit code 101), which is a bug of launch",
+            ),
+            (
+                ExitStatus::Code(75),
+                true,
+                FailureReason::StoppedUnexpectedly,
+                "saved and stopped although no stop was requested",
+            ),
+            (ExitStatus::Signal(9, false), true, signal("SIGKILL", 9, false), "killed by SIGKILL"),
+            (
+                ExitStatus::Signal(11, true),
+                false,
+                signal("SIGSEGV", 11, true),
+                "killed by SIGSEGV (core dumped)",
+            ),
+            (ExitStatus::Signal(35, false), false, signal("signal 35", 35, false), "killed by signal 35"),
+        ];
+        for (status, builtin, reason, message) in cases {
+            let cause = ended(status, builtin);
+            assert_eq!((cause.reason, cause.message.as_str()), (reason, message));
+        }
+    }
+
+    #[test]
+    fn memory_and_gpu_errors_come_before_the_signal() {
+        let fault = GpuFault { xid: 79, pci_address: "0000:17:00".into(), description: None };
+        let status = ExitStatus::Signal(9, false);
+        let end = ProcessEnd { status, builtin: false, oom: None, error: None, gpu: Some(fault.clone()) };
+        assert_eq!(end.clone().root_cause((0, 0)).reason, FailureReason::Gpu(fault));
+        let end = ProcessEnd { oom: Some(Some(1 << 30)), ..end };
+        assert_eq!(end.root_cause((0, 0)).reason, FailureReason::Oom { limit_bytes: Some(1 << 30) });
+    }
+
+    #[test]
+    fn exit_codes_carry_the_category_of_the_failure() {
+        assert_eq!(exit_code_for(WorkerExit::BadJob), 2);
+        assert_eq!(exit_code_for(WorkerExit::Cluster), 3);
+        assert_eq!(exit_code_for(WorkerExit::Checkpoint), 4);
+        assert_eq!(exit_code_for(WorkerExit::Failed), 1);
+    }
+
+    #[test]
+    fn help_is_that_of_the_diagnostic_and_of_the_reason() {
+        assert_eq!(ended(ExitStatus::Signal(9, false), false).help().len(), 1);
+        assert!(ended(ExitStatus::Code(1), false).help().is_empty());
+        let error = Diagnostic::error(codes::run::INTERNAL, "no").with_help("try again");
+        let cause = worker_error((0, 0), WorkerExit::Failed, error, None);
+        assert_eq!(cause.help(), ["try again"]);
+    }
+
+    #[test]
+    fn each_end_of_an_agent_has_a_message() {
+        let error = || Diagnostic::error(codes::run::INTERNAL, "connection reset");
+        let ends = [
+            AgentEnd::NotStarted(error()),
+            AgentEnd::Exited(ExitStatus::Signal(9, false)),
+            AgentEnd::Exited(ExitStatus::Code(3)),
+            AgentEnd::NeverRan,
+            AgentEnd::StreamBroken(error()),
+            AgentEnd::ConnectionLost(error()),
+            AgentEnd::ConnectionEnded(None),
+            AgentEnd::ConnectionEnded(Some(ExitStatus::Code(1))),
+            AgentEnd::NoHello { seconds: 60 },
+            AgentEnd::Silent { seconds: 5 },
+            AgentEnd::KilledLate { seconds: 40 },
+            AgentEnd::Failed(error()),
+        ];
+        let labels = [
+            AgentLabel { host: "node-3", remote: true, pid: 9 },
+            AgentLabel { host: "h1", remote: false, pid: 9 },
+        ];
+        let lines = labels.iter().flat_map(|label| ends.iter().map(|end| end.message(*label)));
+        insta::assert_snapshot!(lines.collect::<Vec<_>>().join("\n"));
+    }
+}

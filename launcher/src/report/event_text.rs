@@ -1,0 +1,135 @@
+//! Events as one line of text for people.
+use super::format::{count, format_bytes, format_duration, format_hosts, format_number};
+use contract::event::{Event, FailureReport};
+
+/// An event on one line, without the output lines and the help of a failure.
+pub(crate) fn event_text(event: &Event) -> String {
+    match event {
+        Event::Start { run, run_dir, world } => {
+            let workers = count(u64::from(*world), "worker", "workers");
+            format!("run {run}: {workers}, run directory {}", run_dir.display())
+        }
+        Event::Ready { step, total_steps, parameters, tokens_per_step } => {
+            let (parameters, tokens) =
+                (format_number(*parameters as f64), format_number(*tokens_per_step as f64));
+            format!(
+                "training {parameters} parameters from step {step} to {total_steps}, {tokens} tokens per step"
+            )
+        }
+        Event::Resume { step, path, world, stage } => {
+            let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
+            let workers = world.map(|world| count(u64::from(world), "worker", "workers"));
+            let writer =
+                workers.map_or_else(String::new, |workers| format!(" (written by {workers}{stage})"));
+            format!("resuming at step {step} from {}{writer}", path.display())
+        }
+        Event::Step { step, loss, grad_norm, lr, tokens_per_s, .. } => {
+            let speed = format_number(*tokens_per_s);
+            format!("step {step}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed} tokens/s")
+        }
+        Event::Overflow { step, loss_scale, skipped, .. } => format!(
+            "step {step}: skipped because a gradient overflowed fp16 ({skipped} skipped so far); \
+             loss scale {loss_scale}"
+        ),
+        Event::Eval { step, loss, perplexity, .. } => {
+            format!("step {step}: eval loss {loss:.4}, perplexity {perplexity:.2}")
+        }
+        Event::Sample { step, prompt, text } => format!("step {step}: prompt {prompt:?} continues {text:?}"),
+        Event::Checkpoint { step, path, bytes, seconds } => {
+            let size = format_bytes(*bytes);
+            format!("step {step}: saved checkpoint {} ({size} in {seconds:.1} s)", path.display())
+        }
+        Event::Gather { step, path, bytes } => {
+            format!("step {step}: saved full weights {} ({})", path.display(), format_bytes(*bytes))
+        }
+        Event::Reload { step, .. } => format!("job file reloaded, effective from step {}", step + 1),
+        Event::Notice { rank: None, message } => message.clone(),
+        Event::Notice { rank: Some(rank), message } => format!("rank {rank}: {message}"),
+        Event::Placement { attempt, world, hosts } => {
+            let verb = if *attempt > 0 { "restarting" } else { "starting" };
+            let workers = count(u64::from(*world), "worker", "workers");
+            format!("{verb} {workers} on {}", format_hosts(hosts))
+        }
+        Event::Failure(failure) => failure_text(failure),
+        Event::Restart { attempt, restarts_left, pause_s, failure } => {
+            let restart = restart_text(*attempt, *restarts_left, *pause_s);
+            format!("{}; {restart}", failure_text(failure))
+        }
+        Event::Done { exit_code: 0, seconds, .. } => format!("done in {}", format_duration(*seconds)),
+        Event::Done { exit_code, seconds, .. } => {
+            format!("ended with exit code {exit_code} after {}", format_duration(*seconds))
+        }
+    }
+}
+
+/// `error[worker-exited]: rank 1 (pid 4711 on node-3): exited with code 3`.
+pub(super) fn failure_text(failure: &FailureReport) -> String {
+    let FailureReport { rank, host, pid, reason, message, .. } = failure;
+    let subject = match rank {
+        Some(rank) if *pid != 0 => format!("rank {rank} (pid {pid} on {host}): "),
+        Some(rank) => format!("rank {rank} (on {host}): "),
+        None => String::new(),
+    };
+    format!("error[{}]: {subject}{message}", reason.code())
+}
+
+/// `restart 1 of 3 in 2.0 s`.
+pub(super) fn restart_text(restart: u32, restarts_left: u32, pause_s: f64) -> String {
+    let total = u64::from(restart) + u64::from(restarts_left);
+    format!("restart {restart} of {total} in {pause_s:.1} s")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::failure::FailureReason;
+
+    fn failure() -> Box<FailureReport> {
+        Box::new(FailureReport {
+            rank: Some(1),
+            host: "node-3".into(),
+            pid: 4711,
+            reason: FailureReason::Signal { name: "SIGKILL".into(), number: 9, core_dumped: false },
+            message: "killed by SIGKILL".into(),
+            ..FailureReport::default()
+        })
+    }
+
+    #[test]
+    fn each_event_has_a_line() {
+        let path = || "runs/a/checkpoints/step-00000040".into();
+        let hosts = |n: usize| (0..n).map(|i| format!("h{i}")).collect();
+        let events = [
+            Event::Start { run: "r1".into(), run_dir: "runs/a/r1".into(), world: 1 },
+            Event::Start { run: "r1".into(), run_dir: "runs/a/r1".into(), world: 8 },
+            Event::Ready { step: 0, total_steps: 100, parameters: 124_000_000, tokens_per_step: 8192 },
+            Event::Resume { step: 40, path: path(), world: Some(4), stage: Some(2) },
+            Event::Resume { step: 40, path: path(), world: None, stage: None },
+            Event::Step {
+                step: 7,
+                loss: 3.25,
+                grad_norm: 0.5,
+                lr: 3e-4,
+                tokens: 1,
+                tokens_per_s: 12_345.0,
+                peak_rss: 1,
+                exposed_comm_s: 0.0,
+            },
+            Event::Overflow { step: 7, loss: 3.25, loss_scale: 1024.0, skipped: 2 },
+            Event::Eval { step: 10, loss: 2.0, perplexity: 7.389, tokens: 5 },
+            Event::Sample { step: 10, prompt: "Once".into(), text: " upon".into() },
+            Event::Checkpoint { step: 40, path: path(), bytes: 1 << 20, seconds: 0.25 },
+            Event::Gather { step: 40, path: "weights".into(), bytes: 1 << 30 },
+            Event::Notice { rank: None, message: "draining host h1".into() },
+            Event::Notice { rank: Some(3), message: "slow storage".into() },
+            Event::Placement { attempt: 0, world: 4, hosts: hosts(2) },
+            Event::Placement { attempt: 1, world: 64, hosts: hosts(64) },
+            Event::Failure(failure()),
+            Event::Failure(Box::new(FailureReport { pid: 0, ..*failure() })),
+            Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.0, failure: failure() },
+            Event::Done { exit_code: 0, step: Some(100), seconds: 75.0 },
+            Event::Done { exit_code: 1, step: None, seconds: 3.0 },
+        ];
+        insta::assert_snapshot!(events.iter().map(event_text).collect::<Vec<_>>().join("\n"));
+    }
+}

@@ -1,0 +1,204 @@
+//! Numbers, durations, ranks and phases as text for people.
+use contract::{event::Phase, ids::Rank};
+use diagnostic::Diagnostic;
+use std::collections::BTreeMap;
+
+/// A number with three digits and a unit: `12.3k`, `4.56M`.
+pub(super) fn format_number(x: f64) -> String {
+    let (scaled, unit) = match x.abs() {
+        a if a >= 999.5e6 => (x / 1e9, "G"),
+        a if a >= 999.5e3 => (x / 1e6, "M"),
+        a if a >= 999.5 => (x / 1e3, "k"),
+        _ => (x, ""),
+    };
+    match scaled.abs() {
+        a if a >= 99.95 => format!("{scaled:.0}{unit}"),
+        a if a >= 9.995 => format!("{scaled:.1}{unit}"),
+        _ => format!("{scaled:.2}{unit}"),
+    }
+}
+
+/// A count with its noun: `1 host`, `3 hosts`.
+pub(crate) fn count(n: u64, one: &str, many: &str) -> String {
+    format!("{n} {}", if n == 1 { one } else { many })
+}
+
+/// The first of several errors, and how many more there are: `line 3: … (and 2 more)`.
+pub(crate) fn and_more(errors: &[Diagnostic]) -> String {
+    let first = errors.first().map_or_else(String::new, ToString::to_string);
+    match errors.len() {
+        0 | 1 => first,
+        n => format!("{first} (and {} more)", n - 1),
+    }
+}
+
+/// A size: `512 B`, `1.5 MiB`.
+pub(super) fn format_bytes(n: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let step = (n.max(1).ilog2() / 10) as usize;
+    match step {
+        0 => format!("{n} B"),
+        _ => format!("{:.1} {}", n as f64 / 1024f64.powi(step as i32), units[step]),
+    }
+}
+
+/// A duration: `0.4 s`, `12:34`, `1:02:03`.
+pub(crate) fn format_duration(seconds: f64) -> String {
+    if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
+}
+
+/// A duration in clock notation: `0:07`, `12:34`, `1:02:03`.
+pub(crate) fn format_clock(seconds: f64) -> String {
+    let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
+    match s / 3600 {
+        0 => format!("{}:{:02}", s / 60, s % 60),
+        hours => format!("{hours}:{:02}:{:02}", s / 60 % 60, s % 60),
+    }
+}
+
+/// Sorted ranks as ranges: `0, 2-5, 9`.
+pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
+    let mut ranges: Vec<(Rank, Rank)> = Vec::new();
+    for &rank in sorted {
+        match ranges.last_mut() {
+            Some((_, end)) if *end + 1 == rank => *end = rank,
+            _ => ranges.push((rank, rank)),
+        }
+    }
+    let range = |(a, b): &(Rank, Rank)| if a == b { a.to_string() } else { format!("{a}-{b}") };
+    ranges.iter().map(range).collect::<Vec<_>>().join(", ")
+}
+
+/// Longest list of hosts that is shown in full.
+const MAX_HOSTS_LISTED: usize = 8;
+
+/// Hosts as `h0, h1`; a long list as its length, first and last host: `64 hosts (h0 … h63)`.
+pub(crate) fn format_hosts(names: &[String]) -> String {
+    match names {
+        [first, .., last] if names.len() > MAX_HOSTS_LISTED => {
+            format!("{} hosts ({first} … {last})", names.len())
+        }
+        _ => names.join(", "),
+    }
+}
+
+/// Each distinct value once, with its ranks: `[("0-2", value), …]`, the most common value first.
+pub(super) fn group_by_rank<'a, T: PartialEq>(
+    values: impl IntoIterator<Item = (Rank, &'a T)>,
+) -> Vec<(String, &'a T)> {
+    let mut groups: Vec<(&T, Vec<Rank>)> = Vec::new();
+    for (rank, value) in values {
+        match groups.iter_mut().find(|(v, _)| *v == value) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((value, vec![rank])),
+        }
+    }
+    groups.sort_by_key(|(_, ranks)| std::cmp::Reverse(ranks.len()));
+    groups.into_iter().map(|(value, list)| (format_ranks(&list), value)).collect()
+}
+
+/// The phases of all ranks: the most common one, then the ranks with another one.
+pub(super) fn format_phases(phases: &BTreeMap<Rank, Phase>) -> String {
+    let groups = group_by_rank(phases.iter().map(|(r, p)| (*r, p)));
+    match groups.as_slice() {
+        [] => "starting".into(),
+        [(_, phase)] => phase_name(**phase).into(),
+        [(_, most), rest @ ..] => {
+            let others = rest.iter().map(|(ranks, phase)| format!("rank {ranks} {}", phase_name(**phase)));
+            format!("{}; {}", phase_name(**most), others.collect::<Vec<_>>().join("; "))
+        }
+    }
+}
+
+fn phase_name(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Starting => "starting",
+        Phase::Resuming => "reading a checkpoint",
+        Phase::Training => "training",
+        Phase::Evaluating => "evaluating",
+        Phase::Saving => "saving a checkpoint",
+        Phase::Gathering => "saving full weights",
+        Phase::Ending => "ending",
+    }
+}
+
+/// Replaces control sequences that could move the cursor or set the window title; colors and tabs stay.
+pub(crate) fn strip_control(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find(|c: char| c.is_control() && c != '\t') {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let color = rest.strip_prefix("\x1b[").and_then(|body| {
+            let end = body.find(|c: char| !c.is_ascii_digit() && c != ';')?;
+            body[end..].starts_with('m').then_some(2 + end + 1)
+        });
+        match color {
+            Some(length) => out.push_str(&rest[..length]),
+            None => out.push('·'),
+        }
+        let skip = color.unwrap_or_else(|| rest.chars().next().map_or(1, char::len_utf8));
+        rest = &rest[skip..];
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_of_hosts_are_shortened() {
+        let list = |n: usize| format_hosts(&(0..n).map(|i| format!("h{i}")).collect::<Vec<_>>());
+        assert_eq!(list(0), "");
+        assert_eq!(list(8), "h0, h1, h2, h3, h4, h5, h6, h7");
+        assert_eq!(list(64), "64 hosts (h0 … h63)");
+    }
+
+    #[test]
+    fn numbers_have_three_digits_and_a_unit() {
+        let cases = [
+            (0.0, "0.00"),
+            (9.99, "9.99"),
+            (9.999, "10.0"),
+            (999.4, "999"),
+            (999.6, "1.00k"),
+            (12_345.0, "12.3k"),
+            (4.56e6, "4.56M"),
+            (2e12, "2000G"),
+        ];
+        for (x, expected) in cases {
+            assert_eq!(format_number(x), expected, "{x}");
+        }
+        assert_eq!(format_bytes(0), "0 B");
+        assert_eq!(format_bytes(1023), "1023 B");
+        assert_eq!(format_bytes(1536), "1.5 KiB");
+        assert_eq!(format_bytes(u64::MAX), "16.0 EiB");
+        assert_eq!((format_duration(0.04), format_duration(75.0)), ("0.0 s".into(), "1:15".into()));
+        assert_eq!(
+            (format_clock(7.4), format_clock(3723.0), format_clock(f64::NAN)),
+            ("0:07".into(), "1:02:03".into(), "0:00".into())
+        );
+    }
+
+    #[test]
+    fn ranks_are_grouped_into_ranges() {
+        assert_eq!(format_ranks(&[0, 2, 3, 4, 9]), "0, 2-4, 9");
+        assert_eq!(format_ranks(&[]), "");
+        let mut phases: BTreeMap<Rank, Phase> = (0..8).map(|r| (r, Phase::Training)).collect();
+        assert_eq!(format_phases(&phases), "training");
+        phases.insert(3, Phase::Saving);
+        phases.insert(4, Phase::Saving);
+        assert_eq!(format_phases(&phases), "training; rank 3-4 saving a checkpoint");
+    }
+
+    #[test]
+    fn colors_stay_and_other_control_sequences_are_replaced() {
+        assert_eq!(strip_control("a\tb"), "a\tb");
+        assert_eq!(strip_control("\x1b[1;31mred\x1b[0m"), "\x1b[1;31mred\x1b[0m");
+        assert_eq!(strip_control("\x1b[2Jx\x07"), "·[2Jx·");
+        assert_eq!(strip_control("\x1b]0;title\x07\x1b["), "·]0;title··[");
+        assert_eq!(strip_control("é\u{9b}31m"), "é·31m");
+    }
+}

@@ -1,0 +1,173 @@
+//! [`select_run`]: finds the run that the command line names.
+use super::{Run, RunState};
+use diagnostic::{Diagnostic, codes::command};
+
+/// Which runs a command can use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunFilter {
+    /// The command reads files: without a name it uses the active run, else the newest.
+    Any,
+    /// The command acts on an active run.
+    Active,
+}
+
+/// No run, or more than one, matches.
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub(crate) enum SelectError<'r> {
+    /// There is no run at all.
+    #[error("there are no runs")]
+    NoRuns,
+    /// No run is active.
+    #[error("no run is active")]
+    NoneActive,
+    /// No run and no job has this name.
+    #[error("no run and no job is named `{0}`")]
+    NotFound(String),
+    /// Several runs are active.
+    #[error("{} runs are active; specify one", .0.len())]
+    SeveralActive(Vec<&'r Run>),
+    /// Several runs of the job with this name are active.
+    #[error("{count} runs of `{name}` are active; specify one", count = .1.len(), name = .0)]
+    SeveralOfJob(String, Vec<&'r Run>),
+    /// The names of several runs begin with this text.
+    #[error("the names of {count} runs begin with `{prefix}`; specify one", count = .1.len(), prefix = .0)]
+    SeveralWithPrefix(String, Vec<&'r Run>),
+    /// No run is active here, and several were started on other machines.
+    #[error("no run is active here, and {} runs were started on other machines; specify one", .0.len())]
+    SeveralRemote(Vec<&'r Run>),
+}
+
+impl SelectError<'_> {
+    /// The runs that match, when there are several.
+    pub(crate) fn candidates(&self) -> &[&Run] {
+        match self {
+            SelectError::NoRuns | SelectError::NoneActive | SelectError::NotFound(_) => &[],
+            SelectError::SeveralActive(runs)
+            | SelectError::SeveralOfJob(_, runs)
+            | SelectError::SeveralWithPrefix(_, runs)
+            | SelectError::SeveralRemote(runs) => runs,
+        }
+    }
+}
+
+impl From<SelectError<'_>> for Diagnostic {
+    fn from(error: SelectError<'_>) -> Diagnostic {
+        let code = match &error {
+            SelectError::NoRuns | SelectError::NotFound(_) => command::RUN_NOT_FOUND,
+            SelectError::NoneActive => command::RUN_NOT_ACTIVE,
+            _ => command::RUN_AMBIGUOUS,
+        };
+        let names: Vec<&str> = error.candidates().iter().map(|run| run.record.run.as_str()).collect();
+        let diagnostic = Diagnostic::error(code, error.to_string());
+        if names.is_empty() { diagnostic } else { diagnostic.with_field("candidates", names) }
+    }
+}
+
+/// The run with this name, this beginning of its name, or this job name; without a name the active
+/// run, or the newest one where the filter allows it. `runs` is sorted from the newest to the oldest.
+pub(crate) fn select_run<'r>(
+    runs: &'r [Run],
+    name: Option<&str>,
+    filter: RunFilter,
+) -> Result<&'r Run, SelectError<'r>> {
+    let is_active = |run: &&Run| run.state == RunState::Running;
+    let Some(name) = name else {
+        let active: Vec<&Run> = runs.iter().filter(is_active).collect();
+        return match (active.as_slice(), runs.first(), filter) {
+            ([one], ..) => Ok(one),
+            ([], Some(newest), RunFilter::Any) => Ok(newest),
+            ([], None, RunFilter::Any) => Err(SelectError::NoRuns),
+            ([], _, RunFilter::Active) => select_remote_run(runs),
+            _ => Err(SelectError::SeveralActive(active)),
+        };
+    };
+    if let Some(run) = runs.iter().find(|run| run.record.run == name) {
+        return Ok(run);
+    }
+    let of_job: Vec<&Run> = runs.iter().filter(|run| run.record.name == name).collect();
+    let active: Vec<&Run> = of_job.iter().copied().filter(is_active).collect();
+    match (active.as_slice(), of_job.as_slice()) {
+        ([one], _) => return Ok(one),
+        ([], [newest, ..]) => return Ok(newest),
+        ([_, ..], _) => return Err(SelectError::SeveralOfJob(name.to_owned(), active)),
+        _ => {}
+    }
+    let with_prefix: Vec<&Run> = runs.iter().filter(|run| run.record.run.starts_with(name)).collect();
+    match with_prefix.as_slice() {
+        [one] => Ok(one),
+        [] => Err(SelectError::NotFound(name.to_owned())),
+        _ => Err(SelectError::SeveralWithPrefix(name.to_owned(), with_prefix)),
+    }
+}
+
+/// The only run that was started on another machine, when no run is active here. The command then
+/// names that machine.
+fn select_remote_run(runs: &[Run]) -> Result<&Run, SelectError<'_>> {
+    let remote: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Elsewhere).collect();
+    match remote.as_slice() {
+        [] => Err(SelectError::NoneActive),
+        [one] => Ok(one),
+        _ => Err(SelectError::SeveralRemote(remote)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ProcessIdentity, RunRecord};
+    use super::*;
+    use diagnostic::Code;
+
+    #[test]
+    fn a_name_selects_one_run_or_reports_the_candidates() {
+        let this = ProcessIdentity::current().expect("this process");
+        let run = |run: &str, name: &str, state| Run {
+            record: RunRecord {
+                version: 1,
+                run: run.into(),
+                name: name.into(),
+                run_dir: "/".into(),
+                world: 1,
+                began_ms: 0,
+                command: vec![],
+                controller: this.clone(),
+            },
+            state,
+            step: None,
+        };
+        let (active, ended) = (RunState::Running, RunState::Ended(0, 1.0));
+        let none: [Run; 0] = [];
+        let past = [run("2026-3", "b", ended), run("2026-2", "a", RunState::Lost), run("2025-1", "a", ended)];
+        let one = [run("2026-3", "b", ended), run("2026-2", "a", active), run("2025-1", "a", ended)];
+        let two = [run("2026-3", "a", active), run("2026-2", "a", active), run("2025-1", "c", ended)];
+        let remote = [
+            run("2026-4", "a", RunState::Elsewhere),
+            run("2026-3", "b", ended),
+            run("2026-2", "c", RunState::Elsewhere),
+        ];
+        type Expected<'a> = Result<&'a str, (Code, usize)>;
+        let cases: [(&[Run], Option<&str>, RunFilter, Expected<'_>); 14] = [
+            (&none, None, RunFilter::Any, Err((command::RUN_NOT_FOUND, 0))),
+            (&past, None, RunFilter::Any, Ok("2026-3")),
+            (&past, None, RunFilter::Active, Err((command::RUN_NOT_ACTIVE, 0))),
+            (&remote[..2], None, RunFilter::Active, Ok("2026-4")),
+            (&remote, None, RunFilter::Active, Err((command::RUN_AMBIGUOUS, 2))),
+            (&one, None, RunFilter::Any, Ok("2026-2")),
+            (&two, None, RunFilter::Active, Err((command::RUN_AMBIGUOUS, 2))),
+            (&past, Some("a"), RunFilter::Any, Ok("2026-2")),
+            (&two, Some("a"), RunFilter::Any, Err((command::RUN_AMBIGUOUS, 2))),
+            (&one, Some("a"), RunFilter::Active, Ok("2026-2")),
+            (&past, Some("2025"), RunFilter::Any, Ok("2025-1")),
+            (&past, Some("2026"), RunFilter::Any, Err((command::RUN_AMBIGUOUS, 2))),
+            (&past, Some("2026-2"), RunFilter::Any, Ok("2026-2")),
+            (&past, Some("x"), RunFilter::Any, Err((command::RUN_NOT_FOUND, 0))),
+        ];
+        for (runs, name, filter, expected) in cases {
+            let selected = select_run(runs, name, filter);
+            let selected = selected.map(|run| run.record.run.as_str()).map_err(|error| {
+                let candidates = error.candidates().len();
+                (Diagnostic::from(error).code(), candidates)
+            });
+            assert_eq!(selected, expected, "{name:?}");
+        }
+    }
+}

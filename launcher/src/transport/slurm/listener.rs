@@ -1,0 +1,92 @@
+//! Accepts the TCP connections of agents: one agent for each host, if it holds the job's key.
+use super::{pending_agent::AgentSlot, step::Step};
+use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
+use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+use tokio::{
+    net::{TcpListener, TcpSocket, TcpStream},
+    sync::Semaphore,
+    time::{sleep, timeout},
+};
+
+/// Unauthenticated connections that are served at once, in addition to one for each host. Others
+/// are closed immediately.
+const MAX_UNAUTHENTICATED: usize = 64;
+/// The longest queue of connections that wait to be accepted.
+const MAX_BACKLOG: u32 = 4096;
+/// The pause after accept has failed, for example because no file descriptor is free.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Opens a listener for this many agents. Returns it with its port.
+pub(super) fn listen(agents: usize) -> io::Result<(TcpListener, u16)> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)))?;
+    let listener = socket.listen(MAX_BACKLOG.min(128 + agents as u32))?;
+    let port = listener.local_addr()?.port();
+    Ok((listener, port))
+}
+
+/// Accepts agents until every slot is filled or srun has ended, then closes the slots that are left.
+pub(super) async fn accept_agents(
+    listener: TcpListener,
+    key: HandshakeKey,
+    slots: Vec<AgentSlot>,
+    step: Arc<Step>,
+) {
+    let permits = Arc::new(Semaphore::new(slots.len() + MAX_UNAUTHENTICATED));
+    let slots = Arc::new(slots);
+    let mut step_exit = step.watch_exit();
+    while slots.iter().any(AgentSlot::is_waiting) {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = step_exit.wait_for(Option::is_some) => break,
+            // A slot may have been filled meanwhile, and agents that failed never connect.
+            () = sleep(RETRY_INTERVAL) => {
+                let failed = |slot: &&AgentSlot| slot.is_waiting() && step.has_failed_on(&slot.name);
+                slots.iter().filter(failed).for_each(AgentSlot::close);
+                continue;
+            }
+        };
+        let (Ok((stream, _)), Ok(permit)) = (accepted, permits.clone().try_acquire_owned()) else {
+            sleep(RETRY_INTERVAL).await;
+            continue;
+        };
+        let (key, slots) = (key.clone(), slots.clone());
+        tokio::spawn(async move {
+            // A connection that fails is closed without a message; an agent reports its own side.
+            _ = timeout(HANDSHAKE_TIMEOUT, accept_agent(stream, &key, &slots)).await;
+            drop(permit);
+        });
+    }
+    slots.iter().for_each(AgentSlot::close);
+}
+
+async fn accept_agent(
+    mut stream: TcpStream,
+    key: &HandshakeKey,
+    slots: &[AgentSlot],
+) -> Result<(), HandshakeError> {
+    stream.set_nodelay(true)?;
+    let name = authenticate_agent(&mut stream, key).await?;
+    if let Some(slot) = slots.iter().find(|slot| slot.name == name) {
+        slot.fill(stream)?;
+    }
+    Ok(())
+}
+
+/// The IPv4 addresses of this machine that other machines may reach.
+pub(super) fn local_addresses() -> Vec<IpAddr> {
+    let is_usable = |flags: InterfaceFlags| {
+        flags.contains(InterfaceFlags::IFF_UP) && !flags.contains(InterfaceFlags::IFF_LOOPBACK)
+    };
+    let interfaces = getifaddrs().into_iter().flatten().filter(|i| is_usable(i.flags));
+    let mut addresses: Vec<IpAddr> =
+        interfaces.filter_map(|i| Some(IpAddr::V4(i.address?.as_sockaddr_in()?.ip()))).collect();
+    addresses.dedup();
+    addresses
+}

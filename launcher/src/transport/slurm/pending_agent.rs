@@ -1,0 +1,249 @@
+//! The streams of an agent that has not connected yet, and the connection that they become.
+use super::{srun, step::Step, with_remedy};
+use crate::transport::RemoteConnection;
+use contract::control::ExitStatus;
+use diagnostic::{Diagnostic, codes::host};
+use std::{
+    fmt,
+    future::Future,
+    io,
+    net::Shutdown,
+    os::fd::{AsFd, OwnedFd},
+    pin::{Pin, pin},
+    sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{
+        TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::oneshot,
+    time::{Sleep, sleep},
+};
+
+/// How long the end of a connection is held back for the exit of srun, which would explain it.
+const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// The controller's ends of an agent that has been started and may not have connected yet.
+pub(super) struct PendingAgent {
+    pub(super) input: AgentInput,
+    pub(super) output: AgentOutput,
+    pub(super) connection: SlurmConnection,
+}
+
+impl PendingAgent {
+    /// The node of the agent.
+    pub(super) fn name(&self) -> &str {
+        &self.connection.name
+    }
+}
+
+/// Creates the streams of the agent of one node, and the slot that its TCP connection fills.
+pub(super) fn pending_agent(name: &str, step: &Arc<Step>) -> (PendingAgent, AgentSlot) {
+    let (send_read_half, read_half) = oneshot::channel();
+    let (send_write_half, write_half) = oneshot::channel();
+    let state = Arc::new(Mutex::new(SlotState::Waiting(send_read_half, send_write_half)));
+    let connection = SlurmConnection { name: name.to_owned(), state: state.clone(), step: step.clone() };
+    let output = AgentOutput { stream: LateStream::Pending(read_half), step: step.clone(), end: None };
+    let agent = PendingAgent { input: AgentInput(LateStream::Pending(write_half)), output, connection };
+    (agent, AgentSlot { name: name.to_owned(), state })
+}
+
+enum SlotState {
+    /// The agent has not connected.
+    Waiting(oneshot::Sender<OwnedReadHalf>, oneshot::Sender<OwnedWriteHalf>),
+    /// The agent has connected. A duplicate of its socket.
+    Connected(OwnedFd),
+    /// The agent is not awaited any more.
+    Closed,
+}
+
+/// The place that the TCP connection of one agent fills.
+pub(super) struct AgentSlot {
+    pub(super) name: String,
+    state: Arc<Mutex<SlotState>>,
+}
+
+impl AgentSlot {
+    /// Hands over the connection of the agent. Returns `false` when the agent is not awaited, because
+    /// it has connected before or the slot is closed.
+    pub(super) fn fill(&self, stream: TcpStream) -> io::Result<bool> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !matches!(*state, SlotState::Waiting(..)) {
+            return Ok(false);
+        }
+        let socket = stream.as_fd().try_clone_to_owned()?;
+        let (read_half, write_half) = stream.into_split();
+        let connected = SlotState::Connected(socket);
+        if let SlotState::Waiting(to_output, to_input) = std::mem::replace(&mut *state, connected) {
+            _ = to_output.send(read_half);
+            _ = to_input.send(write_half);
+        }
+        Ok(true)
+    }
+
+    /// Whether the agent has not connected and is still awaited.
+    pub(super) fn is_waiting(&self) -> bool {
+        matches!(*self.state.lock().unwrap_or_else(PoisonError::into_inner), SlotState::Waiting(..))
+    }
+
+    /// Stops waiting for the agent: its streams end.
+    pub(super) fn close(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if matches!(*state, SlotState::Waiting(..)) {
+            *state = SlotState::Closed;
+        }
+    }
+}
+
+/// The connection to an agent, before and after the agent has connected.
+pub(super) struct SlurmConnection {
+    name: String,
+    state: Arc<Mutex<SlotState>>,
+    step: Arc<Step>,
+}
+
+impl fmt::Debug for SlurmConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlurmConnection").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl RemoteConnection for SlurmConnection {
+    fn abort(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let SlotState::Connected(socket) = std::mem::replace(&mut *state, SlotState::Closed) {
+            let stream = std::net::TcpStream::from(socket);
+            // An error means that the connection has ended already.
+            _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn failure(&self) -> Option<Diagnostic> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let was_connected = matches!(*state, SlotState::Connected(_));
+        let name = &self.name;
+        let (default_code, message) = match self.step.exit_status() {
+            Some(ExitStatus::Code(0)) | None if was_connected => return None,
+            Some(ExitStatus::Code(code)) => (
+                host::SLURM_STEP_FAILED,
+                format!("srun, which runs the agent of host {name}, ended with exit code {code}"),
+            ),
+            Some(ExitStatus::Signal(number, _)) => (
+                host::SLURM_STEP_FAILED,
+                format!("srun, which runs the agent of host {name}, was killed by signal {number}"),
+            ),
+            None => (
+                host::SLURM_AGENT_FAILED,
+                format!("the agent of host {name} ended before it connected to the controller"),
+            ),
+        };
+        let output = self.step.output_tail();
+        let known_code = srun::classify_output(&output);
+        let message = if output.is_empty() { message } else { format!("{message}: {output}") };
+        let diagnostic = Diagnostic::error(known_code.unwrap_or(default_code), message)
+            .with_subject(name)
+            .with_field("output", output);
+        Some(if known_code.is_some() { with_remedy(diagnostic) } else { diagnostic })
+    }
+
+    fn exit_status(&self) -> Option<ExitStatus> {
+        // srun reports one status for all tasks, which may be another agent's.
+        None
+    }
+}
+
+/// A stream that may not be connected yet.
+enum LateStream<S> {
+    Pending(oneshot::Receiver<S>),
+    Connected(S),
+    Closed,
+}
+
+impl<S: Unpin> LateStream<S> {
+    /// The stream, once it is connected; `None` when it will not be.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
+        if let LateStream::Pending(receiver) = self {
+            *self = ready!(pin!(receiver).poll(cx)).map_or(LateStream::Closed, LateStream::Connected);
+        }
+        Poll::Ready(match self {
+            LateStream::Connected(stream) => Some(Pin::new(stream)),
+            _ => None,
+        })
+    }
+}
+
+/// Bytes to an agent that may not have connected yet.
+pub(super) struct AgentInput(LateStream<OwnedWriteHalf>);
+
+impl AsyncWrite for AgentInput {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match ready!(self.0.poll(cx)) {
+            Some(stream) => stream.poll_write(cx, bytes),
+            None => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.0 {
+            LateStream::Connected(stream) => Pin::new(stream).poll_flush(cx),
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.0 {
+            LateStream::Connected(stream) => Pin::new(stream).poll_shutdown(cx),
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+}
+
+/// Bytes from an agent that may not have connected yet.
+///
+/// The end of the stream is held back for up to [`STEP_EXIT_TIMEOUT`], until srun has ended.
+pub(super) struct AgentOutput {
+    stream: LateStream<OwnedReadHalf>,
+    step: Arc<Step>,
+    end: Option<StreamEnd>,
+}
+
+/// A stream that has ended, while the exit of srun is awaited.
+struct StreamEnd {
+    result: io::Result<()>,
+    deadline: Pin<Box<Sleep>>,
+    step_exit: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl AsyncRead for AgentOutput {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.end.is_none() {
+            let filled_before = buffer.filled().len();
+            let result = match ready!(self.stream.poll(cx)) {
+                Some(stream) => ready!(stream.poll_read(cx, buffer)),
+                None => Ok(()),
+            };
+            if result.is_ok() && (buffer.filled().len() > filled_before || buffer.remaining() == 0) {
+                return Poll::Ready(Ok(()));
+            }
+            let mut exit = self.step.watch_exit();
+            let step_exit = Box::pin(async move { _ = exit.wait_for(Option::is_some).await });
+            let deadline = Box::pin(sleep(STEP_EXIT_TIMEOUT));
+            self.end = Some(StreamEnd { result, deadline, step_exit });
+        }
+        if let Some(end) = &mut self.end
+            && end.deadline.as_mut().poll(cx).is_pending()
+            && end.step_exit.as_mut().poll(cx).is_pending()
+        {
+            return Poll::Pending;
+        }
+        Poll::Ready(self.end.take().map_or(Ok(()), |end| end.result))
+    }
+}

@@ -1,0 +1,256 @@
+//! Relays the bytes of an SSH channel to local sockets, in both directions, on the thread that owns
+//! the session.
+use contract::control::ExitStatus;
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::signal::Signal,
+};
+use ssh2::{BlockDirections, Channel, Session};
+use std::{
+    io::{self, Read, Write},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    str::FromStr,
+};
+
+/// Bytes that are buffered in each direction.
+const BUFFER_BYTES: usize = 32 << 10;
+/// How long the host may take to report the exit status after the output has ended, in milliseconds.
+const EXIT_STATUS_TIMEOUT_MS: u32 = 2000;
+
+/// Relays bytes until the remote process has ended, the connection fails, or `local` is closed.
+/// Blocks meanwhile.
+///
+/// `local` receives the output of the process, after `leftover`, and provides its input. `stderr`
+/// receives its standard error. Returns the exit status of the process if the host reports it; an
+/// error means that the connection failed.
+pub(super) fn relay(
+    session: &Session,
+    channel: Channel,
+    local: &UnixStream,
+    stderr: Option<&UnixStream>,
+    leftover: Vec<u8>,
+) -> io::Result<Option<ExitStatus>> {
+    local.set_nonblocking(true)?;
+    if let Some(stderr) = stderr {
+        stderr.set_nonblocking(true)?;
+    }
+    session.set_blocking(false);
+    let mut relay = ChannelRelay {
+        session,
+        channel,
+        local,
+        stderr,
+        to_host: Buffer::default(),
+        from_host: Buffer { bytes: leftover, written: 0 },
+        from_stderr: Buffer::default(),
+        input: InputState::Open,
+        blocked: None,
+        keepalive_s: super::connect::KEEPALIVE_S,
+    };
+    relay.run()?;
+    Ok(relay.read_exit_status())
+}
+
+#[derive(Default)]
+struct Buffer {
+    bytes: Vec<u8>,
+    written: usize,
+}
+
+impl Buffer {
+    fn unwritten(&self) -> &[u8] {
+        &self.bytes[self.written..]
+    }
+
+    fn is_empty(&self) -> bool {
+        self.written >= self.bytes.len()
+    }
+
+    /// Reads into the buffer, which must be empty. Returns the bytes that were read.
+    fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
+        self.bytes.resize(BUFFER_BYTES, 0);
+        self.written = 0;
+        let result = source.read(&mut self.bytes);
+        self.bytes.truncate(*result.as_ref().unwrap_or(&0));
+        result
+    }
+
+    fn write_to(&mut self, mut sink: impl Write) -> io::Result<usize> {
+        let n = sink.write(self.unwritten())?;
+        self.written += n;
+        Ok(n)
+    }
+}
+
+/// The state of the direction to the host.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum InputState {
+    Open,
+    /// `local` has ended, and the host does not know it yet.
+    Ended,
+    /// The host was sent the end of the input.
+    EofSent,
+}
+
+/// An operation on the session. libssh2 requires that an operation that blocked in the middle of a
+/// packet is repeated before any other.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SessionOp {
+    Write,
+    SendEof,
+    Read,
+    ReadStderr,
+}
+
+struct ChannelRelay<'a> {
+    session: &'a Session,
+    channel: Channel,
+    local: &'a UnixStream,
+    stderr: Option<&'a UnixStream>,
+    to_host: Buffer,
+    from_host: Buffer,
+    from_stderr: Buffer,
+    input: InputState,
+    blocked: Option<SessionOp>,
+    /// Seconds until the next keepalive message.
+    keepalive_s: u32,
+}
+
+impl ChannelRelay<'_> {
+    /// Relays until the remote process has closed its output.
+    fn run(&mut self) -> io::Result<()> {
+        loop {
+            let mut progressed = self.serve_local()?;
+            for op in [SessionOp::Write, SessionOp::SendEof, SessionOp::Read, SessionOp::ReadStderr] {
+                if self.blocked.is_none_or(|blocked| blocked == op) {
+                    progressed |= self.run_session_op(op)?;
+                }
+            }
+            let drained = self.from_host.is_empty() && self.from_stderr.is_empty();
+            if drained && self.blocked.is_none() && self.channel.eof() {
+                return Ok(());
+            }
+            if !progressed {
+                self.wait()?;
+            }
+        }
+    }
+
+    /// Reads from and writes to the local sockets. Returns whether any bytes moved.
+    fn serve_local(&mut self) -> io::Result<bool> {
+        let mut progressed = false;
+        if self.input == InputState::Open && self.to_host.is_empty() {
+            match none_if_would_block(self.to_host.fill_from(self.local))? {
+                Some(0) => self.input = InputState::Ended,
+                Some(_) => {}
+                None => return self.write_local(progressed),
+            }
+            progressed = true;
+        }
+        self.write_local(progressed)
+    }
+
+    fn write_local(&mut self, mut progressed: bool) -> io::Result<bool> {
+        if !self.from_host.is_empty() {
+            progressed |= none_if_would_block(self.from_host.write_to(self.local))?.is_some();
+        }
+        match self.stderr {
+            Some(stderr) if !self.from_stderr.is_empty() => {
+                match none_if_would_block(self.from_stderr.write_to(stderr)) {
+                    Ok(written) => progressed |= written.is_some(),
+                    // The reader of stderr has gone.
+                    Err(_) => self.from_stderr = Buffer::default(),
+                }
+            }
+            // A tunnel has no stderr.
+            _ => self.from_stderr = Buffer::default(),
+        }
+        Ok(progressed)
+    }
+
+    /// Runs one operation on the session. Returns whether it progressed.
+    fn run_session_op(&mut self, op: SessionOp) -> io::Result<bool> {
+        let result = match op {
+            SessionOp::Write if !self.to_host.is_empty() => {
+                self.to_host.write_to(&mut self.channel).map(|_| true)
+            }
+            SessionOp::SendEof if self.input == InputState::Ended && self.to_host.is_empty() => {
+                let sent = self.channel.send_eof().map_err(io::Error::from);
+                sent.map(|()| self.input = InputState::EofSent).map(|()| true)
+            }
+            SessionOp::Read if self.from_host.is_empty() => {
+                self.from_host.fill_from(&mut self.channel).map(|n| n > 0)
+            }
+            SessionOp::ReadStderr if self.from_stderr.is_empty() => {
+                self.from_stderr.fill_from(self.channel.stream(super::STDERR)).map(|n| n > 0)
+            }
+            _ => Ok(false),
+        };
+        let result = none_if_would_block(result);
+        let outbound =
+            matches!(self.session.block_directions(), BlockDirections::Outbound | BlockDirections::Both);
+        self.blocked = (outbound && matches!(result, Ok(None))).then_some(op);
+        Ok(result?.unwrap_or(false))
+    }
+
+    /// Waits until a socket is ready or a keepalive message is due.
+    fn wait(&mut self) -> io::Result<()> {
+        if self.blocked.is_none() && self.keepalive_s == 0 {
+            let next = self.session.keepalive_send().map_err(io::Error::from);
+            self.keepalive_s = none_if_would_block(next)?.unwrap_or(1).max(1);
+        }
+        // SAFETY: the session owns its socket, and lives longer than this call.
+        let ssh_socket = unsafe { BorrowedFd::borrow_raw(self.session.as_raw_fd()) };
+        let mut events = PollFlags::POLLIN;
+        if self.blocked.is_some() {
+            events |= PollFlags::POLLOUT;
+        }
+        let mut fds = vec![PollFd::new(ssh_socket, events)];
+        let mut events = PollFlags::empty();
+        events.set(PollFlags::POLLIN, self.input == InputState::Open && self.to_host.is_empty());
+        events.set(PollFlags::POLLOUT, !self.from_host.is_empty());
+        fds.push(PollFd::new(self.local.as_fd(), events));
+        if let Some(stderr) = self.stderr.filter(|_| !self.from_stderr.is_empty()) {
+            fds.push(PollFd::new(stderr.as_fd(), PollFlags::POLLOUT));
+        }
+        let timeout = PollTimeout::try_from(u64::from(self.keepalive_s) * 1000).unwrap_or(PollTimeout::MAX);
+        match poll(&mut fds, timeout) {
+            Ok(0) => self.keepalive_s = 0,
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        // The owner of the other end of `local` has closed both directions.
+        let hung_up = fds.get(1).and_then(|fd| fd.revents()).is_some_and(|r| r.contains(PollFlags::POLLHUP));
+        if hung_up && self.input == InputState::EofSent {
+            return Err(io::Error::other("the local end was closed"));
+        }
+        Ok(())
+    }
+
+    /// Waits up to [`EXIT_STATUS_TIMEOUT_MS`] for the exit status of the remote process.
+    fn read_exit_status(&mut self) -> Option<ExitStatus> {
+        self.session.set_blocking(true);
+        self.session.set_timeout(EXIT_STATUS_TIMEOUT_MS);
+        self.channel.wait_close().ok()?;
+        let signal = self.channel.exit_signal().ok().and_then(|s| s.exit_signal);
+        match signal {
+            Some(name) => {
+                Signal::from_str(&format!("SIG{name}")).ok().map(|s| ExitStatus::Signal(s as i32, false))
+            }
+            None => u8::try_from(self.channel.exit_status().ok()?).ok().map(ExitStatus::Code),
+        }
+    }
+}
+
+/// Turns `WouldBlock` and `Interrupted` into `None`.
+fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),
+        Err(e) => Err(e),
+    }
+}

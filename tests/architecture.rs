@@ -1,0 +1,440 @@
+//! The rules of docs/ARCHITECTURE.md, checked on the sources: which crate may depend on which, and
+//! what only one module may do.
+//!
+//! A rule that must change is changed here in the same commit, with its reason.
+use serde_json::Value;
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+// --- crates ---------------------------------------------------------------------------------------------------------
+
+/// The workspace's crates, each with those of the workspace that it may depend on.
+const CRATES: &[(&str, &[&str])] = &[
+    ("ckpt", &["diagnostic"]),
+    ("comm", &["device", "diagnostic"]),
+    ("contract", &["diagnostic"]),
+    ("device", &["diagnostic"]),
+    ("diagnostic", &[]),
+    ("launch", &["launcher", "worker"]),
+    ("launcher", &["ckpt", "contract", "diagnostic"]),
+    ("worker", &["ckpt", "comm", "contract", "device", "diagnostic"]),
+];
+
+/// Edges for tests only.
+const TEST_EDGES: &[(&str, &str)] = &[
+    ("launch", "contract"),   // end-to-end tests read events
+    ("launch", "diagnostic"), // and compare codes
+];
+
+#[test]
+fn crates_depend_only_along_the_drawn_arrows() {
+    let metadata = cargo_metadata();
+    let packages = metadata["packages"].as_array().expect("packages");
+    let ours: BTreeSet<&str> = packages.iter().map(|p| p["name"].as_str().expect("name")).collect();
+    assert_eq!(
+        ours,
+        CRATES.iter().map(|(name, _)| *name).collect(),
+        "the workspace's crates and CRATES differ"
+    );
+
+    let mut wrong = Vec::new();
+    for package in packages {
+        let name = package["name"].as_str().expect("name");
+        let allowed = CRATES.iter().find(|(n, _)| *n == name).map_or(&[][..], |(_, allowed)| allowed);
+        for dependency in package["dependencies"].as_array().expect("dependencies") {
+            let to = dependency["name"].as_str().expect("name");
+            let test_only = dependency["kind"] == "dev";
+            if ours.contains(to) && !allowed.contains(&to) && !(test_only && TEST_EDGES.contains(&(name, to)))
+            {
+                wrong.push(format!("{name} -> {to}{}", if test_only { " (dev)" } else { "" }));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "edges that docs/ARCHITECTURE.md does not draw: {wrong:?}");
+}
+
+/// Versions of third-party crates are declared once, in the workspace's manifest.
+#[test]
+fn shared_versions_are_declared_once() {
+    let mut declared = Vec::new();
+    for manifest in [
+        "diagnostic",
+        "launcher",
+        "launcher/contract",
+        "worker",
+        "worker/ckpt",
+        "worker/comm",
+        "worker/device",
+    ] {
+        let text = read(&root().join(manifest).join("Cargo.toml"));
+        let mut in_dependencies = false;
+        for line in text.lines().map(str::trim) {
+            if line.starts_with('[') {
+                in_dependencies = line.contains("dependencies");
+            } else if in_dependencies
+                && line.contains('=')
+                && !line.starts_with('#')
+                && !line.contains("workspace")
+            {
+                declared.push(format!("{manifest}/Cargo.toml: {line}"));
+            }
+        }
+    }
+    assert!(declared.is_empty(), "versions belong in [workspace.dependencies] of the root: {declared:#?}");
+}
+
+fn cargo_metadata() -> Value {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--offline", "--no-deps", "--format-version", "1"])
+        .current_dir(root())
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+// --- what only one module may do ----------------------------------------------------------------------------------------
+
+/// A rule: the code of `within` contains no name of `names`, except in `only`. Tests and comments are
+/// ignored.
+struct Rule {
+    what: &'static str,
+    within: &'static [&'static str],
+    names: &'static [&'static str],
+    /// Files, or directories ending in `/`.
+    only: &'static [&'static str],
+}
+
+const EVERYWHERE: &[&str] = &["diagnostic/", "launcher/", "worker/"];
+
+const RULES: &[Rule] = &[
+    Rule {
+        what: "the launcher holds no tensor values: only `launch ckpt` knows checkpoints",
+        within: &["launcher/"],
+        names: &["ckpt::"],
+        only: &["launcher/src/cmd/ckpt.rs", "launcher/src/cmd/ckpt/"],
+    },
+    Rule {
+        what: "only report/ writes to the terminal",
+        within: EVERYWHERE,
+        names: &["println!", "print!", "eprintln!", "eprint!", "stdout()", "stderr()", "dbg!"],
+        only: &["launcher/src/report/", "launcher/src/report.rs"],
+    },
+    Rule {
+        what: "a checkpoint is complete or absent: only commit.rs renames",
+        within: EVERYWHERE,
+        names: &["rename(", "renameat(", "renameat2(", ".persist("],
+        only: &["worker/ckpt/src/commit.rs"],
+    },
+    Rule {
+        what: "only agent/process.rs and transport/ start processes",
+        within: EVERYWHERE,
+        names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
+        only: &["launcher/src/agent/process.rs", "launcher/src/transport/"],
+    },
+    Rule {
+        what: "a model does not know sharding, communication or training",
+        within: &["worker/src/model/", "worker/src/model.rs"],
+        names: &["comm::", "zero::", "train::", "session::", "contract::control"],
+        only: &[],
+    },
+    Rule {
+        what: "sharding does not know model families",
+        within: &["worker/src/zero/", "worker/src/zero.rs"],
+        names: &["model::", "llama", "Llama"],
+        only: &[],
+    },
+    Rule {
+        what: "plan, cores, policy, rendezvous, partition, order and cut are pure",
+        within: &[
+            "launcher/src/plan/",
+            "launcher/src/plan.rs",
+            "launcher/src/controller/core.rs",
+            "launcher/src/controller/core/",
+            "launcher/src/controller/policy.rs",
+            "launcher/src/controller/rendezvous.rs",
+            "launcher/src/controller/store/core.rs",
+            "launcher/src/controller/store/wire.rs",
+            "launcher/src/agent/core.rs",
+            "launcher/src/agent/core/",
+            "worker/src/zero/partition.rs",
+            "worker/src/data/order.rs",
+            "worker/ckpt/src/cut.rs",
+        ],
+        names: &[
+            "std::fs",
+            "fs::",
+            "File::",
+            "std::env",
+            "env::var",
+            "Instant::now",
+            "SystemTime",
+            "std::net",
+            "std::process",
+            "thread::",
+            "tokio::",
+            "nix::",
+            "libc::",
+        ],
+        only: &[],
+    },
+    Rule {
+        what: "names of environment variables come from contract/env.rs",
+        within: EVERYWHERE,
+        names: &["env::var(\"", "env::var_os(\"", "set_var(", "remove_var("],
+        only: &["launcher/contract/src/env.rs"],
+    },
+    Rule {
+        what: "every queue has a limit",
+        within: EVERYWHERE,
+        names: &["mpsc::channel()", "mpsc::channel::<", "unbounded_channel", "crossbeam_channel::unbounded"],
+        only: &[],
+    },
+    Rule {
+        what: "the launcher and the worker do not know each other",
+        within: &["launcher/src/", "launcher/contract/"],
+        names: &["worker::", "comm::", "device::"],
+        only: &[],
+    },
+    Rule {
+        what: "the launcher and the worker do not know each other",
+        within: &["worker/"],
+        names: &["launcher::"],
+        only: &[],
+    },
+];
+
+/// Exceptions to a rule, each with the reason. An exception that no code needs fails the test.
+const EXCEPTIONS: &[(&str, &str, &str)] = &[
+    ("launcher/src/agent/driver.rs", "stdout()", "its stdout is the control stream to the controller"),
+    (
+        "launcher/src/agent/driver.rs",
+        "stderr()",
+        "the controller cannot be informed when the stream to it failed",
+    ),
+    ("launcher/src/agent/executable.rs", "stdout()", "the script that copies it to a host reads the hash"),
+    ("launcher/src/agent/executable.rs", "stderr()", "that script passes the error on"),
+    (
+        "launcher/src/controller/journal.rs",
+        "rename(",
+        "the run directory's record of the job, replaced atomically",
+    ),
+    ("worker/src/life.rs", "println!", "a worker's stdout is its log file"),
+    ("worker/src/network.rs", "println!", "a worker's stdout is its log file"),
+    ("worker/src/life.rs", "eprintln!", "a worker's stderr is its log file"),
+    (
+        "worker/src/gpu_check.rs",
+        "println!",
+        "`launch gpu-check` is a separate program that runs before any job",
+    ),
+    ("worker/src/gpu_check/training.rs", "println!", "part of `launch gpu-check`"),
+    ("worker/src/gpu_check/timed.rs", "println!", "part of `launch gpu-check`"),
+    ("worker/src/gpu.rs", "println!", "a worker's stdout is its log file"),
+    ("worker/device/src/cuda/kept.rs", "rename(", "the kernel cache is not a checkpoint: it can be rebuilt"),
+    ("worker/src/data/build.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
+    ("worker/src/data/contents.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
+];
+
+#[test]
+fn restricted_names_occur_only_in_their_modules() {
+    let sources = sources();
+    let mut wrong = Vec::new();
+    let mut used = BTreeSet::new();
+    for rule in RULES {
+        for (path, code) in sources.iter().filter(|(path, _)| in_any(path, rule.within)) {
+            if in_any(path, rule.only) {
+                continue;
+            }
+            for (line, name) in violations(code, rule.names) {
+                match EXCEPTIONS.iter().position(|(file, n, _)| file == path && *n == name) {
+                    Some(at) => {
+                        used.insert(at);
+                    }
+                    None => wrong.push(format!("{path}:{line}: `{name}` — {}", rule.what)),
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} places violate a rule:\n{}", wrong.len(), wrong.join("\n"));
+    let stale: Vec<_> = (0..EXCEPTIONS.len()).filter(|i| !used.contains(i)).map(|i| EXCEPTIONS[i]).collect();
+    assert!(stale.is_empty(), "exceptions that nothing needs any more: {stale:?}");
+}
+
+/// The checker finds names in code, and ignores comments, tests and names with the same ending.
+#[test]
+fn the_checker_sees_code_and_only_code() {
+    let text = "use a::fs;\n// fs::rename in a comment\nfn f() { fs::rename(x, y); } // fs::rename\n\
+                fn g() { prefs::read(); eprintln!(\"// not a comment\"); fs::read(z) }\n\
+                #[cfg(test)]\nmod tests {\n    fn t() { fs::rename(x, y); }\n}\nfn after() { fs::rename(p, q) }\n";
+    let code = code_of(text);
+    assert_eq!(violations(&code, &["fs::rename"]), [(3, "fs::rename"), (9, "fs::rename")]);
+    assert_eq!(violations(&code, &["fs::read"]), [(4, "fs::read")]);
+    assert_eq!(violations(&code, &["println!"]), []);
+    assert_eq!(violations(&code, &["eprintln!"]), [(4, "eprintln!")]);
+    let paths = code_of("use crate::cmd::ckpt::run;\nlet x = ckpt::open(p);\n");
+    assert_eq!(violations(&paths, &["ckpt::"]), [(2, "ckpt::")]);
+}
+
+/// Line and name of every restricted name in the code. A name that starts with a letter must start a
+/// word, and a crate or module (`name::`) must start a path.
+fn violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usize, &'static str)> {
+    let mut found = Vec::new();
+    for (number, line) in code {
+        for name in names {
+            let whole = |at: usize| match line[..at].chars().next_back() {
+                Some(':') => !name.ends_with("::"),
+                Some(before) => {
+                    !name.starts_with(char::is_alphanumeric) || !(before.is_alphanumeric() || before == '_')
+                }
+                None => true,
+            };
+            if line.match_indices(name).any(|(at, _)| whole(at)) {
+                found.push((*number, *name));
+            }
+        }
+    }
+    found
+}
+
+/// The numbered lines of a source without comments and without `#[cfg(test)]` items.
+fn code_of(text: &str) -> Vec<(usize, String)> {
+    let mut code = Vec::new();
+    let mut lines = text.lines().enumerate();
+    while let Some((at, line)) = lines.next() {
+        if line.trim_start().starts_with("#[cfg(test)]") {
+            // rustfmt closes an item at the indentation it opened with
+            let indent = line.len() - line.trim_start().len();
+            for (_, inner) in lines.by_ref() {
+                let closes = inner.len() - inner.trim_start().len() == indent
+                    && (inner.trim_start().starts_with('}') || inner.ends_with(';'));
+                if closes {
+                    break;
+                }
+            }
+            continue;
+        }
+        code.push((at + 1, without_comment(line).to_owned()));
+    }
+    code
+}
+
+/// A line up to its `//`, unless that stands in a string (an odd number of quotes before it).
+fn without_comment(line: &str) -> &str {
+    for (at, _) in line.match_indices("//") {
+        if line[..at].matches('"').count().is_multiple_of(2) {
+            return &line[..at];
+        }
+    }
+    line
+}
+
+fn in_any(path: &str, places: &[&str]) -> bool {
+    places.iter().any(|place| if place.ends_with('/') { path.starts_with(place) } else { path == *place })
+}
+
+/// Every source of the product, by path from the root: not tests, examples or benchmarks.
+fn sources() -> Vec<(String, Vec<(usize, String)>)> {
+    let mut files = Vec::new();
+    for top in EVERYWHERE {
+        walk(&root().join(top), &mut files);
+    }
+    files.sort();
+    assert!(files.len() > 20, "only {} sources found: is this the repository?", files.len());
+    files
+        .iter()
+        .map(|file| (relative(file), code_of(&read(file))))
+        .filter(|(path, _)| {
+            let outside = ["/tests/", "/examples/", "/benches/", "/tests.rs"];
+            !outside.iter().any(|part| path.contains(part))
+        })
+        .collect()
+}
+
+// --- the map --------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn the_map_shows_every_directory() {
+    let map = read(&root().join("docs/ARCHITECTURE.md"));
+    let mut directories = BTreeSet::new();
+    for (path, _) in sources() {
+        let directory = Path::new(&path).parent().expect("a file has a directory");
+        if directory.file_name().is_some_and(|name| name != "src") {
+            directories.insert(directory.file_name().expect("checked").to_string_lossy().into_owned());
+        }
+    }
+    let missing: Vec<_> = directories.iter().filter(|name| !map.contains(&format!("{name}/"))).collect();
+    assert!(missing.is_empty(), "docs/ARCHITECTURE.md does not mention {missing:?} (as `name/`)");
+}
+
+#[test]
+fn paths_in_the_docs_exist() {
+    let mut dead = Vec::new();
+    let mut documents = vec![root().join("README.md")];
+    for entry in fs::read_dir(root().join("docs")).expect("docs/") {
+        documents.push(entry.expect("docs/ can be read").path());
+    }
+    for document in documents.iter().filter(|d| d.extension().is_some_and(|e| e == "md")) {
+        let directory = document.parent().expect("a file has a directory");
+        for (number, line) in read(document).lines().enumerate() {
+            let dead_here = dead_paths(line, directory).into_iter();
+            dead.extend(dead_here.map(|path| format!("{}:{}: {path}", relative(document), number + 1)));
+        }
+    }
+    assert!(dead.is_empty(), "paths that don't exist:\n{}", dead.join("\n"));
+}
+
+/// Paths in a line of Markdown that do not exist: relative links, and words in backticks that start
+/// with a directory of the repository.
+fn dead_paths(line: &str, directory: &Path) -> Vec<String> {
+    let mut dead = Vec::new();
+    for link in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+        let path = link.split('#').next().unwrap_or("");
+        if !path.is_empty() && !link.contains("://") && !directory.join(path).exists() {
+            dead.push(link.to_owned());
+        }
+    }
+    // every second part between backticks is code
+    for word in line.split('`').skip(1).step_by(2).flat_map(str::split_whitespace) {
+        let prefixes = ["diagnostic/", "launcher/", "worker/", "docs/", "scripts/", "tests/", "configs/"];
+        let plain = word.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
+        if plain && prefixes.iter().any(|prefix| word.starts_with(prefix)) && !root().join(word).exists() {
+            dead.push(word.to_owned());
+        }
+    }
+    dead
+}
+
+#[test]
+fn dead_paths_are_found() {
+    let line = "see `docs/none.md`, `docs/testing.md`, [a](docs/none.md#b), [b](docs/testing.md#skips), [c](https://x.y/docs/z)";
+    assert_eq!(dead_paths(line, root()), ["docs/none.md#b", "docs/none.md"]);
+}
+
+// --- files ----------------------------------------------------------------------------------------------------------------
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn relative(path: &Path) -> String {
+    path.strip_prefix(root()).expect("below the root").to_string_lossy().into_owned()
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+fn walk(directory: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).unwrap_or_else(|e| panic!("{}: {e}", directory.display())) {
+        let path = entry.expect("directory can be read").path();
+        if path.is_dir() {
+            walk(&path, files);
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            files.push(path);
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Splits Rust source into comments, string literals and code.
+
+/// A stretch of a source; `line` counts from 1.
+pub(crate) enum Piece {
+    Comment {
+        line: usize,
+        text: String,
+    },
+    /// The inside of a string literal.
+    Text {
+        line: usize,
+        text: String,
+    },
+    /// Code between comments and literals, line by line.
+    Code {
+        line: usize,
+        text: String,
+    },
+}
+
+/// The pieces of a source in order.
+pub(crate) fn pieces(source: &str) -> Vec<Piece> {
+    let mut reader = Reader { rest: source, line: 1, code: String::new(), pieces: Vec::new() };
+    while !reader.rest.is_empty() {
+        reader.step();
+    }
+    reader.end_code();
+    reader.pieces
+}
+
+struct Reader<'s> {
+    rest: &'s str,
+    line: usize,
+    code: String,
+    pieces: Vec<Piece>,
+}
+
+impl<'s> Reader<'s> {
+    fn step(&mut self) {
+        let rest = self.rest;
+        if rest.starts_with("//") {
+            let end = rest.find('\n').unwrap_or(rest.len());
+            let text = rest[..end].trim_start_matches('/').trim_start_matches('!');
+            self.end_code();
+            self.pieces.push(Piece::Comment { line: self.line, text: text.to_owned() });
+            self.advance(end);
+        } else if rest.starts_with("/*") {
+            let end = rest.find("*/").map_or(rest.len(), |at| at + 2);
+            let text = rest[2..end].trim_end_matches("*/").to_owned();
+            self.end_code();
+            self.pieces.push(Piece::Comment { line: self.line, text });
+            self.advance(end);
+        } else if let Some(hashes) = raw_string(rest, &self.code) {
+            let open = rest.find('"').unwrap_or(0) + 1;
+            let close = format!("\"{}", "#".repeat(hashes));
+            let length = rest[open..].find(&close).unwrap_or(rest.len() - open);
+            self.text(open, length, close.len());
+        } else if rest.starts_with('"') {
+            let length = quoted_length(&rest[1..]);
+            self.text(1, length, 1);
+        } else if let Some(length) = char_literal(rest) {
+            self.code.push_str("' '");
+            self.advance(length);
+        } else {
+            let c = rest.chars().next().unwrap_or('\n');
+            if c == '\n' {
+                self.end_code();
+            } else {
+                self.code.push(c);
+            }
+            self.advance(c.len_utf8());
+        }
+    }
+
+    /// A literal of `length` bytes that starts at `open` and is closed by `close` bytes.
+    fn text(&mut self, open: usize, length: usize, close: usize) {
+        let text = self.rest[open..open + length].to_owned();
+        self.end_code();
+        self.pieces.push(Piece::Text { line: self.line, text });
+        self.advance((open + length + close).min(self.rest.len()));
+    }
+
+    fn end_code(&mut self) {
+        if !self.code.trim().is_empty() {
+            let text = std::mem::take(&mut self.code);
+            self.pieces.push(Piece::Code { line: self.line, text });
+        }
+        self.code.clear();
+    }
+
+    fn advance(&mut self, bytes: usize) {
+        self.line += self.rest[..bytes].matches('\n').count();
+        self.rest = &self.rest[bytes..];
+    }
+}
+
+/// The number of `#` of a raw string that starts here.
+fn raw_string(rest: &str, before: &str) -> Option<usize> {
+    let after = rest.strip_prefix("br").or_else(|| rest.strip_prefix('r'))?;
+    let word = |c: char| c.is_alphanumeric() || c == '_';
+    let hashes = after.len() - after.trim_start_matches('#').len();
+    let starts = !before.chars().next_back().is_some_and(word);
+    (starts && after[hashes..].starts_with('"')).then_some(hashes)
+}
+
+/// Bytes up to the quote that closes a string.
+fn quoted_length(text: &str) -> usize {
+    let mut escaped = false;
+    for (at, c) in text.char_indices() {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            '"' => return at,
+            _ => {}
+        }
+    }
+    text.len()
+}
+
+/// The length of a character literal that starts here; a lifetime is none.
+fn char_literal(rest: &str) -> Option<usize> {
+    let inside = rest.strip_prefix('\'')?;
+    let mut chars = inside.char_indices();
+    let (_, first) = chars.next()?;
+    if first == '\\' {
+        return inside[2..].find('\'').map(|at| at + 4);
+    }
+    let (at, next) = chars.next()?;
+    (next == '\'').then_some(at + 2)
+}

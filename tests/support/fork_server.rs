@@ -1,0 +1,69 @@
+//! Runs scripts in processes forked from a Python that has imported their modules
+//! (scripts/oracle/fork_server.py).
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+use std::{
+    io::{BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+/// The modules that scripts with HF Trainer, Accelerate and DeepSpeed import.
+pub(crate) const TRAINERS: [&str; 5] = [
+    "torch._dynamo",
+    "deepspeed.comm.torch",
+    "transformers.trainer",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
+];
+
+/// A Python process that forks scripts; it ends when this is dropped.
+pub(crate) struct ForkServer {
+    server: Child,
+    python: PathBuf,
+    socket: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl ForkServer {
+    pub(crate) fn start(python: &Path, modules: &[&str]) -> ForkServer {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("socket");
+        let mut command = Command::new(python);
+        command.arg(script()).arg("serve").arg(&socket).args(modules);
+        command.envs([("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("DS_ACCELERATOR", "cpu")]);
+        command.env("TRANSFORMERS_VERBOSITY", "warning");
+        let mut server = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "ready\n", "Python cannot import {modules:?}");
+        ForkServer { server, python: python.to_owned(), socket, _directory: directory }
+    }
+
+    /// The command that runs a script in the server, instead of `python`.
+    pub(crate) fn python(&self) -> [String; 6] {
+        let [python, script, socket] =
+            [&self.python, Path::new(script()), &self.socket].map(|p| p.to_str().unwrap().to_owned());
+        // the client imports as little as possible
+        [python, "-I".into(), "-S".into(), script, "run".into(), socket]
+    }
+
+    /// A command that runs a script in the server.
+    pub(crate) fn command(&self, script: &str) -> Command {
+        let [python, rest @ ..] = self.python();
+        let mut command = Command::new(python);
+        command.args(rest).arg(script).stdin(Stdio::null());
+        command
+    }
+}
+
+impl Drop for ForkServer {
+    fn drop(&mut self) {
+        // the server ends when its stdin is closed
+        drop(self.server.stdin.take());
+        let _ = self.server.wait();
+    }
+}
+
+fn script() -> &'static str {
+    concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/fork_server.py")
+}

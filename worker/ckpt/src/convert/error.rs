@@ -1,0 +1,147 @@
+//! [`ConvertError`]: why a source can't be converted to a target.
+use crate::catalog::TensorRole;
+use crate::error::CkptError;
+use diagnostic::{Code, codes::checkpoint as codes};
+use std::path::Path;
+
+/// What a target format needs and the source or the options don't provide.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConvertError {
+    /// The reader of the source can't name the optimizer's states.
+    #[error("{reason}")]
+    StatesUnreadable {
+        /// The reader's explanation.
+        reason: String,
+    },
+    /// The source has weights and no training state, which the target requires.
+    #[error("the source contains only weights, but the target requires a training state")]
+    WeightsOnly,
+    /// The source is a training state without step and optimizer.
+    #[error("the training state contains neither its step nor optimizer states")]
+    StepAndOptimizerMissing,
+    /// The source has optimizer states and no step.
+    #[error("the training state does not contain its step")]
+    StepMissing,
+    /// The source is a training state that lost its optimizer.
+    #[error("the training state of step {step} has no optimizer states")]
+    OptimizerMissing {
+        /// The step of the training state.
+        step: u64,
+    },
+    /// The optimizer keeps no states, which the target requires.
+    #[error("the source has no optimizer states, which the target requires")]
+    OptimizerRequired,
+    /// The target requires groups, and the source doesn't assign its parameters to them.
+    #[error("the source has {groups} parameter groups and does not assign {parameters} parameters to them")]
+    GroupsUnknown {
+        /// Number of parameters without a group.
+        parameters: usize,
+        /// Number of groups.
+        groups: usize,
+    },
+    /// The options assign a parameter whose group the source contains.
+    #[error("parameter {name} has a group in the source, or does not exist; it cannot be assigned to one")]
+    GroupNotAssignable {
+        /// The parameter.
+        name: String,
+    },
+    /// The options assign a parameter to a group that doesn't exist.
+    #[error("group {group} does not exist; the source has {groups} groups, counted from 0")]
+    GroupOutOfRange {
+        /// The group in the options.
+        group: usize,
+        /// Number of groups.
+        groups: usize,
+    },
+    /// ZeRO files store parameters by position, and the order of the model's parameters is unknown.
+    #[error("the order of the parameters in the optimizer group of {name} is unknown")]
+    OrderUnknown {
+        /// The first parameter of the group.
+        name: String,
+    },
+    /// A parameter is listed twice.
+    #[error("parameter {name} is in two groups")]
+    InTwoGroups {
+        /// The parameter.
+        name: String,
+    },
+    /// A parameter of a group lacks a tensor.
+    #[error("parameter {name} is in a group but has no {role}")]
+    TensorMissing {
+        /// The parameter.
+        name: String,
+        /// The role of the missing tensor.
+        role: TensorRole,
+    },
+    /// ZeRO files store one count of updates per group.
+    #[error(
+        "{first} had {first_updates} updates and {second} had {second_updates}, but a ZeRO checkpoint stores \
+         one count per group"
+    )]
+    UpdatesDiffer {
+        /// A parameter of the group.
+        first: String,
+        /// Its updates.
+        first_updates: u64,
+        /// A parameter of that group with another count.
+        second: String,
+        /// Its updates.
+        second_updates: u64,
+    },
+    /// The universal format stores a parameter in a directory of its name.
+    #[error("{name:?} cannot be a directory name, which the universal format requires")]
+    NameNotADirectory {
+        /// The parameter.
+        name: String,
+    },
+}
+
+impl ConvertError {
+    /// The stable code of this error.
+    pub fn code(&self) -> Code {
+        use ConvertError::*;
+        match self {
+            StatesUnreadable { .. } => codes::CONVERT_OPTIMIZER_UNREADABLE,
+            WeightsOnly => codes::CONVERT_WEIGHTS_ONLY,
+            StepAndOptimizerMissing | OptimizerMissing { .. } | OptimizerRequired => {
+                codes::CONVERT_OPTIMIZER_MISSING
+            }
+            StepMissing => codes::CONVERT_STEP_MISSING,
+            GroupsUnknown { .. } => codes::CONVERT_GROUPS_UNKNOWN,
+            GroupNotAssignable { .. } | GroupOutOfRange { .. } => codes::CONVERT_GROUP_INVALID,
+            OrderUnknown { .. } => codes::CONVERT_PARAMETER_ORDER_UNKNOWN,
+            InTwoGroups { .. } | TensorMissing { .. } => codes::OPTIMIZER_STATE_INVALID,
+            UpdatesDiffer { .. } => codes::CONVERT_UPDATE_COUNTS_DIFFER,
+            NameNotADirectory { .. } => codes::CONVERT_NAME_UNSUPPORTED,
+        }
+    }
+
+    /// What to do about this error, where something can be advised.
+    pub(crate) fn help(&self) -> Option<&'static str> {
+        use ConvertError::*;
+        Some(match self {
+            StatesUnreadable { .. } | StepAndOptimizerMissing | OptimizerMissing { .. } => {
+                "use `--to safetensors` to write the weights without the training state"
+            }
+            OptimizerRequired => "use `--to safetensors` or `--to native`",
+            WeightsOnly => {
+                "use `--to native` or `--to safetensors`; `resume.from` also starts a run from these weights"
+            }
+            GroupsUnknown { .. } => {
+                "assign the parameters with `--group 'PATTERN=N'`, such as `--group '*norm*=1'` (parameters \
+                 without a match are in group 0), or use `--to native`"
+            }
+            OrderUnknown { .. } | UpdatesDiffer { .. } => {
+                "use `--to universal`, which stores each parameter by name"
+            }
+            NameNotADirectory { .. } => "use `--to deepspeed` or `--to native`",
+            _ => return None,
+        })
+    }
+
+    /// This error as one about the checkpoint at `path`.
+    pub(super) fn at(self, path: &Path) -> CkptError {
+        CkptError::unsupported(path, self)
+    }
+}

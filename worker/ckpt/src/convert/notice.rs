@@ -1,0 +1,114 @@
+//! [`ConvertNotice`]: a remark on a conversion that the user must know of.
+use serde::{Serialize, Serializer};
+use std::fmt;
+
+/// What a source doesn't have, or what the target format can't express. Serialized as its text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ConvertNotice {
+    /// The config that loads the result needs this `sub_group_size`.
+    SubGroupSize {
+        /// Elements of a ZeRO-3 sub-group.
+        elements: u64,
+    },
+    /// The config that loads the result needs `load_universal`.
+    LoadUniversal,
+    /// DeepSpeed doesn't restore frozen weights and buffers from a universal checkpoint.
+    FrozenNotRestored,
+    /// DeepSpeed's stage 3 gives all groups one count of updates.
+    SharedUpdateCount,
+    /// Integer buffers are left out.
+    BuffersLeftOut {
+        /// Names of the buffers.
+        names: Vec<String>,
+    },
+    /// The source doesn't contain the order of its data.
+    DataOrderUnknown {
+        /// Samples consumed, where the source contains their number.
+        samples: Option<u64>,
+    },
+    /// The source has weights and no training state.
+    WeightsOnly,
+    /// The source doesn't assign these parameters to its groups.
+    GroupsUnknown {
+        /// Number of parameters.
+        parameters: usize,
+        /// Number of groups in the source.
+        groups: usize,
+    },
+    /// The number of updates differs from the number of steps.
+    StepFromUpdates {
+        /// Updates of the optimizer, which become the step.
+        updates: u64,
+        /// Steps that the source counts.
+        steps: u64,
+    },
+    /// The RNG state files are links to those of the source's ranks.
+    RngFilesUnchanged {
+        /// Number of ranks of the source.
+        from_world: u32,
+        /// Number of ranks of the result.
+        world: u32,
+    },
+    /// A remark of the reader of the source's format.
+    Source(String),
+}
+
+impl fmt::Display for ConvertNotice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ConvertNotice::SubGroupSize { elements } => {
+                write!(f, "the config that loads the result needs \"sub_group_size\": {elements}")
+            }
+            ConvertNotice::LoadUniversal => f.write_str(
+                "the config that loads the result needs \"checkpoint\": {\"load_universal\": true}; remove it \
+                 before the next restart",
+            ),
+            ConvertNotice::FrozenNotRestored => f.write_str(
+                "DeepSpeed restores neither frozen weights nor buffers from a universal checkpoint, although it \
+                 contains them; --to deepspeed has no such limit",
+            ),
+            ConvertNotice::SharedUpdateCount => f.write_str(
+                "DeepSpeed's stage 3 loads one update count for every group of a universal checkpoint, which \
+                 then advances too fast; for stage 3 with several groups use --to deepspeed",
+            ),
+            ConvertNotice::BuffersLeftOut { names } => {
+                write!(f, "integer buffers are left out: {}", names.join(", "))
+            }
+            ConvertNotice::DataOrderUnknown { samples: Some(n) } => write!(
+                f,
+                "the source contains neither the order of its data nor its seed; a run resumes at sample {n} of \
+                 its configured data, with seed 0"
+            ),
+            ConvertNotice::DataOrderUnknown { samples: None } => f.write_str(
+                "the source contains neither its position in the data nor its seed; a run resumes at step × its \
+                 configured batch, with seed 0",
+            ),
+            ConvertNotice::WeightsOnly => f.write_str(
+                "the source contains only weights; a run from it starts optimizer, learning rate and data at \
+                 step 0",
+            ),
+            ConvertNotice::GroupsUnknown { parameters, groups } => write!(
+                f,
+                "the source doesn't assign {parameters} parameters to its {groups} parameter groups; their \
+                 optimizer states are kept by name, and the job gives their hyper-parameters (--group assigns \
+                 them)"
+            ),
+            ConvertNotice::StepFromUpdates { updates, steps } => write!(
+                f,
+                "the optimizer made {updates} updates in {steps} steps; a run resumes at step {updates}"
+            ),
+            ConvertNotice::RngFilesUnchanged { from_world, world } => write!(
+                f,
+                "the RNG state files are those of {from_world} ranks; `launch ckpt rng` makes them for {world}"
+            ),
+            ConvertNotice::Source(text) => f.write_str(text),
+        }
+    }
+}
+
+impl Serialize for ConvertNotice {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}

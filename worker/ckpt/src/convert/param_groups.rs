@@ -1,0 +1,204 @@
+//! Assigns weights to the optimizer's parameter groups: by the checkpoint, or by the options where
+//! the checkpoint doesn't assign them.
+use super::error::ConvertError;
+use super::{ConvertOptions, ConvertTarget};
+use crate::catalog::{TensorInfo, TensorRole};
+use crate::error::Result;
+use crate::formats::module_order;
+use crate::passthrough::{ParamGroup, PassthroughState};
+use crate::pickle::Object;
+use crate::source::TensorSource;
+use crate::state::TrainingState;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+type GroupResult<T> = std::result::Result<T, ConvertError>;
+
+/// A parameter group with the tensors of its weights.
+pub(super) struct WeightGroup {
+    /// Indices of the weights' tensors, in the optimizer's order.
+    pub(super) weights: Vec<usize>,
+    /// Number of updates of each weight.
+    pub(super) steps: Vec<f64>,
+    /// Hyper-parameters by their names in torch.
+    pub(super) options: Vec<(String, Object)>,
+}
+
+/// The parameter groups of an optimizer.
+pub(super) struct GroupSet<G> {
+    pub(super) groups: Vec<G>,
+    /// Trained weights whose group is unknown.
+    pub(super) ungrouped: Option<G>,
+}
+
+/// Trained weights that a checkpoint doesn't assign to its parameter groups.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UngroupedWeights {
+    /// Names of the weights.
+    pub names: Vec<String>,
+    /// Number of groups.
+    pub groups: usize,
+}
+
+/// Finds the weights that [`ConvertOptions::groups`] can assign.
+///
+/// # Errors
+/// When the source's optimizer can't be read.
+pub fn find_ungrouped(source: &dyn TensorSource) -> Result<UngroupedWeights> {
+    let groups = listed_groups(&source.state(), &mut source.passthrough()?);
+    let trained = trained_weights(&source.tensors());
+    let names = match is_single_unnamed_group(&groups) {
+        true => Vec::new(),
+        false => weights_without_group(&groups, &trained),
+    };
+    Ok(UngroupedWeights { names, groups: groups.len() })
+}
+
+/// The groups as the checkpoint lists them, possibly without names.
+pub(super) fn listed_groups(state: &TrainingState, extras: &mut PassthroughState) -> Vec<ParamGroup> {
+    let mut groups = std::mem::take(&mut extras.groups);
+    if groups.is_empty() {
+        groups = state.groups.iter().map(|group| ParamGroup::from_info(group, &state.steps)).collect();
+    }
+    groups.retain(|g| !g.names.is_empty() || !g.options.is_empty());
+    groups
+}
+
+/// Names of the weights that have an optimizer state.
+fn trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
+    let states = tensors.iter().filter(|t| t.role.is_optimizer_state());
+    let names: HashSet<&str> = states.map(|t| t.name.as_str()).collect();
+    let weights = tensors.iter().filter(|t| t.role == TensorRole::Weight && names.contains(t.name.as_str()));
+    weights.map(|t| t.name.clone()).collect()
+}
+
+/// Whether all trained weights are in one group, so that the group needs no names.
+fn is_single_unnamed_group(groups: &[ParamGroup]) -> bool {
+    groups.len() <= 1 && groups.iter().all(|g| g.names.is_empty())
+}
+
+/// The trained weights that no group lists.
+fn weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<String> {
+    let grouped: HashSet<&str> = groups.iter().flat_map(|g| g.names.iter().map(String::as_str)).collect();
+    trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
+}
+
+/// Completes the groups with the names of their weights.
+///
+/// # Errors
+/// When the target needs names or an order that neither the checkpoint nor the options provide.
+pub(super) fn assign_weights(
+    mut groups: Vec<ParamGroup>,
+    tensors: &[TensorInfo],
+    steps: &BTreeMap<String, u64>,
+    options: &ConvertOptions,
+) -> GroupResult<GroupSet<ParamGroup>> {
+    let trained = trained_weights(tensors);
+    let ungrouped = weights_without_group(&groups, &trained);
+    check_group_options(&groups, &ungrouped, options)?;
+    if is_single_unnamed_group(&groups) && !ungrouped.is_empty() {
+        groups.resize_with(1, ParamGroup::default);
+    } else if !ungrouped.is_empty() && options.groups.is_empty() {
+        let steps = ungrouped.iter().map(|name| steps.get(name).map(|&s| s as f64)).collect();
+        let ungrouped = Some(ParamGroup { names: ungrouped, steps, options: Vec::new() });
+        return Ok(GroupSet { groups, ungrouped });
+    }
+    let mut added: Vec<Vec<String>> = vec![Vec::new(); groups.len()];
+    for name in ungrouped {
+        let group = options.groups.get(&name).copied().unwrap_or(0);
+        added[group].push(name);
+    }
+    let orders = module_order::registration_orders(&trained.iter().map(String::as_str).collect::<Vec<_>>());
+    for (group, names) in groups.iter_mut().zip(added).filter(|(_, names)| !names.is_empty()) {
+        group.steps.resize(group.names.len(), None);
+        group.steps.extend(names.iter().map(|name| steps.get(name).map(|&s| s as f64)));
+        group.names.extend(names);
+        if !sort_by_registration(group, &orders) && options.target == ConvertTarget::DeepSpeed {
+            return Err(ConvertError::OrderUnknown { name: group.names[0].clone() });
+        }
+    }
+    let mut unique = HashSet::new();
+    match groups.iter().flat_map(|g| &g.names).find(|name| !unique.insert(name.as_str())) {
+        None => Ok(GroupSet { groups, ungrouped: None }),
+        Some(name) => Err(ConvertError::InTwoGroups { name: name.clone() }),
+    }
+}
+
+/// Rejects options that lack an assignment the target needs, or assign a weight whose group is
+/// known.
+fn check_group_options(
+    groups: &[ParamGroup],
+    ungrouped: &[String],
+    options: &ConvertOptions,
+) -> GroupResult<()> {
+    let assigned = &options.groups;
+    let is_single = is_single_unnamed_group(groups);
+    if assigned.is_empty() {
+        let needed = options.target != ConvertTarget::Native && !ungrouped.is_empty() && !is_single;
+        return match needed {
+            false => Ok(()),
+            true => {
+                let (parameters, groups) = (ungrouped.len(), groups.len());
+                Err(ConvertError::GroupsUnknown { parameters, groups })
+            }
+        };
+    }
+    let assignable: HashSet<&str> = match is_single {
+        true => HashSet::new(),
+        false => ungrouped.iter().map(String::as_str).collect(),
+    };
+    if let Some(name) = assigned.keys().find(|name| !assignable.contains(name.as_str())) {
+        return Err(ConvertError::GroupNotAssignable { name: name.clone() });
+    }
+    match assigned.values().find(|group| **group >= groups.len()) {
+        Some(&group) => Err(ConvertError::GroupOutOfRange { group, groups: groups.len() }),
+        None => Ok(()),
+    }
+}
+
+/// Sorts a group into the order in which its model registers the parameters. False when that order
+/// is unknown.
+fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
+    let steps: HashMap<&str, Option<f64>> =
+        group.names.iter().map(String::as_str).zip(group.steps.iter().copied()).collect();
+    let mut found: Vec<Vec<&str>> = Vec::new();
+    for order in orders {
+        let sorted: Vec<&str> = order.iter().copied().filter(|name| steps.contains_key(name)).collect();
+        if sorted.len() == group.names.len() && !found.contains(&sorted) {
+            found.push(sorted);
+        }
+    }
+    let [names] = found.as_slice() else { return group.names.len() == 1 };
+    let steps = names.iter().map(|name| steps[name]).collect();
+    (group.names, group.steps) = (names.iter().map(|&name| name.to_owned()).collect(), steps);
+    true
+}
+
+impl GroupSet<ParamGroup> {
+    /// Replaces names by indices of tensors.
+    ///
+    /// # Errors
+    /// When a weight lacks its tensor or an optimizer state of one of these roles.
+    pub(super) fn resolve_indices(
+        self,
+        index: &HashMap<(TensorRole, String), usize>,
+        roles: &[TensorRole],
+        step: u64,
+    ) -> GroupResult<GroupSet<WeightGroup>> {
+        let resolve = |given: ParamGroup| -> GroupResult<WeightGroup> {
+            let mut weights = Vec::with_capacity(given.names.len());
+            for name in &given.names {
+                for &role in [TensorRole::Weight].iter().chain(roles) {
+                    if !index.contains_key(&(role, name.clone())) {
+                        return Err(ConvertError::TensorMissing { name: name.clone(), role });
+                    }
+                }
+                weights.extend(index.get(&(TensorRole::Weight, name.clone())));
+            }
+            let updates = |i: usize| given.steps.get(i).copied().flatten().unwrap_or(step as f64);
+            let steps = (0..weights.len()).map(updates).collect();
+            Ok(WeightGroup { steps, weights, options: given.options })
+        };
+        let groups = self.groups.into_iter().map(resolve).collect::<GroupResult<_>>()?;
+        Ok(GroupSet { groups, ungrouped: self.ungrouped.map(resolve).transpose()? })
+    }
+}

@@ -1,0 +1,427 @@
+//! Writes planned files in parallel. Each worker reads ahead, converts, and passes the result to a
+//! thread that writes. The memory per worker doesn't depend on the file size.
+use super::file_plan::{FileContent, FilePlan, ShardPiece, StorageSpan, TorchPlan};
+use super::output::{FinishedFile, Output};
+use super::resume_check::{shard_is_intact, torch_file_is_intact};
+use super::training_state::SourceState;
+use super::write_steps::{StepData, WINDOW, WriteStep, storage_steps};
+use crate::catalog::TensorInfo;
+use crate::disk::{self, Buffers, Directory, FileWriter, IoMode, SMALL_WINDOW};
+use crate::dtype::Dtype;
+use crate::error::{CkptError, Result};
+use crate::formats::safetensors::{self, Planned};
+use crate::formats::torch_write::TorchWriter;
+use crate::manifest::shard_name;
+use crate::save::{PieceReport, ShardReport};
+use crate::source::{ReadRequest, TensorSource};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// Windows of one worker: one is read, one waits, one is written.
+const WINDOWS: usize = 3;
+/// Memory of one worker, bytes: its windows, a converted one, three buffers of the writing thread,
+/// and one for verifying the source.
+const WORKER_BYTES: u64 = 18 << 20;
+/// Memory in addition to that of the workers, bytes.
+const BASE_BYTES: u64 = 8 << 20;
+/// Most files that are written at a time.
+const WORKERS_MAX: usize = 32;
+/// Interval of progress reports.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The outcome of writing all files.
+pub(super) struct WrittenFiles {
+    /// Files of an interrupted conversion that were intact.
+    pub(super) reused: u64,
+    /// Reports of the native shards.
+    pub(super) shards: Vec<ShardReport>,
+}
+
+/// State that all workers share.
+struct FileWriters<'a> {
+    source: &'a dyn TensorSource,
+    tensors: &'a [TensorInfo],
+    world: u32,
+    dir: &'a Path,
+    files: Vec<(&'a FilePlan, Option<FinishedFile>)>,
+    next: AtomicUsize,
+    stop: AtomicBool,
+    bytes: AtomicU64,
+    /// Buffers of the writing threads.
+    buffers: Buffers,
+    /// Windows that no file uses.
+    windows: Mutex<Vec<Vec<f32>>>,
+}
+
+/// Writes all files into the output directory.
+pub(super) fn write_files(
+    source: &dyn TensorSource,
+    state: &SourceState,
+    files: &[FilePlan],
+    output: &mut Output,
+    memory: u64,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<WrittenFiles> {
+    let dir = output.dir.clone();
+    make_parent_dirs(&dir, files)?;
+    let total: u64 = files.iter().map(FilePlan::bytes).sum();
+    let mut order: Vec<&FilePlan> = files.iter().collect();
+    // largest first, so that no worker is left with a large file at the end
+    order.sort_by_key(|f| std::cmp::Reverse(f.bytes()));
+    let files = order.into_iter().map(|f| (f, output.earlier(&f.path).cloned())).collect();
+    let shared = FileWriters {
+        source,
+        tensors: &state.tensors,
+        world: state.world,
+        dir: &dir,
+        files,
+        next: AtomicUsize::new(0),
+        stop: AtomicBool::new(false),
+        bytes: AtomicU64::new(0),
+        buffers: Buffers::with_size(SMALL_WINDOW),
+        windows: Mutex::default(),
+    };
+    let workers = worker_count(memory, shared.files.len());
+    let mut done = WrittenFiles { reused: 0, shards: Vec::new() };
+    std::thread::scope(|scope| {
+        let (sender, receiver) = sync_channel::<Result<(FinishedFile, bool)>>(workers);
+        for _ in 0..workers {
+            let (sender, shared) = (sender.clone(), &shared);
+            scope.spawn(move || shared.run_worker(&sender));
+        }
+        drop(sender);
+        let result = collect_finished(&receiver, output, &mut done, || {
+            progress(shared.bytes.load(Ordering::Relaxed), total);
+        });
+        if result.is_err() {
+            shared.stop.store(true, Ordering::Relaxed);
+            // unblocks workers that wait to send
+            for _ in receiver {}
+        }
+        result
+    })?;
+    // a killed conversion had not verified what it read for the files that were reused
+    source.verify_reads(done.reused > 0)?;
+    progress(total, total);
+    Ok(done)
+}
+
+/// Receives finished files until all workers have ended; the first error ends it.
+fn collect_finished(
+    receiver: &Receiver<Result<(FinishedFile, bool)>>,
+    output: &mut Output,
+    done: &mut WrittenFiles,
+    mut progress: impl FnMut(),
+) -> Result<()> {
+    loop {
+        match receiver.recv_timeout(PROGRESS_INTERVAL) {
+            Ok(file) => {
+                let (file, reused) = file?;
+                match reused {
+                    true => done.reused += 1,
+                    false => output.record(&file)?,
+                }
+                done.shards.extend(file.shard);
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+        progress();
+    }
+}
+
+/// Number of workers: one more than there are cores, so that the disk is busy while one worker ends
+/// a file and begins the next.
+fn worker_count(memory: u64, files: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let affordable = (memory.saturating_sub(BASE_BYTES) / WORKER_BYTES) as usize;
+    (cores + 1).min(affordable).min(files).clamp(1, WORKERS_MAX)
+}
+
+fn make_parent_dirs(dir: &Path, files: &[FilePlan]) -> Result<()> {
+    let mut last = None;
+    for file in files {
+        let parent = file.path.rsplit_once('/').map(|(parent, _)| parent);
+        if let Some(parent) = parent.filter(|p| last != Some(*p)) {
+            let path = dir.join(parent);
+            fs::create_dir_all(&path).map_err(CkptError::io("make directory", &path))?;
+            last = Some(parent);
+        }
+    }
+    Ok(())
+}
+
+impl FileWriters<'_> {
+    fn run_worker(&self, sender: &SyncSender<Result<(FinishedFile, bool)>>) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let Some((file, earlier)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) else {
+                return;
+            };
+            let result = self.write_file(file, earlier.as_ref());
+            let failed = result.is_err();
+            if sender.send(result).is_err() || failed {
+                return;
+            }
+        }
+    }
+
+    /// Writes one file, or reuses it; true when it was reused.
+    fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
+        if let Some(earlier) = earlier.filter(|e| self.is_intact(file, e)) {
+            self.bytes.fetch_add(file.bytes(), Ordering::Relaxed);
+            return Ok((earlier.clone(), true));
+        }
+        let path = self.dir.join(&file.path);
+        disk::unlink(&path)?;
+        let mut done = FinishedFile { path: file.path.clone(), bytes: 0, members: None, shard: None };
+        match &file.content {
+            FileContent::Bytes(bytes) => done.bytes = disk::write_file(path, bytes)?,
+            FileContent::LinkTo(other) => done.bytes = link_or_copy(other, &path)?,
+            FileContent::Shard { rank, pieces } => {
+                let shard = self.write_shard(&path, *rank, pieces)?;
+                (done.bytes, done.shard) = (shard.bytes, Some(shard));
+            }
+            FileContent::Torch(plan) => {
+                let writer =
+                    TorchWriter::create(path, file.stem(), &plan.value, plan.bytes(), &self.buffers)?;
+                let (bytes, members) = self.write_torch_file(plan, writer)?;
+                (done.bytes, done.members) = (bytes, Some(members));
+            }
+        }
+        Ok((done, false))
+    }
+
+    /// Whether the file of an interrupted conversion is intact; every byte of its tensors is
+    /// verified.
+    fn is_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
+        let path = self.dir.join(&file.path);
+        let open = || -> Option<(fs::File, u64)> {
+            let name = path.file_name()?.to_str()?;
+            let directory = Directory::open(path.parent()?).ok()?;
+            directory.open_file(name, nix::fcntl::OFlag::empty()).ok()
+        };
+        let Some((open, size)) = open().filter(|(_, size)| *size == earlier.bytes) else { return false };
+        match (&file.content, &earlier.shard, earlier.members) {
+            (FileContent::Torch(_), _, Some(members)) => {
+                torch_file_is_intact(&open, size, members).unwrap_or(false)
+            }
+            (FileContent::Shard { .. }, Some(shard), _) => {
+                shard_is_intact(&open, size, shard).unwrap_or(false)
+            }
+            // small files are written again
+            _ => false,
+        }
+    }
+
+    fn write_torch_file(&self, plan: &TorchPlan, mut writer: TorchWriter) -> Result<(u64, u32)> {
+        let steps: Vec<WriteStep> =
+            plan.storages.iter().flat_map(|s| storage_steps(s.dtype, &s.spans)).collect();
+        let mut narrow = NarrowBuffers::default();
+        self.stream(&steps, |step, loaded| match (step, loaded) {
+            (WriteStep::Begin, _) => writer.begin_storage(),
+            (WriteStep::End, _) => writer.end(),
+            (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
+                writer.write(narrow.convert(*dtype, values))
+            }
+            (WriteStep::Bytes(bytes), _) => writer.write(bytes),
+            (WriteStep::Raw { .. }, StepData::Bytes(bytes)) => writer.write(bytes),
+            _ => Err(CkptError::internal("a window was read as something else")),
+        })?;
+        writer.finish()
+    }
+
+    fn write_shard(&self, path: &Path, rank: u32, pieces: &[ShardPiece]) -> Result<ShardReport> {
+        let info = |p: &ShardPiece| &self.tensors[p.tensor];
+        let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.count()]).collect();
+        let planned: Vec<Planned<'_>> = pieces
+            .iter()
+            .zip(&shapes)
+            .map(|(p, shape)| {
+                let name = safetensors::piece_key(info(p).role, &info(p).name, p.elements.start);
+                Planned { name, dtype: p.dtype, shape }
+            })
+            .collect();
+        let header =
+            safetensors::shard_header(rank, self.world, &planned).map_err(CkptError::invalid_save)?;
+        let mut writer =
+            FileWriter::with_buffers(path.to_owned(), IoMode::Direct, true, self.buffers.clone())?;
+        writer.write(&header)?;
+        let runs = pieces.chunk_by(|a, b| a.dtype == b.dtype).map(|run| {
+            let spans: Vec<StorageSpan> =
+                run.iter().map(|p| StorageSpan::Elements(p.tensor, p.elements.clone())).collect();
+            (run[0].dtype, spans)
+        });
+        let runs: Vec<(Dtype, Vec<StorageSpan>)> = runs.collect();
+        let steps: Vec<WriteStep> =
+            runs.iter().flat_map(|(dtype, spans)| storage_steps(*dtype, spans)).collect();
+        let mut narrow = NarrowBuffers::default();
+        self.stream(&steps, |step, loaded| match (step, loaded) {
+            (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
+                writer.write(narrow.convert(*dtype, values))
+            }
+            _ => Ok(()),
+        })?;
+        let (mut offset, mut reports) = (header.len() as u64, Vec::with_capacity(pieces.len()));
+        for p in pieces {
+            let (name, role, start, count) =
+                (info(p).name.clone(), info(p).role, p.elements.start, p.count());
+            reports.push(PieceReport { name, role, dtype: p.dtype, start, count, offset });
+            offset += p.bytes();
+        }
+        let (bytes, blocks) = writer.finish()?;
+        let file = shard_name(rank, self.world);
+        Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
+    }
+
+    /// Reads the data of the steps ahead, and passes each step with its data to `sink`.
+    fn stream(
+        &self,
+        steps: &[WriteStep<'_>],
+        mut sink: impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,
+    ) -> Result<()> {
+        let windows =
+            steps.iter().filter(|s| matches!(s, WriteStep::Window { .. } | WriteStep::Raw { .. })).count();
+        if windows <= 1 || steps.iter().map(WriteStep::elements).sum::<usize>() <= WINDOW {
+            let mut buffer = self.take_window();
+            for step in steps {
+                let loaded = self.read_step(step, std::mem::take(&mut buffer))?;
+                self.deliver(step, &mut sink, &loaded)?;
+                if let StepData::Values(values) = loaded {
+                    buffer = values;
+                }
+            }
+            self.return_window(buffer);
+            return Ok(());
+        }
+        std::thread::scope(|scope| {
+            let (full, inbox) = sync_channel::<Result<StepData>>(1);
+            let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOWS);
+            for _ in 0..WINDOWS {
+                let _ = outbox.send(self.take_window());
+            }
+            scope.spawn(move || {
+                for step in steps {
+                    let buffer = match step {
+                        WriteStep::Window { .. } => empty.recv(),
+                        _ => Ok(Vec::new()),
+                    };
+                    // the receiver is gone after an error
+                    let Ok(buffer) = buffer else { return };
+                    if full.send(self.read_step(step, buffer)).is_err() {
+                        return;
+                    }
+                }
+                // the receiver has ended, or ends when `full` is dropped
+                drop(full);
+                empty.iter().for_each(|window| self.return_window(window));
+            });
+            for step in steps {
+                if self.stop.load(Ordering::Relaxed) {
+                    return Err(CkptError::internal("another file could not be written"));
+                }
+                let loaded =
+                    inbox.recv().map_err(|_| CkptError::internal("the reading thread ended early"))??;
+                self.deliver(step, &mut sink, &loaded)?;
+                if let StepData::Values(values) = loaded {
+                    let _ = outbox.send(values);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn window_pool(&self) -> std::sync::MutexGuard<'_, Vec<Vec<f32>>> {
+        self.windows.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A window of an earlier file, or a new one.
+    fn take_window(&self) -> Vec<f32> {
+        self.window_pool().pop().unwrap_or_default()
+    }
+
+    /// Returns a window for use by the next file.
+    fn return_window(&self, window: Vec<f32>) {
+        self.window_pool().push(window);
+    }
+
+    fn deliver(
+        &self,
+        step: &WriteStep<'_>,
+        sink: &mut impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,
+        loaded: &StepData,
+    ) -> Result<()> {
+        sink(step, loaded)?;
+        self.bytes.fetch_add(step.bytes(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn read_step(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
+        match step {
+            WriteStep::Window { parts: spans, elements, .. } => {
+                buffer.resize(*elements, 0.0);
+                let mut requests = Vec::with_capacity(spans.len());
+                let mut rest = buffer.as_mut_slice();
+                for span in spans {
+                    let (out, tail) = std::mem::take(&mut rest).split_at_mut(span.count as usize);
+                    rest = tail;
+                    match span.tensor {
+                        Some(i) => {
+                            let (name, role) = (self.tensors[i].name.as_str(), self.tensors[i].role);
+                            requests.push(ReadRequest { name, role, start_element: span.start, out });
+                        }
+                        None => out.fill(0.0),
+                    }
+                }
+                self.source.read_unchecked(&mut requests)?;
+                Ok(StepData::Values(buffer))
+            }
+            WriteStep::Raw { tensor, start, bytes } => {
+                let info = &self.tensors[*tensor];
+                let mut out = vec![0u8; *bytes];
+                self.source.read_raw(&info.name, info.role, *start, &mut out)?;
+                Ok(StepData::Bytes(out))
+            }
+            _ => Ok(StepData::Nothing),
+        }
+    }
+}
+
+/// Reused buffers for conversion to 16-bit dtypes.
+#[derive(Default)]
+struct NarrowBuffers {
+    bf16: Vec<bf16>,
+    f16: Vec<f16>,
+}
+
+impl NarrowBuffers {
+    /// The bytes of values as `dtype`, rounded to nearest, ties to even, like torch.
+    fn convert<'a>(&'a mut self, dtype: Dtype, values: &'a [f32]) -> &'a [u8] {
+        match dtype {
+            Dtype::BF16 => {
+                self.bf16.resize(values.len(), bf16::ZERO);
+                self.bf16.convert_from_f32_slice(values);
+                bytemuck::cast_slice(&self.bf16)
+            }
+            Dtype::F16 => {
+                self.f16.resize(values.len(), f16::ZERO);
+                self.f16.convert_from_f32_slice(values);
+                bytemuck::cast_slice(&self.f16)
+            }
+            _ => bytemuck::cast_slice(values),
+        }
+    }
+}
+
+/// Creates a hard link, or a copy where links are not possible. Returns the file size.
+fn link_or_copy(from: &Path, to: &Path) -> Result<u64> {
+    if fs::hard_link(from, to).is_err() {
+        fs::copy(from, to).map_err(CkptError::io("copy", from))?;
+    }
+    fs::metadata(to).map(|m| m.len()).map_err(CkptError::io("look at", to))
+}

@@ -1,0 +1,267 @@
+//! Directories: create, lock, sync and remove them, and open files in them without following symbolic
+//! links.
+use crate::diagnosis::Diagnosis;
+use crate::error::{CkptError, DamageReason, MissingPart, Result};
+use crate::fault;
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, Flock, FlockArg, OFlag, openat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
+use nix::unistd::syncfs;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// True when the path exists, even as a dangling symbolic link.
+pub(crate) fn exists(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
+/// Creates a directory in an existing parent.
+pub(crate) fn make_dir(path: &Path) -> Result<()> {
+    fault::around("mkdir", || fs::create_dir(path)).map_err(CkptError::io("create directory", path))
+}
+
+/// Creates a directory and its missing parents durably, unless it exists.
+pub(crate) fn make_dirs(path: &Path) -> Result<()> {
+    match fs::metadata(path) {
+        Ok(m) if m.is_dir() => return Ok(()),
+        Ok(_) => return Err(CkptError::io("create directory", path)(io::ErrorKind::NotADirectory.into())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(CkptError::io("create directory", path)(e)),
+    }
+    let parent = parent_of(path);
+    make_dirs(&parent)?;
+    match make_dir(path) {
+        // another rank or job created the directory first
+        Err(CkptError::Io { source, .. })
+            if source.kind() == io::ErrorKind::AlreadyExists && path.is_dir() =>
+        {
+            Ok(())
+        }
+        Err(e) => Err(e),
+        Ok(()) => sync_dir(&parent),
+    }
+}
+
+/// The parent of a path; `.` for a bare name.
+pub(crate) fn parent_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(p) if !p.as_os_str().is_empty() => p.to_owned(),
+        Some(_) => PathBuf::from("."),
+        None => path.to_owned(),
+    }
+}
+
+/// Makes the entries of a directory durable.
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
+    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    fault::around("fsync directory", || dir.sync_all()).map_err(CkptError::io("fsync directory", path))
+}
+
+/// Syncs the file system of a directory.
+pub(crate) fn sync_all_of(path: &Path) -> Result<()> {
+    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    fault::around("sync file system", || syncfs(&dir))
+        .map_err(CkptError::errno("sync the file system of", path))
+}
+
+/// Removes a file, if it exists.
+pub(crate) fn unlink(path: &Path) -> Result<()> {
+    match fault::around("unlink", || fs::remove_file(path)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove", path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a directory and its contents, if it exists. Does not follow symbolic links.
+pub(crate) fn remove_tree(path: &Path) -> Result<()> {
+    let entries = match fs::read_dir(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(CkptError::io("list", path))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(CkptError::io("list", path))?;
+        let kind = entry.file_type().map_err(CkptError::io("stat", &entry.path()))?;
+        match kind.is_dir() {
+            true => remove_tree(&entry.path())?,
+            false => unlink(&entry.path())?,
+        }
+    }
+    match fault::around("rmdir", || fs::remove_dir(path)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove directory", path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Free space of the file system of `path`, bytes.
+pub(crate) fn free_bytes(path: &Path) -> Result<u64> {
+    let v = nix::sys::statvfs::statvfs(path).map_err(CkptError::errno("query the free space of", path))?;
+    Ok((v.blocks_available() as u64).saturating_mul(v.fragment_size() as u64))
+}
+
+/// The lock of a directory, held until dropped.
+pub(crate) struct DirLock {
+    _lock: Option<Flock<File>>,
+}
+
+/// Locks a directory, or fails when another process holds the lock.
+pub(crate) fn lock_dir(path: &Path) -> Result<DirLock> {
+    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(DirLock { _lock: Some(lock) }),
+        Err((_, Errno::EWOULDBLOCK)) => Err(CkptError::DirectoryBusy { path: path.to_owned() }),
+        // some network file systems do not support locks on directories
+        Err(_) => Ok(DirLock { _lock: None }),
+    }
+}
+
+/// An open directory, whose files are accessed by relative name. Symbolic links are rejected.
+pub(crate) struct Directory {
+    fd: File,
+    path: PathBuf,
+}
+
+impl Directory {
+    /// Opens a directory. The path itself may contain symbolic links.
+    pub(crate) fn open(path: &Path) -> Result<Directory> {
+        let fd = File::open(path).map_err(CkptError::io("open", path))?;
+        if !fd.metadata().map_err(CkptError::io("stat", path))?.is_dir() {
+            return Err(CkptError::not_a_checkpoint(path, Diagnosis::NotADirectory));
+        }
+        Ok(Directory { fd, path: path.to_owned() })
+    }
+
+    /// The path given to [`Directory::open`].
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Size of a regular file; `None` when the entry does not exist.
+    pub(crate) fn size_of(&self, name: &str) -> Result<Option<u64>> {
+        match self.stat(name)? {
+            None => Ok(None),
+            Some(st) => {
+                self.require_regular(name, st.st_mode)?;
+                Ok(Some(st.st_size.max(0) as u64))
+            }
+        }
+    }
+
+    /// True when the entry is a directory and not a symbolic link.
+    pub(crate) fn has_directory(&self, name: &str) -> Result<bool> {
+        let mode = self.stat(name)?.map_or(0, |st| st.st_mode);
+        Ok(SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFDIR)
+    }
+
+    /// True when the entry exists, even as a symbolic link.
+    pub(crate) fn has(&self, name: &str) -> Result<bool> {
+        Ok(self.stat(name)?.is_some())
+    }
+
+    fn stat(&self, name: &str) -> Result<Option<FileStat>> {
+        let found = match self.open_parent(name)? {
+            Some((inner, last)) => {
+                let fd = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+                fstatat(fd, last, AtFlags::AT_SYMLINK_NOFOLLOW)
+            }
+            None => return Ok(None),
+        };
+        match found {
+            Err(Errno::ENOENT) => Ok(None),
+            other => other.map(Some).map_err(CkptError::errno("stat", &self.path.join(name))),
+        }
+    }
+
+    /// Opens the subdirectory that contains the last component of a relative name; returns it (`None` for
+    /// this directory) with the last component. Rejects symbolic links and names that point outside.
+    /// `None` when a subdirectory does not exist.
+    fn open_parent<'n>(&self, name: &'n str) -> Result<Option<(Option<OwnedFd>, &'n str)>> {
+        let outside = || CkptError::damaged(&self.path, name, DamageReason::OutsideDirectory);
+        if name.starts_with('/') || name.split('/').any(|part| matches!(part, "" | "." | "..")) {
+            return Err(outside());
+        }
+        let Some((parents, last)) = name.rsplit_once('/') else { return Ok(Some((None, name))) };
+        let mut inner: Option<OwnedFd> = None;
+        for part in parents.split('/') {
+            let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+            let at = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+            inner = Some(match openat(at, part, flags, Mode::empty()) {
+                Err(Errno::ENOENT) => return Ok(None),
+                Err(Errno::ELOOP | Errno::ENOTDIR) => {
+                    let reason = DamageReason::NotADirectory { component: part.to_owned() };
+                    return Err(CkptError::damaged(&self.path, name, reason));
+                }
+                other => other.map_err(CkptError::errno("open", &self.path.join(name)))?,
+            });
+        }
+        Ok(Some((inner, last)))
+    }
+
+    fn require_regular(&self, name: &str, mode: u32) -> Result<()> {
+        if SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFREG {
+            return Ok(());
+        }
+        Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile))
+    }
+
+    /// Opens a regular file for reading with additional flags; returns the file and its size.
+    pub(crate) fn open_file(&self, name: &str, extra: OFlag) -> Result<(File, u64)> {
+        // O_NONBLOCK: opening a FIFO in place of a file must not block
+        let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | extra;
+        let path = self.path.join(name);
+        let missing = || CkptError::missing(&self.path, MissingPart::File(name.to_owned()));
+        let Some((inner, last)) = self.open_parent(name)? else { return Err(missing()) };
+        let at = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+        let fd = match openat(at, last, flags, Mode::empty()) {
+            Err(Errno::ENOENT) => return Err(missing()),
+            Err(Errno::ELOOP) => {
+                return Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile));
+            }
+            other => other.map_err(CkptError::errno("open", &path))?,
+        };
+        let st = fstat(&fd).map_err(CkptError::errno("stat", &path))?;
+        self.require_regular(name, st.st_mode)?;
+        Ok((File::from(fd), st.st_size.max(0) as u64))
+    }
+
+    /// Reads a file of at most `cap` bytes.
+    pub(crate) fn read(&self, name: &str, cap: u64) -> Result<Vec<u8>> {
+        let (file, size) = self.open_file(name, OFlag::empty())?;
+        if size > cap {
+            let reason = DamageReason::TooLarge { found: size, limit: cap };
+            return Err(CkptError::damaged(&self.path, name, reason));
+        }
+        let mut content = Vec::with_capacity(size as usize);
+        // one more byte detects a growing file
+        let read = file.take(size + 1).read_to_end(&mut content);
+        read.map_err(CkptError::io("read", &self.path.join(name)))?;
+        if content.len() as u64 != size {
+            return Err(CkptError::damaged(&self.path, name, DamageReason::Changed));
+        }
+        Ok(content)
+    }
+
+    /// Names of the entries of a subdirectory, sorted.
+    pub(crate) fn names_in(&self, name: &str) -> Result<Vec<String>> {
+        match self.has_directory(name)? {
+            true => Directory::open(&self.path.join(name))?.names(),
+            false => {
+                let reason = DamageReason::NotADirectory { component: name.to_owned() };
+                Err(CkptError::damaged(&self.path, name, reason))
+            }
+        }
+    }
+
+    /// Names of the entries, sorted.
+    pub(crate) fn names(&self) -> Result<Vec<String>> {
+        let entries = fs::read_dir(&self.path).map_err(CkptError::io("list", &self.path))?;
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(CkptError::io("list", &self.path))?;
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+        names.sort();
+        Ok(names)
+    }
+}

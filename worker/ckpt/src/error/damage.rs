@@ -1,0 +1,260 @@
+//! [`Damage`]: a file of a checkpoint whose bytes are wrong, and the reason.
+use super::parts::{MissingPart, list_some};
+use crate::catalog::InvalidTensorName;
+use crate::diagnosis::Diagnosis;
+use crate::formats::dcp::error::DcpError;
+use crate::formats::deepspeed::error::DeepSpeedError;
+use crate::formats::optimizer::OptimizerStateError;
+use crate::formats::safetensors::SafetensorsError;
+use crate::formats::torch_error::TorchFileError;
+use crate::formats::zip::ZipError;
+use crate::manifest_error::ManifestError;
+use crate::partition::CoverageError;
+use crate::peft::AdapterConfigError;
+use crate::rng_files::{rank_files::RngFilesError, streams::RngStateError};
+use serde::{Serialize, Serializer};
+use std::fmt;
+use std::io;
+
+/// A file of a checkpoint that is damaged.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Damage {
+    /// Name of the file in the checkpoint directory.
+    pub file: String,
+    /// Index of the damaged 1 MiB block of the file, when the damage is within one block.
+    pub block: Option<u64>,
+    /// `role/name` of every tensor with bytes in the damaged block or file.
+    pub tensors: Vec<String>,
+    /// What is wrong with the file.
+    #[serde(rename = "why", serialize_with = "as_text")]
+    pub reason: DamageReason,
+}
+
+fn as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(reason)
+}
+
+impl Damage {
+    /// Damage of a whole file, or of a part of it that holds no known tensor.
+    pub(crate) fn of_file(file: impl Into<String>, reason: impl Into<DamageReason>) -> Damage {
+        Damage { file: file.into(), block: None, tensors: Vec::new(), reason: reason.into() }
+    }
+}
+
+impl fmt::Display for Damage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.file)?;
+        if let Some(block) = self.block {
+            write!(f, ", block {block}")?;
+        }
+        if !self.tensors.is_empty() {
+            write!(f, " (holds {})", list_some(&self.tensors))?;
+        }
+        write!(f, ": {}", self.reason)
+    }
+}
+
+/// What is wrong with a file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DamageReason {
+    /// The file does not exist.
+    #[error("the file is missing")]
+    FileMissing,
+    /// Something that belongs to the file or directory does not exist.
+    #[error("missing {0}")]
+    PartMissing(MissingPart),
+    /// The file does not belong to the checkpoint.
+    #[error("the file does not belong to the checkpoint")]
+    UnexpectedFile,
+    /// The size differs from the recorded size.
+    #[error("the file has {found} bytes, expected {expected}")]
+    SizeMismatch {
+        /// Bytes recorded in the manifest.
+        expected: u64,
+        /// Bytes of the file.
+        found: u64,
+    },
+    /// The file ends before its content does.
+    #[error("the file is truncated")]
+    Truncated,
+    /// The file is larger than this program reads.
+    #[error("the file has {found} bytes, more than the limit of {limit}")]
+    TooLarge {
+        /// Bytes of the file.
+        found: u64,
+        /// The limit, bytes.
+        limit: u64,
+    },
+    /// The size changed during a read or repair.
+    #[error("the file changed while it was read")]
+    Changed,
+    /// A symbolic link, device, socket or directory stands in place of the file.
+    #[error("not a regular file (symbolic links and devices are not followed)")]
+    NotRegularFile,
+    /// A file or symbolic link stands in place of a directory.
+    #[error("{component} is not a directory (symbolic links are not followed)")]
+    NotADirectory {
+        /// The component of the path.
+        component: String,
+    },
+    /// The name contains `..` or is absolute.
+    #[error("the path points outside of the checkpoint directory")]
+    OutsideDirectory,
+    /// A block differs from its hash in the manifest.
+    #[error("the content does not match its BLAKE3 hash")]
+    HashMismatch,
+    /// A block that was just written reads back differently.
+    #[error(
+        "block {block} reads back differently from what was just written; the disk or file system is faulty"
+    )]
+    ReadBackMismatch {
+        /// Index of the block in the file.
+        block: u64,
+    },
+    /// A member of a zip container differs from its CRC-32.
+    #[error("zip member {member}: the content does not match its CRC-32")]
+    CrcMismatch {
+        /// Name of the member.
+        member: String,
+    },
+    /// The header of a native shard and the manifest differ.
+    #[error("the shard header and the manifest differ in {piece}")]
+    HeaderMismatch {
+        /// `role/name@start` of the piece.
+        piece: String,
+    },
+    /// An index lists a tensor that the file does not have.
+    #[error("tensor {tensor}, which the index lists, is not in the file")]
+    TensorMissing {
+        /// Name of the tensor.
+        tensor: String,
+    },
+    /// The directory is named for another step than its manifest.
+    #[error("the directory is named for step {named}, the manifest is of step {stored}")]
+    StepMismatch {
+        /// The step in the directory's name.
+        named: u64,
+        /// The step in the manifest.
+        stored: u64,
+    },
+    /// The path is not a checkpoint.
+    #[error("{0}")]
+    NotACheckpoint(Diagnosis),
+    /// The file cannot be read.
+    #[error("read error: {0}")]
+    Read(#[from] ReadFailure),
+    /// The manifest is invalid.
+    #[error("{0}")]
+    Manifest(#[from] ManifestError),
+    /// The file is not a valid safetensors file.
+    #[error("{0}")]
+    Safetensors(#[from] SafetensorsError),
+    /// The file is not a valid torch file.
+    #[error("{0}")]
+    TorchFile(TorchFileError),
+    /// The `.metadata` or an item of a torch distributed checkpoint is invalid.
+    #[error("{0}")]
+    Dcp(DcpError),
+    /// DeepSpeed's files are invalid or contradict each other.
+    #[error("{0}")]
+    DeepSpeed(#[from] DeepSpeedError),
+    /// The `state_dict` of an optimizer is invalid.
+    #[error("{0}")]
+    Optimizer(#[from] OptimizerStateError),
+    /// The configuration of an adapter is invalid.
+    #[error("{0}")]
+    Adapter(#[from] AdapterConfigError),
+    /// A tensor has an invalid name.
+    #[error("{0}")]
+    Name(#[from] InvalidTensorName),
+    /// The pieces of a tensor do not cover it exactly once.
+    #[error("{0}")]
+    Coverage(#[from] CoverageError),
+    /// The file is not valid JSON, or has unexpected fields.
+    #[error("invalid JSON: {0}")]
+    Json(String),
+    /// An RNG state file has invalid content.
+    #[error("{0}")]
+    RngState(#[from] RngStateError),
+    /// The RNG state files of the ranks contradict each other.
+    #[error("{0}")]
+    RngFiles(#[from] RngFilesError),
+    /// The content contradicts itself or another file. The text states how.
+    #[error("{0}")]
+    Inconsistent(String),
+}
+
+impl DamageReason {
+    /// True when a pickle names a class or function that is not allowed.
+    pub fn is_forbidden_global(&self) -> bool {
+        matches!(self, DamageReason::TorchFile(error) if error.is_forbidden_global())
+    }
+}
+
+impl From<String> for DamageReason {
+    fn from(detail: String) -> Self {
+        DamageReason::Inconsistent(detail)
+    }
+}
+
+impl From<&str> for DamageReason {
+    fn from(detail: &str) -> Self {
+        DamageReason::Inconsistent(detail.to_owned())
+    }
+}
+
+impl From<serde_json::Error> for DamageReason {
+    fn from(error: serde_json::Error) -> Self {
+        DamageReason::Json(error.to_string())
+    }
+}
+
+impl From<TorchFileError> for DamageReason {
+    fn from(error: TorchFileError) -> Self {
+        match error {
+            TorchFileError::CrcMismatch { member } => DamageReason::CrcMismatch { member },
+            TorchFileError::Truncated { .. } => DamageReason::Truncated,
+            other => DamageReason::TorchFile(other),
+        }
+    }
+}
+
+impl From<DcpError> for DamageReason {
+    fn from(error: DcpError) -> Self {
+        match error {
+            DcpError::Pickle(error) => DamageReason::TorchFile(error.into()),
+            other => DamageReason::Dcp(other),
+        }
+    }
+}
+
+impl From<ZipError> for DamageReason {
+    fn from(error: ZipError) -> Self {
+        DamageReason::TorchFile(error.into())
+    }
+}
+
+impl From<io::Error> for DamageReason {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => DamageReason::Truncated,
+            _ => DamageReason::Read(error.into()),
+        }
+    }
+}
+
+/// An I/O error that can be cloned and compared: its kind and text.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct ReadFailure {
+    /// The kind of the I/O error.
+    pub kind: io::ErrorKind,
+    message: String,
+}
+
+impl From<io::Error> for ReadFailure {
+    fn from(error: io::Error) -> Self {
+        ReadFailure { kind: error.kind(), message: error.to_string() }
+    }
+}

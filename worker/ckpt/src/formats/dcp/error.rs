@@ -1,0 +1,163 @@
+//! [`DcpError`]: why a torch distributed checkpoint is rejected.
+use super::metadata::StorageLocation;
+use crate::catalog::InvalidTensorName;
+use crate::dtype::Dtype;
+use crate::formats::optimizer::InvalidStep;
+use crate::formats::torch_error::TorchFileError;
+use crate::pickle::PickleError;
+
+/// Why a torch distributed checkpoint is rejected.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DcpError {
+    /// The pickle of `.metadata` is invalid.
+    #[error("{0}")]
+    Pickle(#[from] PickleError),
+    /// The pickled object is not `Metadata`.
+    #[error("the pickled object is {}, not Metadata", .class.unwrap_or("a plain value"))]
+    NotMetadata {
+        /// The class of the object.
+        class: Option<&'static str>,
+    },
+    /// An attribute is missing.
+    #[error("no {0}")]
+    MissingField(&'static str),
+    /// An attribute has an unexpected type or value.
+    #[error("invalid {0}")]
+    InvalidField(&'static str),
+    /// An object has another class than expected.
+    #[error("expected an object of class {0}")]
+    WrongClass(&'static str),
+    /// The planner data have no path for an item.
+    #[error("no path for {0}")]
+    PathMissing(String),
+    /// The path of an item does not match its key.
+    #[error("the path of {key} is {path:?}, which does not match the key")]
+    PathMismatch {
+        /// Key of the item.
+        key: String,
+        /// The recorded path.
+        path: Vec<String>,
+    },
+    /// An item has no storage location.
+    #[error("no storage location for {key} at {offsets:?}")]
+    LocationMissing {
+        /// Key of the item.
+        key: String,
+        /// Offsets of the chunk; empty for a value.
+        offsets: Vec<u64>,
+    },
+    /// A storage location belongs to no item.
+    #[error("the storage location of {key} at {offsets:?} belongs to no tensor")]
+    LocationUnused {
+        /// Key in the storage data.
+        key: String,
+        /// Offsets of the chunk, if any.
+        offsets: Option<Vec<u64>>,
+    },
+    /// An item has two storage locations.
+    #[error("{0} has two storage locations")]
+    DuplicateLocation(String),
+    /// Items share bytes of a file.
+    #[error("two items share bytes of {file} at {offset}")]
+    SharedBytes {
+        /// Name of the file.
+        file: String,
+        /// Offset in the file.
+        offset: u64,
+    },
+    /// An item is compressed or otherwise transformed.
+    #[error("{0} is stored in a transformed form, which is not supported")]
+    Transformed(String),
+    /// A tensor has an unknown dtype.
+    #[error("{0} has an unknown dtype")]
+    UnknownDtype(String),
+    /// A chunk is outside of its tensor.
+    #[error("a chunk of {key} at {offsets:?} of size {sizes:?} is outside of the shape {shape:?}")]
+    ChunkOutside {
+        /// Key of the tensor.
+        key: String,
+        /// First index, per dimension.
+        offsets: Vec<u64>,
+        /// Size, per dimension.
+        sizes: Vec<u64>,
+        /// Shape of the tensor.
+        shape: Vec<u64>,
+    },
+    /// An item reaches beyond the end of its file.
+    #[error("the file is truncated: {length} bytes expected at {offset}, the file has {size}")]
+    ItemTruncated {
+        /// Offset of the item.
+        offset: u64,
+        /// Length of the item.
+        length: u64,
+        /// Size of the file.
+        size: u64,
+    },
+    /// An item is not a valid torch file.
+    #[error("item at {offset}: {error}")]
+    Item {
+        /// Offset of the item in the file.
+        offset: u64,
+        /// Why it is rejected.
+        error: TorchFileError,
+    },
+    /// The item of a chunk is not a tensor.
+    #[error("{key}: the item at {offset} of {file} is not a tensor")]
+    NotATensor {
+        /// Key of the tensor.
+        key: String,
+        /// Name of the file.
+        file: String,
+        /// Offset of the item.
+        offset: u64,
+    },
+    /// The stored chunk differs from its description.
+    #[error(
+        "{key}: the chunk at {offsets:?} should be {expected_dtype} {expected_shape:?}, {file} has {dtype} {shape:?}"
+    )]
+    ChunkMismatch {
+        /// Key of the tensor.
+        key: String,
+        /// First index of the chunk, per dimension.
+        offsets: Vec<u64>,
+        /// Described dtype.
+        expected_dtype: Dtype,
+        /// Described size.
+        expected_shape: Vec<u64>,
+        /// Name of the file.
+        file: String,
+        /// Stored dtype.
+        dtype: Dtype,
+        /// Stored shape.
+        shape: Vec<u64>,
+    },
+    /// The number of elements of a tensor overflows.
+    #[error("{0} has an impossible shape")]
+    ImpossibleShape(String),
+    /// The chunks split into too many runs of consecutive elements.
+    #[error("{key} is split into more than {limit} runs of consecutive elements")]
+    TooManyRuns {
+        /// Key of the tensor.
+        key: String,
+        /// The limit.
+        limit: usize,
+    },
+    /// An optimizer step is not a whole number.
+    #[error("{name}: {error}")]
+    Step {
+        /// Name of the weight.
+        name: String,
+        /// The step.
+        error: InvalidStep,
+    },
+    /// A tensor has an invalid name.
+    #[error(transparent)]
+    Name(#[from] InvalidTensorName),
+}
+
+impl DcpError {
+    pub(super) fn item(location: &StorageLocation, error: TorchFileError) -> DcpError {
+        DcpError::Item { offset: location.offset, error }
+    }
+}

@@ -1,0 +1,262 @@
+//! [`DeepSpeedError`]: why DeepSpeed's files are rejected.
+use crate::catalog::TensorRole;
+use crate::dtype::Dtype;
+use crate::formats::optimizer::{InvalidStep, OptimizerStateError};
+use crate::formats::torch_error::TorchFileError;
+use diagnostic::Code;
+use diagnostic::codes::checkpoint as codes;
+
+/// Why DeepSpeed's files are rejected.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeepSpeedError {
+    /// An entry of a model or optimizer file is missing.
+    #[error("no {0}")]
+    MissingField(&'static str),
+    /// An entry of a model or optimizer file has an unexpected type or value.
+    #[error("invalid {0}")]
+    InvalidField(&'static str),
+    /// A tensor is invalid.
+    #[error("{name}: {error}")]
+    Tensor {
+        /// Name or key of the tensor.
+        name: String,
+        /// Why the tensor is rejected.
+        error: TorchFileError,
+    },
+    /// A tensor is invalid; its name is unknown.
+    #[error("{0}")]
+    Torch(#[from] TorchFileError),
+    /// The optimizer in a model file is invalid.
+    #[error("{0}")]
+    Optimizer(#[from] OptimizerStateError),
+    /// A flat group is not F32.
+    #[error("flat group {group} is {dtype}, expected F32")]
+    FlatGroupDtype {
+        /// Index of the group.
+        group: usize,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// The optimizer file has another number of groups than the model file.
+    #[error("the file has {found} parameter groups, the model file {expected}")]
+    GroupCount {
+        /// Groups of the optimizer file.
+        found: usize,
+        /// Groups of the model file.
+        expected: usize,
+    },
+    /// The flat tensors of a group do not match its parameters.
+    #[error("parameter group {group}: {error}")]
+    Group {
+        /// Index of the group.
+        group: usize,
+        /// The mismatch.
+        error: LayoutError,
+    },
+    /// The slices of a frozen weight do not match its shape.
+    #[error("frozen weight: {0}")]
+    Frozen(LayoutError),
+    /// A parameter does not match its shape.
+    #[error("{0}")]
+    Layout(#[from] LayoutError),
+    /// A model file lacks a frozen weight.
+    #[error("frozen weight {0} is missing")]
+    FrozenMissing(String),
+    /// The file was written by another rank.
+    #[error("the file was written by rank {0}: files of two ranks were exchanged")]
+    WrongRank(u32),
+    /// Two files belong to the same rank.
+    #[error("{0} belongs to the same rank")]
+    DuplicateRank(String),
+    /// The rank of a file is not below the world size.
+    #[error("the checkpoint has only {0} ranks")]
+    RankOutsideWorld(u32),
+    /// The file has another stage or world size than the others.
+    #[error(
+        "the file is of stage {stage} with partitions {partitions:?}, the checkpoint of stage {expected_stage} on {world} ranks"
+    )]
+    StageMismatch {
+        /// Stage of the file.
+        stage: u8,
+        /// Partitions per group.
+        partitions: Vec<u64>,
+        /// Stage of the first file.
+        expected_stage: u8,
+        /// World size of the checkpoint.
+        world: u32,
+    },
+    /// Files of two ranks have different steps.
+    #[error("the file is of step {found}, that of rank {rank} of step {expected}")]
+    StepMismatch {
+        /// Step of the file.
+        found: f64,
+        /// Rank of the other file.
+        rank: u32,
+        /// Step of the other file.
+        expected: f64,
+    },
+    /// An optimizer step is not a whole number.
+    #[error("{0}")]
+    Step(#[from] InvalidStep),
+    /// The step of a weight is not a whole number.
+    #[error("{name}: {error}")]
+    WeightStep {
+        /// Name of the weight.
+        name: String,
+        /// The step.
+        error: InvalidStep,
+    },
+    /// A file of a universal checkpoint was written under another name.
+    #[error("the file was written as {0}.pt: files were exchanged")]
+    FilesExchanged(String),
+    /// A file of a universal checkpoint has no tensor.
+    #[error("the file holds no tensor")]
+    NoTensor,
+    /// The shape of a flat tensor is unknown.
+    #[error("the tensor is flat, and no model file records its shape")]
+    UnknownShape,
+    /// A group has another number of FP32 weights than states.
+    #[error("group {group} has {weights} FP32 weights and {states} states")]
+    MasterCount {
+        /// Index of the group.
+        group: usize,
+        /// FP32 weights of the group.
+        weights: usize,
+        /// States of the group.
+        states: usize,
+    },
+    /// An FP32 weight has another dtype or shape than the module's weight.
+    #[error("the FP32 weight of {name} is {dtype} {found:?}, expected F32 {expected:?}")]
+    MasterMismatch {
+        /// Name of the weight.
+        name: String,
+        /// Stored dtype.
+        dtype: Dtype,
+        /// Stored shape.
+        found: Vec<u64>,
+        /// Shape in the module.
+        expected: Vec<u64>,
+    },
+    /// `latest` does not contain the name of a directory.
+    #[error("the file does not contain the name of a directory")]
+    InvalidLatest,
+}
+
+/// How flat tensors do not match the shapes of their parameters.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// The number of elements of a parameter overflows.
+    #[error("{name} has the impossible shape {shape:?}")]
+    ImpossibleShape {
+        /// Name of the parameter.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
+    /// The number of alignment paddings differs from the number of parameters.
+    #[error("{paddings} paddings for {parameters} parameters")]
+    PaddingCount {
+        /// Number of paddings.
+        paddings: usize,
+        /// Number of parameters.
+        parameters: usize,
+    },
+    /// The ranks hold another number of elements than the parameters have.
+    #[error("the parameters have {expected} elements, the ranks hold {found}")]
+    ElementCount {
+        /// Elements of the parameters.
+        expected: u64,
+        /// Elements of all ranks.
+        found: u64,
+    },
+    /// A rank lacks a state that other ranks have.
+    #[error("rank {rank} has no {role}")]
+    StateMissing {
+        /// The rank.
+        rank: usize,
+        /// Which state.
+        role: TensorRole,
+    },
+    /// A state has another length than the weights of its rank.
+    #[error("rank {rank} has {states} elements of {role} ({dtype}) for {weights} elements of weights")]
+    StateLength {
+        /// The rank.
+        rank: usize,
+        /// Which state.
+        role: TensorRole,
+        /// Elements of the state.
+        states: u64,
+        /// Dtype of the state.
+        dtype: Dtype,
+        /// Elements of the weights.
+        weights: u64,
+    },
+    /// A flat tensor of stage 3 ends within a parameter.
+    #[error("{role} of rank {rank} has {elements} elements ({dtype}), {name} ends at {end}")]
+    PartitionTooShort {
+        /// Which tensor.
+        role: TensorRole,
+        /// The rank.
+        rank: usize,
+        /// Its elements.
+        elements: u64,
+        /// Its dtype.
+        dtype: Dtype,
+        /// Name of the parameter.
+        name: String,
+        /// End of the parameter in the flat tensor.
+        end: u64,
+    },
+    /// A flat tensor of stage 3 is longer than its parameters.
+    #[error("the parameters have {expected} elements of {role} per rank, rank {rank} has {found}")]
+    PartitionLength {
+        /// Which tensor.
+        role: TensorRole,
+        /// The rank.
+        rank: usize,
+        /// Elements of the rank.
+        found: u64,
+        /// Elements of the parameters, per rank.
+        expected: u64,
+    },
+    /// A slice of a frozen weight has another length than expected.
+    #[error("{name}: rank {rank} has {elements} elements ({dtype}), expected {expected}")]
+    SliceLength {
+        /// Name of the weight.
+        name: String,
+        /// The rank.
+        rank: usize,
+        /// Elements of the slice.
+        elements: u64,
+        /// Dtype of the slice.
+        dtype: Dtype,
+        /// Elements per rank.
+        expected: u64,
+    },
+    /// A tensor of a universal checkpoint has another number of elements than its shape.
+    #[error("{role} has {elements} elements, the shape {shape:?} has {expected}")]
+    TensorLength {
+        /// Which tensor.
+        role: TensorRole,
+        /// Its elements.
+        elements: u64,
+        /// The shape of the weight.
+        shape: Vec<u64>,
+        /// Elements of the shape.
+        expected: u64,
+    },
+}
+
+impl DeepSpeedError {
+    /// The stable code of this error.
+    pub fn code(&self) -> Code {
+        match self {
+            DeepSpeedError::Optimizer(_) => codes::OPTIMIZER_STATE_INVALID,
+            DeepSpeedError::Tensor { .. } | DeepSpeedError::Torch(_) => codes::TORCH_FILE_INVALID,
+            DeepSpeedError::InvalidLatest => codes::CHECKPOINT_LATEST_DANGLING,
+            _ => codes::DEEPSPEED_STATE_INVALID,
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Maps between experts stored as one tensor per layer (fused) and one tensor per expert.
+//!
+//! Recent versions of transformers train fused experts; files of weights list them one by one.
+//! `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of each expert before
+//! its up projection. `experts.down_proj` has the shape [experts, hidden, width].
+use super::param_matching::Weight;
+use crate::catalog::elements;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+/// Names of an expert's matrices (gate, up, down), by model family.
+const MATRICES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
+/// The name of an MoE layer in files of Mixtral, and in the model.
+const MODULE: (&str, &str) = (".block_sparse_moe.", ".mlp.");
+
+/// The part of a fused tensor that files store under a separate name.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<u64>,
+    /// Range of elements in the fused tensor.
+    pub(crate) elements: Range<u64>,
+}
+
+/// The weights of a model with fused experts.
+#[derive(Debug, Default)]
+pub(crate) struct FusedExperts {
+    /// Names and shapes.
+    pub(crate) weights: Vec<(String, Vec<u64>)>,
+    /// The members of each weight that files store under other names, by the model's name.
+    members: HashMap<String, Vec<Member>>,
+}
+
+/// Name and shape of the expert matrices of a layer, by expert and index into [`MATRICES`].
+type Layer<'a> = BTreeMap<(u64, usize), Weight<'a>>;
+
+impl FusedExperts {
+    /// Fuses the experts of each layer into two tensors. `None` when no experts are listed one by one, some
+    /// are missing, or their shapes differ.
+    pub(crate) fn detect(weights: &[Weight<'_>]) -> Option<FusedExperts> {
+        let mut fused = FusedExperts::default();
+        let mut layers: BTreeMap<String, Layer<'_>> = BTreeMap::new();
+        for &(name, shape) in weights {
+            match parse_expert_matrix(name) {
+                Some((layer, expert, matrix)) => {
+                    let twice = layers.entry(layer).or_default().insert((expert, matrix), (name, shape));
+                    if twice.is_some() {
+                        return None;
+                    }
+                }
+                None => {
+                    fused.add(name.replacen(MODULE.0, MODULE.1, 1), shape.to_vec(), vec![(name, shape)])?
+                }
+            }
+        }
+        if layers.is_empty() {
+            return None;
+        }
+        for (layer, matrices_of_layer) in &layers {
+            let count = matrices_of_layer.len() as u64 / 3;
+            let select = |matrices: &[usize]| -> Option<Vec<Weight<'_>>> {
+                let each = (0..count).flat_map(|e| matrices.iter().map(move |&m| (e, m)));
+                each.map(|key| matrices_of_layer.get(&key).copied()).collect()
+            };
+            let (gates, downs) = (select(&[0, 1])?, select(&[2])?);
+            let (&[width, hidden], down) = (gates.first()?.1, downs.first()?.1) else { return None };
+            let have_shape = |list: &[Weight<'_>], shape: &[u64]| list.iter().all(|(_, s)| *s == shape);
+            let is_complete = matrices_of_layer.len() as u64 == 3 * count && down == [hidden, width];
+            if !is_complete || !have_shape(&gates, &[width, hidden]) || !have_shape(&downs, down) {
+                return None;
+            }
+            let shape = vec![count, width.checked_mul(2)?, hidden];
+            fused.add(format!("{layer}.gate_up_proj"), shape, gates)?;
+            fused.add(format!("{layer}.down_proj"), vec![count, hidden, width], downs)?;
+        }
+        Some(fused)
+    }
+
+    /// `None` when the number of elements overflows.
+    fn add(&mut self, name: String, shape: Vec<u64>, parts: Vec<Weight<'_>>) -> Option<()> {
+        if parts.len() > 1 || parts.first().is_some_and(|(part, _)| *part != name) {
+            let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
+            for (part, shape) in parts {
+                let end = at.checked_add(elements(shape)?)?;
+                members.push(Member { name: part.to_owned(), shape: shape.to_vec(), elements: at..end });
+                at = end;
+            }
+            self.members.insert(name.clone(), members);
+        }
+        self.weights.push((name, shape));
+        Some(())
+    }
+
+    /// The members of a weight of the model; `None` when files store it under the same name.
+    pub(crate) fn members(&self, name: &str) -> Option<&[Member]> {
+        self.members.get(name).map(Vec::as_slice)
+    }
+
+    /// The names under which files store a weight of the model.
+    pub(crate) fn stored_names<'a>(&'a self, name: &'a str) -> impl Iterator<Item = String> + 'a {
+        let members = self.members(name);
+        let unchanged = members.is_none().then(|| name.to_owned());
+        members.into_iter().flatten().map(|m| m.name.clone()).chain(unchanged)
+    }
+}
+
+/// Parses the name of an expert's matrix: the name of the layer's experts in the model, the number of the
+/// expert, and the index into [`MATRICES`].
+fn parse_expert_matrix(name: &str) -> Option<(String, u64, usize)> {
+    let (before, rest) = name.split_once(".experts.")?;
+    let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
+    let which = MATRICES.iter().find_map(|names| names.iter().position(|n| *n == matrix))?;
+    let layer = format!("{before}.experts").replacen(MODULE.0, MODULE.1, 1);
+    Some((layer, number.parse().ok()?, which))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listed(matrices: [&str; 3], module: &str, experts: u64) -> Vec<(String, Vec<u64>)> {
+        let mut weights = vec![
+            (format!("model.layers.0.{module}.gate.weight"), vec![experts, 4]),
+            ("model.norm.weight".into(), vec![4]),
+        ];
+        for e in 0..experts {
+            for (m, shape) in matrices.iter().zip([[6, 4], [6, 4], [4, 6]]) {
+                weights.push((format!("model.layers.0.{module}.experts.{e}.{m}.weight"), shape.to_vec()));
+            }
+        }
+        weights
+    }
+
+    fn fused(all: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
+        FusedExperts::detect(&all.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn the_experts_of_a_layer_are_fused_into_two_tensors() {
+        for (matrices, module) in MATRICES.iter().zip(["mlp", "block_sparse_moe"]) {
+            let mut all = listed(*matrices, module, 12);
+            all.reverse();
+            let found = fused(&all).expect("a mixture");
+            let mut weights = found.weights.clone();
+            weights.sort();
+            let shape = |name: &str, shape: &[u64]| (name.to_owned(), shape.to_vec());
+            assert_eq!(
+                weights,
+                [
+                    shape("model.layers.0.mlp.experts.down_proj", &[12, 4, 6]),
+                    shape("model.layers.0.mlp.experts.gate_up_proj", &[12, 12, 4]),
+                    shape("model.layers.0.mlp.gate.weight", &[12, 4]),
+                    shape("model.norm.weight", &[4]),
+                ]
+            );
+            let up = &found.members("model.layers.0.mlp.experts.gate_up_proj").expect("parts")[21];
+            let name = format!("model.layers.0.{module}.experts.10.{}.weight", matrices[1]);
+            assert_eq!(*up, Member { name, shape: vec![6, 4], elements: 21 * 24..22 * 24 });
+            let gate = found.members("model.layers.0.mlp.gate.weight");
+            assert_eq!(gate.is_some(), module == "block_sparse_moe");
+            assert!(found.members("model.norm.weight").is_none());
+        }
+    }
+
+    #[test]
+    fn incomplete_or_unequal_experts_are_not_fused() {
+        assert!(fused(&[("model.norm.weight".into(), vec![4])]).is_none());
+        let whole = listed(MATRICES[0], "mlp", 3);
+        for gap in 2..whole.len() {
+            let mut all = whole.clone();
+            all.remove(gap);
+            assert!(fused(&all).is_none(), "without {}", whole[gap].0);
+            let mut all = whole.clone();
+            all[gap].1[0] += 1;
+            assert!(fused(&all).is_none(), "another shape of {}", whole[gap].0);
+        }
+        let mut both = listed(MATRICES[1], "block_sparse_moe", 3);
+        both.extend(listed(MATRICES[0], "mlp", 3));
+        assert!(fused(&both).is_none(), "two matrices for one position");
+    }
+}

@@ -1,0 +1,314 @@
+//! Assigns the numbered states of an optimizer to the names of weights.
+//!
+//! torch numbers the parameters of an optimizer. The names follow from the order of the model's
+//! parameters, the rule by which programs form parameter groups, and the shapes. The assignment is
+//! rejected unless all of them agree.
+use super::module_order;
+use std::collections::HashMap;
+
+/// The shape of each state of one parameter group; `None` for a parameter without a state.
+pub(crate) type Shapes = Vec<Option<Vec<u64>>>;
+
+/// Name and shape of a weight.
+pub(crate) type Weight<'a> = (&'a str, &'a [u64]);
+
+/// A rule that selects the weights of the first of two parameter groups.
+type Rule = fn(&Weight<'_>) -> bool;
+
+/// The rules that programs use; the first group is the one with weight decay.
+const RULES: [Rule; 2] = [is_decayed_by_name, is_matrix];
+
+/// Why numbered states cannot be assigned to weights.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MatchError {
+    /// The number of states differs from the number of weights.
+    #[error("it has states of {states} weights, the model has {weights} (some may be frozen)")]
+    Count {
+        /// States in all groups.
+        states: usize,
+        /// Weights of the model.
+        weights: usize,
+    },
+    /// More than two groups.
+    #[error("it has {groups} parameter groups, formed by an unknown rule")]
+    GroupRule {
+        /// Number of groups.
+        groups: usize,
+    },
+    /// A group has another size than every known rule gives.
+    #[error("group {group} has states of {states} weights, the usual rules give {expected}")]
+    GroupSize {
+        /// Index of the group.
+        group: usize,
+        /// States in the group.
+        states: usize,
+        /// Weights that the rule selects.
+        expected: usize,
+    },
+    /// A state has another shape than the weight at its position.
+    #[error("state {index} of group {group} has the shape {found:?}, {weight} has {expected:?}")]
+    StateShape {
+        /// Index of the group.
+        group: usize,
+        /// Index in the group.
+        index: usize,
+        /// Shape of the state.
+        found: Vec<u64>,
+        /// Name of the weight.
+        weight: String,
+        /// Shape of the weight.
+        expected: Vec<u64>,
+    },
+    /// The groups match the weights in several ways.
+    #[error("its groups match the weights in more than one way")]
+    Ambiguous,
+    /// The order of the model is unknown, and shapes are not unique.
+    #[error("the order of the model's weights is unknown, and shapes alone do not distinguish them")]
+    UnknownOrder,
+    /// No weight has the shape of a state.
+    #[error("no weight has the shape {0:?}")]
+    NoWeightOfShape(Vec<u64>),
+    /// A named state belongs to no weight.
+    #[error("it names {0}, which is not a weight")]
+    UnknownWeight(String),
+    /// A named state has another shape than its weight.
+    #[error("the state of {weight} has the shape {found:?}, the weight {expected:?}")]
+    NamedShape {
+        /// Name of the weight.
+        weight: String,
+        /// Shape of the state.
+        found: Vec<u64>,
+        /// Shape of the weight.
+        expected: Vec<u64>,
+    },
+    /// Neither the listed weights match, nor those with fused experts.
+    #[error("{listed}; with the experts of a layer as one weight, {fused}")]
+    Fused {
+        /// Why the listed weights do not match.
+        listed: Box<MatchError>,
+        /// Why the weights with fused experts do not match.
+        fused: Box<MatchError>,
+    },
+    /// Neither all weights match, nor the trained ones.
+    #[error("{all_weights}; with only the weights that are trained here, {trained}")]
+    Trained {
+        /// Why all weights do not match.
+        all_weights: Box<MatchError>,
+        /// Why the trained weights do not match.
+        trained: Box<MatchError>,
+    },
+}
+
+/// Parameter names, per group.
+type GroupNames = Vec<Vec<String>>;
+
+/// The weights of each group, as one rule forms them.
+type Grouping<'a> = Vec<Vec<Weight<'a>>>;
+
+/// The name of each state, per group. `in_order`: the weights are in the order of the model.
+pub(crate) fn match_names(
+    groups: &[Shapes],
+    weights: &[Weight<'_>],
+    in_order: bool,
+) -> Result<GroupNames, MatchError> {
+    let states: usize = groups.iter().map(Vec::len).sum();
+    if states != weights.len() {
+        return Err(MatchError::Count { states, weights: weights.len() });
+    }
+    let known: Vec<&str> = weights.iter().map(|(n, _)| *n).collect();
+    let orders = if in_order { vec![known.clone()] } else { module_order::registration_orders(&known) };
+    let shapes: HashMap<&str, &[u64]> = weights.iter().copied().collect();
+    let is_order_known = !orders.is_empty();
+    let mut candidates = Vec::new();
+    for order in if is_order_known { orders } else { vec![known] } {
+        let weight = |name| (name, shapes.get(name).copied().unwrap_or(&[]));
+        candidates.extend(groupings(groups.len(), order.into_iter().map(weight).collect())?);
+    }
+    let mut fitting: Vec<GroupNames> = Vec::new();
+    let mut error = MatchError::UnknownOrder;
+    for candidate in candidates {
+        match names_if_shapes_match(groups, &candidate, is_order_known) {
+            Ok(names) if !fitting.contains(&names) => fitting.push(names),
+            Ok(_) => {}
+            Err(e) => error = e,
+        }
+    }
+    match fitting.len() {
+        1 => Ok(fitting.swap_remove(0)),
+        0 => Err(error),
+        _ => Err(MatchError::Ambiguous),
+    }
+}
+
+/// The ways in which programs divide weights into this number of groups.
+fn groupings(groups: usize, sequence: Vec<Weight<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
+    match groups {
+        1 => Ok(vec![vec![sequence]]),
+        2 => Ok(RULES
+            .iter()
+            .map(|rule| {
+                let (first, second) = sequence.iter().partition(|w| rule(w));
+                vec![first, second]
+            })
+            .collect()),
+        groups => Err(MatchError::GroupRule { groups }),
+    }
+}
+
+/// The names in the order of the groups, when the shapes match. If the order of the model is unknown,
+/// only the shapes decide.
+fn names_if_shapes_match(
+    groups: &[Shapes],
+    candidate: &[Vec<Weight<'_>>],
+    in_order: bool,
+) -> Result<GroupNames, MatchError> {
+    let mut names = Vec::new();
+    for (g, (states, weights)) in groups.iter().zip(candidate).enumerate() {
+        if states.len() != weights.len() {
+            return Err(MatchError::GroupSize { group: g, states: states.len(), expected: weights.len() });
+        }
+        names.push(match in_order {
+            true => names_by_position(g, states, weights)?,
+            false => names_by_shape(states, weights)?,
+        });
+    }
+    Ok(names)
+}
+
+fn names_by_position(
+    group: usize,
+    states: &Shapes,
+    weights: &[Weight<'_>],
+) -> Result<Vec<String>, MatchError> {
+    for (index, (state, (name, shape))) in states.iter().zip(weights).enumerate() {
+        if let Some(found) = state.as_ref().filter(|s| s != shape) {
+            let (found, weight, expected) = (found.clone(), (*name).to_owned(), shape.to_vec());
+            return Err(MatchError::StateShape { group, index, found, weight, expected });
+        }
+    }
+    Ok(weights.iter().map(|(name, _)| (*name).to_owned()).collect())
+}
+
+fn names_by_shape(states: &Shapes, weights: &[Weight<'_>]) -> Result<Vec<String>, MatchError> {
+    let mut by_shape: HashMap<&[u64], &str> = HashMap::new();
+    for (name, shape) in weights {
+        if by_shape.insert(shape, name).is_some() {
+            return Err(MatchError::UnknownOrder);
+        }
+    }
+    let name = |state: &Option<Vec<u64>>| {
+        let shape = state.as_ref().ok_or(MatchError::UnknownOrder)?;
+        by_shape
+            .remove(shape.as_slice())
+            .map(str::to_owned)
+            .ok_or_else(|| MatchError::NoWeightOfShape(shape.clone()))
+    };
+    states.iter().map(name).collect()
+}
+
+/// The rule of HF Trainer: no weight decay for biases and norms.
+fn is_decayed_by_name((name, _): &Weight<'_>) -> bool {
+    let lower = name.to_lowercase();
+    let norm = |part: &str| {
+        part == "norm"
+            || part.ends_with("_norm")
+            || part.contains("layernorm")
+            || part.contains("rmsnorm")
+            || part.starts_with("ln_")
+    };
+    !(lower.contains("bias") || lower.split('.').any(norm))
+}
+
+/// The rule of many other programs: weight decay only for matrices.
+fn is_matrix((_, shape): &Weight<'_>) -> bool {
+    shape.len() >= 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WEIGHTS: [Weight<'static>; 4] = [
+        ("lm_head.weight", &[8, 2]),
+        ("model.embed_tokens.weight", &[8, 2]),
+        ("model.layers.0.self_attn.q_proj.weight", &[2, 2]),
+        ("model.norm.weight", &[2]),
+    ];
+
+    fn shapes(list: &[&[u64]]) -> Shapes {
+        list.iter().map(|s| Some(s.to_vec())).collect()
+    }
+
+    #[test]
+    fn names_follow_the_order_of_the_model_with_decayed_weights_first() {
+        let groups = [shapes(&[&[8, 2], &[2, 2], &[8, 2]]), shapes(&[&[2]])];
+        let found = match_names(&groups, &WEIGHTS, false).expect("fits");
+        let decayed =
+            ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"];
+        assert_eq!(found, [decayed.map(str::to_owned).to_vec(), vec!["model.norm.weight".to_owned()]]);
+        let one = [shapes(&[&[8, 2], &[2, 2], &[2], &[8, 2]])];
+        assert_eq!(match_names(&one, &WEIGHTS, false).expect("fits")[0][2], "model.norm.weight");
+    }
+
+    /// Each model family with one group and with two: states in the order of the model are matched,
+    /// whatever the order of the listed names.
+    #[test]
+    fn states_of_every_family_match_their_names() {
+        let models: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_str(include_str!("../../tests/golden/orders.json")).expect("JSON");
+        for (model, weights) in models.iter().filter(|(name, _)| *name != "transformers") {
+            let listed: Vec<(String, Vec<u64>)> =
+                serde_json::from_value(weights.clone()).expect("names and shapes");
+            let ordered: Vec<Weight<'_>> = listed.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
+            let (first, second): (Vec<Weight<'_>>, Vec<_>) =
+                ordered.iter().partition(|w| is_decayed_by_name(w));
+            let mut sorted = ordered.clone();
+            sorted.sort_unstable();
+            for groups in [vec![ordered.clone()], vec![first, second]] {
+                let shapes: Vec<Shapes> =
+                    groups.iter().map(|g| g.iter().map(|(_, s)| Some(s.to_vec())).collect()).collect();
+                let expected: Vec<Vec<&str>> =
+                    groups.iter().map(|g| g.iter().map(|(n, _)| *n).collect()).collect();
+                assert_eq!(match_names(&shapes, &sorted, false).expect(model), expected, "{model}");
+            }
+        }
+    }
+
+    #[test]
+    fn mismatches_are_rejected_with_the_reason() {
+        let fits: &[&[u64]] = &[&[8, 2], &[2, 2], &[8, 2]];
+        for (groups, expected) in [
+            (vec![shapes(&[&[8, 2], &[2, 2], &[8, 2]])], MatchError::Count { states: 3, weights: 4 }),
+            (
+                vec![shapes(&[&[2, 2], &[8, 2], &[8, 2]]), shapes(&[&[2]])],
+                MatchError::StateShape {
+                    group: 0,
+                    index: 0,
+                    found: vec![2, 2],
+                    weight: "model.embed_tokens.weight".into(),
+                    expected: vec![8, 2],
+                },
+            ),
+            (
+                vec![shapes(&[&[8, 2], &[2, 2]]), shapes(&[&[2], &[8, 2]])],
+                MatchError::GroupSize { group: 0, states: 2, expected: 3 },
+            ),
+            (vec![shapes(fits), shapes(&[&[2]]), shapes(&[])], MatchError::GroupRule { groups: 3 }),
+        ] {
+            assert_eq!(match_names(&groups, &WEIGHTS, false), Err(expected));
+        }
+        let unknown: [Weight<'_>; 2] = [("a.weight", &[2]), ("b.weight", &[2])];
+        let unordered = match_names(&[shapes(&[&[2], &[2]])], &unknown, false);
+        assert_eq!(unordered, Err(MatchError::UnknownOrder));
+        assert_eq!(
+            match_names(&[shapes(&[&[2], &[2]])], &unknown, true).expect("in order")[0],
+            ["a.weight", "b.weight"]
+        );
+        let distinct: [Weight<'_>; 2] = [("a.weight", &[2, 1]), ("b.weight", &[1, 2])];
+        assert_eq!(
+            match_names(&[shapes(&[&[1, 2], &[2, 1]])], &distinct, false).expect("by shape")[0],
+            ["b.weight", "a.weight"]
+        );
+    }
+}

@@ -1,0 +1,39 @@
+//! [`Placeholder`]: a small file that stands in place of a weights file.
+use std::fmt;
+
+/// A file that a failed download or checkout left in place of the real one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placeholder {
+    /// A pointer of Git LFS.
+    GitLfsPointer,
+    /// A web page.
+    HtmlPage,
+}
+
+impl fmt::Display for Placeholder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Placeholder::GitLfsPointer => {
+                "the file is a Git LFS pointer, not the file itself; `git lfs pull` downloads it"
+            }
+            Placeholder::HtmlPage => "the file is a web page, not the file itself; download it again",
+        })
+    }
+}
+
+/// Recognizes a placeholder by the first bytes of a file of `size` bytes.
+pub(crate) fn detect(
+    size: u64,
+    read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
+) -> Option<Placeholder> {
+    let mut start = [0u8; 23];
+    if size < start.len() as u64 || read_at(0, &mut start).is_err() {
+        return None;
+    }
+    let starts_with = |text: &str| start[..text.len()].eq_ignore_ascii_case(text.as_bytes());
+    match () {
+        () if starts_with("version https://git-lfs") => Some(Placeholder::GitLfsPointer),
+        () if starts_with("<!doctype") || starts_with("<html") => Some(Placeholder::HtmlPage),
+        () => None,
+    }
+}

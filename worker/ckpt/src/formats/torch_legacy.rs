@@ -1,0 +1,133 @@
+//! Reads the format of `torch.save` before PyTorch 1.6 (and with `_use_new_zipfile_serialization=False`):
+//! consecutive pickles, then the storages, each after its length. The format has no checksums.
+use super::torch_error::TorchFileError;
+use super::zip::Member;
+use crate::pickle::{self, Tree, View};
+use std::collections::HashMap;
+
+/// The first bytes of a file: a pickle of the magic number.
+pub(crate) const MAGIC: &[u8] =
+    &[0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e];
+/// The only version of the format.
+const PROTOCOL: i64 = 1001;
+/// Bytes of the first attempt to read a pickle, whose length is unknown.
+const FIRST_READ: u64 = 64 << 10;
+/// Limit on the number of storages.
+const STORAGES_MAX: usize = 1 << 20;
+
+/// The values of a file, and the byte ranges of its storages.
+pub(super) struct Legacy {
+    pub(super) tree: Tree,
+    pub(super) members: Vec<Member>,
+}
+
+type Result<T> = std::result::Result<T, TorchFileError>;
+
+/// Reads a file of `size` bytes that begins with [`MAGIC`]. `width(class)` is the number of bytes per
+/// element of a storage class.
+pub(super) fn parse(
+    size: u64,
+    read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
+    globals: &[&[&'static str]],
+    width: impl Fn(&str) -> Option<u64>,
+) -> Result<Legacy> {
+    let mut at = MAGIC.len() as u64;
+    let version = next_pickle(&mut at, size, read_at, globals)?;
+    if version.root().int() != Some(PROTOCOL) {
+        return Err(TorchFileError::LegacyVersion);
+    }
+    let system = next_pickle(&mut at, size, read_at, globals)?;
+    if system.root().get("little_endian").is_some_and(|v| v.json() == false) {
+        return Err(TorchFileError::BigEndian);
+    }
+    let tree = next_pickle(&mut at, size, read_at, globals)?;
+    let keys = next_pickle(&mut at, size, read_at, globals)?;
+    let keys = keys.root().items().ok_or(TorchFileError::LegacyKeys)?;
+    let described = described_storages(&tree, width)?;
+    let mut members = Vec::new();
+    for key in keys.iter() {
+        let key = key.str().ok_or(TorchFileError::LegacyKeys)?;
+        let &(count, bytes) =
+            described.get(key).ok_or_else(|| TorchFileError::UndescribedStorage(key.into()))?;
+        members.push(storage(&mut at, size, read_at, key, count, bytes)?);
+        if members.len() > STORAGES_MAX {
+            return Err(TorchFileError::TooManyStorages { limit: STORAGES_MAX });
+        }
+    }
+    match at == size {
+        true => Ok(Legacy { tree, members }),
+        false => Err(TorchFileError::TrailingData { end: at, size }),
+    }
+}
+
+/// Reads the header of the storage at `at`, its number of elements, and moves `at` to its end.
+fn storage(
+    at: &mut u64,
+    size: u64,
+    read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
+    key: &str,
+    count: u64,
+    bytes: u64,
+) -> Result<Member> {
+    let mut length = [0u8; 8];
+    let start = at
+        .checked_add(8)
+        .filter(|&s| s <= size)
+        .ok_or_else(|| TorchFileError::Truncated { part: format!("storage {key}") })?;
+    read_at(*at, &mut length)?;
+    let stored = u64::from_le_bytes(length);
+    if stored != count {
+        return Err(TorchFileError::StorageElements { key: key.into(), expected: count, found: stored });
+    }
+    let end = start.checked_add(bytes).filter(|&e| e <= size);
+    let end = end.ok_or_else(|| TorchFileError::Truncated { part: format!("storage {key}") })?;
+    *at = end;
+    Ok(Member { name: format!("data/{key}"), data: start..end, crc: None })
+}
+
+/// Elements and bytes of every storage that the values name, by key.
+fn described_storages(tree: &Tree, width: impl Fn(&str) -> Option<u64>) -> Result<HashMap<&str, (u64, u64)>> {
+    let mut found = HashMap::new();
+    for id in tree.persistent() {
+        let part = |i: usize| id.items().and_then(|items| items.get(i));
+        if part(0).and_then(View::str) != Some("storage") {
+            return Err(TorchFileError::NotAStorage);
+        }
+        let unknown = || TorchFileError::UnknownTensorForm;
+        let key = part(2).and_then(View::str).ok_or_else(unknown)?;
+        let count = part(4).and_then(View::count).ok_or_else(unknown)?;
+        let width = part(1).and_then(View::global).and_then(&width).ok_or_else(unknown)?;
+        let bytes = count.checked_mul(width).ok_or_else(unknown)?;
+        if found.insert(key, (count, bytes)).is_some_and(|other| other != (count, bytes)) {
+            return Err(TorchFileError::StorageConflict(key.into()));
+        }
+    }
+    Ok(found)
+}
+
+/// Reads the pickle at `at` and moves `at` to its end.
+fn next_pickle(
+    at: &mut u64,
+    size: u64,
+    read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
+    globals: &[&[&'static str]],
+) -> Result<Tree> {
+    let left = size.saturating_sub(*at);
+    let mut length = FIRST_READ.min(left);
+    loop {
+        let mut input = vec![0u8; length as usize];
+        read_at(*at, &mut input)?;
+        match pickle::load_first(&input, globals) {
+            Ok((tree, used)) => {
+                *at += used as u64;
+                return Ok(tree);
+            }
+            Err(error) if !error.is_truncated() => return Err(error.into()),
+            Err(_) if length < left && length < pickle::BYTES_MAX => {
+                length = (length * 4).min(left).min(pickle::BYTES_MAX);
+            }
+            Err(_) if length < left => return Err(pickle::PickleError::TooLarge { bytes: left }.into()),
+            Err(_) => return Err(TorchFileError::Truncated { part: "a pickle".into() }),
+        }
+    }
+}

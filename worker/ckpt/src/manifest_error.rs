@@ -1,0 +1,191 @@
+//! [`ManifestError`]: how a manifest contradicts itself.
+use crate::catalog::InvalidTensorName;
+use crate::dtype::Dtype;
+use crate::partition::CoverageError;
+use std::ops::Range;
+
+/// How a manifest, or the data of a save, contradicts itself.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ManifestError {
+    /// The manifest is shorter than its hash.
+    #[error("the manifest is truncated")]
+    Truncated,
+    /// The manifest does not match its own hash.
+    #[error("the manifest does not match its own BLAKE3 hash")]
+    HashMismatch,
+    /// The serialized manifest does not begin with its hash.
+    #[error("the hash is not the first field")]
+    HashNotFirst,
+    /// The manifest is not valid JSON, or has unexpected fields.
+    #[error("invalid JSON: {0}")]
+    Json(String),
+    /// The model's `hf_config` is not an object.
+    #[error("hf_config is not an object")]
+    ConfigNotAnObject,
+    /// A tensor has an invalid name.
+    #[error(transparent)]
+    Name(#[from] InvalidTensorName),
+    /// A tensor or host is listed twice.
+    #[error("{0} is listed twice")]
+    Duplicate(String),
+    /// The number of elements of a tensor overflows, or there are too many dimensions.
+    #[error("{tensor} has the impossible shape {shape:?}")]
+    ImpossibleShape {
+        /// The tensor.
+        tensor: String,
+        /// Its dimensions.
+        shape: Vec<u64>,
+    },
+    /// A tied weight is stored, or its target is not.
+    #[error("{alias} is tied to {target}, which does not match the weights")]
+    InvalidTie {
+        /// The tied name.
+        alias: String,
+        /// The stored weight.
+        target: String,
+    },
+    /// A frozen name is not a weight.
+    #[error("{0} is frozen but is not a weight")]
+    FrozenNotAWeight(String),
+    /// The world size is 0.
+    #[error("the world size is 0")]
+    NoRanks,
+    /// A tokenizer file has an unsafe name, or the same name as another.
+    #[error("{0:?} is not a valid tokenizer file name, or occurs twice")]
+    TokenizerFileName(String),
+    /// The block size differs from 1 MiB.
+    #[error("blocks have {found} bytes, expected {expected}")]
+    BlockSize {
+        /// The recorded size.
+        found: u64,
+        /// The size that this program uses.
+        expected: u64,
+    },
+    /// The version differs from what the contents need.
+    #[error("the manifest has version {recorded}, but its contents need version {needed}")]
+    Version {
+        /// The recorded version.
+        recorded: u32,
+        /// The version that the contents need.
+        needed: u32,
+    },
+    /// The number of shards differs from the world size.
+    #[error("{shards} shards for a world size of {world}")]
+    ShardCount {
+        /// Shards in the manifest.
+        shards: usize,
+        /// Ranks that wrote the checkpoint.
+        world: u32,
+    },
+    /// A shard has an unexpected name.
+    #[error("shard {rank} has the wrong name {name:?}")]
+    ShardName {
+        /// Rank of the shard.
+        rank: usize,
+        /// The recorded name.
+        name: String,
+    },
+    /// The number of block hashes does not match the size.
+    #[error("{file} has {bytes} bytes and {hashes} block hashes")]
+    BlockCount {
+        /// Name of the file.
+        file: String,
+        /// Size of the file.
+        bytes: u64,
+        /// Number of hashes.
+        hashes: usize,
+    },
+    /// The sum of all sizes overflows.
+    #[error("the sizes of the shards overflow")]
+    SizeOverflow,
+    /// The number of parity files differs from the number of shards.
+    #[error("{parity} parity files for {shards} shards")]
+    ParityCount {
+        /// Parity files in the manifest.
+        parity: usize,
+        /// Shards in the manifest.
+        shards: usize,
+    },
+    /// A parity file does not match the shards.
+    #[error("parity file {rank} ({name}) does not match the shards")]
+    ParityFile {
+        /// Rank of the file.
+        rank: u32,
+        /// Name of the file.
+        name: String,
+    },
+    /// Shards refer to hosts, but none are listed.
+    #[error("shards are on hosts that are not listed")]
+    NoHosts,
+    /// Too many hosts.
+    #[error("{found} hosts, more than the limit of {limit}")]
+    HostCount {
+        /// Hosts in the manifest.
+        found: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// A host has an invalid id or name.
+    #[error("a host has an invalid id or name")]
+    InvalidHost,
+    /// A shard is on no listed host.
+    #[error("{0} is on no listed host")]
+    ShardWithoutHost(String),
+    /// Two tensors share bytes of a shard.
+    #[error("bytes {}..{} of {file} belong to two tensors", .bytes.start, .bytes.end)]
+    Overlap {
+        /// Name of the shard.
+        file: String,
+        /// The shared bytes.
+        bytes: Range<u64>,
+    },
+    /// A tensor has a dtype that is not stored natively.
+    #[error("{tensor} is {dtype}; state is stored as F32, weights as F32 or BF16")]
+    Dtype {
+        /// `role/name`.
+        tensor: String,
+        /// The recorded dtype.
+        dtype: Dtype,
+    },
+    /// The pieces of a tensor do not cover it exactly once.
+    #[error("{tensor}: {error}")]
+    Coverage {
+        /// `role/name`.
+        tensor: String,
+        /// The gap or overlap.
+        error: CoverageError,
+    },
+    /// A piece is outside of its shard.
+    #[error("{tensor}: bytes {}..{} are outside of shard {shard}", .bytes.start, .bytes.end)]
+    OutsideShard {
+        /// `role/name`.
+        tensor: String,
+        /// Bytes of the piece.
+        bytes: Range<u64>,
+        /// Index of the shard.
+        shard: usize,
+    },
+    /// No shard holds a tensor of the model.
+    #[error("no shard holds {0}")]
+    MissingTensor(String),
+    /// A tensor has another shape than the model states.
+    #[error("{tensor} has the shape {found:?}, expected {expected:?}")]
+    Shape {
+        /// `role/name`.
+        tensor: String,
+        /// The recorded shape.
+        found: Vec<u64>,
+        /// The shape in the model.
+        expected: Vec<u64>,
+    },
+    /// A tensor does not belong to the model.
+    #[error("{0} is not a tensor of the model")]
+    UnknownTensor(String),
+}
+
+impl From<serde_json::Error> for ManifestError {
+    fn from(error: serde_json::Error) -> Self {
+        ManifestError::Json(error.to_string())
+    }
+}

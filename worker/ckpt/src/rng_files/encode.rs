@@ -1,0 +1,210 @@
+//! Encodes one rank's RNG state file: the zip and the pickle that `torch.save` makes of equal
+//! values.
+use super::streams::{CudaStates, NumpyModule, NumpyState, PythonState, RankStates, RngFormat};
+
+/// Alignment of tensor data in the file, bytes.
+const ALIGNMENT: usize = 64;
+
+/// The bytes of a rank's file. `stem` is the file name without its extension, which torch uses as
+/// the directory name inside the zip.
+pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankStates) -> Vec<u8> {
+    let mut pickle = PickleWriter { out: vec![0x80, 2, b'}', b'('], storages: Vec::new() };
+    let [python, numpy, cpu, cuda] = match writer {
+        RngFormat::Trainer => ["python", "numpy", "cpu", "cuda"],
+        RngFormat::Accelerate => {
+            ["random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed"]
+        }
+    };
+    if let Some(step) = states.step.filter(|_| writer == RngFormat::Accelerate) {
+        pickle.text("step");
+        pickle.int(step);
+    }
+    pickle.text(python);
+    pickle.python(&states.python);
+    pickle.text(numpy);
+    pickle.numpy(&states.numpy, states.numpy_module);
+    pickle.text(cpu);
+    pickle.tensor(states.cpu.0.as_slice());
+    match &states.cuda {
+        None => {}
+        Some(CudaStates::One(device)) => {
+            pickle.text(cuda);
+            pickle.tensor(&device.0);
+        }
+        Some(CudaStates::All(devices)) => {
+            pickle.text(cuda);
+            pickle.out.extend(b"](");
+            devices.iter().for_each(|d| pickle.tensor(&d.0));
+            pickle.out.push(b'e');
+        }
+    }
+    pickle.out.extend(b"u.");
+    let mut zip = ZipWriter::new(stem);
+    zip.add("data.pkl", &pickle.out, false);
+    zip.end(&pickle.storages)
+}
+
+/// Writes a pickle of protocol 2.
+pub(super) struct PickleWriter {
+    pub(super) out: Vec<u8>,
+    pub(super) storages: Vec<Vec<u8>>,
+}
+
+impl PickleWriter {
+    pub(super) fn text(&mut self, text: &str) {
+        self.out.push(b'X');
+        self.out.extend((text.len() as u32).to_le_bytes());
+        self.out.extend(text.as_bytes());
+    }
+
+    pub(super) fn int(&mut self, n: i64) {
+        match (u8::try_from(n), i32::try_from(n)) {
+            (Ok(n), _) => self.out.extend([b'K', n]),
+            (_, Ok(n)) => {
+                self.out.push(b'J');
+                self.out.extend(n.to_le_bytes());
+            }
+            _ => {
+                self.out.extend([0x8a, 8]);
+                self.out.extend(n.to_le_bytes());
+            }
+        }
+    }
+
+    pub(super) fn float(&mut self, x: f64) {
+        self.out.push(b'G');
+        self.out.extend(x.to_be_bytes());
+    }
+
+    fn global(&mut self, module: &str, name: &str) {
+        self.out.extend(format!("c{module}\n{name}\n").as_bytes());
+    }
+
+    fn python(&mut self, state: &PythonState) {
+        self.int(3);
+        self.out.push(b'(');
+        state.twister.words.iter().for_each(|w| self.int(i64::from(*w)));
+        self.int(i64::from(state.twister.position));
+        self.out.push(b't');
+        match state.gauss_next {
+            Some(g) => self.float(g),
+            None => self.out.push(b'N'),
+        }
+        self.out.push(0x87);
+    }
+
+    fn numpy(&mut self, state: &NumpyState, names: NumpyModule) {
+        self.out.push(b'(');
+        self.text("MT19937");
+        self.global(names.module(), "_reconstruct");
+        self.global("numpy", "ndarray");
+        self.out.extend(b"K\0\x85");
+        self.latin1(b"b");
+        self.out.extend(b"\x87R(K\x01M\x70\x02\x85");
+        self.global("numpy", "dtype");
+        self.text("u4");
+        self.out.extend(b"\x89\x88\x87R(K\x03");
+        self.text("<");
+        self.out.extend(b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89");
+        let bytes: Vec<u8> = state.twister.words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        self.latin1(&bytes);
+        self.out.extend(b"tb");
+        self.int(i64::from(state.twister.position));
+        self.int(i64::from(state.has_gauss));
+        self.float(state.cached_gaussian);
+        self.out.push(b't');
+    }
+
+    /// Writes bytes the way of protocol 2: Latin-1 text and a call that encodes it.
+    fn latin1(&mut self, bytes: &[u8]) {
+        self.global("_codecs", "encode");
+        let text: String = bytes.iter().map(|&b| char::from(b)).collect();
+        self.text(&text);
+        self.text("latin1");
+        self.out.extend(b"\x86R");
+    }
+
+    /// Writes a one-dimensional tensor of u8 with a separate storage.
+    fn tensor(&mut self, bytes: &[u8]) {
+        let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
+        self.storages.push(bytes.to_vec());
+        self.global("torch._utils", "_rebuild_tensor_v2");
+        self.out.extend(b"((");
+        self.text("storage");
+        self.global("torch", "ByteStorage");
+        self.text(&key);
+        self.text("cpu");
+        self.int(len);
+        self.out.extend(b"tQK\0");
+        self.int(len);
+        self.out.extend(b"\x85K\x01\x85\x89");
+        self.global("collections", "OrderedDict");
+        self.out.extend(b")RtR");
+    }
+}
+
+/// Writes a zip with stored (uncompressed) members in torch's layout.
+pub(super) struct ZipWriter {
+    root: String,
+    file: Vec<u8>,
+    directory: Vec<u8>,
+    count: u16,
+}
+
+impl ZipWriter {
+    pub(super) fn new(root: &str) -> ZipWriter {
+        ZipWriter { root: root.to_owned(), file: Vec::new(), directory: Vec::new(), count: 0 }
+    }
+
+    pub(super) fn add(&mut self, name: &str, data: &[u8], aligned: bool) {
+        let name = format!("{}/{name}", self.root);
+        let at = self.file.len() as u32;
+        let (len, crc) = (data.len() as u32, crc32fast::hash(data));
+        // version 0, UTF-8 names, stored, no time
+        let mut fields = vec![0, 0, 0, 8, 0, 0, 0, 0, 0, 0];
+        fields.extend([crc, len, len].iter().flat_map(|n| n.to_le_bytes()));
+        fields.extend((name.len() as u16).to_le_bytes());
+        // an extra field `FB` of padding puts the data at a multiple of the alignment
+        let start = self.file.len() + 30 + name.len() + 4;
+        let padding = if aligned { start.next_multiple_of(ALIGNMENT) - start } else { 0 };
+        let extra = if aligned { padding as u16 + 4 } else { 0 };
+        self.file.extend(b"PK\x03\x04");
+        self.file.extend(&fields);
+        self.file.extend(extra.to_le_bytes());
+        self.file.extend(name.as_bytes());
+        if aligned {
+            self.file.extend(b"FB");
+            self.file.extend((padding as u16).to_le_bytes());
+            self.file.extend(std::iter::repeat_n(b'Z', padding));
+        }
+        self.file.extend(data);
+        self.directory.extend(b"PK\x01\x02\0\0");
+        self.directory.extend(&fields);
+        // no extra field, comment, disk or attributes
+        self.directory.extend([0u8; 12]);
+        self.directory.extend(at.to_le_bytes());
+        self.directory.extend(name.as_bytes());
+        self.count += 1;
+    }
+
+    /// Adds torch's remaining members and the central directory, and returns the file.
+    pub(super) fn end(mut self, storages: &[Vec<u8>]) -> Vec<u8> {
+        self.add(".format_version", b"1", false);
+        self.add(".storage_alignment", ALIGNMENT.to_string().as_bytes(), false);
+        self.add("byteorder", b"little", false);
+        for (key, data) in storages.iter().enumerate() {
+            self.add(&format!("data/{key}"), data, true);
+        }
+        self.add("version", b"3\n", false);
+        let ZipWriter { mut file, directory, count, .. } = self;
+        let at = file.len() as u32;
+        file.extend(&directory);
+        file.extend(b"PK\x05\x06\0\0\0\0");
+        file.extend(count.to_le_bytes());
+        file.extend(count.to_le_bytes());
+        file.extend((directory.len() as u32).to_le_bytes());
+        file.extend(at.to_le_bytes());
+        file.extend([0, 0]);
+        file
+    }
+}

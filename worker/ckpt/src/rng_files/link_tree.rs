@@ -1,0 +1,91 @@
+//! Duplicates a directory tree with hard links, or with copies where hard links are not possible.
+use crate::disk::{self, Directory, exists};
+use crate::error::{CkptError, DamageReason, Result};
+use std::fs;
+use std::io;
+use std::path::Path;
+
+/// Deepest nesting of directories.
+const DEPTH_MAX: u32 = 16;
+/// Most files and directories.
+const ENTRIES_MAX: usize = 1 << 20;
+
+/// Creates directory `to` with every entry of `from` except the top-level ones for which `skip` is
+/// true. The content is durable on return; the entry of `to` in its parent is not.
+///
+/// # Errors
+/// When `from` holds a symlink or a device, is nested too deep, has too many entries, or I/O fails.
+pub(crate) fn link_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> bool) -> Result<()> {
+    let mut left = ENTRIES_MAX;
+    link_level(from, to, skip, DEPTH_MAX, &mut left)
+}
+
+fn link_level(
+    from: &Path,
+    to: &Path,
+    skip: &dyn Fn(&str) -> bool,
+    depth: u32,
+    left: &mut usize,
+) -> Result<()> {
+    let unusable = |why: &str| CkptError::unsupported(from, why);
+    if depth == 0 {
+        return Err(unusable("its directories are nested too deep"));
+    }
+    disk::make_dir(to)?;
+    for entry in fs::read_dir(from).map_err(CkptError::io("list", from))? {
+        let entry = entry.map_err(CkptError::io("list", from))?;
+        let (source, target) = (entry.path(), to.join(entry.file_name()));
+        if skip(&entry.file_name().to_string_lossy()) {
+            continue;
+        }
+        *left = left.checked_sub(1).ok_or_else(|| unusable("it has too many files"))?;
+        let kind = entry.file_type().map_err(CkptError::io("look at", &source))?;
+        match () {
+            () if kind.is_dir() => link_level(&source, &target, &|_| false, depth - 1, left)?,
+            () if kind.is_file() => link_or_copy(&source, &target)?,
+            () => {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                return Err(CkptError::damaged(from, name, DamageReason::NotRegularFile));
+            }
+        }
+    }
+    disk::sync_dir(to)
+}
+
+fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
+    match fs::hard_link(source, target) {
+        Ok(()) => return Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(CkptError::io("link", target)(e)),
+        // another file system, no support for hard links, or a file of another user
+        Err(_) => {}
+    }
+    fs::copy(source, target).map_err(CkptError::io("copy", source))?;
+    let copied = fs::File::open(target).map_err(CkptError::io("open", target))?;
+    copied.sync_all().map_err(CkptError::io("fsync", target))
+}
+
+/// A hidden directory in which a result is built. Dropping removes it, unless it was published.
+pub(crate) struct ScratchDir {
+    pub(crate) dir: std::path::PathBuf,
+}
+
+impl ScratchDir {
+    /// Chooses a path in `parent`, which this process has locked, and removes the scratch
+    /// directories for `name` that killed processes left behind. The caller creates the directory.
+    pub(crate) fn new(parent: &Path, name: &str) -> Result<ScratchDir> {
+        let prefix = format!(".saving-{name}-");
+        for left in Directory::open(parent)?.names()?.iter().filter(|n| n.starts_with(&prefix)) {
+            disk::remove_tree(&parent.join(left))?;
+        }
+        Ok(ScratchDir { dir: parent.join(format!("{prefix}{}", std::process::id())) })
+    }
+}
+
+impl Drop for ScratchDir {
+    fn drop(&mut self) {
+        if exists(&self.dir) {
+            // a failure is harmless: the next attempt removes the directory
+            let _ = disk::remove_tree(&self.dir);
+        }
+    }
+}

@@ -1,0 +1,436 @@
+//! The rule that assigns RNG streams of N ranks to M ranks (docs/numerics.md).
+//!
+//! Pure: takes states and options, returns states and a record of the decision.
+use super::streams::{
+    CpuState, CudaState, CudaStates, MersenneTwister, NumpyState, PythonState, RankStates, StreamKind,
+};
+use crate::error::CkptError;
+use crate::hash::Hash;
+use diagnostic::{Code, codes::checkpoint as codes};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Most ranks that [`ReconcileError::NotReplicated`] lists.
+const RANKS_LISTED: usize = 8;
+
+/// What to do with streams when the number of ranks changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReconcilePolicy {
+    /// Restore every stream that can be restored, and reseed the streams of ranks that came or
+    /// went.
+    Reconcile,
+    /// Fail where a stream would be reseeded.
+    Strict,
+    /// Reseed every stream, even when the number of ranks is unchanged.
+    Reseed,
+}
+
+/// Which ranks share a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StreamScope {
+    /// All ranks have equal streams.
+    Replicated,
+    /// Each data-parallel rank has a separate stream.
+    PerDataRank,
+    /// The stream belongs to an expert or a tensor-parallel part, and moves with that owner.
+    PerOwner,
+}
+
+/// What the rule did with a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StreamMode {
+    /// Each rank continues with its stream, byte for byte.
+    Restored,
+    /// All ranks continue with the stream that all had.
+    Replicated,
+    /// Each rank continues with the stream of its owner.
+    Followed,
+    /// Each rank begins a new stream.
+    Reseeded,
+}
+
+/// How to assign the streams to ranks.
+#[derive(Clone, Debug)]
+pub struct ReconcileOptions {
+    /// Number of ranks that resume.
+    pub world: u32,
+    /// What to do when `world` differs from the number of ranks that saved.
+    pub policy: ReconcilePolicy,
+    /// Seed that is hashed into every new stream; by default the seed of rank 0's torch generator.
+    pub run_seed: Option<u64>,
+    /// Number of reconciliations in the history of the run, including this one.
+    pub generation: u64,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// GPUs that each new rank sees; by default derived from the saved states.
+    pub gpus: Option<u32>,
+    /// Known scopes; the scope of any other stream is derived from the states.
+    pub scopes: BTreeMap<StreamKind, StreamScope>,
+    /// Logical owner of each old and of each new rank, for [`StreamScope::PerOwner`].
+    pub owners: Option<(Vec<u32>, Vec<u32>)>,
+}
+
+impl ReconcileOptions {
+    /// Options for `world` ranks with this policy, with every other field at its default.
+    pub fn new(world: u32, policy: ReconcilePolicy) -> ReconcileOptions {
+        ReconcileOptions {
+            world,
+            policy,
+            run_seed: None,
+            generation: 1,
+            step: 0,
+            gpus: None,
+            scopes: BTreeMap::new(),
+            owners: None,
+        }
+    }
+}
+
+/// What the rule did with one kind of stream.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamDecision {
+    /// [`StreamKind::name`] of the stream.
+    pub kind: String,
+    /// Which of the old ranks shared the stream.
+    pub scope: StreamScope,
+    /// Where the new ranks' streams come from.
+    pub mode: StreamMode,
+}
+
+/// The record of a reconciliation, stored next to the files as `launch_rng.json`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RngDecision {
+    /// Number of ranks that saved the states.
+    pub from_world: u32,
+    /// Number of ranks that resume.
+    pub world: u32,
+    /// The policy that applied.
+    pub policy: ReconcilePolicy,
+    /// Number of reconciliations in the history of the run, including this one.
+    pub generation: u64,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The seed that was hashed into new streams.
+    pub run_seed: u64,
+    /// One entry per kind of stream that the states have.
+    pub streams: Vec<StreamDecision>,
+}
+
+impl RngDecision {
+    /// The decision in one line for the user.
+    pub fn summary(&self) -> String {
+        let kinds_with = |mode: StreamMode| -> Vec<&str> {
+            self.streams.iter().filter(|s| s.mode == mode).map(|s| s.kind.as_str()).collect()
+        };
+        let modes = [
+            (StreamMode::Restored, "restored"),
+            (StreamMode::Replicated, "replicated to all ranks"),
+            (StreamMode::Followed, "moved with their owners"),
+            (StreamMode::Reseeded, "reseeded per rank"),
+        ];
+        let parts: Vec<String> = modes
+            .into_iter()
+            .filter(|(mode, _)| !kinds_with(*mode).is_empty())
+            .map(|(mode, action)| format!("{} {action}", kinds_with(mode).join(", ")))
+            .collect();
+        format!(
+            "RNG states of {} assigned to {}: {} (generation {})",
+            count_ranks(self.from_world),
+            self.world,
+            parts.join("; "),
+            self.generation
+        )
+    }
+
+    /// Whether any stream was reseeded.
+    pub fn has_reseeded_streams(&self) -> bool {
+        self.streams.iter().any(|s| s.mode == StreamMode::Reseeded)
+    }
+}
+
+/// Why the streams of the old ranks can't be assigned to the new ones.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReconcileError {
+    /// No rank has states.
+    #[error("there are no RNG states")]
+    NoStates,
+    /// The states were requested for 0 ranks.
+    #[error("cannot assign RNG states to 0 ranks")]
+    NoRanks,
+    /// Only some ranks have a stream.
+    #[error("rank {rank} has no {kind} stream, but other ranks have one")]
+    MissingStream {
+        /// The stream that is missing.
+        kind: StreamKind,
+        /// The first rank without it.
+        rank: usize,
+    },
+    /// A stream was declared as replicated, but its states differ between ranks.
+    #[error(
+        "the {kind} stream is declared as replicated, but differs from rank 0 on rank {}",
+        list_ranks(ranks)
+    )]
+    NotReplicated {
+        /// The stream that differs.
+        kind: StreamKind,
+        /// The ranks whose stream differs from that of rank 0.
+        ranks: Vec<usize>,
+    },
+    /// The strict policy forbids reseeding.
+    #[error(
+        "{from_world} ranks have a {kind} stream each, but {world} ranks resume; policy strict does not reseed"
+    )]
+    StrictWouldReseed {
+        /// The stream that would be reseeded.
+        kind: StreamKind,
+        /// Number of ranks that saved.
+        from_world: usize,
+        /// Number of ranks that resume.
+        world: u32,
+    },
+    /// The stream moves with owners, and the options list none.
+    #[error("the {kind} stream moves with its owner, but no owners are given")]
+    OwnersUnknown {
+        /// The stream that moves.
+        kind: StreamKind,
+    },
+    /// No old rank has the stream of a new rank's owner.
+    #[error("no old rank has the {kind} stream of the owner of rank {rank}")]
+    OwnerWithoutStream {
+        /// The stream that moves.
+        kind: StreamKind,
+        /// The new rank.
+        rank: usize,
+    },
+}
+
+impl ReconcileError {
+    /// The stable code of this error.
+    pub fn code(&self) -> Code {
+        match self {
+            ReconcileError::NoStates | ReconcileError::MissingStream { .. } => codes::RNG_STREAM_MISSING,
+            ReconcileError::NoRanks => codes::CHECKPOINT_OPTION_INVALID,
+            ReconcileError::NotReplicated { .. } => codes::RNG_STREAM_NOT_REPLICATED,
+            ReconcileError::StrictWouldReseed { .. } => codes::RNG_STRICT_WOULD_RESEED,
+            ReconcileError::OwnersUnknown { .. } | ReconcileError::OwnerWithoutStream { .. } => {
+                codes::RNG_OWNER_UNKNOWN
+            }
+        }
+    }
+
+    /// What to do about this error, where something can be advised.
+    pub(crate) fn help(&self) -> Option<&'static str> {
+        match self {
+            ReconcileError::StrictWouldReseed { .. } => {
+                Some("resume with as many ranks as saved, or use `resume.rng: reconcile`")
+            }
+            ReconcileError::NotReplicated { .. } => Some("remove the stream from `--replicated`"),
+            _ => None,
+        }
+    }
+
+    /// This error as one about the checkpoint at `path`.
+    pub(super) fn at(self, path: &Path) -> CkptError {
+        CkptError::unsupported(path, self)
+    }
+}
+
+/// A number of ranks in words: `1 rank`, `2 ranks`.
+pub(super) fn count_ranks(ranks: u32) -> String {
+    if ranks == 1 { "1 rank".to_owned() } else { format!("{ranks} ranks") }
+}
+
+fn list_ranks(ranks: &[usize]) -> String {
+    ranks.iter().take(RANKS_LISTED).map(usize::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// The seed of a new stream: BLAKE3 of the run's seed, the word `rng-reconcile`, generation, step,
+/// kind and rank, with numbers as little-endian u64. The number of ranks is not hashed, so that a
+/// rank gets equal streams in any world size.
+pub fn stream_seed(run_seed: u64, generation: u64, step: u64, kind: StreamKind, rank: u64) -> Hash {
+    let mut message = run_seed.to_le_bytes().to_vec();
+    message.extend(b"rng-reconcile");
+    message.extend([generation, step].iter().flat_map(|n| n.to_le_bytes()));
+    message.extend(kind.name().as_bytes());
+    message.extend(rank.to_le_bytes());
+    Hash::digest(&message)
+}
+
+/// Assigns the states of the `old` ranks to `options.world` ranks.
+///
+/// # Errors
+/// When the states contradict the options, or the policy forbids what would be needed.
+pub fn reconcile(
+    old: &[RankStates],
+    options: &ReconcileOptions,
+) -> Result<(Vec<RankStates>, RngDecision), ReconcileError> {
+    let Some(first) = old.first() else { return Err(ReconcileError::NoStates) };
+    if options.world == 0 {
+        return Err(ReconcileError::NoRanks);
+    }
+    let run_seed = options.run_seed.unwrap_or_else(|| first.cpu.seed());
+    let mut new: Vec<RankStates> =
+        (0..options.world as usize).map(|r| old.get(r).unwrap_or(first).clone()).collect();
+    let mut streams = Vec::new();
+    for kind in StreamKind::ALL {
+        let ranks_with_stream = old.iter().filter(|s| s.digest(kind).is_some()).count();
+        if ranks_with_stream == 0 {
+            continue;
+        }
+        if let Some(rank) = old.iter().position(|s| s.digest(kind).is_none()) {
+            return Err(ReconcileError::MissingStream { kind, rank });
+        }
+        let scope = stream_scope(old, kind, options)?;
+        let mode = stream_mode(old.len(), scope, kind, options)?;
+        for (rank, states) in new.iter_mut().enumerate() {
+            match mode {
+                StreamMode::Restored => {}
+                StreamMode::Replicated => copy_stream(states, first, kind, 0),
+                StreamMode::Followed => {
+                    let from = old_rank_of_owner(old.len(), rank, kind, options)?;
+                    copy_stream(states, &old[from], kind, from);
+                }
+                StreamMode::Reseeded => {
+                    // a replicated stream stays equal on all ranks
+                    let rank = if scope == StreamScope::Replicated { 0 } else { rank as u64 };
+                    let seed = stream_seed(run_seed, options.generation, options.step, kind, rank);
+                    reseed_stream(states, kind, &seed);
+                }
+            }
+            if kind == StreamKind::TorchCuda && mode != StreamMode::Restored {
+                expand_cuda_states(states, old, options);
+            }
+        }
+        streams.push(StreamDecision { kind: kind.name().into(), scope, mode });
+    }
+    let (from_world, world) = (old.len() as u32, options.world);
+    let (policy, generation, step) = (options.policy, options.generation, options.step);
+    Ok((new, RngDecision { from_world, world, policy, generation, step, run_seed, streams }))
+}
+
+/// The digest by which two ranks' streams are compared. Of CUDA only the rank's device counts,
+/// since a rank leaves the generators of the others idle.
+fn comparable_digest(states: &RankStates, kind: StreamKind, rank: usize) -> Option<Hash> {
+    match (kind, &states.cuda) {
+        (StreamKind::TorchCuda, Some(cuda)) => rank_device(cuda, rank).map(|d| Hash::digest(&d.0)),
+        _ => states.digest(kind),
+    }
+}
+
+fn rank_device(cuda: &CudaStates, rank: usize) -> Option<CudaState> {
+    let devices = cuda.devices();
+    devices.get(rank.checked_rem(devices.len())?).copied()
+}
+
+/// The scope that the options give, or the one that the states show.
+fn stream_scope(
+    old: &[RankStates],
+    kind: StreamKind,
+    options: &ReconcileOptions,
+) -> Result<StreamScope, ReconcileError> {
+    let first = comparable_digest(&old[0], kind, 0);
+    let differing: Vec<usize> =
+        (0..old.len()).filter(|&rank| comparable_digest(&old[rank], kind, rank) != first).collect();
+    match options.scopes.get(&kind) {
+        Some(StreamScope::Replicated) if !differing.is_empty() => {
+            Err(ReconcileError::NotReplicated { kind, ranks: differing })
+        }
+        Some(scope) => Ok(*scope),
+        None if !differing.is_empty() => Ok(StreamScope::PerDataRank),
+        None if old.len() > 1 => Ok(StreamScope::Replicated),
+        // A single rank doesn't show the scope. torch's generators draw dropout masks, which must
+        // differ between ranks. The others make decisions that all ranks must share, such as a
+        // shuffle of files.
+        None => Ok(match kind {
+            StreamKind::Python | StreamKind::Numpy => StreamScope::Replicated,
+            StreamKind::TorchCpu | StreamKind::TorchCuda => StreamScope::PerDataRank,
+        }),
+    }
+}
+
+fn stream_mode(
+    from_world: usize,
+    scope: StreamScope,
+    kind: StreamKind,
+    options: &ReconcileOptions,
+) -> Result<StreamMode, ReconcileError> {
+    let world = options.world;
+    match (options.policy, scope) {
+        (ReconcilePolicy::Reseed, _) => Ok(StreamMode::Reseeded),
+        _ if from_world == world as usize && scope != StreamScope::PerOwner => Ok(StreamMode::Restored),
+        (_, StreamScope::Replicated) => Ok(StreamMode::Replicated),
+        (_, StreamScope::PerOwner) => Ok(StreamMode::Followed),
+        (ReconcilePolicy::Reconcile, StreamScope::PerDataRank) => Ok(StreamMode::Reseeded),
+        (ReconcilePolicy::Strict, StreamScope::PerDataRank) => {
+            Err(ReconcileError::StrictWouldReseed { kind, from_world, world })
+        }
+    }
+}
+
+/// The old rank that has the owner of the new rank `rank`.
+fn old_rank_of_owner(
+    from_world: usize,
+    rank: usize,
+    kind: StreamKind,
+    options: &ReconcileOptions,
+) -> Result<usize, ReconcileError> {
+    let Some((before, after)) = &options.owners else {
+        return Err(ReconcileError::OwnersUnknown { kind });
+    };
+    let old_rank = after.get(rank).and_then(|owner| before.iter().take(from_world).position(|o| o == owner));
+    old_rank.ok_or(ReconcileError::OwnerWithoutStream { kind, rank })
+}
+
+/// Copies a stream to `to` from `from`, which are the states of old rank `rank`.
+fn copy_stream(to: &mut RankStates, from: &RankStates, kind: StreamKind, rank: usize) {
+    match kind {
+        StreamKind::Python => to.python.clone_from(&from.python),
+        StreamKind::Numpy => to.numpy.clone_from(&from.numpy),
+        StreamKind::TorchCpu => to.cpu.clone_from(&from.cpu),
+        StreamKind::TorchCuda => {
+            to.cuda = from.cuda.as_ref().and_then(|c| rank_device(c, rank)).map(CudaStates::One)
+        }
+    }
+}
+
+/// Begins a new stream. All 256 bits of the hash seed a Mersenne Twister (`init_by_array` of its
+/// eight little-endian words); its first eight bytes are the number that torch reports as the seed.
+fn reseed_stream(states: &mut RankStates, kind: StreamKind, hash: &Hash) {
+    let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+    let mut first = [0u8; 8];
+    first.copy_from_slice(&hash.0[..8]);
+    let number = u64::from_le_bytes(first);
+    match kind {
+        StreamKind::Python => {
+            // equals `random.seed(int.from_bytes(hash, "little"))`, whose integer has no leading
+            // zeros
+            let used = words.iter().rposition(|w| *w != 0).map_or(1, |last| last + 1);
+            states.python =
+                PythonState { twister: MersenneTwister::from_key(&words[..used]), gauss_next: None };
+        }
+        StreamKind::Numpy => {
+            let twister = MersenneTwister::from_key(&words);
+            states.numpy = NumpyState { twister, has_gauss: false, cached_gaussian: 0.0 };
+        }
+        StreamKind::TorchCpu => states.cpu = CpuState::fresh(number, &MersenneTwister::from_key(&words)),
+        StreamKind::TorchCuda => states.cuda = Some(CudaStates::One(CudaState::fresh(number))),
+    }
+}
+
+/// Brings the single CUDA state of a rank into the shape that a run of `options.world` ranks reads:
+/// a list with one state per visible GPU, or a single state in a run without ranks.
+fn expand_cuda_states(states: &mut RankStates, old: &[RankStates], options: &ReconcileOptions) {
+    let Some(CudaStates::One(state)) = states.cuda else { return };
+    if options.world == 1 && options.gpus.is_none() {
+        return;
+    }
+    let visible = old.iter().filter_map(|s| s.cuda.as_ref()).map(|c| c.devices().len()).max().unwrap_or(1);
+    // where each rank of a host had one GPU, the new ranks have one each, too
+    let devices = if visible == old.len() { options.world as usize } else { visible };
+    states.cuda = Some(CudaStates::All(vec![state; options.gpus.map_or(devices, |g| g as usize)]));
+}

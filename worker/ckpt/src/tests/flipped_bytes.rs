@@ -1,0 +1,218 @@
+//! Flips single bytes of external checkpoints: a read gives equal data or an error or a notice, and
+//! `verify` names the file of every error.
+use super::external::{golden, open};
+use super::{copy_tree, memory_dir, tiny, tree_contents};
+use crate::error::CkptError;
+use crate::external::ExternalCheckpoint;
+use crate::source::TensorSource;
+use crate::{ReadRequest, TensorInfo};
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// Masks with one bit and with several bits.
+const MASKS: [u8; 2] = [0x01, 0xe6];
+
+/// Everything that a reader gets from a checkpoint.
+#[derive(PartialEq)]
+struct CheckpointContents {
+    facts: String,
+    /// Tensors with the bits of their values; integers are left out.
+    tensors: Vec<(TensorInfo, Vec<u32>)>,
+    /// Number of notices, warnings and missing parts.
+    remarks: usize,
+}
+
+fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptError> {
+    let facts = found.facts();
+    let infos = found.tensors();
+    let count = |t: &TensorInfo| if t.dtype.is_float() { t.elements() as usize } else { 0 };
+    let mut values: Vec<Vec<f32>> = infos.iter().map(|t| vec![0.0; count(t)]).collect();
+    let mut requests: Vec<ReadRequest<'_>> = infos
+        .iter()
+        .zip(&mut values)
+        .filter(|(t, _)| t.dtype.is_float())
+        .map(|(t, out)| ReadRequest { name: &t.name, role: t.role, start_element: 0, out })
+        .collect();
+    found.read_many(&mut requests)?;
+    let bits = values.into_iter().map(|v| v.into_iter().map(f32::to_bits).collect());
+    let tensors = infos.into_iter().zip(bits).collect();
+    Ok(CheckpointContents {
+        facts: format!("{:?} {:?} {:?} {:?}", facts.groups, facts.steps, facts.ties, facts.scheduler),
+        tensors,
+        remarks: facts.notices.len() + facts.warnings.len() + facts.missing.len(),
+    })
+}
+
+/// A byte of a checkpoint, and the bits of it to flip.
+struct Flip {
+    /// Index among the files of the tree.
+    file: usize,
+    at: usize,
+    mask: u8,
+}
+
+/// Number of flips by outcome.
+#[derive(Default)]
+struct Outcomes {
+    rejected: AtomicUsize,
+    remarked: AtomicUsize,
+    harmless: AtomicUsize,
+}
+
+/// Whether the file's format has no checksum.
+fn has_no_checksum(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "safetensors" || e == "json")
+}
+
+/// RNG states aren't compared, so few of their bytes are flipped.
+fn is_rng_file(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.starts_with("rng_state") || name.starts_with("random_states")
+}
+
+/// A flip of every byte with a checksum, by each mask.
+fn all_flips(root: &Path) -> Vec<Flip> {
+    let mut flips = Vec::new();
+    for (file, (path, bytes)) in
+        tree_contents(root).into_iter().enumerate().filter(|(_, (p, _))| !has_no_checksum(p))
+    {
+        let step = if is_rng_file(&path) { 97 } else { 1 };
+        for at in (0..bytes.len()).step_by(step) {
+            flips.extend(MASKS.map(|mask| Flip { file, at, mask }));
+        }
+    }
+    flips
+}
+
+/// A pseudo-random selection of flips; the variable `CKPT_FLIP_SEED` sets the seed.
+fn random_flips(root: &Path, count: usize) -> Vec<Flip> {
+    let mut seed: u64 = std::env::var("CKPT_FLIP_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
+    let mut flips = all_flips(root);
+    let chosen = count.min(flips.len());
+    for i in 0..chosen {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let left = flips.len() - i;
+        flips.swap(i, i + (seed >> 33) as usize % left);
+    }
+    flips.truncate(chosen);
+    flips
+}
+
+/// Makes, checks and reverts each flip, in one copy of the checkpoint per core.
+fn flip_each(checkpoint: &Path, flips: &[Flip]) {
+    let sound = read_contents(&open(checkpoint).expect("whole")).expect("sound");
+    let (count, next) = (Outcomes::default(), AtomicUsize::new(0));
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(|| {
+                let dir = memory_dir();
+                let root = dir.path().join("copy");
+                copy_tree(checkpoint, &root);
+                let files = tree_contents(&root);
+                while let Some(flip) = flips.get(next.fetch_add(1, Relaxed)) {
+                    let (path, bytes) = &files[flip.file];
+                    let file = fs::OpenOptions::new().write(true).open(path).expect("there");
+                    file.write_all_at(&[bytes[flip.at] ^ flip.mask], flip.at as u64).expect("written");
+                    check_flip(&root, &sound, path, &count, flip);
+                    file.write_all_at(&bytes[flip.at..=flip.at], flip.at as u64).expect("written");
+                }
+                assert!(crate::verify(&root).expect("a report").is_sound(), "every flip was reverted");
+            });
+        }
+    });
+    let [rejected, remarked, harmless] =
+        [count.rejected, count.remarked, count.harmless].map(AtomicUsize::into_inner);
+    let text = format!("{rejected} rejected, {remarked} remarked, {harmless} harmless");
+    println!("{}: {text}", checkpoint.display());
+    assert!(rejected > flips.len() / 10 && harmless > 0, "{text}");
+}
+
+fn check_flip(root: &Path, sound: &CheckpointContents, path: &Path, count: &Outcomes, flip: &Flip) {
+    let flip_text = || format!("byte {} of {} by {:#x}", flip.at, path.display(), flip.mask);
+    match open(root).and_then(|found| read_contents(&found)) {
+        Ok(now) if (&now.facts, &now.tensors) == (&sound.facts, &sound.tensors) => {
+            count.harmless.fetch_add(1, Relaxed);
+        }
+        Ok(now) => {
+            assert!(now.remarks > sound.remarks, "{}: wrong data without a remark", flip_text());
+            count.remarked.fetch_add(1, Relaxed);
+        }
+        Err(e) => {
+            assert!(e.is_checkpoint_at_fault(), "{}: {e}", flip_text());
+            // a report takes as long as opening, so only every fifth is made
+            if count.rejected.fetch_add(1, Relaxed).is_multiple_of(5) {
+                let report = crate::verify(root).expect("a report");
+                assert!(!report.is_sound(), "{}: rejected, but verify reports no problem", flip_text());
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                let named = report.problems().any(|(_, p)| p.to_string().contains(&*name));
+                // problems of `.metadata` are reported by tensor
+                let other = name.starts_with("latest") || name == ".metadata";
+                assert!(named || other, "{}: {report:?}", flip_text());
+            }
+        }
+    }
+}
+
+/// Flips bytes of one of the tiny checkpoints.
+fn flip_tiny(name: &str, flips: impl Fn(&Path) -> Vec<Flip>) {
+    let (_dir, root) = tiny::copy(name);
+    flip_each(&root, &flips(&root));
+}
+
+#[test]
+fn flipped_bytes_of_deepspeed_checkpoints_are_detected() {
+    for name in ["z0_tied", "z1", "z2", "z3", "accelerate_z2"] {
+        flip_tiny(name, |root| random_flips(root, 2000));
+    }
+}
+
+#[test]
+fn flipped_bytes_of_trainer_and_fsdp_checkpoints_are_detected() {
+    for name in ["trainer", "fsdp_full"] {
+        flip_tiny(name, |root| random_flips(root, 2000));
+    }
+}
+
+/// Fewer flips, since these checkpoints have many files, which are all opened for each flip.
+#[test]
+fn flipped_bytes_of_universal_and_distributed_checkpoints_are_detected() {
+    for name in ["universal", "dcp"] {
+        flip_tiny(name, |root| random_flips(root, 400));
+    }
+}
+
+/// A million reads. The variable `CKPT_FLIP_KINDS` selects golden checkpoints, separated by commas.
+#[test]
+#[ignore = "takes many minutes"]
+fn every_flipped_byte_of_every_tiny_checkpoint_is_detected() {
+    let chosen = std::env::var("CKPT_FLIP_KINDS").ok();
+    let chosen: Option<Vec<&str>> = chosen.as_deref().map(|kinds| kinds.split(',').collect());
+    for kind in chosen.iter().flatten() {
+        assert!(tiny::TINY.iter().any(|(name, _)| name == kind), "there is no checkpoint {kind}");
+    }
+    for (name, _) in tiny::TINY.iter().filter(|(n, _)| chosen.as_ref().is_none_or(|c| c.contains(n))) {
+        flip_tiny(name, all_flips);
+    }
+}
+
+/// Half of the flips are at the ends of files, which contain the structure.
+#[test]
+fn flipped_bytes_of_larger_checkpoints_are_detected() {
+    for name in ["fsdp2_sharded", "z0"] {
+        let dir = memory_dir();
+        let root = dir.path().join(name);
+        copy_tree(&golden(name), &root);
+        fs::remove_file(root.join("reference.json")).expect("there");
+        let mut flips = random_flips(&root, 200);
+        let sizes: Vec<usize> = tree_contents(&root).iter().map(|(_, bytes)| bytes.len()).collect();
+        for flip in flips.iter_mut().step_by(2) {
+            let size = sizes[flip.file];
+            flip.at =
+                if flip.at % 4 < 2 { flip.at % size.min(600) } else { size - 1 - flip.at % size.min(600) };
+        }
+        flip_each(&root, &flips);
+    }
+}

@@ -1,0 +1,175 @@
+//! Attention by cuDNN: one graph of operations per shape, which the library compiles for the GPU.
+//!
+//! The operations are the ones that NVIDIA's cuDNN frontend generates for attention. The library
+//! recognizes a graph by its form, and rejects every other form as not supported.
+mod attention_graph;
+mod backend_selection;
+mod descriptor;
+mod execution_plan;
+mod operation_graph;
+
+use super::bindings::{CudnnApi, Handle};
+use super::error::{CudaError, Result};
+use super::library_search::{CudaLibrary, LibraryPaths};
+use crate::ops::AttentionShape;
+use attention_graph::Mask;
+pub use attention_graph::cudnn_workspace_bytes;
+pub(super) use attention_graph::{AttentionOperands, AttentionPass};
+pub use backend_selection::AttentionBackend;
+pub(super) use backend_selection::CudnnAttention;
+use descriptor::Descriptor;
+pub(super) use execution_plan::PreparedPlan;
+use execution_plan::{ExecutionPlan, PlanTarget};
+use std::{
+    ffi::{CStr, c_int},
+    path::PathBuf,
+    ptr,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// The oldest supported version, 9.10: the first whose graphs accept an infinite mask value.
+const MIN_VERSION: usize = 91_000;
+/// Maximum number of bytes of an error message.
+const MAX_MESSAGE: usize = 1 << 12;
+
+/// An open cuDNN.
+pub(super) struct Cudnn {
+    library: Arc<CudnnApi>,
+    version: usize,
+    path: PathBuf,
+    /// `None` if it was opened without a GPU.
+    handle: Mutex<Option<CudnnHandle>>,
+}
+
+/// A handle of cuDNN, used by one thread at a time.
+struct CudnnHandle {
+    library: Arc<CudnnApi>,
+    handle: Handle,
+}
+
+// SAFETY: any thread may use the handle, one at a time.
+unsafe impl Send for CudnnHandle {}
+
+impl Drop for CudnnHandle {
+    fn drop(&mut self) {
+        // SAFETY: created by this library, destroyed once.
+        let _ = unsafe { (self.library.cudnnDestroy)(self.handle) };
+    }
+}
+
+/// The library's version (`9.19.0`) and path. It creates nothing on a GPU.
+pub(super) fn library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
+    let cudnn = Cudnn::open_without_gpu(paths)?;
+    Ok((cudnn.version(), cudnn.path))
+}
+
+impl Cudnn {
+    /// Opens the library for the GPU whose context is current.
+    fn open(paths: &LibraryPaths) -> Result<Cudnn> {
+        let cudnn = Cudnn::open_without_gpu(paths)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: writes one handle.
+        let status = unsafe { (cudnn.library.cudnnCreate)(&mut handle) };
+        check(&cudnn.library, "cudnnCreate", status)?;
+        let handle = CudnnHandle { library: cudnn.library.clone(), handle };
+        Ok(Cudnn { handle: Mutex::new(Some(handle)), ..cudnn })
+    }
+
+    /// Opens the library for making plans only.
+    fn open_without_gpu(paths: &LibraryPaths) -> Result<Cudnn> {
+        let opened = paths.open(CudaLibrary::Cudnn)?;
+        let path = opened.path.clone();
+        let library = Arc::new(CudnnApi::load(opened)?);
+        // SAFETY: no preconditions.
+        let version = unsafe { (library.cudnnGetVersion)() };
+        let cudnn = Cudnn { library, version, path, handle: Mutex::new(None) };
+        if version < MIN_VERSION {
+            let found = format!("cuDNN {}", cudnn.version());
+            let required = "cuDNN 9.10 or newer".to_owned();
+            return Err(CudaError::LibraryTooOld {
+                library: CudaLibrary::Cudnn,
+                path: cudnn.path,
+                found,
+                required,
+            });
+        }
+        Ok(cudnn)
+    }
+
+    /// The version, such as `9.19.0`.
+    fn version(&self) -> String {
+        let v = self.version;
+        format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100)
+    }
+
+    /// Plans for a pass of attention on the GPU, the library's best guess first; empty if it has
+    /// none.
+    fn plans(&self, pass: &AttentionPass) -> Result<impl Iterator<Item = Result<ExecutionPlan>> + use<>> {
+        self.with_handle(|handle| attention_graph::plans(&self.library, pass, PlanTarget::Handle(handle)))
+    }
+
+    /// Bytes of memory that a pass needs in addition to its operands, on a GPU that is only known
+    /// by its properties (JSON as cuDNN writes it); `None` if there is no plan.
+    fn plan_workspace(&self, pass: &AttentionPass, properties: &str) -> Result<Option<usize>> {
+        let target = PlanTarget::Properties(Descriptor::device_properties(&self.library, properties)?);
+        let plan = attention_graph::plans(&self.library, pass, target)?.next().transpose()?;
+        let sums = pass.extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
+        Ok(plan.map(|plan| plan.workspace + sums))
+    }
+
+    fn with_handle<T>(&self, f: impl FnOnce(Handle) -> Result<T>) -> Result<T> {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        handle.as_ref().map_or_else(|| unreachable!("cuDNN was opened without a GPU"), |h| f(h.handle))
+    }
+
+    /// Issues a plan to a stream. `variant_pack` names its tensors' addresses.
+    fn execute(&self, plan: &ExecutionPlan, variant_pack: &Descriptor, stream: Handle) -> Result<()> {
+        self.with_handle(|handle| {
+            // SAFETY: handle and stream live.
+            let status = unsafe { (self.library.cudnnSetStream)(handle, stream) };
+            check(&self.library, "cudnnSetStream", status)?;
+            // SAFETY: plan and pack are finalized. The ops checked that the operands are as large
+            // as the plan's tensors.
+            let status =
+                unsafe { (self.library.cudnnBackendExecute)(handle, plan.handle(), variant_pack.handle()) };
+            check(&self.library, "cudnnBackendExecute", status)
+        })
+    }
+}
+
+/// Bytes that cuDNN's plans for the forward and the backward pass of attention need in addition to
+/// their operands; `None` where there is no plan.
+///
+/// The GPU need not exist: `properties` is its description, JSON in cuDNN's form.
+pub fn cudnn_plan_workspaces(
+    paths: &LibraryPaths,
+    properties: &str,
+    shape: AttentionShape,
+    window: Option<usize>,
+) -> Result<[Option<usize>; 2]> {
+    let cudnn = Cudnn::open_without_gpu(paths)?;
+    let mask = window.map_or(Mask::Causal, Mask::Window);
+    let workspace =
+        |is_backward| cudnn.plan_workspace(&AttentionPass { shape, mask, is_backward }, properties);
+    Ok([workspace(false)?, workspace(true)?])
+}
+
+/// Turns a status code of `function` into an error with the library's own messages.
+fn check(library: &CudnnApi, function: &str, status: c_int) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    let mut detail = vec![0u8; MAX_MESSAGE];
+    // SAFETY: writes at most as many bytes as the buffer has; returns a static string or null.
+    let name = unsafe {
+        (library.cudnnGetLastErrorString)(detail.as_mut_ptr().cast(), detail.len());
+        let name = (library.cudnnGetErrorString)(status);
+        if name.is_null() { "unknown error".into() } else { CStr::from_ptr(name).to_string_lossy() }
+    };
+    let detail = CStr::from_bytes_until_nul(&detail).map(CStr::to_string_lossy).unwrap_or_default();
+    let message = match detail.trim() {
+        "" => name.into_owned(),
+        detail => format!("{name}: {detail}"),
+    };
+    Err(CudaError::Call { function: function.to_owned(), status, message })
+}

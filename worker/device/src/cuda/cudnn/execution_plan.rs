@@ -1,0 +1,145 @@
+//! [`ExecutionPlan`]: what cuDNN compiles from a graph of operations, and how it is run.
+use super::super::bindings::{Address, Handle};
+use super::super::error::{CudaError, Result};
+use super::Cudnn;
+use super::descriptor::{Attribute as A, Descriptor, DescriptorType};
+use super::operation_graph::OperationGraph;
+use std::{ffi::c_void, ptr, sync::Arc};
+
+/// `CUDNN_STATUS_NOT_SUPPORTED` and its sub-codes.
+const NOT_SUPPORTED: std::ops::Range<i32> = 3000..4000;
+
+/// The GPU that plans are made for.
+pub(super) enum PlanTarget {
+    /// The GPU of this handle of the library.
+    Handle(Handle),
+    /// A GPU that is only known by its properties.
+    Properties(Descriptor),
+}
+
+/// A compiled graph.
+pub(super) struct ExecutionPlan {
+    plan: Descriptor,
+    /// Bytes of workspace.
+    pub(super) workspace: usize,
+    /// Number and value of each scalar that the graph reads from the host.
+    scalars: Vec<(i64, Box<f32>)>,
+    _config: Descriptor,
+    _source: Arc<PlanSource>,
+}
+
+/// The descriptors that plans are made of. The library may read them as long as the plans live.
+struct PlanSource {
+    _graph_descriptor: Descriptor,
+    graph: OperationGraph,
+}
+
+/// The plans for a graph, the library's best guess first; empty if it supports none. Each plan is
+/// compiled when the iterator reaches it.
+pub(super) fn create_plans(
+    graph: OperationGraph,
+    scalars: Vec<(i64, f32)>,
+    target: PlanTarget,
+) -> Result<impl Iterator<Item = Result<ExecutionPlan>>> {
+    let (source, configs) = match if_supported(engine_configs(&graph, &target))? {
+        Some((descriptor, configs)) => {
+            (Some(Arc::new(PlanSource { _graph_descriptor: descriptor, graph })), configs)
+        }
+        None => (None, Vec::new()),
+    };
+    let compile =
+        move |config| if_supported(compile_plan(source.as_ref()?, config, &scalars, &target)).transpose();
+    Ok(configs.into_iter().filter_map(compile))
+}
+
+/// `None` if the library reports that it does not support the request.
+fn if_supported<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(CudaError::Call { status, .. }) if NOT_SUPPORTED.contains(&status) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The descriptor of the whole graph, and the engine configurations that the heuristics suggest.
+fn engine_configs(graph: &OperationGraph, target: &PlanTarget) -> Result<(Descriptor, Vec<Descriptor>)> {
+    let library = &graph.library;
+    let mut descriptor = Descriptor::new(library, DescriptorType::Graph)?
+        .set_descriptors(A::GraphOperations, &graph.operations)?;
+    if let PlanTarget::Handle(handle) = target {
+        descriptor = descriptor.set_handle(A::GraphHandle, *handle)?;
+    }
+    let descriptor = descriptor.finalize(DescriptorType::Graph)?;
+    let mut heuristics = Descriptor::new(library, DescriptorType::Heuristics)?
+        .set_descriptor(A::HeuristicsGraph, &descriptor)?
+        .set_heuristic_mode_a()?;
+    if let PlanTarget::Properties(properties) = target {
+        heuristics = heuristics.set_descriptor(A::HeuristicsProperties, properties)?;
+    }
+    let configs = heuristics.finalize(DescriptorType::Heuristics)?.heuristic_results()?;
+    Ok((descriptor, configs))
+}
+
+fn compile_plan(
+    source: &Arc<PlanSource>,
+    config: Descriptor,
+    scalars: &[(i64, f32)],
+    target: &PlanTarget,
+) -> Result<ExecutionPlan> {
+    let plan = Descriptor::new(&source.graph.library, DescriptorType::Plan)?
+        .set_descriptor(A::PlanConfig, &config)?;
+    let plan = match target {
+        PlanTarget::Handle(handle) => plan.set_handle(A::PlanHandle, *handle)?,
+        PlanTarget::Properties(properties) => plan.set_descriptor(A::PlanProperties, properties)?,
+    };
+    let plan = plan.finalize(DescriptorType::Plan)?;
+    let workspace = usize::try_from(plan.get_int(A::PlanWorkspace)?).unwrap_or(0);
+    let scalars = scalars.iter().map(|(id, value)| (*id, Box::new(*value))).collect();
+    Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
+}
+
+impl ExecutionPlan {
+    pub(super) fn handle(&self) -> Handle {
+        self.plan.handle()
+    }
+}
+
+/// A plan with the addresses that it is run with.
+#[derive(Clone)]
+pub(in super::super) struct PreparedPlan {
+    pub(super) cudnn: Arc<Cudnn>,
+    pub(super) plan: Arc<ExecutionPlan>,
+    /// Number and address of each tensor.
+    pub(super) tensors: Vec<(i64, Address)>,
+    pub(super) workspace: Address,
+}
+
+impl PartialEq for PreparedPlan {
+    fn eq(&self, other: &Self) -> bool {
+        self.tensors == other.tensors
+            && self.workspace == other.workspace
+            && Arc::ptr_eq(&self.plan, &other.plan)
+    }
+}
+
+impl PreparedPlan {
+    /// Issues it to a stream.
+    pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
+        let on_device = |(id, at): &(i64, Address)| (*id, ptr::without_provenance(*at as usize));
+        let on_host = |(id, value): &(i64, Box<f32>)| (*id, ptr::from_ref(&**value).cast::<c_void>());
+        let bindings = self.tensors.iter().map(on_device).chain(self.plan.scalars.iter().map(on_host));
+        let (ids, pointers): (Vec<i64>, Vec<*const c_void>) = bindings.unzip();
+        let variant_pack = Descriptor::new(&self.cudnn.library, DescriptorType::VariantPack)?
+            .set_ints(A::PackIds, &ids)?
+            .set_pointers(A::PackPointers, &pointers)?
+            .set_pointers(A::PackWorkspace, &[ptr::without_provenance(self.workspace as usize)])?
+            .finalize(DescriptorType::VariantPack)?;
+        self.cudnn.execute(&self.plan, &variant_pack, stream)
+    }
+
+    /// Numbers that differ between most different plans and addresses, for hashing.
+    pub(in super::super) fn hash_words(&self) -> impl Iterator<Item = u64> {
+        let plan = Arc::as_ptr(&self.plan).addr() as u64;
+        self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])
+    }
+}

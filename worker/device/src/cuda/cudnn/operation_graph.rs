@@ -1,0 +1,208 @@
+//! [`OperationGraph`]: builds a graph of cuDNN's operations on tensors of four dimensions.
+use super::super::bindings::CudnnApi;
+use super::super::error::Result;
+use super::descriptor::{Attribute as A, DataType, Descriptor, DescriptorType, PointwiseMode, Reduction};
+use std::sync::Arc;
+
+/// Alignment of tensors in GPU memory, bytes.
+pub(super) const ALIGNMENT: i64 = 16;
+/// The first number of virtual tensors.
+const FIRST_VIRTUAL_ID: i64 = 100;
+
+/// Where a tensor's elements are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TensorLocation {
+    /// In GPU memory, at the address that is bound to this number.
+    Device(i64),
+    /// One `f32` on the host, bound to this number and read when the graph runs.
+    Host(i64),
+    /// Nowhere: the result of one operation and the operand of others.
+    Virtual,
+}
+
+/// A tensor of the graph.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GraphTensor {
+    index: usize,
+    dims: [i64; 4],
+    strides: [i64; 4],
+}
+
+/// A graph while it is built.
+pub(super) struct OperationGraph {
+    pub(super) library: Arc<CudnnApi>,
+    tensors: Vec<Descriptor>,
+    /// The operations, in the order in which they were added.
+    pub(super) operations: Vec<Descriptor>,
+}
+
+/// Strides of a contiguous tensor.
+pub(super) fn packed_strides([_, h, s, d]: [i64; 4]) -> [i64; 4] {
+    [h * s * d, s * d, d, 1]
+}
+
+impl OperationGraph {
+    pub(super) fn new(library: &Arc<CudnnApi>) -> Self {
+        OperationGraph { library: library.clone(), tensors: Vec::new(), operations: Vec::new() }
+    }
+
+    pub(super) fn tensor(
+        &mut self,
+        location: TensorLocation,
+        data_type: DataType,
+        dims: [i64; 4],
+        strides: [i64; 4],
+    ) -> Result<GraphTensor> {
+        let index = self.tensors.len();
+        let id = match location {
+            TensorLocation::Device(id) | TensorLocation::Host(id) => id,
+            TensorLocation::Virtual => FIRST_VIRTUAL_ID + index as i64,
+        };
+        let descriptor = Descriptor::new(&self.library, DescriptorType::Tensor)?
+            .set_data_type(A::TensorType, data_type)?
+            .set_ints(A::TensorDims, &dims)?
+            .set_ints(A::TensorStrides, &strides)?
+            .set_ints(A::TensorId, &[id])?
+            .set_ints(A::TensorAlignment, &[ALIGNMENT])?
+            .set_bool(A::TensorVirtual, location == TensorLocation::Virtual)?
+            .set_bool(A::TensorByValue, matches!(location, TensorLocation::Host(_)))?;
+        self.tensors.push(descriptor.finalize(DescriptorType::Tensor)?);
+        Ok(GraphTensor { index, dims, strides })
+    }
+
+    /// A contiguous virtual tensor.
+    pub(super) fn virtual_tensor(&mut self, data_type: DataType, dims: [i64; 4]) -> Result<GraphTensor> {
+        self.tensor(TensorLocation::Virtual, data_type, dims, packed_strides(dims))
+    }
+
+    /// One `f32` on the host.
+    pub(super) fn scalar(&mut self, id: i64) -> Result<GraphTensor> {
+        self.tensor(TensorLocation::Host(id), DataType::F32, [1; 4], [1; 4])
+    }
+
+    /// Adds an operation with its descriptor, if it has one, and its tensors.
+    fn add_operation(
+        &mut self,
+        kind: DescriptorType,
+        descriptor: Option<(A, &Descriptor)>,
+        tensors: &[(A, GraphTensor)],
+    ) -> Result<()> {
+        let mut operation = Descriptor::new(&self.library, kind)?;
+        if let Some((attribute, descriptor)) = descriptor {
+            operation = operation.set_descriptor(attribute, descriptor)?;
+        }
+        for (attribute, tensor) in tensors {
+            operation = operation.set_descriptor(*attribute, &self.tensors[tensor.index])?;
+        }
+        self.operations.push(operation.finalize(kind)?);
+        Ok(())
+    }
+
+    /// `y = mode(x, b)`. Modes with one operand have no `b`.
+    pub(super) fn pointwise(
+        &mut self,
+        mode: PointwiseMode,
+        x: GraphTensor,
+        b: Option<GraphTensor>,
+        y: GraphTensor,
+    ) -> Result<()> {
+        let is_comparison = matches!(mode, PointwiseMode::Greater | PointwiseMode::GreaterEqual);
+        let precision = if is_comparison { DataType::Boolean } else { DataType::F32 };
+        let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
+            .set_pointwise_mode(mode)?
+            .set_data_type(A::PointwisePrecision, precision)?
+            .finalize(DescriptorType::Pointwise)?;
+        let mut tensors = vec![(A::PointwiseX, x), (A::PointwiseY, y)];
+        tensors.extend(b.map(|b| (A::PointwiseB, b)));
+        self.add_operation(
+            DescriptorType::PointwiseOperation,
+            Some((A::PointwiseDescriptor, &descriptor)),
+            &tensors,
+        )
+    }
+
+    /// `mode(x, b)` as a new virtual tensor of the dimensions of `x`.
+    pub(super) fn apply(
+        &mut self,
+        mode: PointwiseMode,
+        data_type: DataType,
+        x: GraphTensor,
+        b: Option<GraphTensor>,
+    ) -> Result<GraphTensor> {
+        let y = self.virtual_tensor(data_type, x.dims)?;
+        self.pointwise(mode, x, b, y)?;
+        Ok(y)
+    }
+
+    /// The index of each element of `x` along an axis.
+    pub(super) fn index(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
+        let y = self.virtual_tensor(DataType::I32, x.dims)?;
+        let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
+            .set_pointwise_mode(PointwiseMode::Index)?
+            .set_ints(A::PointwiseAxis, &[axis])?
+            .set_data_type(A::PointwisePrecision, DataType::F32)?
+            .finalize(DescriptorType::Pointwise)?;
+        self.add_operation(
+            DescriptorType::PointwiseOperation,
+            Some((A::PointwiseDescriptor, &descriptor)),
+            &[(A::PointwiseX, x), (A::PointwiseY, y)],
+        )?;
+        Ok(y)
+    }
+
+    /// `x` where `condition` is true, otherwise `other`.
+    pub(super) fn select(
+        &mut self,
+        condition: GraphTensor,
+        x: GraphTensor,
+        other: GraphTensor,
+    ) -> Result<GraphTensor> {
+        let y = self.virtual_tensor(DataType::F32, x.dims)?;
+        let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
+            .set_pointwise_mode(PointwiseMode::Select)?
+            .set_data_type(A::PointwisePrecision, DataType::F32)?
+            .finalize(DescriptorType::Pointwise)?;
+        let tensors =
+            [(A::PointwiseX, x), (A::PointwiseB, other), (A::PointwiseT, condition), (A::PointwiseY, y)];
+        self.add_operation(
+            DescriptorType::PointwiseOperation,
+            Some((A::PointwiseDescriptor, &descriptor)),
+            &tensors,
+        )?;
+        Ok(y)
+    }
+
+    /// `c = a · b` over the last two dimensions. If `b` has fewer heads, several heads of `a` share
+    /// one.
+    pub(super) fn matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
+        let descriptor = Descriptor::new(&self.library, DescriptorType::Matmul)?
+            .set_data_type(A::MatmulPrecision, DataType::F32)?
+            .finalize(DescriptorType::Matmul)?;
+        self.add_operation(
+            DescriptorType::MatmulOperation,
+            Some((A::MatmulDescriptor, &descriptor)),
+            &[(A::MatmulA, a), (A::MatmulB, b), (A::MatmulC, c)],
+        )
+    }
+
+    /// Reduces `x` over the dimensions in which `y` is smaller.
+    pub(super) fn reduce(&mut self, operator: Reduction, x: GraphTensor, y: GraphTensor) -> Result<()> {
+        let descriptor = Descriptor::new(&self.library, DescriptorType::Reduction)?
+            .set_reduction(operator)?
+            .set_data_type(A::ReductionPrecision, DataType::F32)?
+            .finalize(DescriptorType::Reduction)?;
+        self.add_operation(
+            DescriptorType::ReductionOperation,
+            Some((A::ReductionDescriptor, &descriptor)),
+            &[(A::ReductionX, x), (A::ReductionY, y)],
+        )
+    }
+
+    /// `x` with its last two dimensions exchanged, converted to a type.
+    pub(super) fn transpose(&mut self, data_type: DataType, x: GraphTensor) -> Result<GraphTensor> {
+        let swap = |[b, h, s, d]: [i64; 4]| [b, h, d, s];
+        let y = self.tensor(TensorLocation::Virtual, data_type, swap(x.dims), swap(x.strides))?;
+        self.add_operation(DescriptorType::ReshapeOperation, None, &[(A::ReshapeX, x), (A::ReshapeY, y)])?;
+        Ok(y)
+    }
+}

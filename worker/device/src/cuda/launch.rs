@@ -1,0 +1,140 @@
+//! Loading compiled kernels and launching them.
+use super::bindings::{Address, Handle, MAX_DYNAMIC_SHARED_BYTES};
+use super::context::GpuContext;
+use super::error::Result;
+use super::graphs::CallBatch;
+use std::{
+    ffi::{CStr, c_int, c_void},
+    ptr,
+};
+
+/// A loaded image of one kernel source. It lives as long as the context.
+pub(super) struct KernelModule(Handle);
+
+/// A kernel of a loaded module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct KernelFunction(pub(super) Handle);
+
+// SAFETY: the handle is only passed to the driver, which accepts it from any thread.
+unsafe impl Send for KernelModule {}
+// SAFETY: as for Send.
+unsafe impl Sync for KernelModule {}
+// SAFETY: the handle is only passed to the driver, which accepts it from any thread.
+unsafe impl Send for KernelFunction {}
+// SAFETY: as for Send.
+unsafe impl Sync for KernelFunction {}
+
+/// The grid of a launch: blocks, threads per block, and dynamic shared memory per block in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LaunchConfig {
+    pub(super) grid: [u32; 3],
+    pub(super) block: [u32; 3],
+    pub(super) shared: usize,
+}
+
+/// An argument of a kernel, which is copied byte by byte.
+///
+/// # Safety
+/// The type has the memory layout of the kernel's C parameter, and has no padding.
+pub(super) unsafe trait KernelArg {}
+
+// SAFETY: `i64` in the kernels' sources.
+unsafe impl KernelArg for i64 {}
+// SAFETY: `float` in the kernels' sources.
+unsafe impl KernelArg for f32 {}
+// SAFETY: a pointer in the kernels' sources.
+unsafe impl KernelArg for Address {}
+
+impl GpuContext {
+    /// Loads an image that was compiled for this GPU from the source `file`.
+    pub(super) fn load_module(&self, file: &str, image: &[u8]) -> Result<KernelModule> {
+        self.make_current()?;
+        let mut module = ptr::null_mut();
+        // SAFETY: an image carries its own length.
+        let status = unsafe { (self.driver.cuModuleLoadData)(&mut module, image.as_ptr().cast()) };
+        self.driver.check(&format!("cuModuleLoadData of {file}"), status)?;
+        Ok(KernelModule(module))
+    }
+
+    /// The kernel `name` of a module.
+    pub(super) fn function(&self, module: &KernelModule, name: &CStr) -> Result<KernelFunction> {
+        self.make_current()?;
+        let mut function = ptr::null_mut();
+        // SAFETY: the module lives as long as the context.
+        let status = unsafe { (self.driver.cuModuleGetFunction)(&mut function, module.0, name.as_ptr()) };
+        self.driver.check(&format!("cuModuleGetFunction of {}", name.to_string_lossy()), status)?;
+        Ok(KernelFunction(function))
+    }
+
+    /// Allows a kernel's blocks to use this much dynamic shared memory.
+    pub(super) fn set_max_shared_memory(&self, function: KernelFunction, bytes: usize) -> Result<()> {
+        self.make_current()?;
+        // SAFETY: the function lives as long as the context.
+        let status =
+            unsafe { (self.driver.cuFuncSetAttribute)(function.0, MAX_DYNAMIC_SHARED_BYTES, bytes as c_int) };
+        self.driver.check("cuFuncSetAttribute", status)
+    }
+
+    /// Enqueues a kernel on this thread's stream.
+    ///
+    /// # Safety
+    /// `arguments` are those of the kernel's source, in order, and every address covers what the
+    /// kernel accesses.
+    pub(super) unsafe fn launch(
+        &self,
+        name: &'static CStr,
+        function: KernelFunction,
+        config: LaunchConfig,
+        arguments: &[&dyn KernelArg],
+    ) -> Result<()> {
+        // SAFETY: promised by the caller.
+        let record = |batch: &mut CallBatch| unsafe { batch.push_kernel(name, function, config, arguments) };
+        self.enqueue(record, |stream| {
+            let pointer = |a: &&dyn KernelArg| ptr::from_ref::<dyn KernelArg>(*a).cast_mut().cast();
+            let mut pointers: Vec<*mut c_void> = arguments.iter().map(pointer).collect();
+            // SAFETY: promised by the caller.
+            unsafe { self.issue_launch(name, function, config, &mut pointers, stream) }
+        })
+    }
+
+    /// Launches a kernel on `stream` immediately.
+    ///
+    /// # Safety
+    /// `arguments` points to the arguments of the kernel's source, in order, and every address
+    /// among them covers what the kernel accesses.
+    pub(super) unsafe fn issue_launch(
+        &self,
+        name: &CStr,
+        function: KernelFunction,
+        config: LaunchConfig,
+        arguments: &mut [*mut c_void],
+        stream: Handle,
+    ) -> Result<()> {
+        let LaunchConfig { grid: [x, y, z], block: [bx, by, bz], shared } = config;
+        // SAFETY: promised by the caller; the driver copies the arguments before it returns.
+        let status = unsafe {
+            (self.driver.cuLaunchKernel)(
+                function.0,
+                x,
+                y,
+                z,
+                bx,
+                by,
+                bz,
+                shared as u32,
+                stream,
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        if status == 0 {
+            Ok(())
+        } else {
+            let kernel = name.to_string_lossy();
+            let launch = format!(
+                "cuLaunchKernel of {kernel} (grid {x}×{y}×{z}, block {bx}×{by}×{bz}, {shared} bytes of shared memory)"
+            );
+            self.driver.check(&launch, status)
+        }
+    }
+}

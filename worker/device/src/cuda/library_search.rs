@@ -1,0 +1,370 @@
+//! Finds and opens CUDA's libraries at run time, when a job needs them.
+use super::CudaError;
+use libloading::Library;
+use std::{
+    fmt, fs,
+    path::{Path, PathBuf},
+};
+
+/// Where libraries are searched for, in addition to the directories of the system.
+#[derive(Clone, Debug, Default)]
+pub struct LibraryPaths {
+    /// Directories from the job file. They are searched first.
+    pub configured: Vec<PathBuf>,
+    /// Directories from `LD_LIBRARY_PATH`.
+    pub ld_library_path: Vec<PathBuf>,
+    /// Prefixes of the active Python environments. Their `nvidia` packages contain libraries.
+    pub python_prefixes: Vec<PathBuf>,
+    /// Roots of CUDA toolkits (`CUDA_HOME`, `CUDA_PATH`).
+    pub toolkit_roots: Vec<PathBuf>,
+    /// Prefixes of other Python installations on this machine, searched after the toolkits.
+    pub fallback_python_prefixes: Vec<PathBuf>,
+    /// The CUDA major version that the driver implements, if it is known. Libraries of a newer
+    /// major version are rejected: the driver cannot run them or load the code that they generate.
+    pub driver_cuda_major: Option<u32>,
+}
+
+/// A library of CUDA that this program opens at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CudaLibrary {
+    /// The driver API, part of the NVIDIA driver.
+    Driver,
+    /// NVRTC, the run-time compiler.
+    Nvrtc,
+    /// cuBLASLt, matrix products.
+    CublasLt,
+    /// cuDNN, used for attention. Optional.
+    Cudnn,
+    /// NCCL, collectives between GPUs.
+    Nccl,
+}
+
+impl CudaLibrary {
+    /// The accepted file names, best first.
+    fn file_names(self) -> &'static [&'static str] {
+        match self {
+            CudaLibrary::Driver => &["libcuda.so.1"],
+            CudaLibrary::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12"],
+            CudaLibrary::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12"],
+            CudaLibrary::Cudnn => &["libcudnn.so.9"],
+            CudaLibrary::Nccl => &["libnccl.so.2"],
+        }
+    }
+
+    /// The library's name for messages.
+    pub(super) fn title(self) -> &'static str {
+        match self {
+            CudaLibrary::Driver => "the NVIDIA driver",
+            CudaLibrary::Nvrtc => "NVRTC",
+            CudaLibrary::CublasLt => "cuBLASLt",
+            CudaLibrary::Cudnn => "cuDNN",
+            CudaLibrary::Nccl => "NCCL",
+        }
+    }
+
+    /// How to install the library, for the help of an error.
+    pub(super) fn install_help(self) -> &'static str {
+        match self {
+            CudaLibrary::Driver => {
+                "check that `nvidia-smi` works on this machine, and that a container was started with GPUs"
+            }
+            CudaLibrary::Nvrtc => {
+                "install a CUDA toolkit or `pip install nvidia-cuda-nvrtc`, or add its directory to LD_LIBRARY_PATH"
+            }
+            CudaLibrary::CublasLt => {
+                "install a CUDA toolkit or `pip install nvidia-cublas`, or add its directory to LD_LIBRARY_PATH"
+            }
+            CudaLibrary::Cudnn => {
+                "install cuDNN or `pip install nvidia-cudnn-cu13`, or add its directory to LD_LIBRARY_PATH"
+            }
+            CudaLibrary::Nccl => {
+                "install NCCL or `pip install nvidia-nccl-cu13`, or add its directory to LD_LIBRARY_PATH"
+            }
+        }
+    }
+}
+
+/// Directories of the system that are searched after the dynamic loader's own.
+const SYSTEM_DIRECTORIES: [&str; 6] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/nvidia/lib64",
+    "/usr/lib/wsl/lib",
+    "/run/opengl-driver/lib",
+];
+/// Roots that toolkit installers use.
+const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"];
+/// Maximum number of entries of a directory that are read.
+const MAX_ENTRIES: usize = 4096;
+
+/// What [`CudaError::LibraryNotFound`] lists for the search by the dynamic loader.
+const LOADER: &str = "the dynamic loader's directories";
+
+/// An open library and where it was found.
+#[derive(Debug)]
+pub struct OpenLibrary {
+    /// The library.
+    pub library: Library,
+    /// Its path, or only its file name if the dynamic loader found it.
+    pub path: PathBuf,
+}
+
+/// A library file that exists and cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RejectedLibrary {
+    /// The file.
+    pub path: PathBuf,
+    /// Why it cannot be used.
+    pub reason: RejectReason,
+}
+
+/// Why a library file cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RejectReason {
+    /// The dynamic loader rejected it, with this message.
+    Loader(String),
+    /// It is made for a newer CUDA than the driver implements.
+    NewerThanDriver {
+        /// The CUDA major version of the driver.
+        driver_cuda_major: u32,
+    },
+}
+
+impl fmt::Display for RejectedLibrary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.reason {
+            RejectReason::Loader(message) => f.write_str(message), // it begins with the path
+            RejectReason::NewerThanDriver { driver_cuda_major } => {
+                write!(
+                    f,
+                    "{} needs a newer driver than this one, which implements CUDA {driver_cuda_major}",
+                    self.path.display()
+                )
+            }
+        }
+    }
+}
+
+/// The major version at the end of a file name: 13 for `libnvrtc.so.13`.
+fn major_version(file_name: &str) -> Option<u32> {
+    file_name.rsplit_once(".so.")?.1.parse().ok()
+}
+
+impl LibraryPaths {
+    /// The same paths, for a driver that implements this major version of CUDA.
+    pub(super) fn for_driver(&self, major: u32) -> LibraryPaths {
+        LibraryPaths { driver_cuda_major: Some(major), ..self.clone() }
+    }
+
+    /// The library's file names, best first: those that the driver can use, and those that are too
+    /// new for it.
+    fn file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
+        let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
+        library.file_names().iter().partition(|name| major_version(name) <= newest)
+    }
+
+    /// Directories in which the library is searched for, best first.
+    ///
+    /// The driver is not searched for in toolkits, which only contain a stub of it for linking.
+    pub fn directories(&self, library: CudaLibrary) -> Vec<PathBuf> {
+        let mut directories = self.configured.clone();
+        directories.extend(self.ld_library_path.iter().cloned());
+        if library != CudaLibrary::Driver {
+            directories
+                .extend(self.python_prefixes.iter().flat_map(|prefix| nvidia_package_directories(prefix)));
+            let toolkits = self.toolkit_roots.iter().cloned().chain(DEFAULT_TOOLKIT_ROOTS.map(PathBuf::from));
+            directories.extend(toolkits.flat_map(|t| [t.join("lib64"), t.join("targets/x86_64-linux/lib")]));
+            let fallbacks = self.fallback_python_prefixes.iter();
+            directories.extend(fallbacks.flat_map(|prefix| nvidia_package_directories(prefix)));
+        }
+        directories.retain(|directory| !directory.as_os_str().is_empty());
+        directories
+    }
+
+    /// Opens the library from the first directory that has a usable file of it.
+    pub fn open(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
+        let mut searched = Vec::new();
+        let mut rejected = Vec::new();
+        let (names, newer) = self.file_names(library);
+        let mut open_in = |directory: &Path| {
+            let opened = names.iter().find_map(|name| open_file(&directory.join(name), &mut rejected));
+            if opened.is_none() {
+                rejected.extend(newer.iter().filter_map(|name| self.reject_newer(directory.join(name))));
+            }
+            opened
+        };
+        for directory in &self.directories(library) {
+            if let Some(opened) = open_in(directory) {
+                return Ok(opened);
+            }
+            searched.push(directory.display().to_string());
+        }
+        for name in &names {
+            if let Ok(library) = open_library(Path::new(name)) {
+                return Ok(OpenLibrary { library, path: PathBuf::from(name) });
+            }
+        }
+        searched.push(LOADER.to_owned());
+        for directory in SYSTEM_DIRECTORIES {
+            if let Some(opened) = open_in(Path::new(directory)) {
+                return Ok(opened);
+            }
+            searched.push(directory.to_owned());
+        }
+        let file_names = names.join(" or ");
+        Err(if rejected.is_empty() {
+            CudaError::LibraryNotFound { library, file_names, searched }
+        } else {
+            CudaError::LibraryUnusable { library, file_names, searched, rejected }
+        })
+    }
+
+    /// The rejection of a file that needs a newer driver, if the file exists.
+    fn reject_newer(&self, path: PathBuf) -> Option<RejectedLibrary> {
+        let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
+        Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })
+    }
+}
+
+/// The `lib` directories of the `nvidia` packages of a Python environment.
+fn nvidia_package_directories(prefix: &Path) -> Vec<PathBuf> {
+    let mut directories = Vec::new();
+    // Debian's Pythons use dist-packages.
+    for (lib, packages) in
+        [("lib", "site-packages"), ("lib", "dist-packages"), ("local/lib", "dist-packages")]
+    {
+        for python in sorted_entries(&prefix.join(lib)) {
+            let is_python = python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3"));
+            if is_python {
+                let packages = sorted_entries(&python.join(packages).join("nvidia"));
+                directories.extend(packages.into_iter().map(|package| package.join("lib")));
+            }
+        }
+    }
+    directories.retain(|directory| directory.is_dir());
+    directories
+}
+
+/// The paths of a directory's entries, sorted; empty if the directory cannot be read.
+fn sorted_entries(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
+    let mut paths: Vec<PathBuf> = entries.take(MAX_ENTRIES).flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
+}
+
+/// Opens the library at `path`, if there is one. Why it cannot be opened is added to `rejected`.
+fn open_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option<OpenLibrary> {
+    if !path.exists() {
+        return None;
+    }
+    preload_nvrtc_builtins(path);
+    match open_library(path) {
+        Ok(library) => Some(OpenLibrary { library, path: path.to_owned() }),
+        Err(error) => {
+            let reason = RejectReason::Loader(loader_message(&error));
+            rejected.push(RejectedLibrary { path: path.to_owned(), reason });
+            None
+        }
+    }
+}
+
+/// Opens `libnvrtc-builtins` next to NVRTC.
+///
+/// NVRTC opens it by its bare file name. Outside of the dynamic loader's directories that only
+/// works if the library is already open.
+fn preload_nvrtc_builtins(path: &Path) {
+    let is_nvrtc = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("libnvrtc.so"));
+    let Some(directory) = path.parent().filter(|_| is_nvrtc) else { return };
+    for file in sorted_entries(directory) {
+        let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.starts_with("libnvrtc-builtins.so.")
+            && let Ok(library) = open_library(&file)
+        {
+            std::mem::forget(library); // stays open as long as the process lives, as NVRTC does
+        }
+    }
+}
+
+/// The dynamic loader's message of an error.
+fn loader_message(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+fn open_library(path: &Path) -> Result<Library, libloading::Error> {
+    // SAFETY: the initializers of NVIDIA's libraries have no preconditions. The machine's owner
+    // decides which file it is.
+    unsafe { Library::new(path) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unusable_library_is_reported_with_every_searched_directory() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        let packages = root.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
+        fs::create_dir_all(&packages).expect("directories");
+        let paths = LibraryPaths {
+            configured: vec![root.path().join("configured")],
+            ld_library_path: vec!["/from/path".into(), "".into()],
+            python_prefixes: vec![root.path().to_owned()],
+            toolkit_roots: vec!["/opt/toolkit".into()],
+            fallback_python_prefixes: vec![root.path().join("usr")],
+            driver_cuda_major: None,
+        };
+        let debian = root.path().join("usr/local/lib/python3.11/dist-packages/nvidia/cublas/lib");
+        fs::create_dir_all(&debian).expect("directories");
+        fs::write(packages.join("libcublasLt.so.13"), "not a library").expect("a file");
+        let Err(CudaError::LibraryUnusable { searched, rejected, file_names, .. }) =
+            paths.open(CudaLibrary::CublasLt)
+        else {
+            panic!("opened a file that is not a library");
+        };
+        assert_eq!(file_names, "libcublasLt.so.13 or libcublasLt.so.12");
+        let first = root.path().join("configured").display().to_string();
+        assert_eq!(searched[..3], [first, "/from/path".to_owned(), packages.display().to_string()]);
+        assert_eq!(searched[3], "/opt/toolkit/lib64");
+        let position = |directory: &str| searched.iter().position(|one| one == directory);
+        let fallback = position(&debian.display().to_string());
+        assert!(
+            fallback > position("/usr/local/cuda-12/lib64") && fallback < position(LOADER),
+            "{searched:?}"
+        );
+        let [rejected] = &rejected[..] else { panic!("{rejected:?}") };
+        assert_eq!(rejected.path, packages.join("libcublasLt.so.13"));
+        assert!(matches!(rejected.reason, RejectReason::Loader(_)), "{rejected:?}");
+        // a toolkit only contains a stub of the driver
+        assert!(paths.directories(CudaLibrary::Driver).iter().all(|d| !d.starts_with("/opt/toolkit")));
+    }
+
+    #[test]
+    fn a_library_that_is_too_new_for_the_driver_is_rejected() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        let paths = LibraryPaths { configured: vec![root.path().to_owned()], ..LibraryPaths::default() };
+        for name in ["libnvrtc.so.13", "libnvrtc.so.12"] {
+            fs::write(root.path().join(name), "not a library").expect("a file");
+        }
+        let open_for_driver = |driver| {
+            let Err(CudaError::LibraryUnusable { rejected, file_names, .. }) =
+                paths.for_driver(driver).open(CudaLibrary::Nvrtc)
+            else {
+                panic!("opened a file that is not a library");
+            };
+            (file_names, rejected)
+        };
+        let (names, rejected) = open_for_driver(13);
+        assert_eq!((names.as_str(), rejected.len()), ("libnvrtc.so.13 or libnvrtc.so.12", 2));
+        assert!(rejected.iter().all(|r| matches!(r.reason, RejectReason::Loader(_))), "{rejected:?}");
+        let (names, rejected) = open_for_driver(12);
+        assert_eq!((names.as_str(), rejected.len()), ("libnvrtc.so.12", 2));
+        assert_eq!(rejected[1].path, root.path().join("libnvrtc.so.13"));
+        assert_eq!(rejected[1].reason, RejectReason::NewerThanDriver { driver_cuda_major: 12 });
+        // the driver and NCCL number their files differently
+        for (library, name) in [(CudaLibrary::Driver, "libcuda.so.1"), (CudaLibrary::Nccl, "libnccl.so.2")] {
+            assert_eq!(paths.for_driver(12).file_names(library), (vec![name], vec![]));
+        }
+    }
+}

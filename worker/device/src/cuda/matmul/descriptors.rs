@@ -1,0 +1,124 @@
+//! cuBLASLt's descriptors of matmuls and of the algorithms that may be used.
+use super::super::bindings::{
+    Address, BIAS, COMPUTE_F32, CublasLtApi, EPILOGUE, Handle, R_F32, SCALE_A, SCALE_B, TRANSPOSE_A,
+    TRANSPOSE_B, WITH_BIAS,
+};
+use super::super::error::{CudaError, Result};
+use std::{
+    ffi::{CStr, c_int},
+    ptr,
+    sync::Arc,
+};
+
+/// GPU addresses that are part of a descriptor and may differ from call to call.
+#[derive(Clone, Copy)]
+pub(super) struct CallPointers {
+    /// Scales of `a` and `b`.
+    pub(super) scales: Option<[Address; 2]>,
+    pub(super) bias: Option<Address>,
+}
+
+impl CallPointers {
+    pub(super) fn is_empty(self) -> bool {
+        self.scales.is_none() && self.bias.is_none()
+    }
+}
+
+/// The descriptor of a matmul: transposes, scales and bias.
+pub(super) struct MatmulDescriptor {
+    library: Arc<CublasLtApi>,
+    pub(super) handle: Handle,
+}
+
+impl MatmulDescriptor {
+    /// `transposed` is for `a` and `b`, in this order.
+    pub(super) fn new(
+        library: &Arc<CublasLtApi>,
+        transposed: [bool; 2],
+        pointers: CallPointers,
+    ) -> Result<Self> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: writes one handle.
+        let status = unsafe { (library.cublasLtMatmulDescCreate)(&mut handle, COMPUTE_F32, R_F32) };
+        let descriptor = MatmulDescriptor { library: library.clone(), handle };
+        check(library, "cublasLtMatmulDescCreate", status)?;
+        for (attribute, transposed) in [(TRANSPOSE_A, transposed[1]), (TRANSPOSE_B, transposed[0])] {
+            descriptor.set(attribute, &c_int::from(transposed).to_ne_bytes())?;
+        }
+        if let Some(bias) = pointers.bias {
+            descriptor.set(EPILOGUE, &WITH_BIAS.to_ne_bytes())?;
+            descriptor.set(BIAS, &bias.to_ne_bytes())?;
+        }
+        for (attribute, scale) in pointers.scales.into_iter().flat_map(|[a, b]| [(SCALE_A, b), (SCALE_B, a)])
+        {
+            descriptor.set(attribute, &scale.to_ne_bytes())?;
+        }
+        Ok(descriptor)
+    }
+
+    fn set(&self, attribute: c_int, value: &[u8]) -> Result<()> {
+        let (at, len) = (value.as_ptr().cast(), value.len());
+        // SAFETY: the value has `len` bytes.
+        let status =
+            unsafe { (self.library.cublasLtMatmulDescSetAttribute)(self.handle, attribute, at, len) };
+        check(&self.library, "cublasLtMatmulDescSetAttribute", status)
+    }
+}
+
+impl Drop for MatmulDescriptor {
+    fn drop(&mut self) {
+        if !self.handle.is_null() {
+            // SAFETY: created by this library, destroyed once.
+            let _ = unsafe { (self.library.cublasLtMatmulDescDestroy)(self.handle) };
+        }
+    }
+}
+
+/// The limits of the algorithms that the heuristic may suggest.
+pub(super) struct AlgorithmPreference<'a> {
+    library: &'a CublasLtApi,
+    pub(super) handle: Handle,
+}
+
+impl<'a> AlgorithmPreference<'a> {
+    pub(super) fn new(library: &'a CublasLtApi) -> Result<Self> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: writes one handle.
+        let status = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) };
+        check(library, "cublasLtMatmulPreferenceCreate", status)?;
+        Ok(AlgorithmPreference { library, handle })
+    }
+
+    pub(super) fn set(&self, attribute: c_int, value: &[u8]) -> Result<()> {
+        // SAFETY: the value has as many bytes as its length.
+        let status = unsafe {
+            (self.library.cublasLtMatmulPreferenceSetAttribute)(
+                self.handle,
+                attribute,
+                value.as_ptr().cast(),
+                value.len(),
+            )
+        };
+        check(self.library, "cublasLtMatmulPreferenceSetAttribute", status)
+    }
+}
+
+impl Drop for AlgorithmPreference<'_> {
+    fn drop(&mut self) {
+        // SAFETY: created by this library, destroyed once.
+        let _ = unsafe { (self.library.cublasLtMatmulPreferenceDestroy)(self.handle) };
+    }
+}
+
+/// Turns a status code of `function` into an error with the library's own message.
+pub(super) fn check(library: &CublasLtApi, function: &str, status: c_int) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    // SAFETY: returns a static string or null.
+    let message = unsafe {
+        let at = (library.cublasLtGetStatusString)(status);
+        if at.is_null() { "unknown error".into() } else { CStr::from_ptr(at).to_string_lossy().into_owned() }
+    };
+    Err(CudaError::Call { function: function.to_owned(), status, message })
+}

@@ -1,0 +1,106 @@
+//! [`PreparedMatmul`]: a matmul with its plan and workspace, ready to be issued to a stream.
+use super::super::bindings::{Address, Algorithm, CublasLtApi, Handle};
+use super::super::error::Result;
+use super::descriptors::{MatmulDescriptor, check};
+use super::{Matmul, MatmulPlan};
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+    sync::Arc,
+};
+
+/// A handle of cuBLASLt.
+pub(super) struct LtHandle {
+    pub(super) library: Arc<CublasLtApi>,
+    pub(super) handle: Handle,
+}
+
+// SAFETY: several threads may use the handle at once, because cuBLASLt keeps no state in it.
+unsafe impl Send for LtHandle {}
+// SAFETY: as for Send.
+unsafe impl Sync for LtHandle {}
+
+impl Drop for LtHandle {
+    fn drop(&mut self) {
+        // SAFETY: created by this library, destroyed once.
+        let _ = unsafe { (self.library.cublasLtDestroy)(self.handle) };
+    }
+}
+
+impl LtHandle {
+    /// Issues a matmul to `stream` and returns the library's status. The last argument is the
+    /// algorithm with the address and bytes of its workspace.
+    pub(super) fn call(
+        &self,
+        stream: Handle,
+        matmul: &Matmul,
+        descriptor: &MatmulDescriptor,
+        [first, second, result]: [Handle; 3],
+        (algorithm, workspace, bytes): (&Algorithm, Address, usize),
+    ) -> c_int {
+        let (one, beta) = (1.0f32, if matmul.add { 1.0f32 } else { 0.0 });
+        let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
+        // SAFETY: the layouts describe the operands' sizes, and the ops checked that the views are
+        // as large. The workspace is freed in the stream's order, after this matmul.
+        unsafe {
+            (self.library.cublasLtMatmul)(
+                self.handle,
+                descriptor.handle,
+                scalar(&one),
+                matmul.b.at,
+                first,
+                matmul.a.at,
+                second,
+                scalar(&beta),
+                matmul.c.at,
+                result,
+                matmul.c.at,
+                result,
+                algorithm,
+                workspace,
+                bytes,
+                stream,
+            )
+        }
+    }
+}
+
+/// A matmul with everything that it needs.
+#[derive(Clone)]
+pub(in super::super) struct PreparedMatmul {
+    pub(super) lt: Arc<LtHandle>,
+    pub(super) matmul: Matmul,
+    pub(super) plan: Arc<MatmulPlan>,
+    pub(super) workspace: Address,
+}
+
+impl PartialEq for PreparedMatmul {
+    fn eq(&self, other: &Self) -> bool {
+        self.matmul == other.matmul
+            && self.workspace == other.workspace
+            && Arc::ptr_eq(&self.plan, &other.plan)
+    }
+}
+
+impl PreparedMatmul {
+    /// Issues it to a stream.
+    pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
+        let PreparedMatmul { lt, matmul, plan, workspace } = self;
+        // The plan's descriptor is shared between threads, so addresses need a separate one.
+        let pointers = matmul.call_pointers();
+        let transposed = [matmul.a.transposed, matmul.b.transposed];
+        let separate = (!pointers.is_empty())
+            .then(|| MatmulDescriptor::new(&lt.library, transposed, pointers))
+            .transpose()?;
+        let descriptor = separate.as_ref().unwrap_or(&plan.descriptor);
+        let algorithm = (&plan.algorithm, *workspace, plan.workspace);
+        let status = lt.call(stream, matmul, descriptor, plan.layouts, algorithm);
+        check(&lt.library, "cublasLtMatmul", status)
+    }
+
+    /// Numbers that differ between most different matmuls, for hashing.
+    pub(in super::super) fn hash_words(&self) -> [u64; 6] {
+        let Matmul { m, n, a, b, c, .. } = self.matmul;
+        [m as u64, n as u64, a.at, b.at, c.at, self.workspace]
+    }
+}

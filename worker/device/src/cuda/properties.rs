@@ -1,0 +1,181 @@
+//! [`GpuProperties`], and the first calls to the driver: its version, its devices, its errors.
+use super::bindings::{
+    CAPABILITY_MAJOR, CAPABILITY_MINOR, DriverApi, L2_CACHE, MULTIPROCESSORS, SHARED_PER_BLOCK,
+};
+use super::error::{CudaError, Result};
+use super::library_search::{CudaLibrary, LibraryPaths};
+use std::{
+    ffi::{CStr, c_char, c_int},
+    path::PathBuf,
+    ptr,
+};
+
+/// The oldest supported driver: CUDA 12.0, as `cuDriverGetVersion` reports it.
+const MIN_DRIVER_VERSION: i32 = 12000;
+/// The oldest compute capability with fp8 tensor cores: Ada.
+const MIN_FP8_CAPABILITY: (u32, u32) = (8, 9);
+
+/// The properties of a GPU, as its driver reports them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuProperties {
+    /// The GPU's name, such as `NVIDIA H100 80GB HBM3`.
+    pub name: String,
+    /// The GPU's index among those that this process sees.
+    pub index: usize,
+    /// Compute capability: (9, 0) is `sm_90`.
+    pub capability: (u32, u32),
+    /// Number of streaming multiprocessors.
+    pub multiprocessor_count: usize,
+    /// Bytes of memory.
+    pub memory_bytes: usize,
+    /// Bytes of shared memory that one block can use.
+    pub shared_memory_per_block: usize,
+    /// Bytes of the L2 cache.
+    pub l2_cache_bytes: usize,
+    /// The CUDA version that the driver implements: (13, 0).
+    pub driver_version: (u32, u32),
+    /// The driver's library.
+    pub driver_path: PathBuf,
+}
+
+impl GpuProperties {
+    /// The architecture as NVRTC names it, such as `sm_90`.
+    pub fn architecture(&self) -> String {
+        format!("sm_{}{}", self.capability.0, self.capability.1)
+    }
+
+    /// True if the tensor cores multiply fp8.
+    pub fn has_fp8(&self) -> bool {
+        self.capability >= MIN_FP8_CAPABILITY
+    }
+
+    /// The error of a GPU that lacks a feature.
+    pub(super) fn unsupported(&self, feature: &'static str, required: &'static str) -> CudaError {
+        let (index, name, architecture) = (self.index, self.name.clone(), self.architecture());
+        CudaError::GpuUnsupported { index, name, architecture, feature, required }
+    }
+}
+
+/// Opens and initializes the driver. Returns it with the CUDA version that it implements and its
+/// path.
+pub(super) fn open_driver(paths: &LibraryPaths) -> Result<(DriverApi, i32, PathBuf)> {
+    let library = paths.open(CudaLibrary::Driver)?;
+    let path = library.path.clone();
+    let driver = DriverApi::load(library)?;
+    // SAFETY: no preconditions.
+    driver.check("cuInit", unsafe { (driver.cuInit)(0) })?;
+    let version = driver.query_int("cuDriverGetVersion", |out| {
+        // SAFETY: writes one integer.
+        unsafe { (driver.cuDriverGetVersion)(out) }
+    })?;
+    if version < MIN_DRIVER_VERSION {
+        return Err(CudaError::LibraryTooOld {
+            library: CudaLibrary::Driver,
+            path,
+            found: format!("a driver for CUDA {}", format_version(version)),
+            required: format!("CUDA {} or newer", format_version(MIN_DRIVER_VERSION)),
+        });
+    }
+    Ok((driver, version, path))
+}
+
+/// The CUDA version that the driver implements, such as (13, 0), and the driver's path.
+pub(super) fn driver_version(paths: &LibraryPaths) -> Result<((u32, u32), PathBuf)> {
+    open_driver(paths).map(|(_, version, path)| (version_parts(version), path))
+}
+
+/// The CUDA version that the driver implements. Fails if the driver shows this process no GPU.
+pub(super) fn driver_version_with_gpu(paths: &LibraryPaths) -> Result<(u32, u32)> {
+    let (driver, version, _) = open_driver(paths)?;
+    driver.device(0)?;
+    Ok(version_parts(version))
+}
+
+impl DriverApi {
+    /// Turns a status code of `function` into an error with the driver's own message.
+    pub(super) fn check(&self, function: &str, status: c_int) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        let (mut name, mut text) = (ptr::null(), ptr::null());
+        // SAFETY: writes one pointer each, to a static string or null.
+        let message = unsafe {
+            (self.cuGetErrorName)(status, &mut name);
+            (self.cuGetErrorString)(status, &mut text);
+            [name, text].map(|at: *const c_char| {
+                if at.is_null() { "unknown error".into() } else { CStr::from_ptr(at).to_string_lossy() }
+            })
+        };
+        Err(CudaError::Call { function: function.to_owned(), status, message: message.join(", ") })
+    }
+
+    /// The integer that a function of the driver writes.
+    pub(super) fn query_int(&self, function: &str, query: impl FnOnce(&mut c_int) -> c_int) -> Result<c_int> {
+        let mut value = 0;
+        let status = query(&mut value);
+        self.check(function, status)?;
+        Ok(value)
+    }
+
+    /// The driver's handle of the GPU with this index.
+    pub(super) fn device(&self, index: usize) -> Result<c_int> {
+        // SAFETY: writes one integer.
+        let count = self.query_int("cuDeviceGetCount", |out| unsafe { (self.cuDeviceGetCount)(out) })?;
+        let count = count.max(0) as usize;
+        if index >= count {
+            return Err(CudaError::GpuNotFound { index, count });
+        }
+        // SAFETY: writes one integer; the index is below the count.
+        self.query_int("cuDeviceGet", |out| unsafe { (self.cuDeviceGet)(out, index as c_int) })
+    }
+
+    /// The value of a device attribute (`CU_DEVICE_ATTRIBUTE_…`).
+    pub(super) fn attribute(&self, device: c_int, attribute: c_int) -> Result<c_int> {
+        // SAFETY: writes one integer.
+        self.query_int("cuDeviceGetAttribute", |out| unsafe {
+            (self.cuDeviceGetAttribute)(out, attribute, device)
+        })
+    }
+
+    /// Queries the properties of a device.
+    pub(super) fn properties(
+        &self,
+        device: c_int,
+        index: usize,
+        version: i32,
+        driver_path: PathBuf,
+    ) -> Result<GpuProperties> {
+        let attribute = |which| Ok(self.attribute(device, which)?.max(0) as u32);
+        let mut name = [0 as c_char; 256];
+        // SAFETY: writes at most 256 bytes, terminated by a zero.
+        let status = unsafe { (self.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
+        self.check("cuDeviceGetName", status)?;
+        name[name.len() - 1] = 0;
+        let mut memory_bytes = 0;
+        // SAFETY: writes one integer.
+        self.check("cuDeviceTotalMem", unsafe { (self.cuDeviceTotalMem_v2)(&mut memory_bytes, device) })?;
+        Ok(GpuProperties {
+            // SAFETY: the last byte is a zero.
+            name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
+            index,
+            capability: (attribute(CAPABILITY_MAJOR)?, attribute(CAPABILITY_MINOR)?),
+            multiprocessor_count: attribute(MULTIPROCESSORS)? as usize,
+            memory_bytes,
+            shared_memory_per_block: attribute(SHARED_PER_BLOCK)? as usize,
+            l2_cache_bytes: attribute(L2_CACHE)? as usize,
+            driver_version: version_parts(version),
+            driver_path,
+        })
+    }
+}
+
+/// Major and minor version: (12, 9) for 12090.
+fn version_parts(version: i32) -> (u32, u32) {
+    let version = version.max(0) as u32;
+    (version / 1000, version % 1000 / 10)
+}
+
+fn format_version(version: i32) -> String {
+    let (major, minor) = version_parts(version);
+    format!("{major}.{minor}")
+}

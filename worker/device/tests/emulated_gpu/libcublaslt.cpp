@@ -1,0 +1,218 @@
+// cuBLASLt for the emulated GPU: D = alpha·op(A)·op(B) + beta·C, column-major, computed in f64 and
+// rounded once.
+#include <cstddef>
+#include <unistd.h>
+#include "emulator.hpp"
+#include "streams.hpp"
+#include "common.cuh"
+
+#define API extern "C" __attribute__((visibility("default"))) int
+enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
+
+struct Desc {
+    int compute, scale, transa = 0, transb = 0;
+    unsigned epilogue = 1;
+    const void* bias = nullptr;                         // in GPU memory
+    const float *scale_a = nullptr, *scale_b = nullptr; // in GPU memory
+};
+struct Layout {
+    int type;
+    uint64_t rows, cols;
+    int64_t ld;
+};
+struct Preference {
+    uint64_t workspace = 0;
+    uint32_t align[4] = {256, 256, 256, 256};
+};
+struct Algo {
+    uint64_t data[8];
+};
+enum { SLOW = 0, FAST = 1, UNSUPPORTED = 2 };
+struct Result {
+    Algo algo;
+    size_t workspace;
+    int state;
+    float waves;
+    int reserved[4];
+};
+
+extern "C" __attribute__((visibility("default"))) size_t cublasLtGetVersion() { return 130100; }
+API cublasLtCreate(void** handle) {
+    *handle = malloc(1);
+    return SUCCESS;
+}
+API cublasLtDestroy(void* handle) {
+    free(handle);
+    return SUCCESS;
+}
+API cublasLtMatmulDescCreate(void** desc, int compute, int scale) {
+    Desc* d = new Desc;
+    d->compute = compute, d->scale = scale;
+    *desc = d;
+    return compute == 68 && scale == R_32F ? SUCCESS : NOT_SUPPORTED;
+}
+API cublasLtMatmulDescDestroy(void* desc) {
+    delete (Desc*)desc;
+    return SUCCESS;
+}
+API cublasLtMatmulDescSetAttribute(void* desc, int attribute, const void* value, size_t bytes) {
+    Desc* d = (Desc*)desc;
+    if (attribute == 3 && bytes == 4) memcpy(&d->transa, value, 4);
+    else if (attribute == 4 && bytes == 4) memcpy(&d->transb, value, 4);
+    else if (attribute == 7 && bytes == 4) memcpy(&d->epilogue, value, 4);
+    else if (attribute == 8 && bytes == 8) memcpy(&d->bias, value, 8);
+    else if (attribute == 17 && bytes == 8) memcpy(&d->scale_a, value, 8);
+    else if (attribute == 18 && bytes == 8) memcpy(&d->scale_b, value, 8);
+    else return INVALID_VALUE;
+    return SUCCESS;
+}
+API cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t cols, int64_t ld) {
+    if (!rows || !cols || ld < (int64_t)rows) return INVALID_VALUE;
+    *layout = new Layout{type, rows, cols, ld};
+    return SUCCESS;
+}
+API cublasLtMatrixLayoutDestroy(void* layout) {
+    delete (Layout*)layout;
+    return SUCCESS;
+}
+API cublasLtMatmulPreferenceCreate(void** preference) {
+    *preference = new Preference;
+    return SUCCESS;
+}
+API cublasLtMatmulPreferenceDestroy(void* preference) {
+    delete (Preference*)preference;
+    return SUCCESS;
+}
+API cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const void* value, size_t bytes) {
+    Preference* p = (Preference*)preference;
+    if (attribute == 1 && bytes == 8) memcpy(&p->workspace, value, 8);
+    else if (attribute >= 5 && attribute <= 8 && bytes == 4) memcpy(&p->align[attribute - 5], value, 4);
+    else return INVALID_VALUE;
+    return SUCCESS;
+}
+
+static bool is_fp8(const Layout* x) { return x->type == E4M3 || x->type == E5M2; }
+
+// The library's conditions for fp8: at least one operand is E4M3, both are contiguous along the
+// sum, and all rows are multiples of 16 bytes.
+static bool fits_fp8(const Desc* d, const Layout* a, const Layout* b, const Layout* c) {
+    bool types = is_fp8(a) && is_fp8(b) && (a->type == E4M3 || b->type == E4M3) && (c->type == R_16BF || c->type == R_32F);
+    uint64_t size = c->type == R_32F ? 4 : 2;
+    bool whole = a->rows % 16 == 0 && a->cols % 16 == 0 && a->ld % 16 == 0 && b->ld % 16 == 0 && c->ld * size % 16 == 0;
+    return types && whole && d->transa && !d->transb;
+}
+
+static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* c) {
+    uint64_t m = d->transa ? a->cols : a->rows, k = d->transa ? a->rows : a->cols;
+    uint64_t n = d->transb ? b->rows : b->cols, k2 = d->transb ? b->cols : b->rows;
+    bool types = a->type == b->type && (c->type == a->type || c->type == R_32F);
+    if (is_fp8(a) || is_fp8(b)) types = fits_fp8(d, a, b, c);
+    if (d->epilogue != 1 && (d->epilogue != 4 || !d->bias || (uintptr_t)d->bias % 16)) types = false;
+    return k == k2 && c->rows == m && c->cols == n && types;
+}
+
+// BLAS_LACKS=odd: there is no algorithm that adds a bias, and none for 16-bit operands whose rows
+// are not aligned to 16 bytes.
+static bool is_lacking(const Desc* desc, const Layout* a, const Layout* b, const Preference* p) {
+    const char* value = getenv("BLAS_LACKS");
+    if (!value || strcmp(value, "odd")) return false;
+    bool odd = p->align[0] < 16 || p->align[1] < 16 || a->ld % 8 || b->ld % 8;
+    return desc->epilogue != 1 || (a->type != R_32F && odd);
+}
+
+// An algorithm stores the alignment that it was requested for. For fp8 it is at least 16 bytes.
+API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c, void* d, void* preference, int requested,
+                                   Result* results, int* count) {
+    *count = 0;
+    if (requested < 1) return INVALID_VALUE;
+    if (!fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)c) || !fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)d)) return NOT_SUPPORTED;
+    if (is_lacking((Desc*)desc, (Layout*)a, (Layout*)b, (Preference*)preference)) return NOT_SUPPORTED;
+    for (uint32_t alignment : ((Preference*)preference)->align)
+        if (is_fp8((Layout*)a) && alignment < 16) return NOT_SUPPORTED;
+    // For more than two requested algorithms there are three: a slow one, a fast one, and one that
+    // fails.
+    *count = requested < 3 ? 1 : 3;
+    memset(results, 0, sizeof *results * *count);
+    for (int one = 0; one < *count; one++) {
+        for (int i = 0; i < 4; i++) results[one].algo.data[i] = ((Preference*)preference)->align[i];
+        results[one].algo.data[4] = 0x616c676f;
+        results[one].algo.data[5] = requested < 3 ? FAST : one;
+        results[one].workspace = 4096;
+    }
+    return SUCCESS;
+}
+
+static Tensor tensor(const void* at, const Layout* layout) {
+    return {(void*)at, layout->type == R_32F ? F32 : layout->type == R_16BF ? BF16 : layout->type == R_16F ? F16 : layout->type};
+}
+
+// Converts an fp8 code by the definition of its format.
+static double from_fp8(uint8_t code, bool e4m3) {
+    int mantissa = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, exponent = (code & 0x7f) >> mantissa, m = code & ((1 << mantissa) - 1);
+    double size;
+    if (e4m3 ? (code & 0x7f) == 0x7f : exponent == 31 && m) size = NAN;
+    else if (!e4m3 && exponent == 31) size = INFINITY;
+    else size = exponent ? ldexp((1 << mantissa) + m, exponent - bias - mantissa) : ldexp(m, 1 - bias - mantissa);
+    return code & 0x80 ? -size : size;
+}
+
+static double element(Tensor x, int64_t i) {
+    if (x.type == E4M3 || x.type == E5M2) return from_fp8(((const uint8_t*)x.at)[i], x.type == E4M3);
+    return load(x, i);
+}
+
+// An operand's elements with those of one sum next to each other. `contiguous`: they are stored
+// that way.
+static std::vector<double> sum_terms(Layout l, bool contiguous, Tensor x) {
+    uint64_t depth = contiguous ? l.rows : l.cols, count = contiguous ? l.cols : l.rows;
+    std::vector<double> terms(depth * count);
+    for (uint64_t i = 0; i < count; i++)
+        for (uint64_t k = 0; k < depth; k++) terms[i * depth + k] = element(x, (int64_t)(contiguous ? i * l.ld + k : k * l.ld + i));
+    return terms;
+}
+
+static void multiply(Desc desc, Layout la, Layout lb, Layout lc, Layout ld, Tensor x, Tensor y, Tensor old, Tensor z, float alpha, float beta) {
+    uint64_t depth = desc.transa ? la.rows : la.cols;
+    Tensor bias = {(void*)desc.bias, z.type};
+    double scaled = (double)alpha * (desc.scale_a ? *desc.scale_a : 1) * (desc.scale_b ? *desc.scale_b : 1);
+    std::vector<double> a = sum_terms(la, desc.transa, x), b = sum_terms(lb, !desc.transb, y);
+    for (uint64_t j = 0; j < ld.cols; j++)
+        for (uint64_t i = 0; i < ld.rows; i++) {
+            double sum = 0;
+            for (uint64_t k = 0; k < depth; k++) sum += a[i * depth + k] * b[j * depth + k];
+            int64_t to = (int64_t)(j * ld.ld + i);
+            double added = desc.epilogue == 4 ? load(bias, (int64_t)i) : 0.0;
+            store(z, to, (float)(added + scaled * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
+        }
+}
+
+// How often cublasLtMatmul was called; see the driver's function of this name.
+static std::atomic<long> calls_{0};
+extern "C" __attribute__((visibility("default"))) long emulatedGpuCalls(const char*) { return calls_; }
+
+API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a, const void* B, void* b, const float* beta, const void* C,
+                   void* c, void* D, void* d, const Algo* algo, void* workspace, size_t bytes, void* stream) {
+    calls_++;
+    if (stream && ((Stream*)stream)->capture && ((Stream*)stream)->invalid) return 14; // CUBLAS_STATUS_INTERNAL_ERROR
+    const char* fails = getenv("EMULATED_GPU_FAILS"); // "captured matmul": a matmul that cannot be captured
+    if (fails && !strcmp(fails, "captured matmul") && invalidate_capture(stream)) return NOT_SUPPORTED;
+    const Desc settings = *(Desc*)desc;
+    const Layout la = *(Layout*)a, lb = *(Layout*)b, lc = *(Layout*)c, ld = *(Layout*)d;
+    const void* at[4] = {A, B, C, D};
+    if (!fits(&settings, &la, &lb, &lc) || !algo || algo->data[4] != 0x616c676f || !workspace || bytes < 4096) return INVALID_VALUE;
+    for (int i = 0; i < 4; i++)
+        if ((uintptr_t)at[i] % algo->data[i]) return INVALID_VALUE;
+    if (algo->data[5] == UNSUPPORTED) return NOT_SUPPORTED;
+    Tensor x = tensor(A, &la), y = tensor(B, &lb), z = tensor(D, &ld), old = tensor(C, &lc);
+    bool slow = algo->data[5] == SLOW;
+    enqueue(stream, [=, alpha = *alpha, beta = *beta] {
+        if (slow) usleep(3000);
+        memset(workspace, 0xff, 4096);
+        multiply(settings, la, lb, lc, ld, x, y, old, z, alpha, beta);
+    });
+    return SUCCESS;
+}
+extern "C" __attribute__((visibility("default"))) const char* cublasLtGetStatusString(int code) {
+    return code == NOT_SUPPORTED ? "CUBLAS_STATUS_NOT_SUPPORTED" : code == INVALID_VALUE ? "CUBLAS_STATUS_INVALID_VALUE" : "CUBLAS_STATUS";
+}

@@ -1,0 +1,463 @@
+// A CUDA driver for the emulated GPU.
+//
+// GPU memory is host memory. Each allocation is filled with NaN and followed by an inaccessible
+// page. Work runs when it is enqueued, or later (streams.hpp). Kernels run as C++ (emulator.hpp),
+// or, if the image is PTX, as the compiler's instructions (ptx.hpp).
+//
+// EMULATED_GPU_VERSION=13000: the result of cuDriverGetVersion. EMULATED_GPU_COUNT=1: number of
+// GPUs. EMULATED_GPU_MEMORY: bytes of GPU memory. EMULATED_GPU_CAPABILITY=90: compute capability
+// (sm_90). EMULATED_GPU_FAILS=name:n: the n-th call of a function (from 1) fails with
+// CUDA_ERROR_LAUNCH_FAILED.
+#include "emulator.hpp"
+#include "streams.hpp"
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include "common.cuh"
+#include "kernels.inc"
+#include "opcodes.hpp"
+
+#define API extern "C" __attribute__((visibility("default"))) int
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NO_DEVICE = 100,
+    INVALID_IMAGE = 200,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    LAUNCH_FAILED = 719,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+    CAPTURE_UNMATCHED = 903,
+    CAPTURE_ISOLATION = 905
+};
+
+static std::recursive_mutex lock_;
+#define LOCKED std::lock_guard<std::recursive_mutex> held(lock_)
+#define MAY_FAIL(name) do { if (fails(name)) return LAUNCH_FAILED; } while (0)
+
+// Rejects a call that cannot be captured. After that, the capture rejects every call.
+#define FORBID_IN_CAPTURE(stream) do { if (invalidate_capture(stream)) return CAPTURE_UNSUPPORTED; } while (0)
+#define REQUIRE_VALID_CAPTURE(stream) do { if (((Stream*)(stream))->capture && ((Stream*)(stream))->invalid) return CAPTURE_INVALIDATED; } while (0)
+
+// How often each function that enqueues work was called, for tests:
+// emulatedGpuCalls("cuLaunchKernel").
+static std::map<std::string, long> calls_;
+#define COUNT_CALL(name) do { LOCKED; calls_[name]++; } while (0)
+extern "C" __attribute__((visibility("default"))) long emulatedGpuCalls(const char* name) {
+    LOCKED;
+    return calls_[name];
+}
+
+static long setting(const char* name, long default_value) {
+    const char* value = getenv(name);
+    return value && *value ? strtol(value, nullptr, 10) : default_value;
+}
+
+static bool fails(const char* name) {
+    static std::map<std::string, long> calls;
+    const char* value = getenv("EMULATED_GPU_FAILS");
+    if (!value) return false;
+    std::string rule(value);
+    size_t colon = rule.find(':');
+    if (rule.substr(0, colon) != name) return false;
+    return ++calls[name] == strtol(rule.c_str() + colon + 1, nullptr, 10);
+}
+
+// Work on GPU memory, under the driver's lock.
+static std::function<void()> with_lock(std::function<void()> body) {
+    return [body = std::move(body)] {
+        LOCKED;
+        body();
+    };
+}
+static void work(void* stream, std::function<void()> body) { enqueue(stream, with_lock(std::move(body))); }
+
+// --- memory ---------------------------------------------------------------------------------------
+
+struct Allocation {
+    uint8_t* map;
+    size_t mapped, bytes;
+};
+static std::map<uintptr_t, Allocation> allocations;
+static size_t allocated = 0;
+// Sizes of freed blocks that the pool keeps. It reuses them only for requests of exactly the same
+// size, which is the worst that a pool may do.
+static std::multiset<size_t> pooled;
+static size_t pooled_bytes = 0;
+
+static size_t gpu_memory() { return (size_t)setting("EMULATED_GPU_MEMORY", 8l << 30); }
+
+static bool inside(uintptr_t at, size_t bytes) {
+    auto next = allocations.upper_bound(at);
+    if (next == allocations.begin()) return false;
+    auto& [start, a] = *std::prev(next);
+    return at + bytes <= start + a.bytes;
+}
+
+// Memory that the running work may access.
+static std::map<uintptr_t, size_t> mapped;
+static bool is_accessible(uint64_t at, size_t bytes) {
+    static thread_local std::pair<uintptr_t, size_t> last;
+    auto inside = [&] { return at >= last.first && at + bytes <= last.first + last.second; };
+    if (inside() && mapped.count(last.first)) return true;
+    auto next = mapped.upper_bound(at);
+    if (next == mapped.begin()) return false;
+    last = *std::prev(next);
+    return inside();
+}
+
+API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
+    COUNT_CALL("cuMemAllocAsync");
+    FORBID_IN_CAPTURE(stream);
+    LOCKED;
+    MAY_FAIL("cuMemAllocAsync");
+    if (bytes == 0) return INVALID_VALUE;
+    if (auto same = pooled.find(bytes); same != pooled.end()) {
+        pooled.erase(same);
+        pooled_bytes -= bytes;
+    }
+    if (allocated + pooled_bytes + bytes > gpu_memory()) return OUT_OF_MEMORY;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), size = (bytes + page - 1) / page * page;
+    void* map = mmap(nullptr, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (map == MAP_FAILED) return OUT_OF_MEMORY;
+    mprotect((uint8_t*)map + size, page, PROT_NONE);
+    memset(map, 0xff, size);
+    uintptr_t at = (uintptr_t)map + (size - (bytes + 15) / 16 * 16);
+    allocations[at] = {(uint8_t*)map, size + page, bytes};
+    mapped[at] = bytes;
+    allocated += bytes;
+    *out = at;
+    return SUCCESS;
+}
+// The memory is unmapped in the stream's order. Unordered work of another stream then accesses
+// unmapped memory.
+API cuMemFreeAsync(uintptr_t at, void* stream) {
+    COUNT_CALL("cuMemFreeAsync");
+    FORBID_IN_CAPTURE(stream);
+    Allocation freed;
+    {
+        LOCKED;
+        auto found = allocations.find(at);
+        if (found == allocations.end()) return INVALID_VALUE;
+        freed = found->second;
+        allocations.erase(found);
+    }
+    work(stream, [freed, at] {
+        mapped.erase(at);
+        allocated -= freed.bytes;
+        pooled.insert(freed.bytes);
+        pooled_bytes += freed.bytes;
+        munmap(freed.map, freed.mapped);
+    });
+    return SUCCESS;
+}
+API cuMemGetInfo_v2(size_t* free, size_t* total) {
+    LOCKED;
+    *total = gpu_memory();
+    *free = *total - allocated - pooled_bytes;
+    return SUCCESS;
+}
+static std::map<uintptr_t, size_t> pinned;
+static bool is_pinned(const void* at) {
+    auto next = pinned.upper_bound((uintptr_t)at);
+    return next != pinned.begin() && (uintptr_t)at < std::prev(next)->first + std::prev(next)->second;
+}
+API cuMemHostAlloc(void** out, size_t bytes, unsigned) {
+    LOCKED;
+    if (posix_memalign(out, 4096, bytes ? bytes : 1)) return OUT_OF_MEMORY;
+    pinned[(uintptr_t)*out] = bytes ? bytes : 1;
+    return SUCCESS;
+}
+API cuMemFreeHost(void* at) {
+    LOCKED;
+    if (!pinned.erase((uintptr_t)at)) return INVALID_VALUE;
+    free(at);
+    return SUCCESS;
+}
+// Unpinned host memory is copied before the call returns, pinned memory when the copy runs.
+API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* stream) {
+    COUNT_CALL("cuMemcpyHtoDAsync");
+    FORBID_IN_CAPTURE(stream); // a GPU would read the host's memory at each launch
+    std::vector<uint8_t> snapshot;
+    {
+        LOCKED;
+        MAY_FAIL("cuMemcpyHtoDAsync");
+        if (!inside(to, bytes)) return INVALID_VALUE;
+        if (!is_pinned(from)) snapshot.assign((const uint8_t*)from, (const uint8_t*)from + bytes);
+    }
+    work(stream, [=, snapshot = std::move(snapshot)] { memcpy((void*)to, snapshot.empty() ? from : snapshot.data(), bytes); });
+    return SUCCESS;
+}
+API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
+    COUNT_CALL("cuMemcpyDtoHAsync");
+    FORBID_IN_CAPTURE(stream);
+    bool is_async;
+    {
+        LOCKED;
+        MAY_FAIL("cuMemcpyDtoHAsync");
+        if (!inside(from, bytes)) return INVALID_VALUE;
+        is_async = is_pinned(to);
+    }
+    work(stream, [=] { memcpy(to, (void*)from, bytes); });
+    if (!is_async) ((Stream*)stream)->finish();
+    return SUCCESS;
+}
+API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* stream) {
+    COUNT_CALL("cuMemcpyDtoDAsync");
+    REQUIRE_VALID_CAPTURE(stream);
+    {
+        LOCKED;
+        if (!inside(to, bytes) || !inside(from, bytes)) return INVALID_VALUE;
+        if (to < from + bytes && from < to + bytes && bytes) return INVALID_VALUE; // undefined on a GPU
+    }
+    work(stream, [=] { memcpy((void*)to, (void*)from, bytes); });
+    return SUCCESS;
+}
+API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* stream) {
+    COUNT_CALL("cuMemsetD8Async");
+    REQUIRE_VALID_CAPTURE(stream);
+    {
+        LOCKED;
+        if (!inside(to, bytes)) return INVALID_VALUE;
+    }
+    work(stream, [=] { memset((void*)to, value, bytes); });
+    return SUCCESS;
+}
+
+// --- the GPU, streams and events -------------------------------------------------------------------
+
+API cuInit(unsigned) { return setting("EMULATED_GPU_COUNT", 1) > 0 ? SUCCESS : NO_DEVICE; }
+API cuDriverGetVersion(int* version) {
+    *version = (int)setting("EMULATED_GPU_VERSION", 13000);
+    return SUCCESS;
+}
+API cuDeviceGetCount(int* count) {
+    *count = (int)setting("EMULATED_GPU_COUNT", 1);
+    return SUCCESS;
+}
+API cuDeviceGet(int* device, int index) {
+    *device = index;
+    return index < setting("EMULATED_GPU_COUNT", 1) ? SUCCESS : 101;
+}
+API cuDeviceGetName(char* name, int size, int) {
+    snprintf(name, (size_t)size, "Emulated GPU");
+    return SUCCESS;
+}
+API cuDeviceTotalMem_v2(size_t* bytes, int) {
+    *bytes = gpu_memory();
+    return SUCCESS;
+}
+API cuDeviceGetAttribute(int* value, int attribute, int) {
+    switch (attribute) {
+    case 16: *value = 4; break;           // multiprocessors
+    case 38: *value = 256 << 10; break;   // L2 cache: so small that the heads of a test do not all fit
+    case 75: *value = (int)setting("EMULATED_GPU_CAPABILITY", 90) / 10; break;
+    case 76: *value = (int)setting("EMULATED_GPU_CAPABILITY", 90) % 10; break;
+    case 97: *value = 227 << 10; break;   // shared memory per block, opted in
+    case 115: *value = 1; break;          // memory pools
+    default: return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+API cuDevicePrimaryCtxRetain(void** context, int) {
+    static int context_;
+    *context = &context_;
+    return SUCCESS;
+}
+API cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+API cuCtxSetCurrent(void*) { return SUCCESS; }
+API cuDeviceGetDefaultMemPool(void** pool, int) {
+    static int pool_;
+    *pool = &pool_;
+    return SUCCESS;
+}
+API cuMemPoolTrimTo(void*, size_t least) {
+    LOCKED;
+    if (least) return INVALID_VALUE;
+    pooled.clear();
+    pooled_bytes = 0;
+    return SUCCESS;
+}
+API cuMemPoolSetAttribute(void*, int attribute, void*) { return attribute == 4 ? SUCCESS : INVALID_VALUE; }
+API cuStreamCreate(void** stream, unsigned) {
+    *stream = new_stream(false);
+    return SUCCESS;
+}
+API cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
+    if (priority < -5 || priority > 0) return INVALID_VALUE;
+    *stream = new_stream(true);
+    return SUCCESS;
+}
+API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    *least = 0, *greatest = -5;
+    return SUCCESS;
+}
+API cuStreamDestroy_v2(void* stream) {
+    end_stream(stream);
+    return SUCCESS;
+}
+API cuStreamSynchronize(void* stream) {
+    FORBID_IN_CAPTURE(stream);
+    ((Stream*)stream)->finish();
+    LOCKED;
+    MAY_FAIL("cuStreamSynchronize");
+    return SUCCESS;
+}
+API cuEventCreate(void** event, unsigned) {
+    *event = new SharedEvent(new Event);
+    return SUCCESS;
+}
+API cuEventDestroy_v2(void* event) {
+    delete (SharedEvent*)event;
+    return SUCCESS;
+}
+API cuEventRecord(void* event, void* stream) {
+    FORBID_IN_CAPTURE(stream); // a GPU would make it an event of the capture, which cannot be waited for
+    record(*(SharedEvent*)event, stream);
+    return SUCCESS;
+}
+API cuEventSynchronize(void* event) {
+    SharedEvent shared = *(SharedEvent*)event;
+    shared->wait(shared->recorded);
+    return SUCCESS;
+}
+API cuEventQuery(void* event) {
+    Event& e = **(SharedEvent*)event;
+    return e.reached == e.recorded ? SUCCESS : NOT_READY;
+}
+API cuEventElapsedTime(float* ms, void* from, void* to) {
+    if (cuEventQuery(from) || cuEventQuery(to)) return NOT_READY;
+    *ms = (float)((double)((*(SharedEvent*)to)->nanoseconds - (*(SharedEvent*)from)->nanoseconds) * 1e-6);
+    return SUCCESS;
+}
+API cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    if (invalidate_capture(stream)) return CAPTURE_ISOLATION;
+    wait_event(stream, *(SharedEvent*)event);
+    return SUCCESS;
+}
+API cuGetErrorName(int code, const char** name) {
+    switch (code) {
+    case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+    case LAUNCH_FAILED: *name = "CUDA_ERROR_LAUNCH_FAILED"; break;
+    case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
+    case NOT_FOUND: *name = "CUDA_ERROR_NOT_FOUND"; break;
+    case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
+    case CAPTURE_INVALIDATED: *name = "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"; break;
+    case NO_DEVICE: *name = "CUDA_ERROR_NO_DEVICE"; break;
+    default: return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+API cuGetErrorString(int code, const char** text) {
+    *text = code == OUT_OF_MEMORY ? "out of memory" : "an error of the emulated GPU";
+    return SUCCESS;
+}
+
+// --- kernels --------------------------------------------------------------------------------------
+
+// Blocks, threads per block, and bytes of shared memory per block.
+struct Shape {
+    unsigned grid[3], threads[3], shared;
+};
+struct Kernel {
+    std::function<std::function<void(const Shape&)>(void**)> bind; // copies the arguments
+    long shared = 48 << 10;
+};
+
+template <class... A, size_t... I> static std::function<void()> bind_arguments(void (*f)(A...), void** arguments, std::index_sequence<I...>) {
+    std::tuple<std::remove_const_t<A>...> copies(*(std::remove_const_t<A>*)arguments[I]...);
+    return [=] { std::apply(f, copies); };
+}
+template <class... A> static Kernel kernel(void (*f)(A...)) {
+    return {[f](void** arguments) {
+        return [body = bind_arguments(f, arguments, std::index_sequence_for<A...>())](const Shape& s) {
+            emulator::launch({s.grid[0], s.grid[1], s.grid[2]}, {s.threads[0], s.threads[1], s.threads[2]}, s.shared, body);
+        };
+    }};
+}
+static Kernel kernel(const ptx::Kernel& k) {
+    return {[&k](void** arguments) {
+        std::vector<uint8_t> parameters(k.parameter_bytes);
+        for (size_t i = 0; i < k.parameters.size(); i++) {
+            auto [begin, end] = k.parameters[i];
+            memcpy(&parameters[begin], arguments[i], end - begin);
+        }
+        return [&k, parameters](const Shape& s) {
+            const char* order = getenv("EMULATED_GPU_ORDER");
+            ptx::Grid(k, parameters, s.grid, s.threads, s.shared, is_accessible).run(order && *order == '1');
+        };
+    }};
+}
+#define ENTRY(file, name) {#file "/" #name, kernel(file::name)},
+static const std::map<std::string, Kernel> sources = {KERNELS(ENTRY)};
+
+struct Module {
+    ptx::Module ptx;
+    std::map<std::string, Kernel> kernels;
+};
+
+// An image is the output of the emulated compiler: "EMULATED file", or PTX.
+API cuModuleLoadData(void** module, const void* image) {
+    LOCKED;
+    MAY_FAIL("cuModuleLoadData");
+    const char* text = (const char*)image;
+    Module* m = new Module;
+    *module = m;
+    if (!strncmp(text, "EMULATED ", 9)) {
+        std::string prefix = std::string(text + 9) + "/";
+        for (auto& [name, k] : sources)
+            if (!name.compare(0, prefix.size(), prefix)) m->kernels[name.substr(prefix.size())] = k;
+    } else if (strstr(text, ".version")) {
+        m->ptx = ptx::Parser(text).module();
+        for (auto& [name, k] : m->ptx.kernels) m->kernels[name] = kernel(k);
+    } else {
+        return INVALID_IMAGE;
+    }
+    return SUCCESS;
+}
+API cuModuleUnload(void* module) {
+    delete (Module*)module;
+    return SUCCESS;
+}
+API cuModuleGetFunction(void** function, void* module, const char* name) {
+    auto& kernels = ((Module*)module)->kernels;
+    auto found = kernels.find(name);
+    if (found == kernels.end()) return NOT_FOUND;
+    *function = &found->second;
+    return SUCCESS;
+}
+API cuFuncSetAttribute(void* function, int attribute, int value) {
+    if (attribute != 8 || value > 227 << 10) return INVALID_VALUE;
+    ((Kernel*)function)->shared = value;
+    return SUCCESS;
+}
+// A launch with copies of its arguments, or null if a GPU would reject it.
+static std::function<void()> bind_launch(Kernel* k, const Shape& s, void** arguments) {
+    auto [gx, gy, gz] = s.grid;
+    auto [bx, by, bz] = s.threads;
+    if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || s.shared > k->shared) return nullptr;
+    return [=, body = k->bind(arguments)] { body(s); };
+}
+API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
+                   void** arguments, void**) {
+    Kernel* k = (Kernel*)function;
+    COUNT_CALL("cuLaunchKernel");
+    REQUIRE_VALID_CAPTURE(stream);
+    {
+        LOCKED;
+        MAY_FAIL("cuLaunchKernel");
+    }
+    std::function<void()> body = bind_launch(k, {{gx, gy, gz}, {bx, by, bz}, shared}, arguments);
+    if (!body) return INVALID_VALUE;
+    work(stream, std::move(body));
+    if (((Stream*)stream)->capture) ((Stream*)stream)->capture->back()->is_kernel = true;
+    return SUCCESS;
+}
+
+#include "graphs.hpp"

@@ -1,0 +1,165 @@
+//! The emulated GPU: a CUDA driver, compiler, cuBLASLt and cuDNN as shared libraries. They are
+//! built from the sources in this directory and from the kernels' own sources, and opened in place
+//! of NVIDIA's.
+use std::{
+    fmt::Write as _,
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+/// Each library's file name and source.
+const LIBRARIES: [(&str, &str); 4] = [
+    ("libcuda.so.1", "libcuda.cpp"),
+    ("libnvrtc.so.13", "libnvrtc.cpp"),
+    ("libcublasLt.so.13", "libcublaslt.cpp"),
+    (CUDNN, "libcudnn.cpp"),
+];
+/// cuDNN is optional, so it is in a separate directory, `cudnn` below that of the others.
+const CUDNN: &str = "libcudnn.so.9";
+/// The kernel sources, without `.cu`.
+const KERNEL_SOURCES: [&str; 8] =
+    ["flat", "norm", "activation", "rows", "classifier", "attention", "flash", "fp8"];
+
+/// The directory of the emulated libraries, which the first test that needs them builds. With
+/// `LAUNCH_TEST_CARD=compiled` it is that of [`ptx_library_directory`].
+#[allow(dead_code, reason = "some test files only build the libraries")]
+pub(crate) fn library_directory() -> &'static Path {
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(|| match std::env::var("LAUNCH_TEST_CARD").as_deref() {
+        Ok("compiled") => ptx_library_directory().expect("LAUNCH_TEST_CARD=compiled needs NVRTC"),
+        _ => cpp_library_directory().to_owned(),
+    })
+}
+
+/// The libraries whose driver runs the kernels as compiled C++.
+#[allow(dead_code, reason = "some test files do not use it")]
+fn cpp_library_directory() -> &'static Path {
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(|| {
+        let [sources, kernels] =
+            ["tests/emulated_gpu", "src/cuda/kernels"].map(|path| device_crate().join(path));
+        let mut hasher = DefaultHasher::new();
+        for directory in [&sources, &kernels] {
+            let mut files: Vec<_> =
+                fs::read_dir(directory).expect("sources").map(|e| e.expect("entry").path()).collect();
+            files.sort();
+            files.iter().for_each(|file| fs::read(file).expect("a source").hash(&mut hasher));
+        }
+        let target = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+        let directory = target.join(format!("emulated-gpu-{:016x}", hasher.finish()));
+        if !directory.exists() {
+            build(&sources, &kernels, &directory);
+        }
+        directory
+    })
+}
+
+/// The libraries with NVIDIA's own NVRTC: the driver interprets the PTX that it generates for the
+/// kernels. `None` if NVRTC is not installed (`scripts/setup-tests` installs it), which is a
+/// failure if `LAUNCH_TEST_REQUIRE=all`.
+#[allow(dead_code, reason = "some test files do not use it")]
+pub(crate) fn ptx_library_directory() -> Option<PathBuf> {
+    let nvrtc = nvrtc_directory()?;
+    let directory = cpp_library_directory().with_extension("compiled");
+    if !directory.exists() {
+        let new = directory.with_extension(std::process::id().to_string());
+        fs::create_dir_all(&new).expect("a directory");
+        for (library, _) in LIBRARIES.into_iter().filter(|(library, _)| *library != CUDNN) {
+            fs::copy(cpp_library_directory().join(library), new.join(library)).expect("copied");
+        }
+        for (name, target) in [("nvrtc", nvrtc), ("cudnn", cpp_library_directory().join("cudnn"))] {
+            std::os::unix::fs::symlink(target, new.join(name)).expect("a link");
+        }
+        move_into_place(&new, &directory);
+    }
+    Some(directory)
+}
+
+/// The directory of NVIDIA's NVRTC, if it is installed.
+#[allow(dead_code, reason = "some test files do not use it")]
+pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
+    let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")));
+    let directory = cache.expect("a home directory").join("nvrtc/nvidia/cu13/lib");
+    if directory.exists() {
+        return Some(directory);
+    }
+    let reason = "skipped: NVRTC is not installed (scripts/setup-tests installs it)";
+    assert!(std::env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{reason}");
+    eprintln!("{reason}");
+    None
+}
+
+/// The directory of the crate `device`, as seen from its own tests, the worker's or the
+/// executable's.
+fn device_crate() -> PathBuf {
+    let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let candidates = [manifest.join("../device"), manifest.join("device"), manifest.join("worker/device")];
+    candidates.into_iter().find(|path| path.join("tests/emulated_gpu").exists()).expect("the crate `device`")
+}
+
+/// Builds the libraries in a temporary directory first, so that concurrent builds see all of them
+/// or nothing.
+fn build(sources: &Path, kernels: &Path, directory: &Path) {
+    let new = directory.with_extension(std::process::id().to_string());
+    fs::create_dir_all(new.join("cudnn")).expect("a directory");
+    fs::write(new.join("kernels.inc"), kernel_list(kernels)).expect("written");
+    for (library, source) in LIBRARIES {
+        let output = Command::new("c++")
+            .args([
+                "-std=c++17",
+                "-O2",
+                "-fPIC",
+                "-shared",
+                "-fvisibility=hidden",
+                "-ffp-contract=off",
+                "-U_FORTIFY_SOURCE",
+            ])
+            .args(["-Wall", "-Wno-unknown-pragmas", "-Werror", "-I"])
+            .arg(kernels)
+            .arg("-I")
+            .arg(&new)
+            .arg("-I")
+            .arg(sources)
+            .arg(format!("-Wl,-soname,emulated-{library}"))
+            .arg("-o")
+            .arg(new.join(if library == CUDNN { "cudnn" } else { "" }).join(library))
+            .arg(sources.join(source))
+            .output()
+            .expect("a C++ compiler (scripts/setup-tests installs one)");
+        assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    move_into_place(&new, directory);
+}
+
+/// Renames a complete directory, unless a concurrent build was first.
+fn move_into_place(new: &Path, directory: &Path) {
+    if fs::rename(new, directory).is_err() {
+        assert!(directory.exists(), "cannot create {}", directory.display());
+        fs::remove_dir_all(new).expect("removed");
+    }
+}
+
+/// Includes every kernel source in a separate namespace, because each is a separate module on a
+/// GPU, and lists the kernels for the emulated driver.
+fn kernel_list(kernels: &Path) -> String {
+    let mut text = String::from(
+        "#undef KERNEL\n#undef WIDE_KERNEL\n#define KERNEL static void\n#define WIDE_KERNEL static void\n",
+    );
+    let mut list = String::new();
+    for file in KERNEL_SOURCES {
+        writeln!(text, "namespace {file} {{\n#include \"{file}.cu\"\n}}").expect("a string");
+        let source = fs::read_to_string(kernels.join(format!("{file}.cu"))).expect("a source");
+        for line in source.lines() {
+            let Some(line) = line.strip_prefix("WIDE_").unwrap_or(line).strip_prefix("KERNEL ") else {
+                continue;
+            };
+            let name = line.split('(').next().expect("a name");
+            write!(list, " X({file}, {name})").expect("a string");
+        }
+    }
+    text + "#define KERNELS(X)" + &list + "\n"
+}

@@ -1,0 +1,133 @@
+// Streams and events of the emulated GPU, for all of its libraries and for the NCCL stub.
+//
+// By default work runs when it is enqueued. With EMULATED_GPU_LAG each stream has a separate
+// thread, as on a GPU, and some streams wait before each piece of work, so that work that is not
+// ordered by events overtakes them.
+//
+// EMULATED_GPU_LAG=main:100: the main stream of a GPU waits 100 µs before each piece of work.
+// EMULATED_GPU_LAG=side:1000: every other stream waits 1000 µs.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+// A captured piece of work.
+struct Node {
+    std::function<void()> work;
+    bool is_kernel = false;
+};
+
+struct Stream {
+    // Number of pieces of work that another library runs for this stream if it has no thread. Later
+    // work waits for them.
+    std::atomic<int> pending{0};
+    bool threaded = false;
+    unsigned lag = 0;
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> queue; // the first one is running
+    bool ends = false;
+    std::thread thread;
+    // While the stream is capturing: the recorded work, and whether a call made the capture
+    // invalid.
+    std::shared_ptr<std::vector<std::shared_ptr<Node>>> capture;
+    bool invalid = false;
+
+    void put(std::function<void()> work) {
+        std::lock_guard<std::mutex> held(lock);
+        queue.push_back(std::move(work));
+        changed.notify_all();
+    }
+    // Waits until all work is complete.
+    void finish() {
+        while (pending > 0) usleep(20);
+        std::unique_lock<std::mutex> held(lock);
+        changed.wait(held, [&] { return queue.empty(); });
+    }
+    void run() {
+        std::unique_lock<std::mutex> held(lock);
+        for (;;) {
+            changed.wait(held, [&] { return ends || !queue.empty(); });
+            if (queue.empty()) break;
+            std::function<void()>& work = queue.front(); // other threads only append
+            held.unlock();
+            if (lag) usleep(lag);
+            work();
+            held.lock();
+            queue.pop_front();
+            changed.notify_all();
+        }
+    }
+};
+
+static inline void* new_stream(bool side) {
+    Stream* s = new Stream;
+    const char* lag = getenv("EMULATED_GPU_LAG");
+    if (!lag) return s;
+    const char* kind = side ? "side:" : "main:";
+    if (!strncmp(lag, kind, 5)) s->lag = (unsigned)atoi(lag + 5);
+    s->threaded = true;
+    s->thread = std::thread([s] { s->run(); });
+    return s;
+}
+// Completes all work first, so that the library may be closed afterwards.
+static inline void end_stream(void* stream) {
+    Stream* s = (Stream*)stream;
+    if (s->threaded) {
+        {
+            std::lock_guard<std::mutex> held(s->lock);
+            s->ends = true;
+            s->changed.notify_all();
+        }
+        s->thread.join();
+    }
+    delete s;
+}
+// Invalidates the capture of a capturing stream because of a call that cannot be captured. Returns
+// false if the stream is not capturing.
+static inline bool invalidate_capture(void* stream) {
+    Stream* s = (Stream*)stream;
+    if (!s || !s->capture) return false;
+    return s->invalid = true;
+}
+// Enqueues `work`. It runs immediately unless the stream has a thread or is capturing.
+static inline void enqueue(void* stream, std::function<void()> work) {
+    Stream* s = (Stream*)stream;
+    if (s && s->capture) return s->capture->push_back(std::make_shared<Node>(Node{std::move(work)}));
+    if (s && s->threaded) return s->put(std::move(work));
+    while (s && s->pending > 0) usleep(20);
+    work();
+}
+
+// An event: how often it was recorded, and how many of these records its streams have reached.
+struct Event {
+    std::atomic<long> recorded{0}, reached{0};
+    std::atomic<long> nanoseconds{0}; // time at which it was reached last
+    void wait(long turn) {
+        while (reached < turn) usleep(5);
+    }
+};
+typedef std::shared_ptr<Event> SharedEvent; // waiting streams keep it alive after its handle is destroyed
+
+static inline void record(SharedEvent event, void* stream) {
+    long turn = ++event->recorded;
+    enqueue(stream, [event, turn] {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        event->nanoseconds = now.tv_sec * 1000000000l + now.tv_nsec;
+        event->reached = turn;
+    });
+}
+static inline void wait_event(void* stream, SharedEvent event) {
+    long turn = event->recorded;
+    enqueue(stream, [event, turn] { event->wait(turn); });
+}

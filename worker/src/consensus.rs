@@ -1,0 +1,104 @@
+//! One outcome for all ranks: every rank gets the values of all ranks, or every rank fails.
+use crate::{
+    error::{Error, Result},
+    zero::collective_queue::CollectiveQueue,
+};
+use comm::Comm;
+use diagnostic::{Diagnostic, codes};
+use serde::{Serialize, de::DeserializeOwned};
+
+/// Bytes of one message of [`broadcast_bytes`].
+const WINDOW_BYTES: usize = 4 << 20;
+/// Most bytes of one [`broadcast_bytes`].
+const MAX_BROADCAST_BYTES: u64 = 256 << 20;
+
+/// Exchanges the values of all ranks, ordered by rank. Collective.
+///
+/// # Errors
+/// This rank's own error unchanged, or the error of another rank as aborted, so that only the rank
+/// where it happened reports it as a root cause.
+pub fn exchange_values<T: Serialize + DeserializeOwned>(
+    queue: &CollectiveQueue,
+    mine: Result<T>,
+) -> Result<Vec<T>> {
+    let results = exchange_results(queue, mine.as_ref().map_err(Clone::clone))?;
+    mine?;
+    values_or_abort(results)
+}
+
+/// Exchanges values before the communication thread of a [`Queue`] runs; see [`exchange_values`].
+pub fn exchange_values_on<T: Serialize + DeserializeOwned>(
+    comm: &dyn Comm,
+    mine: Result<T>,
+) -> Result<Vec<T>> {
+    let reports = comm.all_gather_bytes(&encode_report(mine.as_ref().map_err(Clone::clone))?)?;
+    mine?;
+    values_or_abort(decode_reports(&reports)?)
+}
+
+/// The values of all ranks, or the error of the lowest rank that has one, as aborted.
+pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+    results.into_iter().enumerate().map(|(rank, value)| value.map_err(|e| e.into_peer_error(rank))).collect()
+}
+
+/// Exchanges the value or error of all ranks, ordered by rank. Collective.
+pub fn exchange_results<T: Serialize + DeserializeOwned>(
+    queue: &CollectiveQueue,
+    mine: Result<&T>,
+) -> Result<Vec<Result<T>>> {
+    let bytes = encode_report(mine)?;
+    decode_reports(&queue.run(move |comm| comm.all_gather_bytes(&bytes))?)
+}
+
+fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
+    rmp_serde::to_vec_named(&mine).map_err(|e| {
+        let message = "cannot encode a report to the other ranks";
+        Diagnostic::error(codes::run::INTERNAL, message).with_cause(&e).into()
+    })
+}
+
+fn decode_reports<T: DeserializeOwned>(reports: &[Vec<u8>]) -> Result<Vec<Result<T>>> {
+    reports.iter().enumerate().map(|(rank, report)| decode_report(rank, report)).collect()
+}
+
+fn decode_report<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Result<T>> {
+    rmp_serde::from_slice(report).map_err(|e| {
+        let message = format!("cannot decode the report of rank {rank}");
+        let diagnostic = Diagnostic::error(codes::training::PEER_REPORT_INVALID, message);
+        diagnostic.with_field("rank", rank).with_cause(&e).into()
+    })
+}
+
+/// Sends the bytes of rank `root` to every rank. `mine` is ignored on the other ranks. Collective.
+///
+/// # Errors
+/// The error of `root` on every rank; or more than 256 MiB of bytes.
+pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8>>) -> Result<Vec<u8>> {
+    let is_root = queue.comm().rank() == root;
+    let mine = if is_root { mine } else { Ok(Vec::new()) };
+    let lengths = exchange_values(queue, mine.as_ref().map(|b| b.len() as u64).map_err(Clone::clone))?;
+    let mine = mine?;
+    let length = lengths.get(root).copied().unwrap_or(0);
+    if length > MAX_BROADCAST_BYTES {
+        let message = format!("rank {root} sends {length} bytes, more than {MAX_BROADCAST_BYTES}");
+        return Err(invalid_broadcast(root, message));
+    }
+    let (length, mut received) = (length as usize, Vec::new());
+    while received.len() < length {
+        let end = length.min(received.len() + WINDOW_BYTES);
+        let window = mine.get(received.len()..end).unwrap_or(&[]).to_vec();
+        let windows = queue.run(move |comm| comm.all_gather_bytes(&window))?;
+        match windows.into_iter().nth(root) {
+            Some(window) if !window.is_empty() => received.extend(window),
+            _ => {
+                let message = format!("rank {root} sent {} bytes of {length}", received.len());
+                return Err(invalid_broadcast(root, message));
+            }
+        }
+    }
+    Ok(received)
+}
+
+fn invalid_broadcast(rank: usize, message: String) -> Error {
+    Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
+}

@@ -1,0 +1,242 @@
+//! Compares the losses of training on a GPU with the CPU's, for `launch gpu-check`. Models have
+//! random weights, and the data are generated.
+use super::{NCCL_TIMEOUT, from_panic};
+use crate::{
+    error::Error,
+    gpu::unusable_nccl,
+    model::Batch,
+    stages::{ReadyTrainer, ResolvedSpec, RunningTrainer},
+    train::step::{SampleSource, StepReport},
+};
+use comm::{
+    Comm, local,
+    nccl::{Nccl, NcclComm},
+    staged::Staged,
+};
+use contract::{
+    env,
+    job::{JobSpec, TrainSpec},
+};
+use device::{Cpu, Cuda, Ops};
+use diagnostic::{Diagnostic, codes};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
+
+/// Opens the GPU again, for each run and rank.
+pub(super) type Open<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
+
+/// Loss and gradient norm of each step.
+type Curve = Vec<(f64, f64)>;
+
+/// Generated tokens, which are functions of the number of the sample.
+struct GeneratedSamples {
+    vocab: u32,
+}
+
+impl SampleSource for GeneratedSamples {
+    fn fill(&self, first: u64, batch: &mut Batch) -> Result<(), Error> {
+        let t = batch.t;
+        for i in 0..batch.b * t {
+            let position = (first + (i / t) as u64) * (t as u64 + 1) + (i % t) as u64;
+            let token = |n: u64| (n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u32 % self.vocab;
+            (batch.tokens[i], batch.labels[i], batch.starts[i]) = (token(position), token(position + 1), 0);
+        }
+        Ok(())
+    }
+}
+
+/// A job that trains this model, with defaults for keys that `rest` does not set.
+pub(super) fn job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
+    let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
+    let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
+    let loaded = contract::load(contract::Source::Text { name: "gpu-check".into(), text }, &set);
+    let (mut job, ..) = loaded.map_err(|mistakes| {
+        let summary = Diagnostic::error(codes::run::INTERNAL, "the job of the check is not valid");
+        mistakes.into_iter().fold(summary, Diagnostic::with_detail)
+    })?;
+    job.checkpoint.keep = 1;
+    Ok(job)
+}
+
+/// The `train` section of the job.
+pub(super) fn train(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
+    job.train.as_ref().ok_or_else(|| {
+        Diagnostic::error(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
+    })
+}
+
+/// Builds a trainer for the job.
+pub(super) fn build(
+    train: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    ops: Arc<dyn Ops>,
+) -> Result<ReadyTrainer, Error> {
+    let parameters = ResolvedSpec::new(train, train.model.vocab_size)?.build_model()?;
+    Ok(parameters.shard(comm, ops)?.create_optimizer()?.set_schedule())
+}
+
+/// Takes one step on generated samples. Returns the loss and the gradient norm.
+pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
+    let source = GeneratedSamples { vocab: running.train().model.vocab_size };
+    let (outcome, _) = running.step(&source, StepReport::default())?;
+    Ok((outcome.loss, outcome.grad_norm))
+}
+
+/// Trains from initial weights.
+fn train_curve(
+    train: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    ops: Arc<dyn Ops>,
+    steps: usize,
+) -> diagnostic::Result<Curve> {
+    let run = || -> Result<Curve, Error> {
+        let mut running = build(train, comm, ops)?.start_fresh();
+        (0..steps).map(|_| take_step(&mut running)).collect()
+    };
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(result) => result.map_err(Diagnostic::from),
+        Err(panic) => Err(from_panic(panic.as_ref())),
+    }
+}
+
+/// How ranks, which are threads of this process, exchange data.
+#[derive(Clone, Copy)]
+enum Transport<'a> {
+    HostMemory,
+    Nccl(&'a Nccl),
+}
+
+/// Trains on the GPU with `world` ranks. Returns the curve, which must be equal on all ranks.
+fn gpu_curve(
+    train: &TrainSpec,
+    open: Open,
+    transport: Transport,
+    world: usize,
+    steps: usize,
+) -> diagnostic::Result<Curve> {
+    let run_rank = |hosts: Arc<dyn Comm>| -> diagnostic::Result<Curve> {
+        let cuda = open()?;
+        let comm: Arc<dyn Comm> = match transport {
+            Transport::HostMemory => Arc::new(Staged::new(hosts, cuda.clone())),
+            Transport::Nccl(nccl) => {
+                let comm = NcclComm::meet(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
+                Arc::new(comm.map_err(unusable_nccl)?)
+            }
+        };
+        train_curve(train, comm, cuda, steps)
+    };
+    let results: Vec<diagnostic::Result<Curve>> = std::thread::scope(|s| {
+        let threads: Vec<_> =
+            local::group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
+        threads
+            .into_iter()
+            .map(|t| t.join().unwrap_or_else(|panic| Err(from_panic(panic.as_ref()))))
+            .collect()
+    });
+    let mut curves = results.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let first = curves.swap_remove(0);
+    if curves.iter().any(|other| *other != first) {
+        let message = format!("the {world} ranks computed different losses");
+        return Err(Diagnostic::error(codes::training::RANKS_DISAGREE, message));
+    }
+    Ok(first)
+}
+
+/// A model whose curves are compared.
+struct CurveCase {
+    name: &'static str,
+    model: &'static str,
+    rest: &'static str,
+}
+
+const CASES: [CurveCase; 2] = [
+    CurveCase {
+        name: "Llama of the quickstart",
+        model: "vocab_size: 257, hidden_size: 128, intermediate_size: 352, num_key_value_heads: 2, tie_word_embeddings: true",
+        rest: "data.seq_len=128 batch.global=16 batch.micro=4",
+    },
+    CurveCase {
+        name: "GPT-2, 4 layers of 256",
+        model: "family: gpt2, vocab_size: 1000, hidden_size: 256, intermediate_size: 1024, tie_word_embeddings: true",
+        rest: "data.seq_len=128 batch.global=8 batch.micro=2",
+    },
+];
+const TINY_CASES: [CurveCase; 1] = [CurveCase {
+    name: "a tiny Llama",
+    model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, tie_word_embeddings: true",
+    rest: "data.seq_len=6 batch.global=4 batch.micro=1",
+}];
+
+/// Prints the comparison of all cases. Returns whether all agree with the CPU.
+pub(super) fn print_curves(open: Open, nccl: Option<&Nccl>, tiny: bool, fp8: bool) -> bool {
+    println!("| training, compared with the CPU | precision | ranks | loss error | result |");
+    println!("|---|---|---|---|---|");
+    let (cases, steps) = if tiny { (&TINY_CASES[..], 2) } else { (&CASES[..], 10) };
+    let mut agrees = true;
+    for case in cases {
+        // In fp8 a difference in the last bit of a sum may round an operand to another value.
+        let fp8_case = fp8.then_some(("fp8", 5e-2));
+        for (precision, limit) in [("fp32", 1e-4), ("bf16", 2e-2)].into_iter().chain(fp8_case) {
+            let rest = format!("{} precision={precision} zero.stage=3 optimizer.lr=1e-3", case.rest);
+            let spec = match job(case.model, &rest).and_then(|job| train(&job).cloned()) {
+                Ok(spec) => spec,
+                Err(why) => {
+                    println!("| {} | {precision} | | | {why} |", case.name);
+                    return false;
+                }
+            };
+            agrees &= print_rows(case.name, precision, limit, &spec, open, nccl, steps);
+        }
+    }
+    println!();
+    agrees
+}
+
+/// Compares one model in one precision over several numbers of ranks and transports.
+fn print_rows(
+    name: &str,
+    precision: &str,
+    tolerance: f64,
+    spec: &TrainSpec,
+    open: Open,
+    nccl: Option<&Nccl>,
+    steps: usize,
+) -> bool {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let one_rank: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
+    let cpu = train_curve(spec, one_rank, Arc::new(Cpu::new(threads)), steps);
+    let one_gpu = nccl.map(|nccl| ("1, NCCL", Transport::Nccl(nccl), 1));
+    let is_allowed = std::env::var_os(env::NCCL_MULTI_RANK_GPU_ENABLE).is_some_and(|set| set == "1");
+    let shared_gpu = nccl
+        .filter(|n| is_allowed && n.shares_gpus())
+        .map(|n| ("2, NCCL on this GPU", Transport::Nccl(n), 2));
+    let host_memory = [("1", 1), ("2 on this GPU", 2), ("4 on this GPU", 4)]
+        .map(|(ranks, world)| (ranks, Transport::HostMemory, world));
+    let (mut first, mut agrees): (Option<Curve>, bool) = (None, true);
+    for (ranks, transport, world) in host_memory.into_iter().chain(one_gpu).chain(shared_gpu) {
+        let compared = cpu.clone().and_then(|cpu| {
+            let gpu = gpu_curve(spec, open, transport, world, steps)?;
+            let first = first.get_or_insert_with(|| gpu.clone());
+            Ok((loss_error(&gpu, &cpu), *first == gpu))
+        });
+        let (error, result) = match compared {
+            Ok((error, _)) if error > tolerance || error.is_nan() => {
+                (Some(error), "differs from the CPU".into())
+            }
+            Ok((error, false)) => (Some(error), "not bit-equal to 1 rank".into()),
+            Ok((error, true)) => (Some(error), "ok".to_owned()),
+            Err(e) => (None, e.to_string()),
+        };
+        agrees &= result == "ok";
+        let error = error.map_or_else(String::new, |error| format!("{error:.1e}"));
+        println!("| {name} | {precision} | {ranks} | {error} | {result} |");
+    }
+    agrees
+}
+
+/// The largest relative difference between the losses of two curves.
+fn loss_error(a: &Curve, b: &Curve) -> f64 {
+    a.iter().zip(b).map(|((a, _), (b, _))| ((a - b) / b).abs()).fold(0.0, f64::max)
+}

@@ -1,0 +1,132 @@
+//! [`FetchSchedule`]: which rank sends which block to which rank in which round. Every rank
+//! computes an equal schedule, and each round needs limited memory. Pure.
+use ckpt::BlockRange;
+use diagnostic::{Diagnostic, codes};
+use std::{collections::VecDeque, ops::Range};
+
+/// Most blocks (of 1 MiB) that a rank sends in one round; also the most that it receives.
+pub(super) const ROUND_BLOCKS: u64 = 8;
+
+/// Consecutive blocks that one rank sends to another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Transfer {
+    pub(super) to: usize,
+    pub(super) from: usize,
+    pub(super) run: BlockRange,
+}
+
+/// The blocks that are not sent yet.
+pub(super) struct FetchSchedule<'h> {
+    missing: Vec<VecDeque<BlockRange>>,
+    holders: &'h [Vec<usize>],
+}
+
+impl<'h> FetchSchedule<'h> {
+    /// A schedule for the blocks that each rank is `missing`. `holders` are the ranks that have
+    /// each file, `blocks` the numbers of blocks of the files.
+    ///
+    /// # Errors
+    /// A rank requests a block that does not exist or that no rank has.
+    pub(super) fn new(
+        missing: Vec<Vec<BlockRange>>,
+        holders: &'h [Vec<usize>],
+        blocks: &[u64],
+    ) -> diagnostic::Result<Self> {
+        for (rank, run) in missing.iter().enumerate().flat_map(|(rank, m)| m.iter().map(move |r| (rank, r))) {
+            let Range { start, end } = run.blocks;
+            let has_holder = holders.get(run.file).is_some_and(|h| !h.is_empty());
+            if !has_holder || start >= end || blocks.get(run.file).is_none_or(|n| end > *n) {
+                let message = format!(
+                    "rank {rank} requests blocks {start} to {end} of file {}, which do not exist",
+                    run.file
+                );
+                return Err(
+                    Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank)
+                );
+            }
+        }
+        Ok(FetchSchedule { missing: missing.into_iter().map(VecDeque::from).collect(), holders })
+    }
+
+    /// The transfers of the next round, ordered by receiver, for each receiver in the order of its
+    /// requests. Empty when all blocks are sent.
+    pub(super) fn next_round(&mut self) -> Vec<Transfer> {
+        let mut sends = vec![0u64; self.missing.len()];
+        let mut round = Vec::new();
+        for (to, queue) in self.missing.iter_mut().enumerate() {
+            let mut capacity = ROUND_BLOCKS;
+            while capacity > 0 {
+                let Some(run) = queue.front_mut() else { break };
+                let Some(from) = select_sender(&self.holders[run.file], to, &sends) else { break };
+                let count = capacity.min(ROUND_BLOCKS - sends[from]).min(run.blocks.end - run.blocks.start);
+                let blocks = run.blocks.start..run.blocks.start + count;
+                run.blocks.start += count;
+                capacity -= count;
+                sends[from] += count;
+                round.push(Transfer { to, from, run: BlockRange { file: run.file, blocks } });
+                if run.blocks.is_empty() {
+                    queue.pop_front();
+                }
+            }
+        }
+        round
+    }
+}
+
+/// The holder with the fewest blocks to send in this round; `None` if all send [`ROUND_BLOCKS`].
+/// The search starts at a different holder for each receiver.
+fn select_sender(holders: &[usize], to: usize, sends: &[u64]) -> Option<usize> {
+    let rotated = (0..holders.len()).map(|i| holders[(i + to) % holders.len()]);
+    rotated.filter(|h| sends.get(*h).is_some_and(|n| *n < ROUND_BLOCKS)).min_by_key(|h| sends[*h])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_block_arrives_once_in_order_from_a_holder_within_the_bounds(
+            requests in proptest::collection::vec(proptest::collection::vec((0usize..3, 0u64..40, 1u64..30), 0..4), 4),
+            holder_bits in proptest::collection::vec(1u8..16, 3),
+        ) {
+            let holders: Vec<Vec<usize>> =
+                holder_bits.iter().map(|bits| (0..4).filter(|r| bits >> r & 1 == 1).collect()).collect();
+            let run = |&(file, start, n): &(usize, u64, u64)| BlockRange { file, blocks: start..start + n };
+            let missing: Vec<Vec<BlockRange>> = requests.iter().map(|r| r.iter().map(run).collect()).collect();
+            let expand = |runs: &[BlockRange]| -> Vec<(usize, u64)> {
+                runs.iter().flat_map(|r| r.blocks.clone().map(|b| (r.file, b))).collect()
+            };
+            let mut schedule = FetchSchedule::new(missing.clone(), &holders, &[70, 70, 70]).unwrap();
+            let mut received: Vec<Vec<BlockRange>> = vec![Vec::new(); 4];
+            loop {
+                let round = schedule.next_round();
+                if round.is_empty() { break }
+                for rank in 0..4 {
+                    let sum = |mine: &dyn Fn(&Transfer) -> bool| -> u64 {
+                        round.iter().filter(|t| mine(t)).map(|t| t.run.blocks.end - t.run.blocks.start).sum()
+                    };
+                    prop_assert!(sum(&|t| t.to == rank) <= ROUND_BLOCKS);
+                    prop_assert!(sum(&|t| t.from == rank) <= ROUND_BLOCKS);
+                }
+                for t in round {
+                    prop_assert!(holders[t.run.file].contains(&t.from));
+                    received[t.to].push(t.run);
+                }
+            }
+            for (received, missing) in received.iter().zip(&missing) {
+                prop_assert_eq!(expand(received), expand(missing));
+            }
+        }
+    }
+
+    #[test]
+    fn requests_for_blocks_that_do_not_exist_are_rejected() {
+        let request = |file, blocks| vec![vec![BlockRange { file, blocks }]];
+        for wrong in [request(1, 0..1), request(0, 0..4), request(0, 2..2), request(9, 0..1)] {
+            let error = FetchSchedule::new(wrong, &[vec![0], vec![]], &[3, 3]).err().unwrap();
+            assert_eq!(error.code(), codes::training::PEER_REPORT_INVALID);
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Staging buffers through which offloaded optimizer states are updated on the device: while the
+//! states of one unit are updated, those of the next unit are copied in and those of the last are
+//! copied out.
+use super::UnitStates;
+use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
+
+/// Two staging buffers, used alternately.
+#[derive(Default)]
+pub(super) struct StagingBuffers([StagingBuffer; 2]);
+
+/// Device memory for the states of one unit.
+#[derive(Default)]
+struct StagingBuffer {
+    vectors: [Buf; 2],
+    /// The unit whose states are in the buffer or are being copied in.
+    unit: Option<usize>,
+    /// The completion of the last copy to or from the buffer.
+    copied: Event,
+}
+
+impl StagingBuffers {
+    /// Buffers for the largest offloaded unit; empty when no states are offloaded.
+    pub(super) fn new(ops: &dyn Ops, units: &[UnitStates]) -> Self {
+        let away = units.iter().filter(|st| st.first.is_offloaded(ops) || st.second.is_offloaded(ops));
+        let lens = away.fold([0, 0], |most, st| [most[0].max(st.first.len()), most[1].max(st.second.len())]);
+        let buffer = || StagingBuffer {
+            vectors: lens.map(|len| ops.zeroed(Dtype::F32, len)),
+            ..StagingBuffer::default()
+        };
+        StagingBuffers([buffer(), buffer()])
+    }
+
+    /// Starts to copy the states of unit `u` in, unless they are not offloaded or already in a
+    /// buffer.
+    pub(super) fn prefetch(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
+        let away = st.first.is_offloaded(ops) || st.second.is_offloaded(ops);
+        if !away || self.0.iter().any(|buffer| buffer.unit == Some(u)) {
+            return;
+        }
+        let buffer =
+            self.0.iter_mut().find(|buffer| buffer.unit.is_none()).expect("one unit is updated at a time");
+        let free = std::mem::take(&mut buffer.copied);
+        for (states, vector) in [&mut st.first, &mut st.second].into_iter().zip(&mut buffer.vectors) {
+            if !states.is_empty() {
+                buffer.copied = states.start_copy_in(ops, vector.view_mut().slice(0..states.len()), &free);
+            }
+        }
+        buffer.unit = Some(u);
+    }
+
+    /// The states of unit `u` in the memory of the backend.
+    pub(super) fn on_device<'a>(
+        &'a mut self,
+        ops: &dyn Ops,
+        u: usize,
+        st: &'a mut UnitStates,
+    ) -> [ViewMut<'a>; 2] {
+        self.prefetch(ops, u, st);
+        let lens = [st.first.len(), st.second.len()];
+        match self.0.iter_mut().find(|buffer| buffer.unit == Some(u)) {
+            None => [st.first.view_mut(), st.second.view_mut()],
+            Some(buffer) => {
+                buffer.copied.stream_wait();
+                let [first, second] = &mut buffer.vectors;
+                [first.view_mut().slice(0..lens[0]), second.view_mut().slice(0..lens[1])]
+            }
+        }
+    }
+
+    /// Starts to copy the updated states of unit `u` back to their storage.
+    pub(super) fn write_back(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
+        let Some(buffer) = self.0.iter_mut().find(|buffer| buffer.unit == Some(u)) else { return };
+        for (states, vector) in [&mut st.first, &mut st.second].into_iter().zip(&buffer.vectors) {
+            if !states.is_empty() {
+                buffer.copied = states.start_copy_out(ops, vector.view().slice(0..states.len()));
+            }
+        }
+        buffer.unit = None;
+    }
+}

@@ -1,0 +1,202 @@
+//! The storage of optimizer states: device memory, host memory, or a file that is mapped while it
+//! is used.
+//!
+//! A file is unlinked as soon as it is created, so no file remains however a run ends, and no other
+//! process can truncate it. Its space is reserved on creation, so a full disk is found before the
+//! first step.
+use contract::job::Offload;
+use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event, with_alloc_label};
+use memmap2::{Advice, MmapMut, UncheckedAdvice};
+use nix::fcntl::posix_fallocate;
+use std::{
+    fs::{self, File},
+    io,
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// A vector of optimizer states.
+pub struct StateVector {
+    storage: Storage,
+    /// The last copy from or to offloaded states.
+    busy: Event,
+}
+
+enum Storage {
+    Memory(Buf),
+    File { map: MmapMut, len: usize },
+}
+
+/// Distinguishes the files of one process.
+static COUNT: AtomicU64 = AtomicU64::new(0);
+
+impl StateVector {
+    /// `len` zeros in the memory of the backend, or in the storage that `offload` selects.
+    pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&Offload>) -> io::Result<Self> {
+        let storage = match offload.filter(|_| len > 0) {
+            None => {
+                Storage::Memory(with_alloc_label("the optimizer's states", || ops.zeroed(Dtype::F32, len)))
+            }
+            Some(Offload::Cpu) => {
+                Storage::Memory(with_alloc_label("the optimizer's states", || ops.staging(Dtype::F32, len)))
+            }
+            Some(Offload::Files(directory)) => {
+                let file = create_unlinked_file(directory)?;
+                let bytes = i64::try_from(len * size_of::<f32>()).map_err(io::Error::other)?;
+                posix_fallocate(&file, 0, bytes)?;
+                // SAFETY: the file is unlinked, so no other process changes or truncates it.
+                let map = unsafe { MmapMut::map_mut(&file) }?;
+                Storage::File { map, len }
+            }
+        };
+        Ok(StateVector { storage, busy: Event::default() })
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        self.stored().len()
+    }
+
+    /// Whether the vector has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The states for reading, after running copies have ended.
+    pub fn view(&self) -> View<'_> {
+        self.busy.synchronize();
+        self.stored()
+    }
+
+    /// The states for writing, after running copies have ended.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        self.busy.synchronize();
+        self.stored_mut()
+    }
+
+    fn stored(&self) -> View<'_> {
+        match &self.storage {
+            Storage::Memory(buf) => buf.view(),
+            Storage::File { map, len } => bytemuck::cast_slice(map)[..*len].into(),
+        }
+    }
+
+    fn stored_mut(&mut self) -> ViewMut<'_> {
+        match &mut self.storage {
+            Storage::Memory(buf) => buf.view_mut(),
+            Storage::File { map, len } => (&mut bytemuck::cast_slice_mut(map)[..*len]).into(),
+        }
+    }
+
+    /// Whether the states are stored in other memory than the backend computes in.
+    pub fn is_offloaded(&self, ops: &dyn Ops) -> bool {
+        !self.is_empty() && self.stored().is_on_host() != ops.is_host()
+    }
+
+    /// Starts to copy the states to `to` in the memory of the backend, which may be written after
+    /// `free`.
+    pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
+        let behind = [self.busy.clone(), free.clone()];
+        self.busy = ops.copy_async(to, self.stored(), &behind);
+        self.busy.clone()
+    }
+
+    /// Starts to copy updated states back to their storage.
+    pub fn start_copy_out(&mut self, ops: &dyn Ops, from: View) -> Event {
+        let behind = [self.busy.clone()];
+        self.busy = ops.copy_async(self.stored_mut(), from, &behind);
+        self.busy.clone()
+    }
+
+    /// Advises the system to read a file's states, because they are used soon.
+    pub fn advise_needed(&self) {
+        if let Storage::File { map, .. } = &self.storage {
+            // only advice: without it pages are read when they are accessed
+            let _ = map.advise(Advice::WillNeed);
+        }
+    }
+
+    /// Starts to write a file's states and removes them from this process's memory.
+    pub fn advise_unneeded(&self) {
+        if let Storage::File { map, .. } = &self.storage {
+            self.busy.synchronize();
+            // both are advice: pages that are not written now are written later
+            let _ = map.flush_async();
+            // SAFETY: pages of a shared mapping are read from the file again, so no data are lost.
+            let _ = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
+        }
+    }
+}
+
+impl Drop for StateVector {
+    fn drop(&mut self) {
+        if self.busy.synchronize_checked().is_err() {
+            // a copy may still be running, so the memory must not be freed
+            std::mem::forget(std::mem::replace(&mut self.storage, Storage::Memory(Buf::default())));
+        }
+    }
+}
+
+/// Creates a file and unlinks it.
+fn create_unlinked_file(directory: &Path) -> io::Result<File> {
+    fs::create_dir_all(directory)?;
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let path = directory.join(format!(".launch-states-{}-{number}", std::process::id()));
+    let file = File::options().read(true).write(true).create_new(true).open(&path)?;
+    fs::remove_file(&path)?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Cpu;
+
+    /// Kilobytes of resident pages of files below `directory`.
+    fn resident(directory: &Path) -> u64 {
+        let maps = fs::read_to_string("/proc/self/smaps").expect("smaps");
+        let mut is_below = false;
+        let mut sum = 0;
+        for line in maps.lines() {
+            if line.contains('-') && line.contains(' ') && !line.contains("kB") {
+                is_below = line.contains(&*directory.to_string_lossy());
+            } else if let Some(rss) = line.strip_prefix("Rss:").filter(|_| is_below) {
+                sum += rss.trim().trim_end_matches(" kB").parse::<u64>().expect("a number");
+            }
+        }
+        sum
+    }
+
+    #[test]
+    fn evicted_states_use_no_memory_and_are_read_again() {
+        let directory = tempfile::tempdir().expect("directory");
+        let mut states =
+            StateVector::zeroed(&Cpu::new(1), 1 << 20, Some(&Offload::Files(directory.path().join("new"))))
+                .expect("states");
+        assert!(
+            fs::read_dir(directory.path().join("new")).expect("directory").next().is_none(),
+            "a file remains"
+        );
+        assert!(states.view().host().iter().all(|x| *x == 0.0));
+        states.view_mut().host().iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
+        assert!(resident(directory.path()) >= 4096, "4 MiB are resident while the states are used");
+        states.advise_unneeded();
+        assert_eq!(resident(directory.path()), 0);
+        states.advise_needed();
+        assert!(states.view().host().iter().enumerate().all(|(i, x)| *x == i as f32));
+    }
+
+    #[test]
+    fn unusable_offload_directories_are_errors() {
+        let directory = tempfile::tempdir().expect("directory");
+        let file = directory.path().join("file");
+        fs::write(&file, "").expect("file");
+        let no_directory = Offload::Files(file);
+        assert!(StateVector::zeroed(&Cpu::new(1), 4, Some(&no_directory)).is_err());
+        let usable = Offload::Files(directory.path().to_owned());
+        let too_much =
+            StateVector::zeroed(&Cpu::new(1), 1 << 50, Some(&usable)).err().expect("no disk is so large");
+        assert!(matches!(too_much.raw_os_error(), Some(28 | 27)), "{too_much}");
+        assert!(fs::read_dir(directory.path()).expect("directory").count() == 1, "a file is left");
+    }
+}

@@ -1,0 +1,117 @@
+//! Updates of bf16 weights without master weights: computed in fp32 and rounded stochastically, so
+//! that updates smaller than half a bf16 step are not lost.
+use super::UnitStates;
+use crate::{
+    params::{Segment, Unit},
+    rng::{Purpose, RandomStream},
+};
+use device::{Buf, Dtype, Ops, ViewMut, ops::StochasticRounding, with_alloc_label};
+use std::ops::Range;
+
+/// The largest number of elements that are updated at a time.
+const MAX_CHUNK: usize = 1 << 22;
+
+/// Converts weights to fp32 for an update and rounds the result stochastically.
+pub(super) struct StochasticUpdate {
+    /// The key of each parameter's random numbers, by unit.
+    keys: Vec<Vec<[u32; 2]>>,
+    /// The fp32 values of the elements that are being updated.
+    chunk: Buf,
+}
+
+/// The length of the fp32 buffer for updates of these ranges of units.
+pub fn chunk_len<'a>(ranges: impl Iterator<Item = (&'a Unit, Range<usize>)>) -> usize {
+    let largest = |(unit, range): (&Unit, Range<usize>)| {
+        unit.trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
+    };
+    ranges.map(largest).max().unwrap_or(0).min(MAX_CHUNK)
+}
+
+impl StochasticUpdate {
+    pub(super) fn new(ops: &dyn Ops, seed: u64, units: &[Unit], states: &[UnitStates]) -> Self {
+        let key = |name: &str| RandomStream::new(seed, Purpose::StochasticRounding, name).key();
+        let keys = units.iter().map(|u| u.params.iter().map(|p| key(&p.name)).collect()).collect();
+        let len = chunk_len(units.iter().zip(states).map(|(unit, st)| (unit, st.range.clone())));
+        let chunk = with_alloc_label("the weights being updated", || ops.zeroed(Dtype::F32, len));
+        StochasticUpdate { keys, chunk }
+    }
+
+    /// Runs `update` on fp32 copies of consecutive chunks of `p`, the elements `seg` of unit `u`,
+    /// and rounds the results back. `update` also receives the chunk's range of `p`. `step` is the
+    /// optimizer's step.
+    fn update_in_chunks(
+        &mut self,
+        ops: &dyn Ops,
+        (u, seg): (usize, &Segment),
+        step: u64,
+        mut p: ViewMut,
+        mut update: impl FnMut(ViewMut, Range<usize>),
+    ) {
+        let (key, piece) = (self.keys[u][seg.param], self.chunk.len().max(1));
+        for from in (0..p.len()).step_by(piece) {
+            let r = from..p.len().min(from + piece);
+            let (first, len) = ((seg.elements.start + from) as u64, r.len());
+            ops.cast(self.chunk.view_mut().slice(0..len), p.slice_mut(r.clone()).into_view());
+            update(self.chunk.view_mut().slice(0..len), r.clone());
+            let draw = StochasticRounding { key, first, step };
+            ops.round_stochastically(p.slice_mut(r), self.chunk.view().slice(0..len), &draw);
+        }
+    }
+}
+
+/// Runs `update` on the fp32 values of `p`, the elements of a segment: in place, or through
+/// [`StochasticUpdate::update_in_chunks`] for bf16 weights.
+pub(super) fn in_f32(
+    rounding: &mut Option<StochasticUpdate>,
+    ops: &dyn Ops,
+    segment: (usize, &Segment),
+    step: u64,
+    p: ViewMut,
+    mut update: impl FnMut(ViewMut, Range<usize>),
+) {
+    let every_element = 0..p.len();
+    match rounding {
+        Some(rounding) => rounding.update_in_chunks(ops, segment, step, p, update),
+        None => update(p, every_element),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Cpu;
+
+    /// The elements `elements` of a tensor after adding 1/1000 to each, in chunks of this length.
+    fn updated(piece: usize, elements: Range<usize>) -> Vec<u16> {
+        let cpu = Cpu::new(2);
+        let key = RandomStream::new(3, Purpose::StochasticRounding, "w").key();
+        let mut narrow = Some(StochasticUpdate { keys: vec![vec![key]], chunk: Buf::zeroed(piece) });
+        let mut p = Buf::zeroed_as(Dtype::Bf16, elements.len());
+        let first: Vec<f32> = elements.clone().map(|i| 1.0 + (i % 50) as f32 / 64.0).collect();
+        cpu.cast(p.view_mut(), first[..].into());
+        let seg = Segment { param: 0, flat: 0..elements.len(), elements };
+        let mut seen = 0;
+        in_f32(&mut narrow, &cpu, (0, &seg), 7, p.view_mut(), |mut values, r| {
+            assert_eq!((r.start, r.len()), (seen, values.len()), "one after the other");
+            seen = r.end;
+            cpu.offset(values.reborrow(), 1e-3);
+        });
+        assert_eq!(seen, seg.flat.len());
+        p.view().halves().to_vec()
+    }
+
+    #[test]
+    fn rounding_does_not_depend_on_chunks_or_shards() {
+        let whole = updated(1000, 0..1000);
+        for piece in [1, 7, 64, 999] {
+            assert_eq!(updated(piece, 0..1000), whole, "pieces of {piece}");
+        }
+        assert_eq!([updated(64, 0..301), updated(7, 301..1000)].concat(), whole);
+        let moved = whole.iter().enumerate().filter(|(i, bits)| {
+            let before = 1.0 + (i % 50) as f32 / 64.0;
+            f32::from_bits(u32::from(**bits) << 16) != before
+        });
+        // 1/1000 is an eighth of the bf16 step of 1/128
+        assert!((70..190).contains(&moved.count()), "an eighth of the elements is rounded up");
+    }
+}

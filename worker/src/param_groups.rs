@@ -1,0 +1,237 @@
+//! Which parameters are trained, and the optimizer's parameter groups, both selected by name
+//! patterns.
+//!
+//! Each pattern must match a parameter. With low-rank adapters only the adapters are trained. A
+//! tied matrix is one parameter with two names; a pattern that matches either name selects it.
+use crate::{
+    expert_layout::{self, ExpertLayout},
+    model::{Model, Tie, lora::Lora},
+    params::Unit,
+};
+use ckpt::peft::is_adapter;
+use contract::job::{OptimizerSpec, Precision, TrainSpec};
+use diagnostic::{Diagnostic, codes};
+use globset::{Glob, GlobMatcher};
+
+const FREEZE: &str = "train.freeze";
+const TRAIN_ONLY: &str = "train.train_only";
+const GROUPS: &str = "train.optimizer.groups";
+const LORA_TARGETS: &str = "train.lora.targets";
+const PRECISION: &str = "train.precision";
+const NO_DECAY: &str = "train.optimizer.no_decay";
+/// The key that names the directory of pretrained adapters.
+pub const LORA_FROM: &str = "train.lora.from";
+
+/// Adds the job's adapters to the model, sets the precision of its matmuls, and returns its units,
+/// in which each parameter is marked as trained or frozen.
+///
+/// # Errors
+/// Every mistake in the keys that select parameters; subjects are the keys.
+pub fn trainable_units(
+    model: &mut dyn Model,
+    layout: Option<&ExpertLayout>,
+    train: &TrainSpec,
+) -> Result<Vec<Unit>, Vec<Diagnostic>> {
+    if train.precision == Precision::Fp8 {
+        model.multiply_in_fp8().map_err(|e| vec![unsupported(PRECISION, e)])?;
+    }
+    if let Some(spec) = &train.lora {
+        let lora = Lora { spec: spec.clone(), seed: train.seed };
+        let key = if spec.from.is_some() { LORA_FROM } else { LORA_TARGETS };
+        model.adapt(&lora).map_err(|e| vec![unsupported(key, e)])?;
+    }
+    model.seed(train.seed);
+    let mut units = expert_layout::all_units(model, layout);
+    mark_trained(&mut units, &model.ties(), train)?;
+    let dense_units = units.iter().filter(|u| !u.holds_experts()).count();
+    model.train(&units[..dense_units]);
+    Ok(units)
+}
+
+fn unsupported(key: &str, message: String) -> Diagnostic {
+    Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, message).with_subject(key)
+}
+
+/// Marks each parameter of the units as trained or frozen.
+///
+/// # Errors
+/// Invalid or unmatched patterns, or no trained parameter; subjects are the keys.
+pub fn mark_trained(units: &mut [Unit], ties: &[Tie], train: &TrainSpec) -> Result<(), Vec<Diagnostic>> {
+    let names = || units.iter().flat_map(|u| &u.params).map(|p| p.name.as_str());
+    let mut mistakes = Vec::new();
+    let freeze = NamePatterns::matching(FREEZE, &train.freeze, names(), ties, &mut mistakes);
+    let only = NamePatterns::matching(TRAIN_ONLY, &train.train_only, names(), ties, &mut mistakes);
+    let has_selection = !train.train_only.is_empty();
+    for unit in units.iter_mut() {
+        unit.set_trained(|name| match train.lora {
+            Some(_) => is_adapter(name),
+            None => !freeze.matches(name, ties) && (!has_selection || only.matches(name, ties)),
+        });
+    }
+    if mistakes.is_empty() && !units.iter().any(Unit::any_trained) {
+        let message = format!("`{FREEZE}` freezes every parameter; at least one must be trained");
+        let code = codes::training::NO_TRAINED_PARAMETERS;
+        mistakes.push(Diagnostic::error(code, message).with_subject(FREEZE));
+    }
+    if mistakes.is_empty() { Ok(()) } else { Err(mistakes) }
+}
+
+/// The index of the first of the model's dense units that has a trained parameter, or whose experts
+/// have one. Units below it need no gradient.
+pub fn first_trained_unit<'a>(units: impl Iterator<Item = &'a Unit>) -> usize {
+    let dense_index = |(i, u): (usize, &Unit)| u.any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
+    units.enumerate().filter_map(dense_index).min().unwrap_or(0)
+}
+
+/// The first layer that needs a backward pass. All parameters below it are frozen.
+pub fn first_backward_layer(units: &[Unit]) -> usize {
+    let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
+    first_trained_unit(units.iter()).saturating_sub(1).min(layers)
+}
+
+/// The name patterns of one key.
+struct NamePatterns(Vec<GlobMatcher>);
+
+impl NamePatterns {
+    /// Compiles the patterns; each must match one of `names`. Adds what is wrong to `mistakes`.
+    fn matching<'a>(
+        key: &'static str,
+        patterns: &[String],
+        names: impl Iterator<Item = &'a str> + Clone,
+        ties: &[Tie],
+        mistakes: &mut Vec<Diagnostic>,
+    ) -> Self {
+        let compiled = NamePatterns::compile(key, patterns, mistakes);
+        for pattern in &compiled.0 {
+            if !names.clone().any(|n| is_match(pattern, n, ties)) {
+                let examples: Vec<&str> = names.clone().take(3).collect();
+                let pattern = pattern.glob().glob();
+                let message = format!("the pattern `{pattern}` in `{key}` matches no parameter");
+                mistakes.push(
+                    Diagnostic::error(codes::training::PARAMETER_PATTERN_UNMATCHED, message)
+                        .with_subject(key)
+                        .with_field("pattern", pattern)
+                        .with_help(format!("parameter names are of the form {}", examples.join(", "))),
+                );
+            }
+        }
+        compiled
+    }
+
+    /// Compiles the patterns, which may match nothing. Adds what is wrong to `mistakes`.
+    fn compile(key: &'static str, patterns: &[String], mistakes: &mut Vec<Diagnostic>) -> Self {
+        let mut compiled = Vec::new();
+        for pattern in patterns {
+            match Glob::new(pattern) {
+                Ok(glob) => compiled.push(glob.compile_matcher()),
+                Err(e) => {
+                    let message = format!("the pattern `{pattern}` in `{key}` is not valid: {}", e.kind());
+                    mistakes.push(
+                        Diagnostic::error(codes::training::PARAMETER_PATTERN_INVALID, message)
+                            .with_subject(key)
+                            .with_field("pattern", pattern.as_str()),
+                    );
+                }
+            }
+        }
+        NamePatterns(compiled)
+    }
+
+    fn matches(&self, name: &str, ties: &[Tie]) -> bool {
+        self.0.iter().any(|p| is_match(p, name, ties))
+    }
+}
+
+fn is_match(pattern: &GlobMatcher, name: &str, ties: &[Tie]) -> bool {
+    let matches_alias = |t: &Tie| t.target == name && pattern.is_match(&t.alias);
+    pattern.is_match(name) || ties.iter().any(matches_alias)
+}
+
+/// The hyper-parameters of one parameter group.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupHyperparams {
+    /// `decay` or `no_decay`; `group 1` or `group 1 no_decay` for entry 1 of `optimizer.groups`.
+    pub name: String,
+    /// Factor of the job's learning rate.
+    pub lr_scale: f64,
+    /// The coefficients of the moving averages.
+    pub betas: (f64, f64),
+    /// The term that keeps the denominator above zero.
+    pub eps: f64,
+    /// The coefficient of momentum.
+    pub momentum: f64,
+    /// The coefficient of weight decay; 0 for parameters without it.
+    pub weight_decay: f64,
+}
+
+/// The optimizer's parameter groups. Each group has at least one trained parameter.
+pub struct ParamGroups {
+    /// The hyper-parameters of each group.
+    pub hyperparams: Vec<GroupHyperparams>,
+    /// For each unit and parameter: the index of its group (meaningless for frozen parameters).
+    pub group_of: Vec<Vec<usize>>,
+}
+
+/// Assigns each trained parameter to a group.
+///
+/// # Errors
+/// Every invalid or unmatched pattern; subjects are the keys.
+pub fn assign_groups(
+    spec: &OptimizerSpec,
+    units: &[Unit],
+    ties: &[Tie],
+) -> Result<ParamGroups, Vec<Diagnostic>> {
+    let mut mistakes = Vec::new();
+    let no_decay = NamePatterns::compile(NO_DECAY, &spec.no_decay, &mut mistakes);
+    let trained = units.iter().flat_map(Unit::trained_params).map(|p| p.name.as_str());
+    let mut rules = Vec::new();
+    for g in &spec.groups {
+        rules.push(NamePatterns::matching(GROUPS, &g.r#match, trained.clone(), ties, &mut mistakes));
+    }
+    if !mistakes.is_empty() {
+        return Err(mistakes);
+    }
+    let mut groups: Vec<GroupHyperparams> = Vec::new();
+    let mut group_of = Vec::with_capacity(units.len());
+    for unit in units {
+        let mut of_unit = Vec::with_capacity(unit.params.len());
+        for (i, p) in unit.params.iter().enumerate() {
+            let rule = rules.iter().position(|r| r.matches(&p.name, ties));
+            let hyperparams = group_hyperparams(spec, rule, no_decay.matches(&p.name, ties));
+            let group = groups.iter().position(|g| *g == hyperparams);
+            of_unit.push(group.unwrap_or(groups.len()));
+            if group.is_none() && unit.is_trained(i) {
+                groups.push(hyperparams);
+            }
+        }
+        group_of.push(of_unit);
+    }
+    Ok(ParamGroups { hyperparams: groups, group_of })
+}
+
+/// The hyper-parameters of a parameter that `rule` (an index into `optimizer.groups`) selects.
+fn group_hyperparams(spec: &OptimizerSpec, rule: Option<usize>, no_decay: bool) -> GroupHyperparams {
+    let default_decay = if no_decay { 0.0 } else { spec.weight_decay };
+    let default_name = if no_decay { "no_decay" } else { "decay" };
+    let Some((n, g)) = rule.and_then(|n| Some((n + 1, spec.groups.get(n)?))) else {
+        return GroupHyperparams {
+            name: default_name.into(),
+            lr_scale: 1.0,
+            betas: spec.betas,
+            eps: spec.eps,
+            momentum: spec.momentum,
+            weight_decay: default_decay,
+        };
+    };
+    GroupHyperparams {
+        name: match g.weight_decay {
+            None if no_decay => format!("group {n} no_decay"),
+            _ => format!("group {n}"),
+        },
+        lr_scale: g.lr.map(|lr| lr / spec.lr).or(g.lr_scale).unwrap_or(1.0),
+        betas: g.betas.unwrap_or(spec.betas),
+        eps: g.eps.unwrap_or(spec.eps),
+        momentum: g.momentum.unwrap_or(spec.momentum),
+        weight_decay: g.weight_decay.unwrap_or(default_decay),
+    }
+}

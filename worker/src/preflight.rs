@@ -1,0 +1,135 @@
+//! Checks a `train` section without running it: whether its keys fit the model and the data, and
+//! how much memory each rank will need.
+use crate::{
+    data,
+    error::data_diagnostic,
+    expert_layout::ExpertLayout,
+    gpu::library_search,
+    model::{self, Model},
+    param_groups::{self, LORA_FROM},
+    params::Unit,
+    resume::check_adapters,
+    stages::{resolve_lora, resolve_model},
+};
+use contract::{
+    job::{JobSpec, TrainSpec},
+    preflight::{Preflight, PreflightReport},
+    probe::LibraryReport,
+};
+use diagnostic::{Diagnostic, codes};
+use memory::MemoryPlan;
+use std::path::{Path, PathBuf};
+
+mod collectives;
+mod gradients;
+mod memory;
+mod parameters;
+
+/// The preflight checks of the built-in training runtime, passed to the launcher by `main`.
+pub struct TrainPreflight;
+
+impl Preflight for TrainPreflight {
+    fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<()> {
+        let search = library_search(&job.cluster.cuda_library_paths, &job.run.workdir);
+        device::cuda::check_available(&search).map_err(crate::gpu::unusable_gpu)
+    }
+
+    fn gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {
+        crate::gpu::probe_libraries(&library_search(directories, Path::new("/")))
+    }
+
+    fn check_job(&self, job: &JobSpec, world: u32, threads: u32) -> PreflightReport {
+        let mut report = PreflightReport::default();
+        if let Some(train) = &job.train {
+            check_train(job, train, world, threads, &mut report);
+        }
+        report
+    }
+}
+
+/// Adds everything that is wrong or worth a warning to the report. Checks that need the result of a
+/// failed check are skipped.
+fn check_train(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, report: &mut PreflightReport) {
+    let data = check_data(job, train, report);
+    // The model can be checked without the data, except for its vocabulary.
+    let (vocab, tokens) = data.unwrap_or((train.model.vocab_size.max(1), 0));
+    let (train, model, units) = match check_model(job, train, vocab, world) {
+        Ok(checked) => checked,
+        Err(errors) => return report.errors.extend(errors),
+    };
+    report.parameters = units.iter().map(|u| u.trained_len() as u64).sum();
+    let groups = param_groups::assign_groups(&train.optimizer, &units, &model.ties());
+    report.errors.extend(groups.err().unwrap_or_default());
+    if data.is_none() {
+        return;
+    }
+    report.warnings.extend(idle_workers(&train, world));
+    let plan = MemoryPlan {
+        job,
+        train: &train,
+        model: model.as_ref(),
+        units: &units,
+        world: world as usize,
+        threads: threads as usize,
+        tokens,
+    };
+    report.memory = (0..world).map(|rank| plan.estimate(rank)).collect();
+}
+
+/// Checks the training and evaluation data. Returns the tokenizer's vocabulary size and the number
+/// of tokens, or `None` if the training data cannot be read.
+fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) -> Option<(u32, u64)> {
+    let workdir = &job.run.workdir;
+    let estimate = data::estimate(&train.data, workdir);
+    report.errors.extend(estimate.as_ref().err().into_iter().flatten().map(data_diagnostic));
+    if let Some(eval) = train.eval.as_ref().filter(|e| !e.files.is_empty()) {
+        let errors = data::look_at_held_out(&train.data, &eval.files, workdir);
+        report.errors.extend(errors.iter().map(data_diagnostic).map(|error| match error.subject() {
+            Some("train.data.files") => error.with_subject("train.eval.files"),
+            _ => error,
+        }));
+    }
+    estimate.ok().map(|e| (e.vocab_size, e.tokens))
+}
+
+/// Builds the model with its adapters and experts for `world` ranks. Returns the train section with
+/// what the named directories add to it, the model, and all of its units.
+fn check_model(
+    job: &JobSpec,
+    train: &TrainSpec,
+    vocab: u32,
+    world: u32,
+) -> Result<(TrainSpec, Box<dyn Model>, Vec<Unit>), Vec<Diagnostic>> {
+    let one = |error: Diagnostic| vec![error];
+    let workdir = &job.run.workdir;
+    let spec = resolve_model(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
+    let mut model = model::build_with(&spec, &train.experts, train.data.seq_len).map_err(|e| {
+        let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
+        one(Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, e).with_subject(key))
+    })?;
+    let lora = train.lora.as_ref().map(|l| l.resolve_paths(workdir));
+    let train = TrainSpec { lora: resolve_lora(lora.as_ref()).map_err(one)?, ..train.clone() };
+    let layers = model.units().len() - 2;
+    let layout = ExpertLayout::new(&train.experts, model.as_ref(), layers, world as usize).map_err(one)?;
+    let units = param_groups::trainable_units(model.as_mut(), layout.as_ref(), &train)?;
+    if let Some(directory) = train.lora.as_ref().and_then(|l| l.from.as_ref()) {
+        check_adapters(directory, &units).map_err(|e| one(e.with_subject(LORA_FROM)))?;
+    }
+    Ok((train, model, units))
+}
+
+/// A warning if a step has fewer micro-batches than there are workers.
+fn idle_workers(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
+    let slots = train.batch.global / train.batch.micro;
+    (slots < world).then(|| {
+        let message = format!(
+            "a step has {slots} micro-batches (global / micro) for {world} workers; {} of them only hold shards",
+            world - slots
+        );
+        Diagnostic::warning(codes::training::BATCH_LEAVES_WORKERS_IDLE, message)
+            .with_subject("train.batch")
+            .with_field("micro_batches", slots)
+            .with_field("workers", world)
+            .with_help("raise `train.batch.global` or lower `train.batch.micro`")
+    })
+}

@@ -1,0 +1,259 @@
+//! [`MemoryPlan`]: the estimated peak memory of each rank, by purpose.
+use crate::{
+    model::Model,
+    optim::{chunk_len, muon_matrices, state_vectors},
+    param_groups::first_backward_layer,
+    params::Unit,
+    stages::weight_dtypes,
+    train::{experts, workspace::Workspace},
+    zero::{ShardingPolicy, SlotSchedule, partition::Partition},
+};
+use contract::{
+    job::{JobSpec, Precision, TrainSpec},
+    preflight::MemoryEstimate,
+};
+use device::{
+    Dtype,
+    cuda::AttentionBackend,
+    ops::{AttentionShape, FP8_COLUMNS},
+};
+
+/// Bytes of executable, allocator, thread stacks and tokenizer. A process with a tiny model takes
+/// 21 MiB; the difference is what the estimate of the operators' workspace is too high for small
+/// matmuls.
+const PROCESS_BYTES: u64 = 18 << 20;
+/// Bytes of the aligned buffers between a shard and its file while a checkpoint is written or read
+/// (`ckpt::write_shard`).
+const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
+
+/// A job whose memory is estimated.
+pub(super) struct MemoryPlan<'a> {
+    pub(super) job: &'a JobSpec,
+    pub(super) train: &'a TrainSpec,
+    pub(super) model: &'a dyn Model,
+    pub(super) units: &'a [Unit],
+    pub(super) world: usize,
+    pub(super) threads: usize,
+    /// Number of tokens of the training data.
+    pub(super) tokens: u64,
+}
+
+impl MemoryPlan<'_> {
+    /// The peak memory of one rank: of its GPU if it trains on one, otherwise of the host.
+    pub(super) fn estimate(&self, rank: u32) -> MemoryEstimate {
+        let policy = ShardingPolicy::for_job(self.train);
+        let mut parts = self.training_parts(policy, rank as usize);
+        parts.extend(match self.job.cluster.trains_on_gpus() {
+            true => self.gpu_parts(),
+            false => self.host_parts(policy, rank as usize),
+        });
+        let mut parts: Vec<(String, u64)> =
+            parts.into_iter().filter(|(_, bytes)| *bytes > 0).map(|(name, n)| (name.to_owned(), n)).collect();
+        parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
+    }
+
+    /// Number of samples and tokens of a micro-batch.
+    fn batch_shape(&self) -> (usize, usize) {
+        (self.train.batch.micro as usize, self.train.data.seq_len as usize)
+    }
+
+    /// Number of the optimizer's state vectors.
+    fn state_count(&self) -> u64 {
+        let (first, second) = state_vectors(&self.train.optimizer);
+        u64::from(first) + u64::from(second)
+    }
+
+    /// Bytes that are needed on CPUs and GPUs alike.
+    fn training_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
+        let weights = weight_dtypes(self.train);
+        let (dtype, bytes) = (weights.dtype, weights.dtype.size() as u64);
+        let sum = |lengths: Vec<usize>| lengths.iter().sum::<usize>() as u64;
+        let (shards, trained_shards) = (sum(self.shard_lengths(rank)), sum(self.trained_shard_lengths(rank)));
+        let full: u64 = self.units_of(rank).map(|u| u.len() as u64).sum();
+        let full_trained: u64 = self.units_of(rank).map(|u| u.trained_len() as u64).sum();
+        let (b, t) = self.batch_shape();
+        let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
+        let first = first_backward_layer(self.units);
+        let parameters = match policy.shard_parameters {
+            true if self.casts_on_gather(policy) => 0,
+            true => shards,
+            false => full,
+        };
+        let master_weights = match weights.has_masters() {
+            true if policy.shards_updated_params(true) => shards,
+            true => full,
+            false => 0,
+        };
+        let states = match policy.shard_optimizer {
+            _ if self.train.zero.offload.is_some() => self.offload_staging(policy, rank),
+            true => trained_shards,
+            false => full_trained,
+        };
+        let activations =
+            Workspace::buffer_bytes(self.model, layers, b, t, self.train.recompute, first, dtype);
+        vec![
+            ("parameters", bytes * parameters),
+            ("master weights", 4 * master_weights),
+            ("fp32 copy of updated weights", 4 * self.fp32_update_elements(policy, rank)),
+            ("optimizer states", 4 * self.state_count() * states),
+            ("gathered parameters", bytes * self.gathered_elements(policy, rank)),
+            ("gradients", 4 * self.gradient_elements(policy, rank)),
+            ("Muon matrices", 4 * self.muon_elements(policy, rank)),
+            ("activations", activations),
+            ("MoE activations", self.moe_activations(b * t, dtype)),
+            ("MoE collectives", self.moe_messages(policy, rank, dtype)),
+        ]
+    }
+
+    /// Bytes that are only needed on a GPU.
+    fn gpu_parts(&self) -> Vec<(&'static str, u64)> {
+        let (b, t) = self.batch_shape();
+        vec![("logits and operator workspace", self.gpu_workspace(b, t))]
+    }
+
+    /// Bytes that are only needed on CPUs.
+    fn host_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
+        let weights = weight_dtypes(self.train);
+        let (dtype, bytes) = (weights.dtype, weights.dtype.size() as u64);
+        let (b, t) = self.batch_shape();
+        let widened = if dtype == Dtype::F32 { 0 } else { self.widened_results(b, t) };
+        let shards = self.shard_lengths(rank).iter().sum::<usize>() as u64;
+        let trained_shards = self.trained_shard_lengths(rank).iter().sum::<usize>() as u64;
+        let saved = weights.updated.size() as u64 * shards + 4 * trained_shards * self.state_count();
+        let in_background = self.job.checkpoint.r#async;
+        let has_copy = in_background && self.train.zero.offload.is_none();
+        // Mapped shards of peers are unmapped before a checkpoint is written in the foreground, so
+        // the write buffers can take their place.
+        let unmapped = match self.shares_parameters() && !in_background {
+            true => bytes * self.gathered_elements(policy, rank),
+            false => 0,
+        };
+        let token_bytes = if self.model.vocab() <= 1 << 16 { 2 } else { 4 };
+        vec![
+            ("fp8 operands", bytes * self.fp8_operands(b * t)),
+            ("operator workspace", self.cpu_workspace(b, t) + widened),
+            ("collective staging buffers", self.collective_staging(policy, rank)),
+            ("updated shard in flight", bytes * self.shard_in_flight(policy, rank)),
+            ("checkpoint copy (async)", if has_copy { saved } else { 0 }),
+            ("checkpoint I/O buffers", CHECKPOINT_BUFFER_BYTES.min(saved).saturating_sub(unmapped)),
+            ("token cache (mapped)", self.tokens * token_bytes),
+            ("process", PROCESS_BYTES),
+        ]
+    }
+
+    /// Elements of bf16 weights without master weights that are updated in fp32 at a time.
+    fn fp32_update_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+        if !self.train.rounds_stochastically() {
+            return 0;
+        }
+        let updated = |u: &Unit| match policy.shard_optimizer {
+            true => Partition::new(u, self.world).range(rank),
+            false => 0..u.len(),
+        };
+        chunk_len(self.units_of(rank).map(|u| (u, updated(u)))) as u64
+    }
+
+    /// Bytes of the activation buffers of MoE layers.
+    fn moe_activations(&self, rows: usize, dtype: Dtype) -> u64 {
+        let parallel = self.train.experts.expert_parallel_size as usize;
+        experts::buffer_bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel) as u64
+    }
+
+    /// Which rank computes which sample slot.
+    pub(super) fn slot_schedule(&self, policy: ShardingPolicy) -> SlotSchedule {
+        let slots = (self.train.batch.global / self.train.batch.micro) as usize;
+        SlotSchedule { slots, world: self.world, interleaved: policy.shard_gradients }
+    }
+
+    /// The units of which `rank` has a shard.
+    pub(super) fn units_of(&self, rank: usize) -> impl DoubleEndedIterator<Item = &Unit> {
+        self.units.iter().filter(move |u| u.owners.contains(rank))
+    }
+
+    /// For each unit: number of elements of the rank's shard.
+    pub(super) fn shard_lengths(&self, rank: usize) -> Vec<usize> {
+        self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
+    }
+
+    /// For each unit: number of trained elements of the rank's shard.
+    pub(super) fn trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
+        let trained = |u: &Unit| u.trained_range(Partition::new(u, self.world).range(rank)).len();
+        self.units.iter().map(trained).collect()
+    }
+
+    /// Elements of one state vector that are in memory at once if states are offloaded: those of
+    /// one unit and of the next.
+    fn offload_staging(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+        let shards = self.trained_shard_lengths(rank);
+        let full: Vec<usize> = self.units_of(rank).map(Unit::trained_len).collect();
+        let lengths = if policy.shard_optimizer { shards } else { full };
+        if self.job.cluster.trains_on_gpus() {
+            // Each of two staging buffers has the size of the largest unit.
+            return 2 * lengths.iter().max().copied().unwrap_or(0) as u64;
+        }
+        let pairs = lengths.windows(2).map(|w| w[0] + w[1]).max();
+        pairs.or(lengths.first().copied()).unwrap_or(0) as u64
+    }
+
+    /// Elements that Muon needs to update the matrices of a unit: the directions of all matrices,
+    /// and the larger of this rank's shard of them, which is sent, and the Newton–Schulz iteration
+    /// of the largest matrix.
+    fn muon_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+        let iteration = |shape: &[usize]| {
+            let (small, large) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
+            2 * small * small + 2 * small * large
+        };
+        let of_unit = |((unit, is_muon), shard): ((&Unit, Vec<bool>), usize)| {
+            let matrices = unit.params.iter().zip(is_muon).filter(|(_, is_muon)| *is_muon);
+            let sent = if policy.shard_optimizer && self.world > 1 { shard } else { 0 };
+            let largest = matrices.map(|(p, _)| iteration(&p.shape)).max();
+            largest.map(|largest| unit.trained_len() + largest.max(sent))
+        };
+        let is_muon = muon_matrices(&self.train.optimizer, self.units);
+        let units = self.units.iter().zip(is_muon).zip(self.trained_shard_lengths(rank));
+        let owned = units.filter(|((u, _), _)| u.owners.contains(rank));
+        owned.filter_map(of_unit).max().unwrap_or(0) as u64
+    }
+
+    /// Bytes of the fp32 form of a 16-bit result that the CPU backend accumulates: of a matmul a
+    /// million elements or 256 rows, at most all; of the gradient of q, k and v all.
+    fn widened_results(&self, b: usize, t: usize) -> u64 {
+        let largest = self.model.scratch_lengths(b, t).into_iter().max().unwrap_or(0);
+        let rows = largest.div_ceil((b * t).max(1)) * 256;
+        4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.attention_width()) as u64
+    }
+
+    /// Bytes that the GPU backend needs at once: the workspace of matmuls, and the largest of a
+    /// chunk of logits with their gradients, the fp8 operands, and the workspace of cuDNN's
+    /// attention.
+    fn gpu_workspace(&self, b: usize, t: usize) -> u64 {
+        let logits = device::cuda::classifier_workspace_bytes(b * t, self.model.vocab()) as u64;
+        let attention = match crate::gpu::attention_backend(self.train) {
+            AttentionBackend::BuiltIn => 0,
+            AttentionBackend::Auto | AttentionBackend::Cudnn => {
+                let [heads, kv_heads, head_dim] = self.model.heads();
+                device::cuda::cudnn_workspace_bytes(AttentionShape::new(b, t, heads, kv_heads, head_dim))
+                    as u64
+            }
+        };
+        logits.max(self.fp8_operands(b * t)).max(attention) + device::cuda::MATMUL_WORKSPACE_BYTES as u64
+    }
+
+    /// Elements of both operands of the largest fp8 matmul, which are rounded before it.
+    fn fp8_operands(&self, rows: usize) -> u64 {
+        if self.train.precision != Precision::Fp8 {
+            return 0;
+        }
+        let padded = rows.next_multiple_of(FP8_COLUMNS);
+        let operands =
+            |(inp, out): (usize, usize)| (rows * inp.max(out) + inp * out).max(padded * (inp + out));
+        self.model.linears().into_iter().map(operands).max().unwrap_or(0) as u64
+    }
+
+    /// Bytes of tiles, packed panels and chunks of logits of the CPU backend.
+    fn cpu_workspace(&self, b: usize, t: usize) -> u64 {
+        let logits = 4 * device::cpu::classifier_rows(b * t, self.model.vocab()) * self.model.vocab();
+        (logits + (2 << 20) * (1 + self.threads)) as u64
+    }
+}

@@ -1,0 +1,161 @@
+//! Notices about what a job does differently from the one that wrote its checkpoint. The job's
+//! values apply; every difference is reported.
+use super::weight_match::list_names;
+use crate::{optim::ParamGroup, params::Unit, stages::ReadyTrainer};
+use ckpt::{Dtype, RunFacts, TensorInfo, TensorRole};
+use contract::job::{Precision, ScheduleName};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::{
+    collections::{BTreeSet, HashSet},
+    path::Path,
+};
+
+/// The checkpoint has no training state.
+pub(super) fn weights_only(path: &Path) -> String {
+    format!(
+        "{} holds only weights: the optimizer, the learning rate and the data start at step 0",
+        path.display()
+    )
+}
+
+/// fp32 weights that become the only weights in bf16, or bf16 weights that become fp32.
+pub(super) fn master_weights(ready: &ReadyTrainer, tensors: &[TensorInfo]) -> Option<String> {
+    let has_weights = |dtype| tensors.iter().any(|t| t.role == TensorRole::Weight && t.dtype == dtype);
+    let weights = ready.trainer.engine.weights();
+    match weights.updated {
+        device::Dtype::F32 if has_weights(Dtype::BF16) => Some(format!(
+            "the checkpoint has bf16 weights and no fp32 master weights: the {} start at their values",
+            if weights.has_masters() { "master weights" } else { "fp32 weights" }
+        )),
+        device::Dtype::Bf16 if has_weights(Dtype::F32) => Some(
+            "train.master_weights is false: the checkpoint's fp32 weights are rounded once, to the nearest bf16"
+                .into(),
+        ),
+        _ => None,
+    }
+}
+
+/// Parameters that are trained in only one of job and checkpoint.
+pub(super) fn frozen_parameters(
+    units: &[Unit],
+    tensors: &[TensorInfo],
+    reset_states: &HashSet<String>,
+) -> Vec<String> {
+    let mut notices = Vec::new();
+    if !reset_states.is_empty() {
+        let names: BTreeSet<&String> = reset_states.iter().collect();
+        notices.push(format!(
+            "{} parameters were frozen in the checkpoint's run; their optimizer states start at zero ({})",
+            names.len(),
+            list_names(&names.into_iter().collect::<Vec<_>>())
+        ));
+    }
+    let trained: HashSet<&str> =
+        units.iter().flat_map(Unit::trained_params).map(|p| p.name.as_str()).collect();
+    let with_states = tensors.iter().filter(|t| t.role.is_optimizer_state()).map(|t| t.name.as_str());
+    let unused: BTreeSet<&str> = with_states.filter(|name| !trained.contains(name)).collect();
+    if !unused.is_empty() {
+        notices.push(format!(
+            "{} parameters are frozen but were trained in the checkpoint's run; their optimizer states are not loaded ({})",
+            unused.len(),
+            list_names(&unused.into_iter().collect::<Vec<_>>())
+        ));
+    }
+    notices
+}
+
+/// Settings of the job that differ from those of the job that wrote the checkpoint.
+pub(super) fn job_settings(ready: &ReadyTrainer, facts: &RunFacts, data_digest: &str) -> Vec<String> {
+    let mut notices = Vec::new();
+    let train = ready.train();
+    let stored = &facts.job["train"];
+    if facts.run_seed != train.seed {
+        notices.push(format!(
+            "train.seed is {} (checkpoint: {}): the order of samples changes",
+            train.seed, facts.run_seed
+        ));
+    }
+    let stored_dropout = stored["model"]["dropout"].as_f64();
+    if stored_dropout != train.model.dropout {
+        let rate = |rate: Option<f64>| rate.map_or("not set".to_owned(), |rate| rate.to_string());
+        notices.push(format!(
+            "train.model.dropout is {} (checkpoint: {})",
+            rate(train.model.dropout),
+            rate(stored_dropout)
+        ));
+    }
+    if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data_digest) {
+        notices.push(
+            "the training data differ from the checkpoint's: the position in the data is kept, the samples are others"
+                .into(),
+        );
+    }
+    let has_masters = stored["master_weights"] != json!(false);
+    let precision = Precision::deserialize(&stored["precision"]).ok().filter(|p| *p != train.precision);
+    if let Some(precision) = precision {
+        notices.push(format!(
+            "train.precision is {} (checkpoint: {}): training resumes from the checkpoint's {} weights",
+            train.precision.name(),
+            precision.name(),
+            if has_masters { "fp32 master" } else { "bf16" }
+        ));
+    }
+    if train.schedule.name != ScheduleName::Constant
+        && let Some(steps) = stored["steps"].as_u64().filter(|s| *s != train.steps)
+    {
+        notices.push(format!(
+            "train.steps is {} (checkpoint: {steps}): the learning rate follows another schedule from now on",
+            train.steps
+        ));
+    }
+    notices.extend(expert_placement(ready, &stored["experts"]));
+    let units: Vec<_> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let stored_groups: Vec<ParamGroup> = serde_json::from_value(facts.groups.clone()).unwrap_or_default();
+    for group in &ready.trainer.optimizer.groups(&units) {
+        match stored_groups.iter().find(|stored| stored.name == group.name) {
+            Some(stored) => notices.extend(group_difference(group, stored)),
+            None => notices.push(format!("parameter group `{}` is new", group.name)),
+        }
+    }
+    notices
+}
+
+/// Another expert-parallel size or placement. `stored` is the section of the checkpoint's job.
+fn expert_placement(ready: &ReadyTrainer, stored: &Value) -> Option<String> {
+    ready.trainer.experts.as_ref()?;
+    let experts = &ready.train().experts;
+    let ours = json!({ "parallel": experts.expert_parallel_size, "placement": experts.placement });
+    let differs = ["parallel", "placement"].iter().any(|key| stored[key] != ours[key]);
+    differs.then(|| {
+        format!(
+            "experts are placed differently than in the checkpoint (expert-parallel size {}, checkpoint: {}): \
+             their weights and optimizer states are redistributed",
+            experts.expert_parallel_size, stored["parallel"]
+        )
+    })
+}
+
+fn group_difference(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
+    let fields = [
+        ("lr", ours.lr.to_string(), stored.lr.to_string()),
+        ("betas", format!("{:?}", ours.betas), format!("{:?}", stored.betas)),
+        ("eps", ours.eps.to_string(), stored.eps.to_string()),
+        ("momentum", ours.momentum.to_string(), stored.momentum.to_string()),
+        ("weight_decay", ours.weight_decay.to_string(), stored.weight_decay.to_string()),
+        ("parameters", ours.params.len().to_string(), stored.params.len().to_string()),
+    ];
+    // A checkpoint converted from another program's may not record the parameters of its groups.
+    let is_known = |name: &str| name != "parameters" || !stored.params.is_empty();
+    let changed: Vec<String> = fields
+        .iter()
+        .filter(|(name, ours, stored)| ours != stored && is_known(name))
+        .map(|(name, ours, stored)| format!("{name} {ours} (checkpoint: {stored})"))
+        .collect();
+    (!changed.is_empty()).then(|| group_notice(&ours.name, &changed))
+}
+
+/// The notice about changed hyper-parameters of one parameter group.
+pub(super) fn group_notice(group: &str, changed: &[String]) -> String {
+    format!("parameter group `{group}` resumes with {}", changed.join(", "))
+}

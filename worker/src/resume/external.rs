@@ -1,0 +1,312 @@
+//! Resumes from a checkpoint of another program: from its complete training state, or only its
+//! weights.
+use super::{
+    EventSink, ResumePoint,
+    differences::{frozen_parameters, group_notice, master_weights, weights_only},
+    first_damage,
+    weight_match::{ModelRequirements, WeightMatch, check_aliases, list_names, match_weights, model_type},
+};
+use crate::{
+    consensus::exchange_values,
+    error::{Result, unreadable_checkpoint},
+    optim::{ParamGroup, schedule::lr_at},
+    params::Unit,
+    stages::{Cursor, ReadyTrainer},
+    state::{ReadPlan, read_owned_ranges, sync_replicas},
+    train::loss_scale::LossScaleState,
+};
+use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_adapter};
+use contract::{
+    event::Event,
+    job::{JobSpec, RngPolicy},
+};
+use diagnostic::{Diagnostic, codes::training as codes};
+use serde_json::{Map, Value};
+use std::{collections::HashMap, path::Path};
+
+/// Loads the checkpoint: each rank reads its owned ranges. Collective.
+pub(super) fn load(
+    ready: &mut ReadyTrainer,
+    source: &ExternalCheckpoint,
+    path: &Path,
+    job: &JobSpec,
+    events: &mut EventSink,
+) -> Result<ResumePoint> {
+    let units: Vec<Unit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let matched = match_model(ready, source, &units, true, |_| true)?;
+    check_rng(source, job, ready)?;
+    let (cursor, mut notices) = match matched.has_optimizer_state {
+        true => restore_position(ready, source, &matched, &units)?,
+        false => (Cursor::default(), vec![weights_only(source.path())]),
+    };
+    read(ready, source, &matched, |_| true)?;
+    if matched.has_optimizer_state {
+        notices.extend(frozen_parameters(&units, &source.tensors(), &matched.reset_states));
+        notices.extend(differences(ready, source, &matched, &units, cursor.step));
+        notices.extend(restore_loss_scale(ready, source));
+    }
+    if ready.train().rounds_stochastically() {
+        notices.extend(master_weights(ready, &source.tensors()));
+    }
+    notices.extend(unused_parts(source, &matched));
+    let facts = source.facts();
+    events(Event::Resume { step: cursor.step, path: path.into(), world: facts.world, stage: facts.stage })?;
+    for message in facts.notices.iter().map(ToString::to_string).chain(notices) {
+        events(Event::Notice { rank: None, message })?;
+    }
+    Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0 })
+}
+
+/// Loads only the weights, without adapters, whatever else the checkpoint has. Collective.
+pub(super) fn load_weights(
+    ready: &mut ReadyTrainer,
+    source: &ExternalCheckpoint,
+    events: &mut EventSink,
+) -> Result<()> {
+    let units: Vec<Unit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let selects = |name: &str| !is_adapter(name);
+    let matched = match_model(ready, source, &units, false, selects)?;
+    read(ready, source, &matched, selects)?;
+    if let Some(message) = unused_buffers(&matched) {
+        events(Event::Notice { rank: None, message })?;
+    }
+    Ok(())
+}
+
+/// Matches the checkpoint to the model; rank 0 also compares tied weights. Collective.
+fn match_model(
+    ready: &ReadyTrainer,
+    source: &ExternalCheckpoint,
+    units: &[Unit],
+    with_states: bool,
+    selects: fn(&str) -> bool,
+) -> Result<WeightMatch> {
+    let model = ready.trainer.model.as_ref();
+    let family = model_type(model.hf_config()).unwrap_or_default().to_owned();
+    let optimizer = with_states.then(|| ready.trainer.optimizer.spec());
+    let required =
+        ModelRequirements { family: &family, units, ties: &model.ties(), model, optimizer, selects };
+    let matched = match_weights(source, &required)?;
+    let is_leader = ready.trainer.engine.rank() == 0;
+    let aliases = if is_leader { check_aliases(source, &matched) } else { Ok(()) };
+    exchange_values(ready.trainer.engine.queue(), aliases)?;
+    Ok(matched)
+}
+
+/// Reads the owned ranges of weights and, if the checkpoint has them, optimizer states. Collective.
+fn read(
+    ready: &mut ReadyTrainer,
+    source: &ExternalCheckpoint,
+    matched: &WeightMatch,
+    selects: fn(&str) -> bool,
+) -> Result<()> {
+    let plan = ReadPlan {
+        source,
+        renamed: &matched.renamed,
+        with_states: matched.has_optimizer_state,
+        reset_states: &matched.reset_states,
+        selects,
+    };
+    let failed = read_owned_ranges(ready, &plan).err().map(unreadable_checkpoint);
+    match first_damage(ready, failed)? {
+        Some(e) => Err(e),
+        None => sync_replicas(ready),
+    }
+}
+
+/// `resume.rng: strict` cannot be honoured if the number of ranks changes: the random states of the
+/// other ranks would be lost.
+fn check_rng(source: &ExternalCheckpoint, job: &JobSpec, ready: &ReadyTrainer) -> Result<()> {
+    let (facts, world) = (source.facts(), ready.trainer.engine.world());
+    let Some(written_by) = facts.world.filter(|w| *w as usize != world) else { return Ok(()) };
+    if job.resume.rng == RngPolicy::Strict && !facts.rng_files.is_empty() {
+        let message = format!(
+            "{} has the random states of {written_by} ranks, but {world} ranks resume; `resume.rng: strict` \
+             requires the same number",
+            source.path().display()
+        );
+        return Err(Diagnostic::error(codes::RESUME_RNG_STRICT, message)
+            .with_subject("resume.rng")
+            .with_field("checkpoint_ranks", written_by)
+            .with_field("ranks", world)
+            .with_help("set `resume.rng: reconcile`")
+            .into());
+    }
+    Ok(())
+}
+
+/// The position at which the run resumes, with notices about how it was determined. Also sets the
+/// number of updates of each parameter.
+fn restore_position(
+    ready: &mut ReadyTrainer,
+    source: &ExternalCheckpoint,
+    matched: &WeightMatch,
+    units: &[Unit],
+) -> Result<(Cursor, Vec<String>)> {
+    let facts = source.facts();
+    let path = source.path().display().to_string();
+    let invalid = |message: String| {
+        Diagnostic::error(codes::RESUME_POSITION_INVALID, message)
+            .with_subject(path.clone())
+            .with_help("resume from another checkpoint, or from its weights only (`launch ckpt gather`)")
+    };
+    let updates = |name: &str| {
+        let stored_name = matched.renamed.get(name).map_or(name, String::as_str);
+        facts.steps.get(stored_name).copied()
+    };
+    let names = || units.iter().flat_map(|u| &u.params).map(|p| p.name.as_str());
+    let step =
+        names().filter_map(updates).max().or(facts.step).ok_or_else(|| {
+            invalid(format!("{path} does not record how many steps its optimizer has done"))
+        })?;
+    let mut step_lag: HashMap<String, u64> = names()
+        .filter_map(|n| Some((n.to_owned(), step - updates(n)?)))
+        .filter(|(_, lag)| *lag > 0)
+        .collect();
+    step_lag.retain(|name, _| !matched.reset_states.contains(name));
+    let mut notices = Vec::new();
+    if !step_lag.is_empty() {
+        notices.push(format!(
+            "{} parameters have had fewer updates than the others; each keeps its own count",
+            step_lag.len()
+        ));
+    }
+    step_lag.extend(matched.reset_states.iter().map(|name| (name.clone(), step)));
+    ready.trainer.optimizer.set_step_lag(units, &step_lag);
+    let batch = ready.trainer.global_batch();
+    let (consumed_samples, reason) = match facts.samples {
+        Some(n) => (n, "recorded in the checkpoint".to_owned()),
+        None => {
+            let samples = step
+                .checked_mul(batch)
+                .ok_or_else(|| invalid(format!("{path}: step {step} is out of range")))?;
+            (samples, format!("{step} steps × {batch} samples; the checkpoint records no position"))
+        }
+    };
+    notices.push(format!("data resumes at sample {consumed_samples} in this job's order ({reason})"));
+    let tokens = consumed_samples
+        .checked_mul(u64::from(ready.train().data.seq_len))
+        .ok_or_else(|| invalid(format!("{path}: sample {consumed_samples} is out of range")))?;
+    Ok((Cursor { step, consumed_samples, tokens }, notices))
+}
+
+/// With fp16: restores the loss scale of the checkpoint, or returns a notice if it is not usable.
+fn restore_loss_scale(ready: &mut ReadyTrainer, source: &ExternalCheckpoint) -> Option<String> {
+    let LossScale { scale, steps } = source.state().loss_scale()?;
+    let restored = ready.trainer.loss_scale.restore(LossScaleState { scale, steps, skipped: 0 });
+    restored.err().map(|why| format!("the loss scale starts at its initial value: {why}"))
+}
+
+/// Notices about parts of the checkpoint that are not loaded.
+fn unused_parts(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
+    let rng = (!source.facts().rng_files.is_empty()).then(|| {
+        "the checkpoint's random states of Python and torch are not loaded: the built-in runtime's random \
+         numbers have no state"
+            .to_owned()
+    });
+    unused_buffers(matched).into_iter().chain(rng).collect()
+}
+
+fn unused_buffers(matched: &WeightMatch) -> Option<String> {
+    let has_unused = !matched.unused.is_empty();
+    has_unused.then(|| {
+        format!("buffers that the job's model does not have are ignored: {}", list_names(&matched.unused))
+    })
+}
+
+/// Notices about other hyper-parameters of the parameter groups and another learning rate.
+fn differences(
+    ready: &ReadyTrainer,
+    source: &ExternalCheckpoint,
+    matched: &WeightMatch,
+    units: &[Unit],
+    step: u64,
+) -> Vec<String> {
+    let facts = source.facts();
+    let stored_groups = &facts.groups;
+    let mut notices = Vec::new();
+    for ours in ready.trainer.optimizer.groups(units) {
+        for stored in stored_groups {
+            let is_member = |name: &String| {
+                let name = matched.renamed.get(name).unwrap_or(name);
+                // A format that does not record the members of groups has one group with all
+                // weights.
+                match stored.names.as_slice() {
+                    [] => stored_groups.len() == 1,
+                    names => names.contains(name),
+                }
+            };
+            let count = ours.params.iter().filter(|n| is_member(n)).count();
+            let changed = changed_hyperparams(&ours, &stored.hyper);
+            if count > 0 && !changed.is_empty() {
+                let scope = match count == ours.params.len() {
+                    true => String::new(),
+                    false => format!(" for {count} of its {} parameters", ours.params.len()),
+                };
+                notices.push(group_notice(&ours.name, &changed) + &scope);
+            }
+        }
+    }
+    notices.extend(learning_rate(ready, stored_groups, step));
+    // Accelerate steps a scheduler once per process, and its training scripts allow for that.
+    let per_process = facts.world.and_then(|world| step.checked_mul(world.into()));
+    let position = scheduler_position(&facts.scheduler);
+    if let Some(position) = position.filter(|p| *p != step && Some(*p) != per_process) {
+        notices.push(format!(
+            "the checkpoint's scheduler is at step {position}, its optimizer at step {step}: the learning rate is \
+             that of train.schedule at step {step}"
+        ));
+    }
+    notices
+}
+
+fn changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
+    let number = |key: &str| stored.get(key).and_then(Value::as_f64);
+    let betas = stored
+        .get("betas")
+        .and_then(Value::as_array)
+        .map(|b| b.iter().filter_map(Value::as_f64).collect::<Vec<_>>());
+    let mut changed = Vec::new();
+    for (key, value) in [("eps", ours.eps), ("momentum", ours.momentum), ("weight_decay", ours.weight_decay)]
+    {
+        if let Some(stored) = number(key).filter(|t| *t != value) {
+            changed.push(format!("{key} {value} (checkpoint: {stored})"));
+        }
+    }
+    if let Some(stored) = betas.filter(|b| b.as_slice() != [ours.betas.0, ours.betas.1]) {
+        changed.push(format!("betas {:?} (checkpoint: {stored:?})", ours.betas));
+    }
+    // Options of torch's optimizers that ours does not have, with the value it does not support.
+    let unsupported = [("amsgrad", true), ("maximize", true), ("decoupled_weight_decay", false)];
+    for (key, value) in unsupported {
+        let matters = key != "decoupled_weight_decay" || number("weight_decay") != Some(0.0);
+        if matters && stored.get(key).and_then(Value::as_bool) == Some(value) {
+            changed.push(format!("{key} {} (checkpoint: {value})", !value));
+        }
+    }
+    changed
+}
+
+/// A notice if the learning rate of the next step is not the one that every group of the checkpoint
+/// would have used.
+fn learning_rate(ready: &ReadyTrainer, stored_groups: &[ckpt::ParamGroupInfo], step: u64) -> Option<String> {
+    let train = ready.train();
+    let ours = lr_at(&train.schedule, train.optimizer.lr, train.steps, step);
+    let mut stored: Vec<f64> = stored_groups.iter().filter_map(|g| g.hyper.get("lr")?.as_f64()).collect();
+    stored.dedup();
+    let is_equal = stored.iter().all(|t| (t - ours).abs() <= 1e-9 * ours.abs().max(t.abs()));
+    (!is_equal).then(|| {
+        let stored: Vec<String> = stored.iter().map(f64::to_string).collect();
+        format!(
+            "the learning rate of the next step is {ours} by train.schedule (checkpoint: {})",
+            stored.join(", ")
+        )
+    })
+}
+
+/// The number of steps that the scheduler has counted: DeepSpeed's counts from −1, torch's from 0.
+fn scheduler_position(scheduler: &Value) -> Option<u64> {
+    let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
+    let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));
+    position.and_then(|p| u64::try_from(p).ok())
+}

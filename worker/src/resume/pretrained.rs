@@ -1,0 +1,111 @@
+//! [`PretrainedModel`]: the Hugging Face directory that `train.model.from` names, with the initial
+//! weights and the files that checkpoints keep.
+use super::{EventSink, adapters::load_adapters, external::load_weights, weight_shapes};
+use crate::{
+    consensus::exchange_values_on,
+    error::{Error, Result},
+    stages::{Cursor, ReadyTrainer, RunningTrainer},
+};
+use ckpt::{ExternalCheckpoint, OpenedCheckpoint, TensorSource, TextFile, peft::is_adapter};
+use comm::Comm;
+use diagnostic::{Category, Diagnostic, codes};
+use serde_json::Value;
+use std::path::Path;
+
+const MODEL_FROM: &str = "train.model.from";
+
+/// Starts a run at step 0, with the weights of the pretrained model or initial values. Adapters get
+/// initial values or those of `train.lora.from`. Collective.
+pub fn start_from_model(
+    mut ready: ReadyTrainer,
+    pretrained: Option<&mut PretrainedModel>,
+    events: &mut EventSink,
+) -> Result<RunningTrainer> {
+    match pretrained {
+        Some(pretrained) => {
+            ready.initialise(is_adapter);
+            pretrained.load(&mut ready, events)?;
+        }
+        None => ready.initialise(|_| true),
+    }
+    load_adapters(&mut ready)?;
+    Ok(ready.start_at(Cursor::default()))
+}
+
+/// An open model directory. Weights are read by [`PretrainedModel::load`].
+pub struct PretrainedModel {
+    source: Box<ExternalCheckpoint>,
+}
+
+impl PretrainedModel {
+    /// Opens the directory, if the job names one, and checks that all ranks see the same
+    /// configuration in it. Collective.
+    pub fn open(directory: Option<&Path>, comm: &dyn Comm) -> Result<Option<PretrainedModel>> {
+        let Some(directory) = directory else { return Ok(None) };
+        let opened = open(directory).map_err(Error::from);
+        // Keys are sorted, so equal configurations have equal texts.
+        let config = opened
+            .as_ref()
+            .map_err(Clone::clone)
+            .map(|source| Value::Object(source.hf_config().cloned().unwrap_or_default()).to_string());
+        let configs = exchange_values_on(comm, config)?;
+        let source = opened?;
+        if let Some(rank) = configs.iter().position(|config| *config != configs[0]) {
+            let message =
+                format!("rank {rank} finds another config.json in {} than rank 0", directory.display());
+            return Err(Diagnostic::error(codes::training::MODEL_DIRECTORY_DIFFERS, message)
+                .with_subject(MODEL_FROM)
+                .with_field("path", directory.display().to_string())
+                .with_field("rank", rank)
+                .with_help("copy the same model directory to every host")
+                .into());
+        }
+        Ok(Some(PretrainedModel { source }))
+    }
+
+    /// Loads the weights: each rank reads its owned ranges. Collective.
+    pub fn load(&mut self, ready: &mut ReadyTrainer, events: &mut EventSink) -> Result<()> {
+        self.source.unfuse_experts(&weight_shapes(ready));
+        load_weights(ready, &self.source, events)
+    }
+
+    /// Adds the directory's files to the tokenizer files that checkpoints keep. If the job uses the
+    /// directory's tokenizer, its files replace `texts`; otherwise only the generation settings are
+    /// added.
+    pub fn add_texts(&self, texts: &mut Vec<TextFile>) {
+        const TOKENIZER: &str = "tokenizer.json";
+        const GENERATION: &str = "generation_config.json";
+        let files = self.source.texts();
+        let tokenizer = files.iter().find(|t| t.name == TOKENIZER);
+        if tokenizer.is_some_and(|own| texts.iter().any(|t| t.name == TOKENIZER && t.text == own.text)) {
+            *texts = files.to_vec();
+        } else {
+            texts.extend(files.iter().filter(|t| t.name == GENERATION).cloned());
+        }
+    }
+}
+
+/// Opens the directory, which must be a Hugging Face directory itself.
+fn open(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
+    let invalid = |what: &str, help: String| {
+        let message = format!("{} {what}", directory.display());
+        Diagnostic::error(codes::training::MODEL_DIRECTORY_INVALID, message)
+            .with_subject(MODEL_FROM)
+            .with_field("path", directory.display().to_string())
+            .with_help(help)
+    };
+    let found = ckpt::find(directory)
+        .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject(MODEL_FROM))?;
+    match found {
+        OpenedCheckpoint::External(source) if source.path() == directory => Ok(source),
+        OpenedCheckpoint::External(source) => {
+            let help = format!("name one of them in `{MODEL_FROM}`, such as {}", source.path().display());
+            Err(invalid("contains checkpoints but no weights itself", help))
+        }
+        OpenedCheckpoint::Native(_) => {
+            let help =
+                "resume from it with `resume.from`, or write a model directory with `launch ckpt gather`";
+            Err(invalid("is a checkpoint of launch, not a model directory", help.into()))
+        }
+    }
+}

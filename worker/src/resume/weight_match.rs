@@ -1,0 +1,296 @@
+//! [`match_weights`]: which tensors of an external checkpoint fill which of the job's parameters.
+use crate::{
+    error::{Result, unreadable_checkpoint},
+    model::{Model, Tie},
+    params::Unit,
+    stages::ReadyTrainer,
+    state::{optimizer_name, state_roles},
+};
+use ckpt::{ExternalCheckpoint, ReadRequest, TensorInfo, TensorRole, TensorSource};
+use contract::job::OptimizerSpec;
+use diagnostic::{Diagnostic, codes::training as codes};
+use serde_json::{Map, Value};
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+/// Most names listed in one message.
+const MAX_LISTED: usize = 4;
+/// Elements compared at a time.
+const COMPARED_ELEMENTS: usize = 1 << 18;
+
+/// Which parts of an external checkpoint the job uses.
+#[derive(Debug, PartialEq)]
+pub(super) struct WeightMatch {
+    /// Our name of a weight → its name in the checkpoint, if it differs (for example a tied matrix
+    /// stored under its other name).
+    pub(super) renamed: HashMap<String, String>,
+    /// Whether the checkpoint has the optimizer's states; otherwise only weights are read.
+    pub(super) has_optimizer_state: bool,
+    /// Trained parameters that are frozen in the checkpoint; their states start at zero.
+    pub(super) reset_states: HashSet<String>,
+    /// Buffers that the job's model does not have.
+    pub(super) unused: Vec<String>,
+    /// Tied names that are stored in addition, with the name that each must be equal to.
+    aliases: Vec<(String, String)>,
+}
+
+/// What the job's model needs from a checkpoint.
+pub(super) struct ModelRequirements<'a> {
+    /// `model_type` of the model's `config.json`.
+    pub(super) family: &'a str,
+    pub(super) units: &'a [Unit],
+    pub(super) ties: &'a [Tie],
+    pub(super) model: &'a dyn Model,
+    /// The optimizer whose states are needed; `None` if only weights are.
+    pub(super) optimizer: Option<&'a OptimizerSpec>,
+    /// Only parameters whose names it accepts are needed.
+    pub(super) selects: fn(&str) -> bool,
+}
+
+/// `a, b, c, d and 3 more`.
+pub(super) fn list_names<S: AsRef<str>>(names: &[S]) -> String {
+    let listed: Vec<&str> = names.iter().take(MAX_LISTED).map(AsRef::as_ref).collect();
+    match names.len().saturating_sub(MAX_LISTED) {
+        0 => listed.join(", "),
+        more => format!("{} and {more} more", listed.join(", ")),
+    }
+}
+
+/// Every name under which a checkpoint may store a weight that this job trains.
+pub(super) fn trained_names(ready: &ReadyTrainer) -> HashSet<String> {
+    let (ties, model) = (ready.trainer.model.ties(), &ready.trainer.model);
+    let mut names = HashSet::new();
+    for param in ready.trainer.engine.shards.iter().flat_map(|s| s.unit.trained_params()) {
+        let alias = ties.iter().find(|t| t.target == param.name).map(|t| t.alias.clone());
+        let unprefixed = model.prefix().and_then(|prefix| param.name.strip_prefix(prefix)).map(str::to_owned);
+        names.extend([Some(param.name.clone()), alias, unprefixed].into_iter().flatten());
+    }
+    names
+}
+
+/// Matches the checkpoint's tensors to the model's parameters by name.
+///
+/// # Errors
+/// The checkpoint is of another model or optimizer, or incomplete. The message lists the first few
+/// tensors that do not match.
+pub(super) fn match_weights(
+    source: &ExternalCheckpoint,
+    required: &ModelRequirements<'_>,
+) -> Result<WeightMatch> {
+    source.require_weights().map_err(unreadable_checkpoint)?;
+    let tensors = source.tensors();
+    let stored: HashMap<(TensorRole, &str), &TensorInfo> =
+        tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect();
+    let mut matched = WeightMatch {
+        renamed: HashMap::new(),
+        has_optimizer_state: false,
+        reset_states: HashSet::new(),
+        unused: Vec::new(),
+        aliases: Vec::new(),
+    };
+    let mut mismatches = Mismatches::default();
+    let mut used = BTreeSet::new();
+    for param in required.units.iter().flat_map(|u| &u.params).filter(|p| (required.selects)(&p.name)) {
+        let name = stored_name(source, &stored, required, &param.name);
+        let Some(tensor) = name.and_then(|name| stored.get(&(TensorRole::Weight, name))) else {
+            mismatches.missing.push(param.name.clone());
+            continue;
+        };
+        if !tensor.shape.iter().copied().eq(param.shape.iter().map(|&n| n as u64)) {
+            mismatches.shapes.push(format!("{} {:?} (job: {:?})", param.name, tensor.shape, param.shape));
+        }
+        used.insert(tensor.name.as_str());
+        if tensor.name != param.name {
+            matched.renamed.insert(param.name.clone(), tensor.name.clone());
+        }
+    }
+    for tensor in tensors.iter().filter(|t| t.role == TensorRole::Weight && !used.contains(t.name.as_str())) {
+        match required.ties.iter().find(|t| t.alias == tensor.name) {
+            Some(tie) => matched.aliases.push((tensor.name.clone(), tie.target.clone())),
+            None if required.model.is_constant(&tensor.name) => matched.unused.push(tensor.name.clone()),
+            None => mismatches.extra.push(tensor.name.clone()),
+        }
+    }
+    mismatches.reject(source, required.family)?;
+    matched.unused.extend(tensors.iter().filter(|t| t.role == TensorRole::Buffer).map(|t| t.name.clone()));
+    (matched.has_optimizer_state, matched.reset_states) =
+        match_states(source, required, &matched.renamed, &stored)?;
+    Ok(matched)
+}
+
+/// The name under which the checkpoint stores our weight `name`.
+fn stored_name<'a>(
+    source: &'a ExternalCheckpoint,
+    stored: &HashMap<(TensorRole, &'a str), &'a TensorInfo>,
+    required: &ModelRequirements<'a>,
+    name: &'a str,
+) -> Option<&'a str> {
+    let is_stored = |name: &&'a str| stored.contains_key(&(TensorRole::Weight, *name));
+    let tied_in_checkpoint = source.facts().ties.iter().find(|t| t.alias == name).map(|t| t.target.as_str());
+    // A matrix that the job ties may be stored only under its alias.
+    let tied_in_job = required.ties.iter().find(|t| t.target == name).map(|t| t.alias.as_str());
+    // Names in a model that was saved without its head have no prefix.
+    let unprefixed = required.model.prefix().and_then(|prefix| name.strip_prefix(prefix));
+    [Some(name), unprefixed, tied_in_checkpoint, tied_in_job].into_iter().flatten().find(is_stored)
+}
+
+/// The `model_type` of a `config.json`.
+pub(super) fn model_type(config: &Map<String, Value>) -> Option<&str> {
+    config.get("model_type").and_then(Value::as_str)
+}
+
+/// Tensors whose names or shapes do not match.
+#[derive(Default)]
+struct Mismatches {
+    missing: Vec<String>,
+    shapes: Vec<String>,
+    extra: Vec<String>,
+}
+
+impl Mismatches {
+    /// An error if there is a mismatch.
+    fn reject(&self, source: &ExternalCheckpoint, family: &str) -> Result<()> {
+        let kinds = [
+            ("missing", &self.missing),
+            ("of another shape", &self.shapes),
+            ("not in the model", &self.extra),
+        ];
+        let mut parts: Vec<String> = kinds
+            .iter()
+            .filter(|(_, names)| !names.is_empty())
+            .map(|(kind, names)| format!("{kind}: {}", list_names(names)))
+            .collect();
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let stored_family = source.hf_config().and_then(model_type).filter(|stored| *stored != family);
+        if let Some(stored) = stored_family {
+            parts
+                .insert(0, format!("its config.json names the family {stored}, the job's model is {family}"));
+        }
+        let message = format!(
+            "{} ({}) is a checkpoint of another model than the job's; {}",
+            source.path().display(),
+            source.facts().writer,
+            parts.join("; ")
+        );
+        Err(Diagnostic::error(codes::RESUME_MODEL_MISMATCH, message)
+            .with_subject(source.path().display().to_string())
+            .with_field("missing", self.missing.clone())
+            .with_field("shapes", self.shapes.clone())
+            .with_field("extra", self.extra.clone())
+            .with_help("make `train.model` like the config.json of the checkpoint")
+            .into())
+    }
+}
+
+/// Whether the checkpoint has the optimizer's states, and the trained parameters without states
+/// because they are frozen in the checkpoint. Any other gap is an error, and so is a training state
+/// without any optimizer state.
+fn match_states(
+    source: &ExternalCheckpoint,
+    required: &ModelRequirements<'_>,
+    renamed: &HashMap<String, String>,
+    stored: &HashMap<(TensorRole, &str), &TensorInfo>,
+) -> Result<(bool, HashSet<String>)> {
+    let none = HashSet::new();
+    let Some(optimizer) = required.optimizer else { return Ok((false, none)) };
+    let (facts, roles) = (source.facts(), state_roles(optimizer));
+    let has_any = stored.keys().any(|(role, _)| role.is_optimizer_state());
+    if roles.is_empty() || (!has_any && !facts.is_training_state()) {
+        return Ok((has_any || (roles.is_empty() && facts.step.is_some()), none));
+    }
+    let (mut missing, mut frozen) = (Vec::new(), HashSet::new());
+    for param in required.units.iter().flat_map(Unit::trained_params) {
+        let name = renamed.get(&param.name).unwrap_or(&param.name);
+        let shape: Vec<u64> = param.shape.iter().map(|&n| n as u64).collect();
+        let has = |role: &TensorRole| stored.get(&(*role, name.as_str())).is_some_and(|t| t.shape == shape);
+        match roles.iter().find(|role| !has(role)) {
+            Some(_) if facts.frozen.contains(name) => {
+                frozen.insert(param.name.clone());
+            }
+            Some(role) => missing.push(format!("{role} of {}", param.name)),
+            None => {}
+        }
+    }
+    if !missing.is_empty() {
+        return Err(incomplete_state(source, &missing).into());
+    }
+    let mut stored_roles = stored.keys().map(|(role, _)| *role);
+    if let Some(role) = stored_roles.find(|r| r.is_optimizer_state() && !roles.contains(r)) {
+        let name = optimizer_name(optimizer);
+        let message =
+            format!("{} has {role}, which the optimizer {name} does not use", source.path().display());
+        return Err(Diagnostic::error(codes::RESUME_OPTIMIZER_MISMATCH, message)
+            .with_subject(source.path().display().to_string())
+            .with_field("role", role.to_string())
+            .with_field("optimizer", name)
+            .with_help("use the checkpoint's optimizer, or resume from its weights (`launch ckpt gather`)")
+            .into());
+    }
+    Ok((true, frozen))
+}
+
+fn incomplete_state(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
+    let facts = source.facts();
+    let message = format!(
+        "{} is the training state of step {}, but lacks {} optimizer states: {}",
+        source.path().display(),
+        facts.step.map_or("unknown".into(), |s| s.to_string()),
+        missing.len(),
+        list_names(missing)
+    );
+    let error = Diagnostic::error(codes::RESUME_STATE_INCOMPLETE, message)
+        .with_subject(source.path().display().to_string())
+        .with_field("missing", missing.len())
+        .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)");
+    match facts.ignored_optimizer_reason() {
+        Some(why) => error.with_help(why.to_string()),
+        None => error,
+    }
+}
+
+/// Checks that a matrix that the job ties, but the checkpoint stores twice, has the same values
+/// twice.
+pub(super) fn check_aliases(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
+    let tensors = source.tensors();
+    let elements = |name: &str| {
+        let tensor = tensors.iter().find(|t| t.role == TensorRole::Weight && t.name == name);
+        tensor.map(TensorInfo::elements)
+    };
+    for (alias, target) in &matched.aliases {
+        let target = matched.renamed.get(target).unwrap_or(target);
+        let (Some(n), Some(m)) = (elements(alias), elements(target)) else { continue };
+        if n != m || !have_equal_values(source, alias, target, n)? {
+            let message = format!(
+                "{}: {alias} and {target} have different values, but the job ties them",
+                source.path().display()
+            );
+            return Err(Diagnostic::error(codes::RESUME_TIED_WEIGHTS_DIFFER, message)
+                .with_subject(source.path().display().to_string())
+                .with_field("tensors", vec![alias.clone(), target.clone()])
+                .with_help("set `train.model.tie_word_embeddings: false`")
+                .into());
+        }
+    }
+    Ok(())
+}
+
+/// Whether two weights with `elements` elements have the same bits.
+fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u64) -> Result<bool> {
+    let (mut a_values, mut b_values) = (vec![0f32; COMPARED_ELEMENTS], vec![0f32; COMPARED_ELEMENTS]);
+    let role = TensorRole::Weight;
+    for start in (0..elements).step_by(COMPARED_ELEMENTS) {
+        let len = (elements - start).min(COMPARED_ELEMENTS as u64) as usize;
+        let (a_values, b_values) = (&mut a_values[..len], &mut b_values[..len]);
+        source
+            .read_many(&mut [
+                ReadRequest { name: a, role, start_element: start, out: a_values },
+                ReadRequest { name: b, role, start_element: start, out: b_values },
+            ])
+            .map_err(unreadable_checkpoint)?;
+        if a_values.iter().zip(b_values.iter()).any(|(x, y)| x.to_bits() != y.to_bits()) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}

@@ -1,0 +1,54 @@
+//! Writes the weights of a run's last checkpoint as a Hugging Face directory when the run is done.
+use crate::{
+    consensus::{exchange_results, values_or_abort},
+    error::{Result, unreadable_checkpoint, unwritable_checkpoint},
+    host_local::HostLocalCheckpoint,
+    save::CheckpointSaver,
+    session::Session,
+    storage_layout::StorageLayout,
+    zero::collective_queue::CollectiveQueue,
+};
+use ckpt::{Checkpoint, GatherOptions};
+use contract::event::Event;
+use std::{path::Path, sync::Arc};
+
+/// Writes the weights into `root`, on rank 0. Collective.
+pub(super) fn gather_weights(
+    session: &Session,
+    queue: &Arc<CollectiveQueue>,
+    saver: &CheckpointSaver,
+    root: &Path,
+    layout: &StorageLayout,
+) -> Result<()> {
+    let Some(path) = saver.last_checkpoint() else { return Ok(()) };
+    let result = match layout.is_shared() {
+        true if queue.comm().rank() == 0 => gather_shared(session, path, root),
+        true => Ok(()),
+        false => {
+            let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
+            if queue.comm().rank() != 0 {
+                opened.serve()?;
+                return exchange_results(queue, Ok(&())).and_then(values_or_abort).map(drop);
+            }
+            let written = write_weights(session, &opened, opened.checkpoint().facts().step, root);
+            opened.end()?;
+            written
+        }
+    };
+    exchange_results(queue, result.as_ref().map_err(Clone::clone).map(|()| &()))?;
+    result
+}
+
+fn gather_shared(session: &Session, path: &Path, root: &Path) -> Result<()> {
+    let checkpoint = Checkpoint::open(path).map_err(unreadable_checkpoint)?;
+    write_weights(session, &checkpoint, checkpoint.facts().step, root)
+}
+
+fn write_weights(session: &Session, source: &dyn ckpt::TensorSource, step: u64, root: &Path) -> Result<()> {
+    let out = root.join("weights");
+    // Adapters are small and keep their precision, so that training can resume from them.
+    let dtype = source.adapter().is_none().then_some(ckpt::Dtype::BF16);
+    let options = GatherOptions { dtype, force: true, ..GatherOptions::default() };
+    let report = ckpt::gather(source, &out, &options, &mut |_, _| {}).map_err(unwritable_checkpoint)?;
+    session.send_event(Event::Gather { step, path: out, bytes: report.bytes })
+}

@@ -1,0 +1,139 @@
+//! [`SampleSets`]: the training and evaluation samples of a run, in their order.
+use crate::{
+    consensus::exchange_values_on,
+    data::{Dataset, Order, Split, TextTokenizer},
+    error::{Error, Result},
+    model::Batch,
+    session::Session,
+    train::{
+        run::{DecodeSample, HeldOut},
+        sample::SampleRequest,
+        step::SampleSource,
+    },
+};
+use comm::Comm;
+use contract::{
+    control::WorkerInit,
+    event::Event,
+    job::{SampleSpec, TrainSpec},
+};
+use diagnostic::{Diagnostic, codes};
+
+/// A data set and the order in which the run uses its samples.
+pub(super) struct OrderedSamples {
+    data: Dataset,
+    order: Order,
+}
+
+impl SampleSource for OrderedSamples {
+    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
+        let Batch { b, tokens, labels, starts, .. } = batch;
+        self.data.fill(&self.order, first, *b, tokens, labels, starts);
+        Ok(())
+    }
+}
+
+/// The training samples and, if the job evaluates, the held-out samples.
+pub(super) struct SampleSets {
+    pub(super) train: OrderedSamples,
+    eval: Option<OrderedSamples>,
+    /// The digest of the training data.
+    pub(super) digest: String,
+}
+
+impl SampleSets {
+    /// Opens the data on all ranks. Rank 0 builds the token caches first; the others then use them.
+    /// Collective.
+    pub(super) fn open(train: &TrainSpec, init: &WorkerInit, comm: &dyn Comm) -> Result<Self> {
+        let mut opened = None;
+        for rank_0_turn in [true, false] {
+            if (init.rank == 0) == rank_0_turn {
+                opened = Some(SampleSets::read(train, init));
+            }
+            let result = match &opened {
+                Some(Err(e)) => Err(e.clone()),
+                _ => Ok(()),
+            };
+            exchange_values_on(comm, result)?;
+        }
+        let opened = opened.unwrap_or_else(|| {
+            Err(Error::new(codes::run::INTERNAL, "this rank had no turn to open the data"))
+        })?;
+        let digests = comm.all_gather_bytes(opened.digest.as_bytes())?;
+        match digests.iter().position(|d| *d != digests[0]) {
+            None => Ok(opened),
+            Some(rank) => {
+                let message = format!("rank {rank} found other training data than rank 0");
+                Err(Diagnostic::error(codes::training::DATA_DIFFERS_BETWEEN_RANKS, message)
+                    .with_subject("train.data.files")
+                    .with_field("rank", rank)
+                    .with_help("make the files the same on all hosts; no process may write to them")
+                    .with_help("check that no pattern matches files that the run itself writes")
+                    .into())
+            }
+        }
+    }
+
+    fn read(train: &TrainSpec, init: &WorkerInit) -> Result<Self> {
+        let (spec, workdir) = (&train.data, &init.workdir);
+        let data = Dataset::open(spec, None, Split::Train, workdir)?;
+        let eval = train.eval.as_ref().map(|e| {
+            let files = (!e.files.is_empty()).then_some(e.files.as_slice());
+            Dataset::open(spec, files, Split::HeldOut, workdir)
+        });
+        let eval =
+            eval.transpose()?.map(|data| OrderedSamples { order: data.order(train.seed, false), data });
+        let digest = data.digest().to_string();
+        let train = OrderedSamples { order: data.order(train.seed, spec.shuffle), data };
+        Ok(SampleSets { train, eval, digest })
+    }
+
+    /// Sends the notices of opening the data, on rank 0.
+    pub(super) fn send_notices(&self, session: &Session, is_leader: bool) -> Result<()> {
+        if !is_leader {
+            return Ok(());
+        }
+        let sets = [Some(&self.train), self.eval.as_ref()].into_iter().flatten();
+        for message in sets.flat_map(|samples| samples.data.notices()) {
+            session.send_event(Event::Notice { rank: Some(0), message: message.clone() })?;
+        }
+        Ok(())
+    }
+
+    /// What the run evaluates and generates; `None` if the job does not evaluate.
+    pub(super) fn held_out<'a>(
+        &'a self,
+        train: &'a TrainSpec,
+        tokenizer: &'a TextTokenizer,
+    ) -> Result<Option<HeldOut<'a>>> {
+        let (Some(source), Some(spec)) = (self.eval.as_ref(), train.eval.as_ref()) else { return Ok(None) };
+        let samples = u64::from(spec.samples).min(source.data.len());
+        let slots = (samples / u64::from(train.batch.micro)).max(1) as usize;
+        let sample = spec.sample.as_ref().map(|s| sample_generation(s, train.seed, tokenizer)).transpose()?;
+        Ok(Some(HeldOut { source, slots, every: spec.every, sample }))
+    }
+}
+
+/// How samples are generated after an evaluation, and how their tokens become text, which ends with
+/// the document.
+fn sample_generation<'a>(
+    spec: &'a SampleSpec,
+    seed: u64,
+    tokenizer: &'a TextTokenizer,
+) -> Result<(SampleRequest, DecodeSample<'a>)> {
+    let mut prompt = Vec::new();
+    tokenizer.encode(&spec.prompt, &mut prompt)?;
+    if prompt.is_empty() {
+        const PROMPT: &str = "train.eval.sample.prompt";
+        let message = format!("the tokenizer produces no token from `{PROMPT}`");
+        return Err(Diagnostic::error(codes::training::SAMPLE_PROMPT_EMPTY, message)
+            .with_subject(PROMPT)
+            .with_help("set another prompt")
+            .into());
+    }
+    let show = move |tokens: &[u32]| {
+        let end = tokens.iter().position(|t| *t == tokenizer.eod()).unwrap_or(tokens.len());
+        Ok((spec.prompt.clone(), tokenizer.decode(&tokens[..end])?))
+    };
+    Ok((SampleRequest::new(prompt, spec.tokens, spec.temperature, seed), Box::new(show)))
+}

@@ -1,0 +1,90 @@
+//! Reused buffers for gathered parameters and whole gradients.
+use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
+
+/// The lengths that [`resized`] allocates are multiples of this many elements.
+const GROWTH: usize = 1024;
+
+/// The first `len` elements of `buf`, which is reallocated if it is shorter. The content is
+/// unspecified.
+pub fn resized<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
+    if buf.len() < len {
+        let dtype = buf.dtype();
+        // free the old buffer first, so that both do not exist at the same time
+        *buf = ops.zeroed(dtype, 0);
+        *buf = ops.zeroed(dtype, len.next_multiple_of(GROWTH));
+    }
+    buf.view_mut().slice(0..len)
+}
+
+/// A pool of buffers of one element type and any length. The best fit is reused; a buffer is
+/// allocated when no free one is long enough.
+pub struct BufferPool {
+    dtype: Dtype,
+    /// Free buffers, each with the event after which it may be written.
+    free: Vec<(Buf, Event)>,
+}
+
+impl BufferPool {
+    /// An empty pool for elements of this type.
+    pub fn new(dtype: Dtype) -> Self {
+        BufferPool { dtype, free: Vec::new() }
+    }
+
+    /// A buffer of at least `len` elements with unspecified content.
+    pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
+        // Of several equal buffers, one whose event has completed and whose address is lowest: each
+        // step then has the same buffers, and CUDA graphs can be replayed.
+        let keys = self.free.iter().map(|(buf, mark)| {
+            let at = if mark.is_immediate() { buf.view().address() } else { u64::MAX };
+            (buf.len(), at)
+        });
+        match best_fit(keys, (len, 0)) {
+            Some(i) => {
+                let (buf, mark) = self.free.remove(i);
+                mark.stream_wait();
+                buf
+            }
+            None => ops.zeroed(self.dtype, len),
+        }
+    }
+
+    /// Returns a buffer that this thread no longer uses.
+    pub fn give(&mut self, buf: Buf) {
+        self.give_back_after(buf, Event::default());
+    }
+
+    /// Returns a buffer that another thread uses until `mark`.
+    pub fn give_back_after(&mut self, buf: Buf, mark: Event) {
+        self.free.push((buf, mark));
+    }
+}
+
+/// The decisions of a [`BufferPool`] on lengths only, for the memory estimate.
+#[derive(Default, Clone)]
+pub struct BufferPoolEstimate {
+    free: Vec<usize>,
+    /// The elements allocated so far.
+    pub allocated: usize,
+}
+
+impl BufferPoolEstimate {
+    /// The length of the buffer that a pool would return for `len` elements.
+    pub fn take(&mut self, len: usize) -> usize {
+        match best_fit(self.free.iter().copied(), len) {
+            Some(i) => self.free.swap_remove(i),
+            None => {
+                self.allocated += len;
+                len
+            }
+        }
+    }
+
+    /// Returns a buffer of this length.
+    pub fn give(&mut self, len: usize) {
+        self.free.push(len);
+    }
+}
+
+fn best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
+    free.enumerate().filter(|&(_, n)| n >= least).min_by_key(|&(_, n)| n).map(|(i, _)| i)
+}

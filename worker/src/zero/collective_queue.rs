@@ -1,0 +1,158 @@
+//! The communication thread, which runs collectives in the order of their submission while the
+//! caller computes.
+//!
+//! Every rank submits the same collectives in the same order; one thread and one queue keep that
+//! order. On a GPU the thread has a separate stream. A collective waits there for the caller's
+//! earlier work, and the caller's work after [`PendingCollective::wait`] waits for the collective.
+use comm::{Comm, CommError, Result};
+use device::{
+    Ops,
+    storage::{Event, panic_message},
+};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
+    mpsc,
+};
+use std::{thread::JoinHandle, time::Instant};
+
+/// The largest number of queued collectives; submitting more blocks the caller.
+const QUEUE_LIMIT: usize = 64;
+
+type Job = Box<dyn FnOnce(&dyn Comm) + Send>;
+
+/// Submits collectives to the communication thread. With one rank they run on the caller's thread.
+pub struct CollectiveQueue {
+    comm: Arc<dyn Comm>,
+    ops: Arc<dyn Ops>,
+    waits: Arc<ExposedWaits>,
+    jobs: Option<mpsc::SyncSender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A submitted collective whose result has not been taken yet.
+pub struct PendingCollective<T> {
+    result: mpsc::Receiver<Result<(T, Event)>>,
+    /// `None` when the collective ran on the caller's thread.
+    waits: Option<Arc<ExposedWaits>>,
+}
+
+impl<T> PendingCollective<T> {
+    /// Waits for the result. On a GPU the collective may still be running; work that this thread
+    /// submits afterwards is ordered behind it.
+    pub fn wait(self) -> Result<T> {
+        let ended = |_| Err(CommError::Io("the communication thread ended".into()));
+        let began = Instant::now();
+        let (result, done) = self.result.recv().unwrap_or_else(ended)?;
+        self.waits.iter().for_each(|waits| waits.count(began, &done));
+        Ok(result)
+    }
+}
+
+/// The time in which computation waited for collectives.
+struct ExposedWaits {
+    ops: Arc<dyn Ops>,
+    /// Counted here when operations are synchronous; otherwise the backend counts.
+    host_nanoseconds: AtomicU64,
+}
+
+impl ExposedWaits {
+    fn count(&self, began: Instant, done: &Event) {
+        self.ops.wait_event_timed(done);
+        if self.ops.is_host() {
+            self.host_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
+        }
+    }
+}
+
+impl CollectiveQueue {
+    /// Seconds since the previous call in which computation waited for collectives: communication
+    /// that is not overlapped.
+    pub fn take_exposed_seconds(&self) -> f64 {
+        self.waits.host_nanoseconds.swap(0, Relaxed) as f64 / 1e9 + self.ops.stall_seconds()
+    }
+
+    /// Starts the communication thread, except with a single rank.
+    pub fn new(comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> std::io::Result<Self> {
+        let waits = Arc::new(ExposedWaits { ops: ops.clone(), host_nanoseconds: AtomicU64::new(0) });
+        if comm.world() == 1 {
+            return Ok(CollectiveQueue { comm, ops, waits, jobs: None, thread: None });
+        }
+        let (jobs, todo) = mpsc::sync_channel::<Job>(QUEUE_LIMIT);
+        let (thread_comm, streams) = (comm.clone(), ops.clone());
+        let work = move || {
+            let comm = thread_comm.as_ref();
+            // The stream is synchronized when the closure returns; peers must be aborted before
+            // that.
+            let run_jobs = || {
+                streams.with_separate_stream(&mut || {
+                    todo.iter().all(|job| run_or_abort(comm, || job(comm)));
+                });
+            };
+            run_or_abort(comm, run_jobs);
+        };
+        let thread = std::thread::Builder::new().name("comm".into()).spawn(work)?;
+        Ok(CollectiveQueue { comm, ops, waits, jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    /// The communicator, for the methods that any thread may call (rank, world, abort).
+    pub fn comm(&self) -> &Arc<dyn Comm> {
+        &self.comm
+    }
+
+    /// Runs `f` after all earlier submissions and after this thread's earlier work.
+    pub fn submit<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
+    ) -> PendingCollective<T> {
+        let (done, result) = mpsc::sync_channel(1);
+        // without a communication thread no event is needed
+        let mark = |ops: &dyn Ops, two: bool| if two { ops.record_event() } else { Event::default() };
+        let (ops, two) = (self.ops.clone(), self.jobs.is_some());
+        let before = mark(ops.as_ref(), two);
+        let job: Job = Box::new(move |comm| {
+            let run = || {
+                before.stream_wait();
+                let result = f(comm)?;
+                Ok((result, mark(ops.as_ref(), two)))
+            };
+            // the caller may have dropped its `PendingCollective` after another error
+            let panic = match catch_unwind(AssertUnwindSafe(run)) {
+                Ok(result) => return drop(done.send(result)),
+                Err(panic) => panic,
+            };
+            drop(done.send(Err(CommError::Io(panic_message(panic.as_ref())))));
+            resume_unwind(panic);
+        });
+        match &self.jobs {
+            // sending fails only when the thread has ended; `wait` then returns the error
+            Some(jobs) => drop(jobs.send(job)),
+            None => job(self.comm.as_ref()),
+        }
+        PendingCollective { result, waits: two.then(|| self.waits.clone()) }
+    }
+
+    /// Runs `f` after all earlier submissions and waits for its result.
+    pub fn run<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.submit(f).wait()
+    }
+}
+
+/// Runs `f`; when it panics, aborts the collectives of all peers. Returns whether `f` completed.
+fn run_or_abort(comm: &dyn Comm, f: impl FnOnce()) -> bool {
+    catch_unwind(AssertUnwindSafe(f)).map_err(|panic| comm.abort(&panic_message(panic.as_ref()))).is_ok()
+}
+
+impl Drop for CollectiveQueue {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(t) = self.thread.take() {
+            // the caller has already received the error of a job that panicked
+            let _ = t.join();
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Collectives for units that only some ranks owned, such as experts. Each is one `all_to_all` of
+//! every rank, in which the other ranks send and receive nothing, so that all ranks have the same
+//! schedule.
+use super::{
+    SlotSchedule,
+    buffer_pool::resized,
+    partition::Partition,
+    slot_sums::{SlotRun, SlotSums, merged_runs, peak_buffers},
+};
+use crate::params::{OwnerRanks, Unit};
+use comm::{Comm, Result};
+use device::{Buf, Dtype, Ops, View, ViewMut};
+use std::ops::Range;
+
+/// Send and receive buffers that all collectives of this module reuse.
+#[derive(Default)]
+pub(super) struct ExchangeBuffers {
+    sent: Buf,
+    /// The send buffer for 16-bit elements.
+    sent_rounded: Buf,
+    received: Buf,
+    /// A copy of the owned shard of a vector that is gathered in place.
+    owned: Buf,
+}
+
+impl ExchangeBuffers {
+    fn sent(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
+        if dtype == Dtype::F32 {
+            return resized(ops, &mut self.sent, len);
+        }
+        resized(ops, with_dtype(ops, &mut self.sent_rounded, dtype), len)
+    }
+
+    /// A buffer that begins with a copy of `owned`; [`ExchangeBuffers::return_copy`] takes it back.
+    /// It is reused because the allocator would keep several buffers if each unit allocated one.
+    pub(super) fn take_copy(&mut self, ops: &dyn Ops, owned: View) -> Buf {
+        let mut room = std::mem::take(&mut self.owned);
+        ops.copy(resized(ops, with_dtype(ops, &mut room, owned.dtype()), owned.len()), owned);
+        room
+    }
+
+    pub(super) fn return_copy(&mut self, copy: Buf) {
+        self.owned = copy;
+    }
+}
+
+/// `buf`, replaced by an empty buffer of this backend and `dtype` unless it already is one.
+fn with_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
+    if buf.is_empty() || buf.dtype() != dtype {
+        *buf = ops.zeroed(dtype, 0);
+    }
+    buf
+}
+
+/// The elements of [`ExchangeBuffers`] that a unit needs, for the memory estimate: sent by a gather
+/// of its parameters, sent by a reduction of its gradients, and received by that reduction. This
+/// rank owns `owned` elements of the unit, of which `own_trained` are trained.
+pub fn exchange_lengths(
+    unit: &Unit,
+    slots: &SlotSchedule,
+    rank: usize,
+    (owned, own_trained): (usize, usize),
+) -> (usize, usize, usize) {
+    if unit.owners.includes_all() || !unit.owners.contains(rank) {
+        return (0, 0, 0);
+    }
+    let owners = unit.owners.count_below(slots.world);
+    let most = |of: &dyn Fn(usize) -> usize| (0..slots.rounds()).map(of).max().unwrap_or(0);
+    let sent = most(&|round| runs_of_group(slots, unit.owners, rank, round).len());
+    let ranks = || (0..slots.world).filter(|&r| unit.owners.contains(r));
+    let received = most(&|round| ranks().map(|r| runs_of_group(slots, unit.owners, r, round).len()).sum());
+    let gathered = if owners > 1 { owners * owned } else { 0 };
+    (gathered, sent * unit.trained_len(), received * own_trained)
+}
+
+/// Gathers the owners' shards of a unit into `whole` on its owners. Every rank takes part. On ranks
+/// that do not owned the unit, `owned` and `whole` are empty.
+pub(super) fn gather_from_owners(
+    comm: &dyn Comm,
+    ops: &dyn Ops,
+    messages: &mut ExchangeBuffers,
+    owners: OwnerRanks,
+    parts: &[usize],
+    whole: ViewMut,
+    owned: View,
+) -> Result<()> {
+    if owners.includes_all() {
+        return comm.all_gather(whole, owned, parts);
+    }
+    let world = comm.world();
+    let mine = owners.contains(comm.rank());
+    let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
+        (0..world).map(|r| if mine && owners.contains(r) { counts(r) } else { 0 }).collect()
+    };
+    let (sent, received) = (only(&|_| owned.len()), only(&|r| parts[r]));
+    let mut send = messages.sent(ops, owned.dtype(), sent.iter().sum());
+    for copy in 0..send.len().checked_div(owned.len()).unwrap_or(0) {
+        ops.copy(send.slice_mut(copy * owned.len()..(copy + 1) * owned.len()), owned);
+    }
+    comm.all_to_all(whole, &received, send.as_view(), &sent)
+}
+
+/// The slots that the group of `rank` computes in `round`.
+fn slots_of_group(slots: &SlotSchedule, owners: OwnerRanks, rank: usize, round: usize) -> Range<usize> {
+    let first = rank / owners.stride * owners.stride;
+    let dealt: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
+    dealt.first().map_or(0..0, |&a| a..a + dealt.len())
+}
+
+/// The runs of slots that the group of `rank` computes in `round`, merged as far as possible.
+pub(super) fn runs_of_group(
+    slots: &SlotSchedule,
+    owners: OwnerRanks,
+    rank: usize,
+    round: usize,
+) -> Vec<SlotRun> {
+    merged_runs(slots_of_group(slots, owners, rank, round))
+}
+
+/// The largest number of buffers in which the group of `rank` sums a unit's gradients over the
+/// slots of a round, for the memory estimate.
+pub fn group_peak_buffers(slots: &SlotSchedule, owners: OwnerRanks, rank: usize) -> usize {
+    let buffers_in_round =
+        |round| peak_buffers(slots_of_group(slots, owners, rank, round).map(SlotRun::slot), true);
+    (0..slots.rounds()).map(buffers_in_round).max().unwrap_or(0)
+}
+
+/// The largest number of buffers in which an owner sums a unit's gradients during a step, for the
+/// memory estimate.
+pub fn owner_peak_buffers(slots: &SlotSchedule, owners: OwnerRanks) -> usize {
+    let ranks = || (0..slots.world).filter(|&r| owners.contains(r));
+    let runs = (0..slots.rounds())
+        .flat_map(|round| ranks().flat_map(move |r| runs_of_group(slots, owners, r, round)));
+    peak_buffers(runs, false)
+}
+
+/// Sends each owner its shard of every owner's partial sums; `sink` receives them in the order of
+/// the slots.
+pub(super) fn exchange_runs(
+    comm: &dyn Comm,
+    ops: &dyn Ops,
+    messages: &mut ExchangeBuffers,
+    (unit, part): (&Unit, &Partition),
+    slots: &SlotSchedule,
+    round: usize,
+    runs: &SlotSums,
+    sink: &mut dyn FnMut(SlotRun, View),
+) -> Result<()> {
+    let (owners, world, me) = (unit.owners, comm.world(), comm.rank());
+    let parts: Vec<_> = (0..world).map(|r| unit.trained_range(part.range(r))).collect();
+    let owned = parts[me].len();
+    let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
+    let theirs: Vec<Vec<SlotRun>> = (0..world)
+        .map(|r| if owners.contains(r) { runs_of_group(slots, owners, r, round) } else { Vec::new() })
+        .collect();
+    let sent: Vec<usize> = parts.iter().map(|p| p.len() * kept.len()).collect();
+    let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * owned).collect();
+    messages.sent(ops, Dtype::F32, sent.iter().sum());
+    let ExchangeBuffers { sent: send, received: room, .. } = messages;
+    let (mut send, mut room) =
+        (send.view_mut().slice(0..sent.iter().sum()), resized(ops, room, received.iter().sum()));
+    let mut end = 0;
+    for part in parts {
+        for v in &kept {
+            let part = v.slice(part.clone());
+            end += part.len();
+            ops.copy(send.slice_mut(end - part.len()..end), part);
+        }
+    }
+    comm.all_to_all(room.reborrow(), &received, send.as_view(), &sent)?;
+    let mut at = 0;
+    for run in theirs.into_iter().flatten() {
+        sink(run, room.as_view().slice(at..at + owned));
+        at += owned;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The buffers of a group and of an owner, for a step of `slots` on four ranks of which every
+    /// `stride`-th owns the unit.
+    fn peak_buffers_of(slots: usize, stride: usize) -> (usize, usize) {
+        let (slots, owners) =
+            (SlotSchedule { slots, world: 4, interleaved: true }, OwnerRanks { first: 0, stride });
+        (group_peak_buffers(&slots, owners, 0), owner_peak_buffers(&slots, owners))
+    }
+
+    #[test]
+    fn sums_of_a_group_save_buffers_at_the_owner() {
+        assert_eq!(peak_buffers_of(4, 1), (1, 2));
+        assert_eq!(peak_buffers_of(4, 2), (2, 1));
+        assert_eq!(peak_buffers_of(4, 4), (3, 1));
+        // two rounds: the sum of the first waits for the sum of the second
+        assert_eq!(peak_buffers_of(8, 1), (1, 3));
+        assert_eq!(peak_buffers_of(8, 2), (2, 2));
+        assert_eq!(peak_buffers_of(8, 4), (3, 1));
+        // one slot for four ranks
+        assert_eq!(peak_buffers_of(1, 4), (1, 1));
+    }
+}

@@ -1,0 +1,282 @@
+//! The fixed-order sum over sample slots: a binary tree over `0..slots` whose shape does not depend
+//! on which rank computes which slot.
+//!
+//! A partial sum covers an aligned run of slots whose length is a power of two. Partial sums are
+//! pushed in the order of the slots, and two siblings merge immediately, so at most log₂(slots) + 1
+//! are kept. [`SlotSums::finish`] adds the remaining ones from the right. Pushing single slots or
+//! merged runs gives the same bits.
+//!
+//! [`SlotSums::in_arrival_order`] keeps a single vector instead, to which each following run is
+//! added. Its bits depend on how slots were distributed over ranks.
+use device::{Buf, Dtype, Ops, View};
+
+/// An aligned run of slots: `len` is a power of two, and `start` is a multiple of `len`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotRun {
+    /// First slot.
+    pub start: usize,
+    /// Number of slots.
+    pub len: usize,
+}
+
+impl SlotRun {
+    /// The run of one slot.
+    pub fn slot(start: usize) -> Self {
+        SlotRun { start, len: 1 }
+    }
+
+    /// The parent run when `self` (left) and `right` are siblings.
+    pub fn merge(self, right: SlotRun) -> Option<SlotRun> {
+        let siblings = self.len == right.len
+            && self.start.is_multiple_of(2 * self.len)
+            && right.start == self.start + self.len;
+        siblings.then_some(SlotRun { start: self.start, len: 2 * self.len })
+    }
+
+    /// The run that covers `self` and `right`, if `right` begins where `self` ends.
+    fn followed_by(self, right: SlotRun) -> Option<SlotRun> {
+        let len = self.len + right.len;
+        (right.start == self.start + self.len).then_some(SlotRun { start: self.start, len })
+    }
+}
+
+/// The merged runs that remain after pushing the slots of `range` one by one.
+pub fn merged_runs(range: std::ops::Range<usize>) -> Vec<SlotRun> {
+    let mut kept = Vec::new();
+    range.for_each(|s| push_merging(&mut kept, SlotRun::slot(s)));
+    kept
+}
+
+/// Pushes `top` onto the kept runs and merges siblings as far as possible.
+fn push_merging(kept: &mut Vec<SlotRun>, mut top: SlotRun) {
+    while let Some(merged) = kept.last().and_then(|left| left.merge(top)) {
+        kept.pop();
+        top = merged;
+    }
+    kept.push(top);
+}
+
+/// The sum of vectors of one length over sample slots, as partial sums that wait for their
+/// siblings.
+pub struct SlotSums {
+    len: usize,
+    in_arrival_order: bool,
+    stack: Vec<(SlotRun, Buf)>,
+    free_buffers: Vec<Buf>,
+}
+
+impl SlotSums {
+    /// An empty fixed-order sum of vectors with `len` elements.
+    pub fn new(len: usize) -> Self {
+        SlotSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
+    }
+
+    /// An empty sum in which each vector is added to the previous ones when it is pushed.
+    pub fn in_arrival_order(len: usize) -> Self {
+        SlotSums { in_arrival_order: true, ..SlotSums::new(len) }
+    }
+
+    /// The run of the last partial sum and `right` together, if they are added now.
+    fn next_run(&self, right: SlotRun) -> Option<SlotRun> {
+        let (left, _) = self.stack.last()?;
+        if self.in_arrival_order { left.followed_by(right) } else { left.merge(right) }
+    }
+
+    /// The number of elements of a vector.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no partial sum is kept.
+    pub fn is_empty(&self) -> bool {
+        self.stack.is_empty()
+    }
+
+    /// A buffer with unspecified content for [`SlotSums::push_owned`]. The free buffer with the
+    /// lowest address is used, so that each step has the same buffers and CUDA graphs can be
+    /// replayed.
+    pub fn take_buffer(&mut self, ops: &dyn Ops) -> Buf {
+        let first = (0..self.free_buffers.len()).min_by_key(|i| self.free_buffers[*i].view().address());
+        first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free_buffers.swap_remove(i))
+    }
+
+    /// Adds the sum of `run` from a borrowed vector, directly into its left sibling if that is the
+    /// last.
+    pub fn push(&mut self, ops: &dyn Ops, run: SlotRun, x: View) {
+        assert_eq!(x.len(), self.len, "partial of another length");
+        match self.next_run(run) {
+            Some(merged) => {
+                let (_, mut sum) = self.stack.pop().expect("just seen");
+                ops.add(sum.view_mut(), x);
+                self.push_owned(ops, merged, sum);
+            }
+            None => {
+                let mut buf = self.take_buffer(ops);
+                ops.copy(buf.view_mut(), x);
+                self.stack.push((run, buf));
+            }
+        }
+    }
+
+    /// Adds the sum of `run` and takes its buffer.
+    pub fn push_owned(&mut self, ops: &dyn Ops, mut run: SlotRun, mut sum: Buf) {
+        assert_eq!(sum.len(), self.len, "partial of another length");
+        while let Some(merged) = self.next_run(run) {
+            let (_, mut left) = self.stack.pop().expect("just seen");
+            ops.add(left.view_mut(), sum.view());
+            self.free_buffers.push(std::mem::replace(&mut sum, left));
+            run = merged;
+        }
+        self.stack.push((run, sum));
+    }
+
+    /// The partial sums in the order of their slots.
+    pub fn partials(&self) -> impl Iterator<Item = (SlotRun, View<'_>)> {
+        self.stack.iter().map(|(r, b)| (*r, b.view()))
+    }
+
+    /// The sum of all pushed vectors, or `None` when no vector was pushed. No partial sum is kept.
+    pub fn finish(&mut self, ops: &dyn Ops) -> Option<Buf> {
+        let (_, mut sum) = self.stack.pop()?;
+        while let Some((_, mut left)) = self.stack.pop() {
+            ops.add(left.view_mut(), sum.view());
+            self.free_buffers.push(std::mem::replace(&mut sum, left));
+        }
+        Some(sum)
+    }
+
+    /// Discards the partial sums and keeps their buffers.
+    pub fn clear(&mut self) {
+        self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
+    }
+
+    /// Gives a buffer that [`FoldStack::finish`] returned back for reuse.
+    pub fn recycle(&mut self, buf: Buf) {
+        if buf.len() == self.len {
+            self.free_buffers.push(buf);
+        }
+    }
+}
+
+/// The fixed-order sum of one number per slot, such as losses.
+pub fn sum_by_slot(slots: &[f64]) -> f64 {
+    let mut stack: Vec<(SlotRun, f64)> = Vec::new();
+    for (s, &x) in slots.iter().enumerate() {
+        let mut top = (SlotRun::slot(s), x);
+        while let Some(merged) = stack.last().and_then(|(left, _)| left.merge(top.0)) {
+            let (_, left) = stack.pop().expect("just seen");
+            top = (merged, left + top.1);
+        }
+        stack.push(top);
+    }
+    let mut sum = match stack.pop() {
+        Some((_, x)) => x,
+        None => return 0.0,
+    };
+    while let Some((_, left)) = stack.pop() {
+        sum += left;
+    }
+    sum
+}
+
+/// The largest number of buffers in use while `runs` are summed: the partial sums and the next run.
+///
+/// With `owned` ([`SlotSums::push_owned`]) every run has a buffer. Otherwise ([`SlotSums::push`]) a
+/// run whose left sibling is the last partial sum needs none.
+pub fn peak_buffers(runs: impl IntoIterator<Item = SlotRun>, owned: bool) -> usize {
+    let (mut kept, mut most) = (Vec::<SlotRun>::new(), 0);
+    for run in runs {
+        if owned || kept.last().and_then(|left| left.merge(run)).is_none() {
+            most = most.max(kept.len() + 1);
+        }
+        push_merging(&mut kept, run);
+    }
+    most
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Cpu;
+    use proptest::prelude::*;
+
+    /// The definition, by recursion: the largest power of two below `n` goes left.
+    fn twin(x: &[f64]) -> f64 {
+        match x.len() {
+            0 => 0.0,
+            1 => x[0],
+            n => {
+                let left = n.next_power_of_two() / 2;
+                twin(&x[..left]) + twin(&x[left..])
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_sum_is_the_tree_however_partials_arrive(x in prop::collection::vec(-1e6f32..1e6, 1..40), cuts in prop::collection::vec(0usize..40, 0..6)) {
+            let ops = Cpu::new(1);
+            let one = |v: f32| Buf::from_slice(&[v]);
+            let mut whole = SlotSums::new(1);
+            for (s, &v) in x.iter().enumerate() {
+                whole.push(&ops, SlotRun::slot(s), one(v).view());
+            }
+            let expected = whole.finish(&ops).unwrap().host()[0];
+            // Each rank folds a contiguous run by itself and sends what is left.
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c % x.len()).chain([0, x.len()]).collect();
+            cuts.sort_unstable();
+            let mut owner = SlotSums::new(1);
+            for w in cuts.windows(2) {
+                let mut rank = SlotSums::new(1);
+                for (s, &v) in x.iter().enumerate().take(w[1]).skip(w[0]) {
+                    rank.push_owned(&ops, SlotRun::slot(s), one(v));
+                }
+                let runs: Vec<SlotRun> = rank.partials().map(|(r, _)| r).collect();
+                prop_assert_eq!(runs, merged_runs(w[0]..w[1]));
+                for (run, v) in rank.partials() {
+                    owner.push(&ops, run, v);
+                }
+            }
+            prop_assert_eq!(owner.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+        }
+
+        #[test]
+        fn in_order_each_is_added_to_those_before(x in prop::collection::vec(-1e6f32..1e6, 1..40)) {
+            let ops = Cpu::new(1);
+            let mut sum = SlotSums::in_arrival_order(1);
+            for (s, &v) in x.iter().enumerate() {
+                let one = Buf::from_slice(&[v]);
+                if s % 3 == 0 { sum.push_owned(&ops, SlotRun::slot(s), one) } else { sum.push(&ops, SlotRun::slot(s), one.view()) }
+                prop_assert_eq!(sum.partials().map(|(run, _)| run).collect::<Vec<_>>(), [SlotRun { start: 0, len: s + 1 }]);
+            }
+            let expected = x.iter().copied().reduce(|a, b| a + b).unwrap();
+            prop_assert_eq!(sum.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+        }
+
+        #[test]
+        fn numbers_are_summed_by_the_same_tree(x in prop::collection::vec(-1e6f64..1e6, 0..40)) {
+            prop_assert_eq!(sum_by_slot(&x).to_bits(), twin(&x).to_bits());
+        }
+    }
+
+    #[test]
+    fn no_more_buffers_than_announced_and_none_is_lost() {
+        let ops = Cpu::new(1);
+        for slots in 1..40 {
+            let (mut pushed, mut owned) = (SlotSums::new(1), SlotSums::new(1));
+            for _ in 0..3 {
+                for s in 0..slots {
+                    pushed.push(&ops, SlotRun::slot(s), Buf::zeroed(1).view());
+                    let leaf = owned.take_buffer(&ops);
+                    owned.push_owned(&ops, SlotRun::slot(s), leaf);
+                }
+                for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
+                    let sum = stack.finish(&ops).unwrap();
+                    stack.recycle(sum);
+                    let announced = peak_buffers((0..slots).map(SlotRun::slot), direct);
+                    assert_eq!(stack.free_buffers.len(), announced, "{slots} slots, owned: {direct}");
+                }
+            }
+        }
+    }
+}
