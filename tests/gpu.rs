@@ -105,13 +105,13 @@ fn the_order_of_threads_changes_nothing() {
 fn what_is_wrong_with_a_card_is_said() {
     for (told, code, part) in [
         (("EMULATED_GPU_COUNT", "0"), 3, "cuInit failed: CUDA_ERROR_NO_DEVICE"),
-        (("EMULATED_GPU_VERSION", "11080"), 3, "implements CUDA 11.8; needed: CUDA 12.0 or newer"),
+        (("EMULATED_GPU_VERSION", "11080"), 3, "is a driver for CUDA 11.8, but CUDA 12.0 or newer is required"),
         (
             ("EMULATED_GPU_VERSION", "12080"),
             3,
-            "libnvrtc.so.13 is of a newer CUDA than the driver, which implements 12",
+            "libnvrtc.so.13 needs a newer driver than this one, which implements CUDA 12",
         ),
-        (("NVRTC_FAILS", "1"), 1, "the kernels of flat.cu don't compile"),
+        (("NVRTC_FAILS", "1"), 1, "cannot compile the kernels of flat.cu"),
         (
             ("EMULATED_GPU_FAILS", "cuModuleLoadData:2"),
             1,
@@ -252,7 +252,7 @@ fn a_job_may_use_graphs() {
     assert_eq!(ran(&["train.cuda_graphs=true"], none), (losses.clone(), said));
     let (failing, said) = ran(&["train.cuda_graphs=true"], ("EMULATED_GPU_FAILS", "cuGraphInstantiate:1"));
     assert_eq!(failing, losses);
-    let why = "CUDA graphs are off, and everything goes on without them: cuGraphInstantiate failed";
+    let why = "CUDA graphs are off and training continues without them; cuGraphInstantiate failed";
     assert!(said.len() == 1 && said[0].starts_with(why), "{said:?}");
     let (all, said) = ran(&["train.steps=32"], none);
     assert_eq!(all.len(), 32);
@@ -304,17 +304,17 @@ fn a_job_may_have_cudnns_attention() {
     );
     let (either, said) = ran(&[&libraries], none);
     assert!(apart(&either.succeeded(), &own) < 5e-3);
-    assert!(said.len() == 2 && said.iter().all(|s| s.contains("µs by cuDNN")), "{said:?}");
+    assert!(said.len() == 2 && said.iter().all(|s| s.contains("µs with cuDNN")), "{said:?}");
     // What fails when it is tried isn't taken, what isn't there isn't missed.
     for (told, why) in [
         ("cudnnBackendExecute", "cudnnBackendExecute failed"),
-        ("cuDNN is wrong", "apart from launch's"),
+        ("cuDNN is wrong", "differ from launch's own kernels"),
         ("cuDNN has no plan", "no plan"),
     ] {
         let (failing, said) = ran(&[&libraries], ("EMULATED_GPU_FAILS", told));
         assert_eq!(failing.succeeded().losses(), own.losses(), "{told}");
         assert!(
-            said.len() == 2 && said.iter().all(|s| s.contains("goes without cuDNN: ") && s.contains(why)),
+            said.len() == 2 && said.iter().all(|s| s.contains("does not use cuDNN; ") && s.contains(why)),
             "{said:?}"
         );
     }
@@ -329,12 +329,12 @@ fn a_job_may_have_cudnns_attention() {
     assert_eq!(without.succeeded().losses(), own.losses());
     // Asked for alone, it is.
     for (set, told, code, why) in [
-        (&[][..], none, 3, "cuDNN, NVIDIA's attention (libcudnn.so.9) was not found"),
+        (&[][..], none, 3, "cuDNN (libcudnn.so.9) was not found"),
         (
             &[&*libraries],
             ("EMULATED_GPU_CUDNN", "90800"),
             3,
-            "libcudnn.so.9 is cuDNN 9.8.0; needed: cuDNN 9.10 or newer",
+            "libcudnn.so.9 is cuDNN 9.8.0, but cuDNN 9.10 or newer is required",
         ),
         (&[&*libraries], ("EMULATED_GPU_FAILS", "cudnnBackendExecute"), 1, "cudnnBackendExecute failed: "),
         (
@@ -473,7 +473,7 @@ fn what_ends_training_on_a_card_is_said_once() {
     let place = JobDirectory::new();
     let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
     for (told, code, parts) in [
-        (("EMULATED_GPU_MEMORY", "20000"), 1, &["GPU memory is full: ", " needs ", "batch.micro"][..]),
+        (("EMULATED_GPU_MEMORY", "20000"), 1, &["out of GPU memory: ", " needs ", "batch.micro"][..]),
         (
             ("EMULATED_GPU_FAILS", "cuLaunchKernel:200"),
             1,
@@ -498,7 +498,7 @@ fn what_ends_training_on_a_card_is_said_once() {
     .concat();
     let ran = FinishedRun::from_output(&job(&place, &set, ("EMULATED_GPU_CAPABILITY", "80")));
     let why =
-        "train.precision: GPU 0 (Emulated GPU) is sm_80; needed: sm_89 (Ada) or newer for products in fp8";
+        "train.precision: GPU 0 (Emulated GPU, sm_80) does not support fp8 matmuls, which needs sm_89 (Ada) or newer";
     assert!(
         ran.code == 2 && ran.stderr.contains(why) && ran.named("step").is_empty(),
         "{}: {}",

@@ -58,25 +58,26 @@ impl Job {
     }
 }
 
-/// The one failed check of a host: its name and what was found, with the hint.
+/// The one failed check of a host.
 #[track_caller]
-fn failed(found: &Value, host: &str) -> (String, String) {
-    let hosts = found["hosts"].as_array().expect("hosts");
-    let of = hosts.iter().find(|h| h["host"] == host).unwrap_or_else(|| panic!("no {host} in {found}"));
-    let checks = of["checks"].as_array().expect("checks");
+fn failed_check<'r>(report: &'r Value, host: &str) -> &'r Value {
+    let hosts = report["hosts"].as_array().expect("hosts");
+    let host_report =
+        hosts.iter().find(|h| h["host"] == host).unwrap_or_else(|| panic!("no {host} in {report}"));
+    let checks = host_report["checks"].as_array().expect("checks");
     let failed: Vec<&Value> = checks.iter().filter(|c| c["result"] == "failed").collect();
-    assert_eq!(failed.len(), 1, "one failure of {host}: {of}");
-    let text = |key: &str| failed[0][key].as_str().unwrap_or_default().to_owned();
-    (text("check"), format!("{} | {}", text("found"), text("hint")))
+    assert_eq!(failed.len(), 1, "one failed check of {host}: {host_report}");
+    failed[0]
 }
 
 const ALL: &str = "[\"h[0-3]\"]";
 const NOTHING: &str = "run: {command: ['true'], workdir: /}";
 
+/// Expects that exactly this check of a host has failed, with this diagnostic code.
 #[track_caller]
-fn expect(found: &Value, host: &str, check: &str, parts: &[&str]) {
-    let (name, text) = failed(found, host);
-    assert!(name == check && parts.iter().all(|p| text.contains(p)), "{host}: {name}: {text}");
+fn expect_failure(report: &Value, host: &str, check: &str, code: &str) {
+    let failed = failed_check(report, host);
+    assert!(failed["check"] == check && failed["code"] == code, "{host}: {failed}");
 }
 
 /// What is looked at on every host; of GPUs there is more where there are any.
@@ -105,8 +106,8 @@ const CHECKS: [&str; 21] = [
 ];
 
 #[test]
-fn hosts_that_can_be_had_are_checked() {
-    let Some(hosts) = Hosts::up("ssh::hosts_that_can_be_had_are_checked", 4) else { return };
+fn reachable_hosts_pass_every_check() {
+    let Some(hosts) = Hosts::up("ssh::reachable_hosts_pass_every_check", 4) else { return };
     let job = Job::new(&hosts, ALL, NOTHING);
     let (code, found) = job.check(&[]);
     assert_eq!((code, &found["ok"]), (0, &Value::Bool(true)), "{found:#}");
@@ -142,8 +143,8 @@ fn hosts_that_can_be_had_are_checked() {
 }
 
 #[test]
-fn ways_that_lead_nowhere_are_told_apart() {
-    let Some(hosts) = Hosts::up("ssh::ways_that_lead_nowhere_are_told_apart", 4) else { return };
+fn connection_failures_have_distinct_codes() {
+    let Some(hosts) = Hosts::up("ssh::connection_failures_have_distinct_codes", 4) else { return };
     let (nobody, list) =
         (hosts.address(200), format!("[\"h[0-3]\", {}, no-such-host.invalid]", hosts.address(200)));
     let job = Job::new(&hosts, &list, NOTHING);
@@ -156,16 +157,17 @@ fn ways_that_lead_nowhere_are_told_apart() {
     fs::write(hosts.file("known_hosts"), known.join("\n")).expect("known_hosts");
     let (code, found) = job.check(&["cluster.ssh.connect_timeout=4s"]);
     assert_eq!(code, 3);
-    expect(&found, "h0", "tcp", &["refused", "sshd"]);
-    expect(&found, "h1", "tcp", &["no answer within 4 s", "firewall"]);
-    expect(&found, "h2", "host key", &["has changed", "SHA256:", "ssh-keygen -R 'h2'"]);
-    expect(&found, "h3", "host key", &["unknown host", "SHA256:", "accept_new"]);
-    expect(&found, &nobody, "tcp", &["no route to the host"]);
-    expect(&found, "no-such-host.invalid", "dns", &["can't be resolved"]);
+    expect_failure(&found, "h0", "tcp", "ssh-connect-refused");
+    expect_failure(&found, "h1", "tcp", "ssh-connect-timeout");
+    expect_failure(&found, "h2", "host key", "ssh-host-key-changed");
+    expect_failure(&found, "h3", "host key", "ssh-host-key-unknown");
+    expect_failure(&found, &nobody, "tcp", "ssh-no-route");
+    expect_failure(&found, "no-such-host.invalid", "dns", "ssh-name-unresolved");
     // the fingerprint is the one that OpenSSH shows
     let own = hosts.shell("h3", "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub");
     let print = own.split_whitespace().nth(1).expect("a fingerprint");
-    assert!(failed(&found, "h3").1.contains(print), "{print}");
+    let message = failed_check(&found, "h3")["found"].as_str().expect("text");
+    assert!(message.contains(print), "{print}: {message}");
     let (_, found) = job.check(&["cluster.hosts=[h3]", "cluster.ssh.known_hosts=accept_new"]);
     assert_eq!(found["ok"], true, "{found:#}");
     let (_, found) = job.check(&["cluster.hosts=[h3]"]);
@@ -173,29 +175,29 @@ fn ways_that_lead_nowhere_are_told_apart() {
 }
 
 #[test]
-fn who_is_not_let_in_is_told_why() {
-    let Some(hosts) = Hosts::up("ssh::who_is_not_let_in_is_told_why", 1) else { return };
+fn login_failures_have_distinct_codes() {
+    let Some(hosts) = Hosts::up("ssh::login_failures_have_distinct_codes", 1) else { return };
     let job = Job::new(&hosts, "[h0]", NOTHING);
-    for (name, passphrase) in [("stranger", ""), ("locked", "secret")] {
+    for (name, passphrase) in [("unauthorized", ""), ("locked", "secret")] {
         let mut keygen = Command::new("ssh-keygen");
         keygen.args(["-q", "-t", "ed25519", "-N", passphrase, "-f"]).arg(job.path(name));
         assert!(keygen.status().expect("ssh-keygen").success());
     }
-    for (key, parts) in [
-        ("stranger", &["authentication failed for the user `root`", "was refused", "ssh-copy-id"][..]),
-        ("locked", &["has a passphrase", "ssh-add"]),
-        ("missing", &["is not there"]),
+    for (key, expected) in [
+        ("unauthorized", "ssh-login-failed"),
+        ("locked", "ssh-key-locked"),
+        ("missing", "ssh-login-failed"),
     ] {
         let key = format!("cluster.ssh.key={}", job.path(key).display());
         let (code, found) = job.check(&[&key]);
         assert_eq!(code, 3);
-        expect(&found, "h0", "authentication", parts);
+        expect_failure(&found, "h0", "authentication", expected);
     }
 }
 
 #[test]
-fn hosts_that_cannot_run_it_are_told_apart() {
-    let Some(hosts) = Hosts::up("ssh::hosts_that_cannot_run_it_are_told_apart", 4) else { return };
+fn bootstrap_failures_have_distinct_codes() {
+    let Some(hosts) = Hosts::up("ssh::bootstrap_failures_have_distinct_codes", 4) else { return };
     let job = Job::new(&hosts, ALL, NOTHING);
     hosts.command(&["fill", "h0", "/", "20000"]);
     hosts.shell("h1", "mkdir -p /root/.cache; mount -t tmpfs -o noexec none /root/.cache");
@@ -206,20 +208,22 @@ fn hosts_that_cannot_run_it_are_told_apart() {
     );
     let (code, found) = job.check(&[]);
     assert_eq!(code, 3);
-    expect(&found, "h0", "exec", &["the disk is full", "No space left"]);
-    expect(&found, "h1", "exec", &["noexec", "XDG_CACHE_HOME"]);
-    expect(&found, "h2", "exec", &["can't be written to the cache directory"]);
-    expect(&found, "h3", "exec", &["other architecture", "aarch64"]);
+    expect_failure(&found, "h0", "exec", "executable-disk-full");
+    expect_failure(&found, "h1", "exec", "executable-not-allowed");
+    expect_failure(&found, "h2", "exec", "executable-cache-unwritable");
+    expect_failure(&found, "h3", "exec", "executable-architecture-mismatch");
     let left = hosts.shell("h0", "ls -A /root/.cache/launch/bin | wc -l");
     assert_eq!(left.trim(), "0", "a copy that failed leaves nothing");
     hosts.shell("h0", "printf 'echo bye; exit 3\\n' > /root/.bashrc");
     let (_, found) = job.check(&["cluster.hosts=[h0]"]);
-    expect(&found, "h0", "exec", &["login shell ended (exit code 3)", "bye"]);
+    expect_failure(&found, "h0", "exec", "ssh-shell-exited");
+    let message = failed_check(&found, "h0")["found"].as_str().expect("text");
+    assert!(message.contains("bye"), "the output of the shell is quoted: {message}");
 }
 
 #[test]
-fn a_noisy_login_shell_does_no_harm() {
-    let Some(hosts) = Hosts::up("ssh::a_noisy_login_shell_does_no_harm", 2) else { return };
+fn output_of_the_login_shell_is_tolerated() {
+    let Some(hosts) = Hosts::up("ssh::output_of_the_login_shell_is_tolerated", 2) else { return };
     hosts.shell(
         "h0",
         "printf 'echo Welcome to h0\\necho oops >&2\\nprintf \"no line end\"\\n' > /root/.bashrc",
@@ -237,13 +241,13 @@ fn a_noisy_login_shell_does_no_harm() {
     let began = Instant::now();
     let (code, found) = job.check(&["cluster.hosts=[h1]"]);
     assert_eq!(code, 3);
-    expect(&found, "h1", "exec", &["prints without end"]);
+    expect_failure(&found, "h1", "exec", "ssh-shell-output-too-long");
     assert!(began.elapsed() < Duration::from_secs(20));
 }
 
 #[test]
-fn a_host_behind_another_is_reached() {
-    let Some(hosts) = Hosts::up("ssh::a_host_behind_another_is_reached", 3) else { return };
+fn a_host_is_reached_through_a_jump_host() {
+    let Some(hosts) = Hosts::up("ssh::a_host_is_reached_through_a_jump_host", 3) else { return };
     // h1 and h2 take connections from h0 only
     for host in ["h1", "h2"] {
         hosts.shell(
@@ -254,14 +258,13 @@ fn a_host_behind_another_is_reached() {
     let job = Job::new(&hosts, "[h1, h2]", NOTHING);
     let (code, found) = job.check(&["cluster.ssh.connect_timeout=1s"]);
     assert_eq!(code, 3);
-    expect(&found, "h1", "tcp", &["no answer"]);
+    expect_failure(&found, "h1", "tcp", "ssh-connect-timeout");
     let (code, found) = job.check(&["cluster.ssh.jump=h0"]);
     assert_eq!(code, 0, "{found:#}");
     hosts.command(&["sshd-stop", "h2"]);
     let (code, found) = job.check(&["cluster.ssh.jump=h0"]);
     assert_eq!(code, 3);
-    let (_, text) = failed(&found, "h2");
-    assert!(text.contains("the jump host h0 can't connect to"), "{text}");
+    assert_eq!(failed_check(&found, "h2")["code"], "ssh-jump-failed");
 }
 
 /// What a rank writes down about itself.
@@ -314,8 +317,8 @@ fn a_program_runs_on_four_hosts() {
 }
 
 #[test]
-fn a_failure_ends_every_host() {
-    let Some(hosts) = Hosts::up("ssh::a_failure_ends_every_host", 3) else { return };
+fn a_failure_ends_the_workers_of_every_host() {
+    let Some(hosts) = Hosts::up("ssh::a_failure_ends_the_workers_of_every_host", 3) else { return };
     let script = "if [ $RANK = 3 ]; then sleep 1; echo broken; exit 7; fi; sleep 600";
     let run = format!(
         "run: {{command: [sh, -c, '{script}'], workdir: /root, grace_period: 2s, logs: {{dir: '/tmp/runs/{{run}}'}}}}"
@@ -338,8 +341,8 @@ fn a_failure_ends_every_host() {
 }
 
 #[test]
-fn a_lost_controller_ends_every_host() {
-    let Some(hosts) = Hosts::up("ssh::a_lost_controller_ends_every_host", 2) else { return };
+fn the_workers_of_every_host_end_with_the_controller() {
+    let Some(hosts) = Hosts::up("ssh::the_workers_of_every_host_end_with_the_controller", 2) else { return };
     let run =
         "run: {command: [sleep, '601'], workdir: /root, grace_period: 1s, logs: {dir: '/tmp/runs/{run}'}}";
     let job = Job::new(&hosts, "[h0, h1]", run);
@@ -361,21 +364,21 @@ fn a_lost_controller_ends_every_host() {
 }
 
 #[test]
-fn a_host_that_cannot_be_had_ends_the_run_before_it_starts() {
-    let Some(hosts) = Hosts::up("ssh::a_host_that_cannot_be_had_ends_the_run", 2) else { return };
+fn an_unreachable_host_ends_the_run_before_it_starts() {
+    let Some(hosts) = Hosts::up("ssh::an_unreachable_host_ends_the_run_before_it_starts", 2) else { return };
     let run = "run: {command: [sh, -c, 'echo started'], workdir: /root, logs: {dir: '/tmp/runs/{run}'}}";
     let job = Job::new(&hosts, "[h0, h1]", run);
     hosts.command(&["sshd-stop", "h1"]);
     let output = job.launch(&["job.yaml"]);
-    let talk = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(3), "{talk}");
-    assert!(talk.contains("h1: the connection was refused"), "{talk}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{stderr}");
+    assert!(stderr.contains("ssh-connect-refused") || stderr.contains("connection refused"), "{stderr}");
     assert!(!String::from_utf8_lossy(&output.stdout).contains("started"));
 }
 
 /// Without this the other tests could be skipped for a file mode.
 #[test]
-fn the_script_of_the_hosts_can_be_run() {
+fn the_script_of_the_hosts_is_executable() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");
     assert!(fs::metadata(script).expect("the script").permissions().mode() & 0o111 != 0);
 }

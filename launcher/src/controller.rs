@@ -1,8 +1,9 @@
-//! The controller: the process that a user starts, one per run. It plans the attempts and decides what runs.
+//! The controller: the process that a user starts, one per run. It plans the attempts and decides
+//! what runs.
 //!
-//! `core` decides without I/O, and `driver` executes: a transport starts the agents, control connections
-//! carry messages, events go to the journal and to the report. `preparation` plans an attempt and binds
-//! its rendezvous.
+//! `core` decides without I/O, and `driver` executes: a transport starts the agents, control
+//! connections carry messages, events go to the journal and to the report. `preparation` plans an
+//! attempt and binds its rendezvous.
 mod core;
 mod driver;
 mod file_watch;
@@ -64,7 +65,8 @@ impl HostTarget {
 /// The job to run, and where.
 pub(crate) struct RunRequest {
     pub(crate) job: JobSpec,
-    /// The plan for the declared hosts. Each attempt is planned again with the inventories of its hosts.
+    /// The plan for the declared hosts. Each attempt is planned again with the inventories of its
+    /// hosts.
     pub(crate) plan: Plan,
     /// In the order of ranks.
     pub(crate) hosts: Vec<HostTarget>,
@@ -76,8 +78,8 @@ pub(crate) struct RunRequest {
     pub(crate) prepare_resume: PrepareResume,
 }
 
-/// Adapts the checkpoint that programs resume from to the plan of an attempt, and adds its path to the
-/// environment of the workers.
+/// Adapts the checkpoint that programs resume from to the plan of an attempt, and adds its path to
+/// the environment of the workers.
 pub(crate) type PrepareResume = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
 /// How to run a job.

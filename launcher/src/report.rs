@@ -1,8 +1,8 @@
-//! [`Report`]: shows a run to the user. It is the only writer to the terminal, on a separate thread, so
-//! that the job never waits for a paused terminal, a pager or a closed pipe.
+//! [`Report`]: shows a run to the user. It is the only writer to the terminal, on a separate
+//! thread, so that the job never waits for a paused terminal, a pager or a closed pipe.
 //!
-//! stdout carries data: events with `--json`, otherwise the stdout of the shown ranks. stderr carries
-//! messages: a progress bar on a terminal, plain lines elsewhere.
+//! stdout carries data: events with `--json`, otherwise the stdout of the shown ranks. stderr
+//! carries messages: a progress bar on a terminal, plain lines elsewhere.
 mod console;
 mod dedup;
 mod event_text;
@@ -35,8 +35,8 @@ use std::{
 const QUEUE: usize = 1 << 16;
 /// Limit of lines of workers in the queue.
 const MAX_QUEUED_LINES: usize = 2048;
-/// At the end: how long stdout and stderr may accept nothing (a pager, a paused terminal) before the rest
-/// is dropped.
+/// At the end: how long stdout and stderr may accept nothing (a pager, a paused terminal) before
+/// the rest is dropped.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How to show a run.

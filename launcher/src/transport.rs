@@ -64,10 +64,12 @@ pub(crate) enum AgentHandle {
 
 /// The connection to an agent on another host.
 pub(crate) trait RemoteConnection: Send + fmt::Debug {
-    /// Closes the connection at once. Its streams end on both sides, and the agent ends its workers.
+    /// Closes the connection at once. Its streams end on both sides, and the agent ends its
+    /// workers.
     fn abort(&self);
 
-    /// After the streams have ended: why, if this side knows the reason. The message names the host.
+    /// After the streams have ended: why, if this side knows the reason. The message names the
+    /// host.
     fn failure(&self) -> Option<Diagnostic>;
 
     /// After the streams have ended: the exit status of the agent, if the transport reports it.

@@ -107,7 +107,7 @@ codes! {
         remedy: "Find out which of the two it is, then remove the old key with `ssh-keygen -R HOST`.",
     }
     SSH_HOST_KEY_TYPE_UNKNOWN: Cluster = "ssh-host-key-type-unknown" {
-        summary: "known_hosts has keys of a host, but none of the type that the host presents.",
+        summary: "known_hosts has keys of a host, but no key of the type that the host presents.",
         cause: "The host's keys were replaced, or known_hosts was written by a client that prefers another type.",
         remedy: "Compare the fingerprint, then add the key, or remove the old ones with `ssh-keygen -R HOST`.",
     }
@@ -129,7 +129,7 @@ codes! {
 
     // --- SSH: login ----------------------------------------------------------------------------
     SSH_LOGIN_FAILED: Cluster = "ssh-login-failed" {
-        summary: "A host accepted none of the SSH keys of this user.",
+        summary: "A host rejected every SSH key of this user.",
         cause: "The user has no key on the host, or the wrong user or key is configured.",
         remedy: "Make `ssh USER@HOST` work without a password, for example with `ssh-copy-id`. `cluster.ssh.user` and `cluster.ssh.key` select the user and the key.",
     }

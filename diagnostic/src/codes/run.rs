@@ -19,7 +19,7 @@ codes! {
     }
     GPU_ERROR: Failed = "gpu-error" {
         summary: "A worker failed, and the NVIDIA driver reported an error (Xid) of its GPU.",
-        cause: "The number of the Xid says whether the hardware, the driver or the program is at fault.",
+        cause: "The number of the Xid shows whether the hardware, the driver or the program is at fault.",
         remedy: "Look the number up in NVIDIA's list of Xid errors. Exclude the host with `cluster.exclude` if its GPU must be reset or replaced.",
     }
     HANG_DETECTED: Failed = "hang-detected" {

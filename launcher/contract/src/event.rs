@@ -63,7 +63,8 @@ pub enum Event {
         tokens_per_s: f64,
         /// Largest resident set of any rank so far, in bytes.
         peak_rss: u64,
-        /// Seconds since the last event in which computation waited for collectives; the longest of any rank.
+        /// Seconds since the last event in which computation waited for collectives; the longest of
+        /// any rank.
         #[serde(default)]
         exposed_comm_s: f64,
     },

@@ -49,7 +49,8 @@ impl WorkerExit {
         }
     }
 
-    /// The meaning of a built-in worker's exit code; `None` for other codes, such as that of a panic.
+    /// The meaning of a built-in worker's exit code; `None` for other codes, such as that of a
+    /// panic.
     pub fn from_code(code: u8) -> Option<Self> {
         use WorkerExit::*;
         [Done, Stopped, Failed, BadJob, Cluster, Checkpoint, Aborted].into_iter().find(|e| e.code() == code)

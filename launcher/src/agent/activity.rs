@@ -1,5 +1,5 @@
-//! Measures the activity of workers from `/proc`: the CPU time of a worker's process tree, and whether
-//! its first process is stopped.
+//! Measures the activity of workers from `/proc`: the CPU time of a worker's process tree, and
+//! whether its first process is stopped.
 use super::descendants::{ProcessStat, processes};
 use std::collections::HashMap;
 
@@ -61,8 +61,8 @@ fn visit_tree(
         visit(first);
     }
     let mut parents = vec![leader];
-    // /proc is not read atomically, so the list may contain a cycle. It ends after as many visits as
-    // there are processes.
+    // /proc is not read atomically, so the list may contain a cycle. It ends after as many visits
+    // as there are processes.
     let mut remaining = processes.len();
     while let Some(parent) = parents.pop() {
         for &index in children.get(&parent).map_or(&[][..], Vec::as_slice) {

@@ -22,8 +22,8 @@ use std::{
 
 /// The interval of heartbeats to the controller.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a built-in worker may send nothing before it counts as failed. Long, because a worker in
-/// a debugger or on a machine that swaps is silent, too.
+/// How long a built-in worker may send nothing before it counts as failed. Long, because a worker
+/// in a debugger or on a machine that swaps is silent, too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
 /// How long the controller may be silent after a heartbeat before the agent ends its workers.
 ///
@@ -67,8 +67,8 @@ pub(crate) enum Input {
         /// The error that the GPU driver reported for it.
         gpu: Option<GpuFault>,
     },
-    /// The CPU time of a worker's processes so far, in clock ticks, and whether its first process is
-    /// stopped by a signal; an answer to [`Action::MeasureActivity`].
+    /// The CPU time of a worker's processes so far, in clock ticks, and whether its first process
+    /// is stopped by a signal; an answer to [`Action::MeasureActivity`].
     Activity { rank: Rank, ticks: u64, stopped: bool },
     /// A line of output contains `run.progress_pattern`.
     ProgressMarker { rank: Rank },
@@ -463,7 +463,8 @@ impl Core {
         }
         for rank in self.living() {
             let worker = &self.workers[&rank];
-            // A built-in worker that is initialized exits by itself when its collectives are aborted.
+            // A built-in worker that is initialized exits by itself when its collectives are
+            // aborted.
             if worker.builtin && worker.init.is_none() {
                 self.send_to_worker(rank, ToWorker::Abort { reason: reason.to_owned() });
             } else {

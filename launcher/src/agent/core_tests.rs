@@ -423,7 +423,8 @@ fn random_event() -> impl Strategy<Value = RandomEvent> {
 }
 
 proptest! {
-    /// In every order of events each process has one exit report, and one sweep follows the last exit.
+    /// In every order of events each process has one exit report, and one sweep follows the last
+    /// exit.
     #[test]
     fn every_order_of_events_ends_cleanly(builtin in proptest::collection::vec(any::<bool>(), 1..4), events in proptest::collection::vec(random_event(), 0..40)) {
         let mut agent = TestAgent::started(&builtin);

@@ -1,5 +1,5 @@
-//! Finds and kills the processes that a job left behind. They are children of this process, which is
-//! their subreaper, whatever session or group they moved to.
+//! Finds and kills the processes that a job left behind. They are children of this process, which
+//! is their subreaper, whatever session or group they moved to.
 use nix::{errno::Errno, sys::signal::Signal, unistd::Pid};
 use std::{collections::HashMap, fs, os::fd::FromRawFd, os::fd::OwnedFd};
 
@@ -74,7 +74,8 @@ fn parse_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     (state != "Z" && state != "X").then_some(ProcessStat { pid, parent, start_time, ticks, stopped })
 }
 
-/// Kills a process, unless its pid belongs to another process by now. Returns whether a signal was sent.
+/// Kills a process, unless its pid belongs to another process by now. Returns whether a signal was
+/// sent.
 fn kill_if_unchanged(process: ProcessStat) -> bool {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, process.pid, 0) };
@@ -84,7 +85,8 @@ fn kill_if_unchanged(process: ProcessStat) -> bool {
             && read_process(process.pid).is_some_and(|current| current.start_time == process.start_time)
             && nix::sys::signal::kill(Pid::from_raw(process.pid), Signal::SIGKILL).is_ok();
     }
-    // SAFETY: the kernel returned this descriptor, nothing else owns it, and descriptors fit into i32.
+    // SAFETY: the kernel returned this descriptor, nothing else owns it, and descriptors fit into
+    // i32.
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
     // The descriptor refers to one process. If that is still the same one, the signal cannot reach
     // another.

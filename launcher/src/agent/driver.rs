@@ -55,8 +55,8 @@ const CHANNEL_CAPACITY: usize = 256;
 /// The options of the hidden command `launch agent`.
 #[derive(Clone)]
 pub struct AgentOptions {
-    /// A line with this text and ` agent` is the first output, so that the controller can tell it
-    /// from output of the login shell.
+    /// A line with this text and ` agent` is the first output, which separates it from the
+    /// output of the login shell.
     pub marker: Option<String>,
     /// Standard input holds an invitation to connect to the controller over TCP. Otherwise standard
     /// input and output are the control connection.
@@ -111,8 +111,8 @@ fn report_start_failure(error: &Diagnostic) -> u8 {
 
 /// Takes standard input and output for the control connection, so that nothing else uses them.
 ///
-/// Also ignores the signals that a terminal, a batch system or an operator may send to every process
-/// of the job: the controller handles them.
+/// Also ignores the signals that a terminal, a batch system or an operator may send to every
+/// process of the job: the controller handles them.
 fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)> {
     if let Some(marker) = marker {
         // The last line of the login shell's output may have no line end.
@@ -362,7 +362,8 @@ impl Driver {
         process::reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
         for (pid, status) in ended {
             if let Some(rank) = self.leaders.remove(&pid) {
-                // Checked before the next process is reaped, because each OOM kill explains one process.
+                // Checked before the next process is reaped, because each OOM kill explains one
+                // process.
                 let oom =
                     matches!(status, ExitStatus::Signal(libc::SIGKILL, _)) && self.oom.was_oom_killed(pid);
                 let gpu = (status != ExitStatus::Code(0)).then(|| self.gpu_faults.find_fault(pid)).flatten();

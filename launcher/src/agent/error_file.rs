@@ -1,7 +1,7 @@
 //! Reads the error that a failed program recorded (`TORCHELASTIC_ERROR_FILE`).
 //!
-//! torch's `@record` writes `{"message": {"message": "ValueError: …", "extraInfo": {…}}}`, and other
-//! programs `{"message": "…"}`. The file is untrusted input and may also be a link or a pipe.
+//! torch's `@record` writes `{"message": {"message": "ValueError: …", "extraInfo": {…}}}`, and
+//! other programs `{"message": "…"}`. The file is untrusted input and may also be a link or a pipe.
 use serde_json::Value;
 use std::{fs::OpenOptions, io::Read, os::unix::fs::OpenOptionsExt, path::Path};
 

@@ -1,5 +1,5 @@
-//! Finds GPU errors (Xid) in the kernel log, where NVIDIA's driver reports them, with the pid of the
-//! affected process if it knows it.
+//! Finds GPU errors (Xid) in the kernel log, where NVIDIA's driver reports them, with the pid of
+//! the affected process if it knows it.
 use super::kernel_log::KernelLog;
 use contract::failure::GpuFault;
 

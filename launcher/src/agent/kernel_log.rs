@@ -28,7 +28,8 @@ impl KernelLog {
         for _ in 0..MAX_RECORDS {
             match self.0.read(&mut bytes) {
                 Ok(n @ 1..) => on_record(&String::from_utf8_lossy(&bytes[..n])),
-                // Records were overwritten before they were read; the next read returns the oldest one.
+                // Records were overwritten before they were read; the next read returns the oldest
+                // one.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
                 _ => return,
             }

@@ -1,8 +1,8 @@
 //! Records when the lines of a log were written.
 //!
-//! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since 1970,
-//! and the size of the log in bytes at that time. At most one pair is written per second, and none
-//! while the log does not grow.
+//! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since
+//! 1970, and the size of the log in bytes at that time. At most one pair is written per second, and
+//! none while the log does not grow.
 use std::{
     fs::{self, File, OpenOptions},
     io::{Read, Write},
@@ -14,7 +14,8 @@ use std::{
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// The size of a pair, in bytes.
 const PAIR_BYTES: usize = 16;
-/// The most bytes of pairs that are read or written: enough for twelve days with output every second.
+/// The most bytes of pairs that are read or written: enough for twelve days with output every
+/// second.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Writes the pairs of one log. If the file cannot be written, only the times are missing.

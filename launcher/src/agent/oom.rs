@@ -1,6 +1,7 @@
 //! Detects processes that the kernel killed because memory ran out.
 //!
-//! The control group counts such kills. Where its counter is not readable, the kernel log has the pids.
+//! The control group counts such kills. Where its counter is not readable, the kernel log has the
+//! pids.
 use super::kernel_log::KernelLog;
 use crate::discover::oom_kills;
 use std::path::Path;
@@ -22,8 +23,8 @@ impl OomWatch {
         OomWatch { known_kills, log, killed_pids: Vec::new() }
     }
 
-    /// Whether a process of this control group that died of SIGKILL was killed because memory ran out.
-    /// To be called once for each such process.
+    /// Whether a process of this control group that died of SIGKILL was killed because memory ran
+    /// out. To be called once for each such process.
     pub(super) fn was_oom_killed(&mut self, pid: u32) -> bool {
         match &mut self.known_kills {
             Some(known) => {

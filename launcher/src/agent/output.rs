@@ -1,7 +1,7 @@
 //! Copies a worker's output from its pipes to its log, on one thread per rank.
 //!
-//! The pump also keeps the last lines and forwards the lines of shown ranks to the controller. If the
-//! console is slow, lines are dropped there; the worker is never blocked.
+//! The pump also keeps the last lines and forwards the lines of shown ranks to the controller. If
+//! the console is slow, lines are dropped there; the worker is never blocked.
 use super::log_times::LogTimes;
 use crate::connection::{Outbox, Priority};
 use contract::{control::FromAgent, ids::Rank};
@@ -109,8 +109,8 @@ impl OutputPump {
         self.show.store(show, Ordering::Relaxed);
     }
 
-    /// After the worker has ended: writes what is left in the pipes to the log, and reports the last
-    /// lines.
+    /// After the worker has ended: writes what is left in the pipes to the log, and reports the
+    /// last lines.
     pub(crate) fn drain(&self) {
         self.send_command(DRAIN);
     }
@@ -141,8 +141,8 @@ impl OutputStream {
         OutputStream { pipe: Some(fd.into()), stderr, unfinished: Vec::new() }
     }
 
-    /// Reads once. Returns the number of bytes, 0 at the end of the stream, which closes the pipe, and
-    /// `None` when no output is available.
+    /// Reads once. Returns the number of bytes, 0 at the end of the stream, which closes the pipe,
+    /// and `None` when no output is available.
     fn read(&mut self, buffer: &mut [u8]) -> Option<usize> {
         let pipe = self.pipe.as_mut()?;
         match pipe.read(buffer) {
@@ -188,7 +188,8 @@ impl PumpThread {
         }
     }
 
-    /// Waits for output or a command. Returns `false` if a line is unfinished and no more output came.
+    /// Waits for output or a command. Returns `false` if a line is unfinished and no more output
+    /// came.
     fn wait(&self) -> bool {
         let mut fds = vec![PollFd::new(self.command.1.as_fd(), PollFlags::POLLIN)];
         let open = self.streams.iter().filter_map(|s| s.pipe.as_ref());
@@ -200,7 +201,8 @@ impl PumpThread {
         ready
     }
 
-    /// Reads what the worker left in the pipes. Does not wait for descendants that keep a pipe open.
+    /// Reads what the worker left in the pipes. Does not wait for descendants that keep a pipe
+    /// open.
     fn drain(&mut self, buffer: &mut [u8]) {
         for stream in &mut self.streams {
             let size = stream.pipe.as_ref().and_then(|p| fcntl(p, FcntlArg::F_GETPIPE_SZ).ok());

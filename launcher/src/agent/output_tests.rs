@@ -65,11 +65,11 @@ fn lines_reach_the_log_the_tail_and_the_console() {
 fn draining_does_not_wait_for_a_descendant_that_keeps_the_pipe_open() {
     let mut rig = rig(1 << 20, false);
     let held = rig.stdout.try_clone().unwrap();
-    rig.stdout.write_all(b"last words\n").unwrap();
+    rig.stdout.write_all(b"last line\n").unwrap();
     drop(std::mem::replace(&mut rig.stdout, held));
-    assert_eq!(rig.drained(), ["last words"]);
+    assert_eq!(rig.drained(), ["last line"]);
     rig.stdout.write_all(b"and later\n").unwrap();
-    assert_eq!(rig.drained(), ["last words", "and later"]);
+    assert_eq!(rig.drained(), ["last line", "and later"]);
 }
 
 #[test]

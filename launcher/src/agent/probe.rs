@@ -144,7 +144,8 @@ fn sanitize(nonce: &str) -> String {
     nonce.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect()
 }
 
-/// Connects to all peers at once. Returns the time of each connection in milliseconds, or why it failed.
+/// Connects to all peers at once. Returns the time of each connection in milliseconds, or why it
+/// failed.
 fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, diagnostic::Result<f64>)> {
     let connect = |peer: &PeerListener| {
         let start = Instant::now();

@@ -76,8 +76,8 @@ pub(super) fn allowed_cpus() -> Vec<u32> {
     )
 }
 
-/// Sets the close-on-exec flag of every open descriptor above 2, so that workers do not inherit them.
-/// Descriptors that are opened later have it already.
+/// Sets the close-on-exec flag of every open descriptor above 2, so that workers do not inherit
+/// them. Descriptors that are opened later have it already.
 pub(super) fn set_cloexec_on_all() {
     let open: Vec<RawFd> = std::fs::read_dir("/proc/self/fd")
         .map(|d| d.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
@@ -119,8 +119,8 @@ pub(super) fn spawn(
     }
     let memory = common_numa_node(&plan.cpus).and_then(NodeMask::single);
     let agent = Pid::this();
-    // SAFETY: the closure only makes system calls that are allowed between fork and exec; everything it uses was
-    // allocated before.
+    // SAFETY: the closure only makes system calls that are allowed between fork and exec;
+    // everything it uses was allocated before.
     unsafe {
         command.pre_exec(move || {
             prctl::set_pdeathsig(Signal::SIGKILL)?;
@@ -171,7 +171,7 @@ fn command(plan: &WorkerPlan) -> Command {
     command
 }
 
-/// The CPU set of the plan; an error if the agent may not use all of it.
+/// The CPU set of the plan; an error if the agent may not use all of its CPUs.
 fn cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
     if plan.cpus.is_empty() {
         return Ok(None);
@@ -249,7 +249,8 @@ fn reset_signals() {
     // signals that it reserves for itself, and those are inherited as ignored, too.
     let default = [0u64; 4];
     for signal in 1..=64 {
-        // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay unchanged.
+        // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay
+        // unchanged.
         unsafe {
             libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null_mut::<u64>(), 8)
         };
@@ -276,8 +277,8 @@ pub(super) fn signal_group(pid: u32, ending: GroupSignal) {
     }
 }
 
-/// Sends a signal to a worker's first process if that has a handler for it. Returns `false` if it has
-/// none: the default action would kill it or have no effect.
+/// Sends a signal to a worker's first process if that has a handler for it. Returns `false` if it
+/// has none: the default action would kill it or have no effect.
 pub(super) fn signal_if_handled(pid: u32, signal: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let Ok(signal) = Signal::try_from(signal) else { return false };
@@ -318,7 +319,8 @@ pub(super) fn py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: usize
     Some(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Reaps every child that has ended and calls `on_exit` for each. Returns whether children are left.
+/// Reaps every child that has ended and calls `on_exit` for each. Returns whether children are
+/// left.
 ///
 /// If the child is a group leader according to `is_leader`, its group is killed first, while the
 /// zombie keeps the group's number from being reused.
@@ -327,7 +329,8 @@ pub(crate) fn reap_children(
     mut on_exit: impl FnMut(u32, ExitStatus),
 ) -> bool {
     loop {
-        // SAFETY: waitid fills the zeroed siginfo; with WNOHANG it stays zero when no child has ended.
+        // SAFETY: waitid fills the zeroed siginfo; with WNOHANG it stays zero when no child has
+        // ended.
         let (rc, pid) = unsafe {
             let mut info = std::mem::zeroed::<libc::siginfo_t>();
             let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;

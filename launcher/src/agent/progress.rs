@@ -1,9 +1,10 @@
-//! Decides whether a worker makes progress, from its reports, its output and its CPU time. Does no I/O.
+//! Decides whether a worker makes progress, from its reports, its output and its CPU time. Does no
+//! I/O.
 use contract::event::Phase;
 use std::time::Duration;
 
-/// The CPU time between two measurements that counts as progress, in clock ticks (10 ms on Linux). A
-/// process that waits in a poll loop uses a little, too.
+/// The CPU time between two measurements that counts as progress, in clock ticks (10 ms on Linux).
+/// A process that waits in a poll loop uses a little, too.
 const WORK_TICKS: u64 = 2;
 
 /// The progress of one worker.
@@ -32,8 +33,8 @@ impl WorkerProgress {
 
     /// Records the CPU time of all processes of the worker so far. Returns whether it is progress.
     ///
-    /// CPU time does not count where a better sign exists: `run.progress_pattern` for a program, steps
-    /// for the built-in runtime while it trains.
+    /// CPU time does not count where a better sign exists: `run.progress_pattern` for a program,
+    /// steps for the built-in runtime while it trains.
     pub(super) fn cpu_has_progressed(&mut self, ticks: u64, builtin: bool, has_pattern: bool) -> bool {
         // The ticks of processes that end are subtracted, so a decrease is progress, too.
         let used = ticks.abs_diff(self.ticks) >= WORK_TICKS;
@@ -48,8 +49,8 @@ impl WorkerProgress {
         self.stall_reported.take().is_some()
     }
 
-    /// Checks for a stall, after a measurement without progress. Returns its duration in milliseconds
-    /// and `stopped` if it is to be reported now.
+    /// Checks for a stall, after a measurement without progress. Returns its duration in
+    /// milliseconds and `stopped` if it is to be reported now.
     pub(super) fn check_stall(
         &mut self,
         now: Duration,

@@ -25,8 +25,8 @@ pub(super) struct StackTarget {
     pub(super) log: PathBuf,
 }
 
-/// Appends the stacks of each worker to its log. Blocks for little more than [`TOTAL_LIMIT`]. Parts that
-/// cannot be read or written are left out.
+/// Appends the stacks of each worker to its log. Blocks for little more than [`TOTAL_LIMIT`]. Parts
+/// that cannot be read or written are left out.
 pub(super) fn write_stacks(workers: &[StackTarget]) {
     // First what is fast, for all workers.
     for worker in workers {

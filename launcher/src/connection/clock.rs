@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 /// use the clock call it more often than this.
 const MAX_STEP: Duration = Duration::from_secs(2);
 
-/// Measures the time since [`RunningClock::start`], without the time in which the process was stopped.
+/// Measures the time since [`RunningClock::start`], without the time in which the process was
+/// stopped.
 #[derive(Debug)]
 pub(crate) struct RunningClock {
     last: Instant,

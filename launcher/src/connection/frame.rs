@@ -6,7 +6,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Reads one frame; `None` when the stream ends between two frames.
 ///
-/// Not cancel-safe: a frame that was read in part is lost, so call it from a task of its own.
+/// Not cancel-safe: a frame that was read in part is lost, so call it from a separate task.
 pub(super) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
 where
     R: AsyncRead + Unpin,

@@ -253,7 +253,8 @@ impl<S: AsyncWrite + Unpin> VerifiedController<S> {
 
 /// The controller's side of the handshake. Returns the name of the host whose agent connected.
 ///
-/// A peer without the key learns only a hash of its own nonce. The caller limits the time.
+/// A peer without the key learns only a hash that covers the nonce it sent. The caller limits the
+/// time.
 pub(crate) async fn authenticate_agent<S>(
     stream: &mut S,
     key: &HandshakeKey,

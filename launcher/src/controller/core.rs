@@ -44,7 +44,8 @@ pub(crate) const LOST_HOST_QUARANTINE: Duration =
     Duration::from_secs(crate::agent::CONTROLLER_LEASE.as_secs() + 7);
 /// For planning an attempt and binding its rendezvous.
 pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
-/// When the first exit is only the consequence of another failure: how long to wait for that failure.
+/// When the first exit is only the consequence of another failure: how long to wait for that
+/// failure.
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
 /// From aborting the collectives of built-in workers to SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
@@ -141,7 +142,8 @@ pub(crate) enum Input {
     Agent(HostIndex, FromAgent),
     /// An agent is gone, and with it every process of its host, as far as the controller can know.
     AgentGone { host: HostIndex, end: AgentEnd },
-    /// An attempt is planned: the workers of each host that [`Action::Prepare`] named, ranks ascending.
+    /// An attempt is planned: the workers of each host that [`Action::Prepare`] named, ranks
+    /// ascending.
     Ready { attempt: u32, workers: Vec<Vec<PlannedWorker>> },
     /// An attempt could not be planned, or its rendezvous could not be bound.
     Rejected { attempt: u32, diagnostic: Diagnostic },
@@ -153,7 +155,8 @@ pub(crate) enum Input {
     Save(i32),
     /// The job file changed: the new values of reloadable keys.
     Reload(ReloadValues),
-    /// The list of hosts changed: the new hosts, and which known hosts are listed (by [`HostIndex`]).
+    /// The list of hosts changed: the new hosts, and which known hosts are listed (by
+    /// [`HostIndex`]).
     Hosts { added: Vec<HostSetup>, listed: Vec<bool> },
     /// Time passed.
     Tick,
@@ -166,7 +169,8 @@ pub(crate) enum Action {
     Send(HostIndex, ToAgent),
     /// Keep the inventory that an agent sent with its hello.
     RecordInventory(HostIndex, HostInventory),
-    /// Plan this attempt and bind its rendezvous; answered by [`Input::Ready`] or [`Input::Rejected`].
+    /// Plan this attempt and bind its rendezvous; answered by [`Input::Ready`] or
+    /// [`Input::Rejected`].
     Prepare {
         attempt: u32,
         restarts: u32,
@@ -233,8 +237,8 @@ enum AttemptState {
     Running,
     /// Ended by a request: workers save and stop.
     Stopping(StopRequest),
-    /// Workers save and stop, to start again without hosts that are no longer listed. `host_lost`: one of those hosts is
-    /// lost, and the other workers are killed.
+    /// Workers save and stop, to start again without hosts that are no longer listed. `host_lost`:
+    /// one of those hosts is lost, and the other workers are killed.
     Draining {
         host_lost: bool,
     },
@@ -290,7 +294,8 @@ pub(crate) struct Core {
     /// Running workers that make no progress.
     stalled: usize,
     peer_exchange: PeerExchange,
-    /// A failure that may be the consequence of one not yet seen, and how long to wait for that one.
+    /// A failure that may be the consequence of one not yet seen, and how long to wait for that
+    /// one.
     suspect: Option<(RootCause, Duration)>,
     cause: Option<RootCause>,
     /// Why the job is not started again after the cause, where restarts were requested.
@@ -322,7 +327,8 @@ pub(crate) struct Core {
     next_heartbeat: Duration,
     /// Hosts that are no longer listed and not yet excluded.
     unlisted: usize,
-    /// How many hosts of the list [`Core::try_prepare`] has looked at, and how many of them take part.
+    /// How many hosts of the list [`Core::try_prepare`] has looked at, and how many of them take
+    /// part.
     scanned: HostIndex,
     scanned_joined: usize,
     actions: Vec<Action>,

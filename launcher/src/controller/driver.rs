@@ -1,5 +1,5 @@
-//! [`Driver`]: executes what the core decides. It starts agents, carries messages, catches signals, and
-//! writes the journal and the report.
+//! [`Driver`]: executes what the core decides. It starts agents, carries messages, catches signals,
+//! and writes the journal and the report.
 mod attempt;
 mod cleanup;
 
@@ -137,7 +137,8 @@ struct Driver {
     preparation: Option<Preparation>,
     /// Serves the workers of the current attempt.
     store: Option<StoreServer>,
-    /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be killed.
+    /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be
+    /// killed.
     preexisting_children: Vec<u32>,
     outcome: Option<Outcome>,
 }
@@ -417,7 +418,8 @@ impl Driver {
             decision.job
         });
         self.event(Event::Done { exit_code, step: outcome.step, seconds });
-        // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a pager.
+        // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a
+        // pager.
         for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT] {
             // SAFETY: the default action runs no code of this program.
             _ = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };

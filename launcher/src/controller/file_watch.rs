@@ -1,7 +1,8 @@
 //! Watches files that a user may edit while the job runs, and reports their changed content.
 //!
-//! The directory is watched, and not the file, because editors replace a file by a new one. Changes that
-//! the kernel does not report (by other clients of a network file system) are found by polling.
+//! The directory is watched, and not the file, because editors replace a file by a new one. Changes
+//! that the kernel does not report (by other clients of a network file system) are found by
+//! polling.
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use std::{
     fs::{self, File},
@@ -23,7 +24,8 @@ use tokio::{
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// A file is read when it has not changed for this long.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
-/// Content that is not valid is read again after this long, because it may have been partially written.
+/// Content that is not valid is read again after this long, because it may have been partially
+/// written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
 /// Capacity of the channel of changes.
 const CHANGES: usize = 4;
@@ -50,8 +52,9 @@ pub(crate) enum UnreadableFile {
     Io(String),
 }
 
-/// Watches a file of at most `limit` bytes until the receiver is dropped, and sends its content after each
-/// change. Text for which `is_complete` is false may be partially written; it is sent only if it stays.
+/// Watches a file of at most `limit` bytes until the receiver is dropped, and sends its content
+/// after each change. Text for which `is_complete` is false may be partially written; it is sent
+/// only if it stays.
 pub(crate) fn watch_file(
     path: PathBuf,
     limit: u64,
@@ -127,7 +130,8 @@ fn fingerprint(path: &Path) -> Fingerprint {
     Some((m.dev(), m.ino(), m.mtime(), m.mtime_nsec(), m.size()))
 }
 
-/// The fingerprint of the file once it has stopped changing, or after 20 intervals if it does not stop.
+/// The fingerprint of the file once it has stopped changing, or after 20 intervals if it does not
+/// stop.
 async fn settled_fingerprint(path: &Path) -> Fingerprint {
     let mut before = fingerprint(path);
     for _ in 0..20 {

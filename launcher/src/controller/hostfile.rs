@@ -1,4 +1,5 @@
-//! [`HostfileWatch`]: the hostfile while its job runs; which hosts were added and which are no longer listed.
+//! [`HostfileWatch`]: the hostfile while its job runs; which hosts were added and which are no
+//! longer listed.
 use super::{
     HostTarget,
     file_watch::{FileContent, watch_file},

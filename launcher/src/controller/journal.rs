@@ -1,5 +1,5 @@
-//! [`Journal`]: the files of a run directory: the job (`job.json`), all events (`events.jsonl`), and the
-//! metrics (`metrics.jsonl`, and an event file for TensorBoard).
+//! [`Journal`]: the files of a run directory: the job (`job.json`), all events (`events.jsonl`),
+//! and the metrics (`metrics.jsonl`, and an event file for TensorBoard).
 //!
 //! Events are appended line by line, so that a crash loses at most the last line.
 use super::tensorboard::EventFile;
@@ -90,7 +90,8 @@ fn now() -> f64 {
     crate::agent::log_times::unix_time_ms() as f64 / 1000.0
 }
 
-/// The TensorBoard file of a training job of the built-in runtime; programs write their own metrics.
+/// The TensorBoard file of a training job of the built-in runtime; programs write their own
+/// metrics.
 fn tensorboard_file(plan: &Plan) -> io::Result<Option<EventFile>> {
     let trains = plan.host_plans.first().is_some_and(|node| node.job.train.is_some());
     trains.then(|| EventFile::create(&plan.run_dir, &plan.run.0, now())).transpose()

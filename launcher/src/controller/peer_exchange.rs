@@ -19,8 +19,8 @@ impl PeerExchange {
         PeerExchange { attempt, world, peers: BTreeMap::new() }
     }
 
-    /// Adds the addresses of a worker. Returns those of all workers, by rank, when it was the last one.
-    /// Reports of another attempt, second reports and invalid ones have no effect.
+    /// Adds the addresses of a worker. Returns those of all workers, by rank, when it was the last
+    /// one. Reports of another attempt, second reports and invalid ones have no effect.
     pub(crate) fn add(
         &mut self,
         host: HostIndex,

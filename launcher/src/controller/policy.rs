@@ -6,8 +6,8 @@ use std::{fmt, time::Duration};
 pub(crate) const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause. Each restart in a row without progress doubles the pause.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// The largest random change of a pause, as a fraction of it, so that many jobs do not restart at the
-/// same moment.
+/// The largest random change of a pause, as a fraction of it, so that many jobs do not restart at
+/// the same moment.
 pub(crate) const JITTER: f64 = 0.2;
 
 /// How an attempt ended.
@@ -42,7 +42,8 @@ pub(crate) enum NoRestart {
     JobInvalid,
     /// The checkpoint is unusable, and a restart would fail in the same way.
     CheckpointUnusable,
-    /// Two attempts in a row ended at this step without a new checkpoint; `None`: before their first step.
+    /// Two attempts in a row ended at this step without a new checkpoint; `None`: before their
+    /// first step.
     NoProgress { step: Option<u64> },
     /// All restarts that `run.restarts` allows were used.
     BudgetUsed { budget: u32 },
@@ -81,7 +82,8 @@ pub(crate) enum RestartDecision {
 }
 
 impl History {
-    /// Decides what follows a failure, and takes a restart from the budget. `chance` is uniform in 0..1.
+    /// Decides what follows a failure, and takes a restart from the budget. `chance` is uniform in
+    /// 0..1.
     pub(crate) fn decide(&mut self, end: AttemptEnd, chance: f64) -> RestartDecision {
         if self.budget == 0 {
             return RestartDecision::Stop(None);

@@ -1,5 +1,5 @@
-//! [`Preparation`]: what an attempt needs before its workers can start: the inventories of its hosts, a
-//! plan, and a bound rendezvous.
+//! [`Preparation`]: what an attempt needs before its workers can start: the inventories of its
+//! hosts, a plan, and a bound rendezvous.
 use super::{
     HostTarget,
     core::{HostIndex, PlannedWorker},

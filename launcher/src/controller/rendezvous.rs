@@ -21,7 +21,8 @@ pub(crate) enum Rendezvous {
 }
 
 impl Rendezvous {
-    /// Binds the requested port, or any free one. `messages` receives lines that the store has for the user.
+    /// Binds the requested port, or any free one. `messages` receives lines that the store has for
+    /// the user.
     pub(crate) fn open(
         bind: &BindRendezvous,
         messages: &mpsc::Sender<String>,
@@ -46,8 +47,8 @@ impl Rendezvous {
         }
     }
 
-    /// Hands the rendezvous over to workers that are about to start: frees a port that rank 0 will bind,
-    /// and returns the store, which has to be kept.
+    /// Hands the rendezvous over to workers that are about to start: frees a port that rank 0 will
+    /// bind, and returns the store, which has to be kept.
     pub(crate) fn hand_over(self) -> (u16, Option<StoreServer>) {
         match self {
             Rendezvous::Port(listener, number) => {

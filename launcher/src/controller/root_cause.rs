@@ -311,7 +311,7 @@ impl AgentEnd {
     }
 }
 
-/// What a person can do about a failure, beyond what its message says.
+/// What a person can do about a failure, in addition to what its message states.
 pub(crate) fn advice(reason: &FailureReason) -> Option<&'static str> {
     Some(match reason {
         FailureReason::Oom { .. } => {
@@ -368,7 +368,7 @@ fn signal_advice(name: &str) -> Option<&'static str> {
              truncated: check `df -h`"
         }
         "SIGILL" => "the program uses instructions that this CPU does not have: use a build for this machine",
-        "SIGABRT" => "an internal check of the program failed: its last output lines say which",
+        "SIGABRT" => "an internal check of the program failed: its last output lines name it",
         _ => return None,
     })
 }

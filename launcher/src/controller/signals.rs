@@ -31,7 +31,8 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalReceiver {
-    /// Catches the signals. `has_time_limit`: SIGUSR1 comes from the batch system before the time limit.
+    /// Catches the signals. `has_time_limit`: SIGUSR1 comes from the batch system before the time
+    /// limit.
     pub(super) fn catch(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
         Ok(SignalReceiver {
             actions,

@@ -1,7 +1,8 @@
 //! [`StreamedLogs`]: the console output of ranks on other hosts, stored for `launch logs`.
 //!
-//! Needed where the hosts do not share the run directory: the complete logs are then on the hosts of the
-//! ranks, and the lines that were streamed to the console are in `streamed-rank-N.log` on this host.
+//! Needed where the hosts do not share the run directory: the complete logs are then on the hosts
+//! of the ranks, and the lines that were streamed to the console are in `streamed-rank-N.log` on
+//! this host.
 use contract::ids::Rank;
 use std::{
     collections::{HashMap, hash_map::Entry},

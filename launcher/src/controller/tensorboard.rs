@@ -1,9 +1,9 @@
 //! [`EventFile`]: the metrics of a run as scalars in an event file of TensorBoard.
 //!
-//! The file is a sequence of TFRecords: length, masked CRC-32C of the length, data, masked CRC-32C of the
-//! data. Each record is an `Event` message of tensorflow/core/util/event.proto in Protocol Buffers
-//! encoding. Each attempt writes a session mark with its first step, so that TensorBoard drops the
-//! points of steps that are repeated.
+//! The file is a sequence of TFRecords: length, masked CRC-32C of the length, data, masked CRC-32C
+//! of the data. Each record is an `Event` message of tensorflow/core/util/event.proto in Protocol
+//! Buffers encoding. Each attempt writes a session mark with its first step, so that TensorBoard
+//! drops the points of steps that are repeated.
 use contract::event::Event;
 use std::{
     fs::{self, File},
@@ -59,7 +59,8 @@ impl EventFile {
         self.record(&record)
     }
 
-    /// Writes a record at once. After a crash at most the last record is truncated, and readers skip it.
+    /// Writes a record at once. After a crash at most the last record is truncated, and readers
+    /// skip it.
     fn record(&mut self, data: &[u8]) -> io::Result<()> {
         let length = (data.len() as u64).to_le_bytes();
         let record =

@@ -8,8 +8,8 @@ use std::{
 /// Between two redraws of the bar without news.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(250);
 
-/// stdout and stderr, with a progress bar below them on a terminal. After a write error nothing more is
-/// written to that stream.
+/// stdout and stderr, with a progress bar below them on a terminal. After a write error nothing
+/// more is written to that stream.
 pub(super) struct Console {
     bar: Option<ProgressBar>,
     stdout_works: bool,

@@ -1,7 +1,7 @@
 //! [`Deduplicator`]: shows equal lines of several ranks once, with the numbers of the ranks.
 //!
-//! A line waits until all shown ranks have printed it, but no longer than [`WINDOW`]. The lines of each
-//! rank keep their order.
+//! A line waits until all shown ranks have printed it, but no longer than [`WINDOW`]. The lines of
+//! each rank keep their order.
 use contract::ids::Rank;
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -171,7 +171,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every line of every rank is shown exactly once, in the order of its rank, within the window.
+        /// Every line of every rank is shown exactly once, in the order of its rank, within the
+        /// window.
         #[test]
         fn no_line_is_lost_or_reordered(
             ranks in 1usize..6,

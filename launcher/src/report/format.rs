@@ -122,7 +122,8 @@ fn phase_name(phase: Phase) -> &'static str {
     }
 }
 
-/// Replaces control sequences that could move the cursor or set the window title; colors and tabs stay.
+/// Replaces control sequences that could move the cursor or set the window title; colors and tabs
+/// stay.
 pub(crate) fn strip_control(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;

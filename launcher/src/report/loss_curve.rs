@@ -51,7 +51,8 @@ impl LossCurve {
                 let share = i as f64 / dots as f64;
                 let x = (x0 + share * (x1 - x0)).round() as usize;
                 let y = (y0 + share * (y1 - y0)).round() as usize;
-                // Braille dots 1-3 and 4-6 are the upper three rows of the two columns; 7 and 8 are the last row.
+                // Braille dots 1-3 and 4-6 are the upper three rows of the two columns; 7 and 8 are
+                // the last row.
                 let bit = [[0, 1, 2, 6], [3, 4, 5, 7]][x % 2][y % 4];
                 cells[y / 4][x / 2] |= 1 << bit;
             }

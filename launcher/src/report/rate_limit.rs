@@ -1,4 +1,5 @@
-//! [`RateLimit`]: limits the lines of workers on a terminal. Lines above the limit are counted, not shown.
+//! [`RateLimit`]: limits the lines of workers on a terminal. Lines above the limit are counted, not
+//! shown.
 use std::time::Duration;
 
 /// Lines per second in the long run.

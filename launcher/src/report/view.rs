@@ -140,8 +140,8 @@ impl View {
     }
 
     fn write_worker_line(&mut self, prefix: String, stderr: bool, text: &str) {
-        // The output of the built-in runtime is messages. The rate is limited for people only, not for
-        // files and programs.
+        // The output of the built-in runtime is messages. The rate is limited for people only, not
+        // for files and programs.
         let is_message = stderr || self.config.json.is_some() || self.config.builtin;
         let to_terminal = if is_message { self.stderr_is_terminal } else { self.stdout_is_terminal };
         let is_limited = self.config.detached || to_terminal;
@@ -155,7 +155,8 @@ impl View {
             LineDecision::Omit => return,
             LineDecision::OmitAndReport(omitted) => return self.report_omitted(omitted),
         }
-        // A terminal is protected from control sequences; pipes and files get the bytes of the worker.
+        // A terminal is protected from control sequences; pipes and files get the bytes of the
+        // worker.
         let text = if to_terminal { strip_control(text) } else { text.to_owned() };
         if is_message {
             self.console.write_message(&format!("{prefix}{text}"));

@@ -1,4 +1,4 @@
-//! Starts a controller that outlives the terminal: this executable again, in a session of its own,
+//! Starts a controller that outlives the terminal: this executable again, in a separate session,
 //! with its output in a file.
 use contract::control::ExitStatus;
 use nix::{

@@ -1,6 +1,7 @@
 //! Measures every CPU op at the shapes of a small Llama, compared with the machine's peak.
 //!
-//! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT] [--level NAME]]`
+//! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]
+//! [--level NAME]]`
 use device::ops::{AdamW, AttentionShape, ClassifierGrads, Group, NORM_BLOCK, Write};
 use device::{Buf, Cpu, Ops};
 use std::time::{Duration, Instant};
@@ -98,7 +99,7 @@ impl Weight {
     }
 }
 
-/// Parameters of a layer and what its backward needs.
+/// The parameters of a layer, and the activations that its backward pass needs.
 struct Layer {
     norms: [Weight; 2],
     matrices: [Weight; 4],
@@ -112,7 +113,7 @@ struct Layer {
     activated: Buf,
 }
 
-/// Outputs and inputs of a layer's matrices: qkv, o, gate_up, down.
+/// Output and input dimensions of the matrices of a layer: qkv, o, gate_up, down.
 const MATRICES: [(usize, usize); 4] =
     [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
 
@@ -290,7 +291,7 @@ fn random(len: usize) -> Buf {
     b
 }
 
-/// Seconds of the fastest of many runs.
+/// Seconds of the fastest run of many.
 fn best(mut run: impl FnMut()) -> f64 {
     let (begin, mut best, mut runs) = (Instant::now(), f64::INFINITY, 0);
     while runs < 5 || (begin.elapsed() < Duration::from_millis(250) && runs < 1000) {
@@ -310,7 +311,7 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// One line for an op that does `flops`.
+    /// Prints a line for an op with this number of floating-point operations.
     fn flops(&self, name: &str, flops: usize, run: impl FnMut()) {
         if name.contains(self.only) {
             let rate = flops as f64 / best(run);
@@ -318,7 +319,7 @@ impl Bench<'_> {
         }
     }
 
-    /// One line for an op that moves `elements` to and from memory.
+    /// Prints a line for an op that reads and writes this number of elements.
     fn bytes(&self, name: &str, elements: usize, run: impl FnMut()) {
         if name.contains(self.only) {
             let seconds = best(run);
@@ -355,7 +356,8 @@ impl Bench<'_> {
         }
     }
 
-    /// Two of eight experts for each row, whose matrices are read from memory each time, because those of other layers are in between.
+    /// Two of eight experts for each row, whose matrices are read from memory each time, because
+    /// those of other layers are in between.
     fn experts(&self) {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {
@@ -390,7 +392,7 @@ impl Bench<'_> {
             let (mut o, mut lse) = (Buf::zeroed(m * HIDDEN), Buf::zeroed(HEADS * m));
             let mut dqkv = Buf::zeroed(qkv.len());
             let starts = vec![0; m];
-            // The causal half of two products of t × t × head_dim; the backward has five.
+            // Half of two matmuls of t × t × head_dim (causal); the backward pass has five.
             let product = shape.b * HEADS * SEQUENCE * (SEQUENCE + 1) * HEAD_DIM;
             self.flops(&format!("attention forward, {kv_heads} kv heads"), 2 * product, || {
                 cpu.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape);

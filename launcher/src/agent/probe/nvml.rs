@@ -71,8 +71,8 @@ pub(super) struct Library(*mut c_void);
 impl Library {
     pub(super) fn open(name: &str) -> Result<Library, NvmlError> {
         let text = CString::new(name).map_err(|_| NvmlError::Library(name.to_owned()))?;
-        // SAFETY: the name is a C string; the initializers of the libraries that are loaded here are
-        // harmless.
+        // SAFETY: the name is a C string; the initializers of the libraries that are loaded here
+        // are harmless.
         let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() { Err(NvmlError::Library(name.to_owned())) } else { Ok(Library(handle)) }
     }
@@ -87,7 +87,8 @@ impl Library {
         if address.is_null() || size_of::<F>() != size_of::<*mut c_void>() {
             return Err(NvmlError::Function(name.to_string_lossy().into_owned()));
         }
-        // SAFETY: the caller guarantees the type, and a function pointer has the size of the address.
+        // SAFETY: the caller guarantees the type, and a function pointer has the size of the
+        // address.
         Ok(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
     }
 }
@@ -179,8 +180,8 @@ impl Nvml {
         Ok(device)
     }
 
-    /// Queries one GPU. A GPU without name and memory is not usable. Other values that the GPU does not
-    /// support stay empty.
+    /// Queries one GPU. A GPU without name and memory is not usable. Other values that the GPU does
+    /// not support stay empty.
     fn gpu(&self, device: Device, devices: &[Device]) -> Result<GpuStatus, NvmlError> {
         let (mut name, mut memory) = ([0u8; 96], Memory::default());
         // SAFETY: nvml.h's types; the buffer has the given length.
@@ -355,8 +356,8 @@ mod tests {
     use super::*;
     use std::{path::Path, process::Command};
 
-    /// A fake driver with three GPUs. The second one is faulty, and the third one is an old model that
-    /// reports little.
+    /// A fake driver with three GPUs. The second one is faulty, and the third one is an old model
+    /// that reports little.
     const DRIVER: &str = r#"
         #include <stdint.h>
         #include <stdio.h>

@@ -19,7 +19,7 @@ impl Core {
             && request != StopRequest::Interrupt
         {
             // The time limit itself, or the batch system ending the job: the workers are stopping
-            // already, and nobody asked a second time. The job is not to be queued again.
+            // already, and no user asked a second time. The job is not to be queued again.
             self.stop_request = Some(request);
             return;
         }
@@ -33,7 +33,8 @@ impl Core {
             }
             AttemptState::Running if self.suspect.is_none() => self.begin_stopping(now, request),
             AttemptState::Draining { host_lost: false } if self.suspect.is_none() => {
-                // The workers are stopping already; a second request would end some programs without a save.
+                // The workers are stopping already; a second request would end some programs
+                // without a save.
                 self.state = AttemptState::Stopping(request);
                 self.notice(
                     "the workers are stopping already and will not be started again; \
@@ -71,7 +72,8 @@ impl Core {
         });
     }
 
-    /// Asks built-in workers to save and stop; sends programs SIGTERM, and SIGKILL after the grace period.
+    /// Asks built-in workers to save and stop; sends programs SIGTERM, and SIGKILL after the grace
+    /// period.
     pub(super) fn send_stop(&mut self, now: Duration) {
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
@@ -140,7 +142,8 @@ impl Core {
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 
-    /// Reports the cause, once, when the last output lines of the failed rank have arrived or are overdue.
+    /// Reports the cause, once, when the last output lines of the failed rank have arrived or are
+    /// overdue.
     pub(super) fn report_failure(&mut self, now: Duration) {
         let (Some(since), Some(cause)) = (self.unreported_since, &self.cause) else { return };
         let worker = cause.rank.and_then(|rank| self.workers.get(rank as usize));
@@ -246,7 +249,7 @@ impl Core {
     }
 
     /// Whether all built-in workers finished before they saw a request to stop. The exit code of a
-    /// program does not tell.
+    /// program has no such meaning.
     fn training_is_done(&self) -> bool {
         let finished = |w: &WorkerState| matches!(w.ended, Some((ExitStatus::Code(0), _)));
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed

@@ -136,7 +136,8 @@ impl Core {
             return self.agent_failed(now, id, error);
         }
         if self.setup.hosts[id].remote {
-            // From the first heartbeat on, the agent ends its workers when the controller is silent.
+            // From the first heartbeat on, the agent ends its workers when the controller is
+            // silent.
             self.actions.push(Action::Send(id, ToAgent::Heartbeat));
         }
         self.actions.push(Action::RecordInventory(id, inventory));
@@ -398,8 +399,8 @@ impl Core {
         }
     }
 
-    /// Begins the next attempt: excludes hosts that failed too often, and starts lost agents again as
-    /// far as they are needed.
+    /// Begins the next attempt: excludes hosts that failed too often, and starts lost agents again
+    /// as far as needed.
     pub(super) fn begin_joining(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
         self.restart_scan();

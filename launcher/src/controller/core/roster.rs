@@ -51,8 +51,8 @@ impl Core {
         }
     }
 
-    /// Releases hosts that are no longer listed, the last first, as far as the others are enough. Hosts
-    /// with workers are drained first: an attempt without them follows.
+    /// Releases hosts that are no longer listed, the last first, as far as the others are enough.
+    /// Hosts with workers are drained first: an attempt without them follows.
     pub(super) fn release_unlisted(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
@@ -140,7 +140,8 @@ impl Core {
         });
     }
 
-    /// A draining host is lost before its workers have stopped, so the others cannot finish the step.
+    /// A draining host is lost before its workers have stopped, so the others cannot finish the
+    /// step.
     pub(super) fn drained_host_lost(&mut self, now: Duration, message: &str) {
         self.notice(format!("{message}; it is no longer listed, and the run continues without it"));
         if self.state == (AttemptState::Draining { host_lost: false }) {

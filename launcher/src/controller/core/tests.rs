@@ -454,7 +454,8 @@ fn apply(rig: &mut Rig, step: Step) -> Vec<Action> {
 }
 
 proptest! {
-    /// In any order of events there is at most one failure, all running workers are killed after it, and the run ends once.
+    /// In any order of events there is at most one failure, all running workers are killed after
+    /// it, and the run ends once.
     #[test]
     fn every_order_of_events_ends_once(builtin in any::<bool>(), steps in proptest::collection::vec(any_step(), 0..40)) {
         let mut rig = Rig::running(2, 2, builtin);

@@ -1,4 +1,5 @@
-//! The start of an attempt: the plan, the rendezvous, the workers, and the exchange of their addresses.
+//! The start of an attempt: the plan, the rendezvous, the workers, and the exchange of their
+//! addresses.
 use super::Driver;
 use crate::{
     connection::encode,
@@ -93,8 +94,8 @@ impl Driver {
         self.handle(input);
     }
 
-    /// Sends the built-in workers the addresses of their peers and a random key. The key exists only in
-    /// the memory of the workers, the agents and this message.
+    /// Sends the built-in workers the addresses of their peers and a random key. The key exists
+    /// only in the memory of the workers, the agents and this message.
     pub(super) fn send_peers_and_key(&mut self, attempt: u32, members: Vec<PeerAddress>) {
         let mut key = JobKey([0; 32]);
         if let Err(error) = std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key.0)) {

@@ -18,8 +18,8 @@ use tokio::time::{sleep, timeout};
 
 /// From the end of an agent's stream until its process is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-/// From the end of the last agent until a helper process (such as `srun`) gets SIGTERM, and from then
-/// until it gets SIGKILL.
+/// From the end of the last agent until a helper process (such as `srun`) gets SIGTERM, and from
+/// then until it gets SIGKILL.
 const HELPER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the controller waits for killed processes to end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -27,8 +27,8 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl Driver {
-    /// The stream of an agent has ended: kills what is left of its host's processes on this machine, then
-    /// informs the core.
+    /// The stream of an agent has ended: kills what is left of its host's processes on this
+    /// machine, then informs the core.
     pub(super) async fn on_agent_ended(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;

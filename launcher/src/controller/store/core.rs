@@ -52,8 +52,8 @@ impl Store {
         self.bytes
     }
 
-    /// Executes a request and appends the replies to `out`. After an error the client's connection must be
-    /// closed.
+    /// Executes a request and appends the replies to `out`. After an error the client's connection
+    /// must be closed.
     pub(super) fn handle(
         &mut self,
         client: Client,
@@ -165,8 +165,8 @@ impl Store {
         Ok(())
     }
 
-    /// Counts a new key for the clients that wait for it. Counting makes a key cost the same for each
-    /// waiting client, however many other keys it waits for.
+    /// Counts a new key for the clients that wait for it. Counting makes a key cost the same for
+    /// each waiting client, however many other keys it waits for.
     fn key_appeared(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -299,7 +299,8 @@ impl Store {
         ready
     }
 
-    /// Counts an arrival. The arrival that completes the number wakes all clients; later ones do not wait.
+    /// Counts an arrival. The arrival that completes the number wakes all clients; later ones do
+    /// not wait.
     fn barrier(
         &mut self,
         client: Client,

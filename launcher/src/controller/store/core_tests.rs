@@ -217,7 +217,7 @@ proptest! {
             }
             prop_assert!(store.handle(client, request.clone(), &mut out).is_ok());
             let woken: Vec<Client> = out.iter().filter(|(c, _)| *c != client).map(|(c, _)| *c).collect();
-            let own: Vec<&Reply> = out.iter().filter(|(c, _)| *c == client).map(|(_, r)| r).collect();
+            let replies: Vec<&Reply> = out.iter().filter(|(c, _)| *c == client).map(|(_, r)| r).collect();
             let expected = model.ask(&request);
             if waits && expected.is_none() {
                 open.insert(client, request.clone());
@@ -226,11 +226,11 @@ proptest! {
                 prop_assert!(open.remove(&client).is_some(), "woken without waiting");
             }
             if let Some(reply) = expected {
-                prop_assert_eq!(own.last(), Some(&&reply), "{:?}", request);
+                prop_assert_eq!(replies.last(), Some(&&reply), "{:?}", request);
             }
             if request == Request::CancelWait {
                 open.remove(&client);
-            } else if !waits && own.len() > usize::from(model_answers(&request)) {
+            } else if !waits && replies.len() > usize::from(model_answers(&request)) {
                 prop_assert!(open.remove(&client).is_some(), "the wait of the client itself ended");
             }
             prop_assert_eq!(store.waiting.len(), open.len());

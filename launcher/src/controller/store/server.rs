@@ -48,8 +48,8 @@ pub(crate) struct StoreServer {
 }
 
 impl StoreServer {
-    /// Binds `port` (0: any free one) at `address`, and serves processes on this machine and the `allowed`
-    /// addresses. `messages` receives lines for the user.
+    /// Binds `port` (0: any free one) at `address`, and serves processes on this machine and the
+    /// `allowed` addresses. `messages` receives lines for the user.
     pub(crate) fn start(
         address: IpAddr,
         port: u16,
@@ -153,7 +153,7 @@ struct Mailbox {
 
 impl SharedState {
     fn warn(&self, text: String) {
-        // A client that floods the store with errors gets no more lines than the channel has room for.
+        // A client that floods the store with errors gets no more lines than the channel can hold.
         _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
     }
 }

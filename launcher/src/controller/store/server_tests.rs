@@ -166,7 +166,8 @@ fn a_client_that_waits_and_leaves_is_forgotten() {
     }
     leaving.shutdown(std::net::Shutdown::Both).expect("shut down");
     let mut other = connect(&server);
-    // An item for a client that leaves at that moment stays in the queue; the next push wakes the other.
+    // An item for a client that leaves at that moment stays in the queue; the next push wakes the
+    // other.
     for _ in 0..2 {
         send(&mut other, Request::Push(k("/q"), k("item")));
     }
@@ -228,7 +229,8 @@ fn unread_replies_count_until_their_connection_closes() {
     let large = vec![7; wire::MAX_VALUE as usize];
     send(&mut greedy, Request::Set(k("/large"), large));
     settle(&mut greedy);
-    // Each requests 8 MiB and reads nothing. An error of accounting would show in the next requests.
+    // Each requests 8 MiB and reads nothing. An error of accounting would show in the next
+    // requests.
     for _ in 0..20 {
         let mut idle = connect(&server);
         send(&mut idle, Request::Get(k("/large")));

@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 /// Clients that take turns in the input.
 const CLIENTS: u8 = 4;
 
-/// Serves what several clients send in turn: one byte that selects the client, one that is a length, and
-/// that many bytes; then all clients leave. Returns the first error of a client.
+/// Serves what several clients send in turn: one byte that selects the client, one that is a
+/// length, and that many bytes; then all clients leave. Returns the first error of a client.
 pub(crate) fn serve(mut bytes: &[u8]) -> Result<(), ClientError> {
     let mut store = Store::default();
     let mut clients: BTreeMap<Client, Vec<u8>> = BTreeMap::new();

@@ -1,8 +1,8 @@
 //! The wire format of torch's `TCPStore`: bytes to [`Request`] and [`Reply`] to bytes.
 //!
-//! Integers are little-endian (torch uses the host's byte order); a key or value is a u64 length and its
-//! bytes. Requests have no outer frame, so each length is compared with a limit before its bytes are
-//! awaited.
+//! Integers are little-endian (torch uses the host's byte order); a key or value is a u64 length
+//! and its bytes. Requests have no outer frame, so each length is compared with a limit before its
+//! bytes are awaited.
 use super::error::{ClientError, LengthField};
 
 /// Longest key, bytes.
@@ -73,7 +73,8 @@ pub(super) enum Parsed {
 
 /// Parses the request that `bytes` starts with.
 pub(super) fn parse(bytes: &[u8]) -> Parsed {
-    // A long request that arrives in pieces is parsed often: nothing is copied before it is complete.
+    // A long request that arrives in pieces is parsed often: nothing is copied before it is
+    // complete.
     let checked = RequestParser { bytes, at: 0, copies: false }.request();
     let mut parser = RequestParser { bytes, at: 0, copies: true };
     match checked.and_then(|_| parser.request()) {

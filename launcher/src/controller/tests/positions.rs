@@ -1,5 +1,5 @@
-//! Every injected fault on the first, a middle and the last host, in the simulator: the right root cause,
-//! and an end in time.
+//! Every injected fault on the first, a middle and the last host, in the simulator: the right root
+//! cause, and an end in time.
 use super::{
     super::core::REMOTE_LEASE,
     sim::{InjectedFault, Scenario, World},

@@ -1,9 +1,11 @@
-//! [`World`]: a seeded discrete-event simulator of a job: the cores of the controller and of the agents,
-//! the connections between them, workers, and injected faults. No threads, no clock, no I/O.
+//! [`World`]: a seeded discrete-event simulator of a job: the cores of the controller and of the
+//! agents, the connections between them, workers, and injected faults. No threads, no clock, no
+//! I/O.
 //!
-//! A stream never reorders or repeats messages. It delays them, breaks (both ends see that), or goes silent
-//! (no end sees that). The driver drops messages of a replaced agent by its number; here some of them are
-//! delivered to the core nevertheless, as late messages of an earlier attempt.
+//! A stream never reorders or repeats messages. It delays them, breaks (both ends see that), or
+//! goes silent (no end sees that). The driver drops messages of a replaced agent by its number;
+//! here some of them are delivered to the core nevertheless, as late messages of an earlier
+//! attempt.
 use super::super::{
     core::{Action, Core, HostIndex, HostSetup, Input, PlannedWorker, Setup, StopRequest},
     root_cause::AgentEnd,
@@ -110,8 +112,8 @@ impl Scenario {
         }
     }
 
-    /// Simulates the scenario, then feeds the recorded inputs to a single core. Returns the number of messages
-    /// and the time of that core.
+    /// Simulates the scenario, then feeds the recorded inputs to a single core. Returns the number
+    /// of messages and the time of that core.
     pub(super) fn time_core(self, limit: Duration) -> (u64, Duration) {
         let mut core = Core::new(self.setup());
         let mut world = World::new(self);
@@ -123,7 +125,8 @@ impl Scenario {
         let messages = world.messages;
         drop(world);
         let mut spent = Duration::ZERO;
-        // Copied in small parts, so that each input is in the cache, as it is when a driver has just made it.
+        // Copied in small parts, so that each input is in the cache, like one that a driver has
+        // just made.
         for part in recorded.chunks(64) {
             let part = part.to_vec();
             let started = std::time::Instant::now();
@@ -290,7 +293,8 @@ impl World {
                 self.worker_ends(host, attempt, rank, status)
             }
             SimEvent::ToController(host, number, message) => {
-                // The driver would drop messages of a replaced agent; some are delivered nevertheless.
+                // The driver would drop messages of a replaced agent; some are delivered
+                // nevertheless.
                 let is_current = self.hosts[host].agents.last().is_none_or(|a| a.number == number);
                 if is_current || self.rng.one_in(2) && !matches!(message, FromAgent::Hello { .. }) {
                     self.input_to_controller(Input::Agent(host, message));

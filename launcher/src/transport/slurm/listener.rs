@@ -31,7 +31,8 @@ pub(super) fn listen(agents: usize) -> io::Result<(TcpListener, u16)> {
     Ok((listener, port))
 }
 
-/// Accepts agents until every slot is filled or srun has ended, then closes the slots that are left.
+/// Accepts agents until every slot is filled or srun has ended, then closes the slots that are
+/// left.
 pub(super) async fn accept_agents(
     listener: TcpListener,
     key: HandshakeKey,

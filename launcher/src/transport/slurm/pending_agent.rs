@@ -68,8 +68,8 @@ pub(super) struct AgentSlot {
 }
 
 impl AgentSlot {
-    /// Hands over the connection of the agent. Returns `false` when the agent is not awaited, because
-    /// it has connected before or the slot is closed.
+    /// Hands over the connection of the agent. Returns `false` when the agent is not awaited,
+    /// because it has connected before or the slot is closed.
     pub(super) fn fill(&self, stream: TcpStream) -> io::Result<bool> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !matches!(*state, SlotState::Waiting(..)) {

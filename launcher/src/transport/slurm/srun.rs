@@ -36,7 +36,8 @@ pub(super) struct StepExecutable {
 impl StepExecutable {
     /// The file that this process runs.
     ///
-    /// With `bcast` srun copies it to `/tmp` of each node, where the agent removes it after its start.
+    /// With `bcast` srun copies it to `/tmp` of each node, where the agent removes it after its
+    /// start.
     pub(super) fn current(bcast: bool, job: u64) -> diagnostic::Result<StepExecutable> {
         let path = std::fs::read_link("/proc/self/exe").map_err(|error| {
             Diagnostic::error(host::EXECUTABLE_UNREADABLE, "cannot find the executable of this process")
@@ -104,7 +105,8 @@ pub(super) const REMOVED_VARIABLES: &[&str] = &[
 /// The arguments of `srun`, without `srun` itself.
 ///
 /// - `--overlap`: agents share the resources of the job with its other steps.
-/// - Without `--exact` a step gets all CPUs of the job on each node, and `--mem=0` is all its memory.
+/// - Without `--exact` a step gets all CPUs of the job on each node, and `--mem=0` is all its
+///   memory.
 /// - `--no-kill` and `--kill-on-bad-exit=0`: when an agent or a node is lost, the others stay, and
 ///   the controller decides.
 pub(super) fn arguments(nodes: &StepNodes, executable: &StepExecutable) -> Vec<String> {

@@ -51,7 +51,8 @@ impl Step {
         command.args(arguments);
         REMOVED_VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
         command.stdin(Stdio::piped()).stdout(output_writer.try_clone()?).stderr(output_writer);
-        // In a separate group, srun does not receive a terminal's Ctrl-C, on which it kills its tasks.
+        // In a separate group, srun does not receive a terminal's Ctrl-C, on which it kills its
+        // tasks.
         command.process_group(0);
         let mut child = command.spawn()?;
         drop(command); // closes this process's copies of the pipe's writing end

@@ -1,8 +1,8 @@
 //! Starts the executable on a host, after copying it there if necessary.
 //!
-//! Every command is `exec /bin/sh -c '…'` without quotes, `!` or backslashes inside, which any login
-//! shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer on a
-//! line with a random marker. Everything before that line is output of the login shell.
+//! Every command is `exec /bin/sh -c '…'` without quotes, `!` or backslashes inside, which any
+//! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
+//! on a line with a random marker. Everything before that line is output of the login shell.
 use super::{
     progress::{ConnectionProgress, ConnectionStage},
     ssh_error,
@@ -417,7 +417,8 @@ struct ChannelReader {
 }
 
 impl ChannelReader {
-    /// The next line with its line end, or the unfinished last line; `None` at the end of the stream.
+    /// The next line with its line end, or the unfinished last line; `None` at the end of the
+    /// stream.
     fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {
@@ -491,7 +492,8 @@ mod tests {
         }
     }
 
-    /// Runs the copy script with a shell script as the executable. Returns the last answer and stderr.
+    /// Runs the copy script with a shell script as the executable. Returns the last answer and
+    /// stderr.
     fn run_copy_script(home: &std::path::Path, program: &str, size: usize) -> (String, String) {
         let script = command(&copy_script("MARK", "HASH", size as u64));
         let mut shell = Command::new("/bin/sh");

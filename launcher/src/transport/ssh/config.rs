@@ -1,7 +1,7 @@
 //! Reads ssh_config(5), as far as connecting needs it.
 //!
-//! `Match` and the canonicalization of host names are not evaluated here; the resolver runs `ssh -G`
-//! when a file contains them.
+//! `Match` and the canonicalization of host names are not evaluated here; the resolver runs `ssh
+//! -G` when a file contains them.
 use diagnostic::{Diagnostic, Location, codes::host};
 use std::{
     fs, io,

@@ -23,13 +23,15 @@ use std::{
 const KEX: &str = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,\
     ecdh-sha2-nistp521,diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,\
     diffie-hellman-group14-sha256";
-/// Ciphers in order of preference: authenticated ones first, and of them AES, which CPUs accelerate.
+/// Ciphers in order of preference: authenticated ones first, and of them AES, which CPUs
+/// accelerate.
 const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,\
     aes128-ctr,aes192-ctr,aes256-ctr";
 /// Host key algorithms in order of preference.
 const HOST_KEYS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,\
     rsa-sha2-512,rsa-sha2-256,ssh-rsa";
-/// The kernel closes the connection when sent data is not acknowledged for this long, in milliseconds.
+/// The kernel closes the connection when sent data is not acknowledged for this long, in
+/// milliseconds.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
 /// The interval of keepalive messages on an idle connection, in seconds.
 pub(super) const KEEPALIVE_S: u32 = 15;

@@ -1,5 +1,5 @@
-//! How far the connection to one host is and how it ended, shared by the connection's thread and the
-//! controller.
+//! How far the connection to one host is and how it ended, shared by the connection's thread and
+//! the controller.
 use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::host};

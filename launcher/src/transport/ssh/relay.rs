@@ -18,7 +18,8 @@ use std::{
 
 /// Bytes that are buffered in each direction.
 const BUFFER_BYTES: usize = 32 << 10;
-/// How long the host may take to report the exit status after the output has ended, in milliseconds.
+/// How long the host may take to report the exit status after the output has ended, in
+/// milliseconds.
 const EXIT_STATUS_TIMEOUT_MS: u32 = 2000;
 
 /// Relays bytes until the remote process has ended, the connection fails, or `local` is closed.

@@ -1,4 +1,5 @@
-//! Resolves how a host is reached: from the job, then the SSH configuration, then OpenSSH's defaults.
+//! Resolves how a host is reached: from the job, then the SSH configuration, then OpenSSH's
+//! defaults.
 use super::{
     config::{HostSettings, SshConfigLines, UnsupportedKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, known_hosts_name},

@@ -1,4 +1,5 @@
-//! Simulated hosts: the cores of their agents, and the workers that these start, signal and supervise.
+//! Simulated hosts: the cores of their agents, and the workers that these start, signal and
+//! supervise.
 use super::{HostIndex, SimEvent, World};
 use crate::agent::simulated::{Action, Core as AgentCore, GroupSignal, Input as AgentInput};
 use contract::{
