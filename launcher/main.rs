@@ -3,7 +3,8 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let role = std::env::args_os().nth(1);
-    // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched here.
+    // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched
+    // here.
     let code = match role {
         Some(role) if role == "worker" => worker::main(),
         Some(role) if role == "gpu-check" => {

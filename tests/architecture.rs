@@ -226,7 +226,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ),
     ("worker/src/runtime.rs", "println!", "a worker's stdout is its log file"),
     ("worker/src/network.rs", "println!", "a worker's stdout is its log file"),
-    ("worker/src/runtime.rs", "eprintln!", "a worker's stderr is its log file"),
+    ("worker/src/runtime.rs", "eprint!", "a worker's stderr is its log file"),
     (
         "worker/src/gpu_check.rs",
         "println!",
@@ -235,7 +235,11 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("worker/src/gpu_check/curves.rs", "println!", "part of `launch gpu-check`"),
     ("worker/src/gpu_check/throughput.rs", "println!", "part of `launch gpu-check`"),
     ("worker/src/gpu.rs", "println!", "a worker's stdout is its log file"),
-    ("worker/device/src/cuda/disk_cache.rs", "rename(", "the kernel cache is not a checkpoint: it can be rebuilt"),
+    (
+        "worker/device/src/cuda/disk_cache.rs",
+        "rename(",
+        "the kernel cache is not a checkpoint: it can be rebuilt",
+    ),
     ("worker/src/data/build.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
     ("worker/src/data/contents.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
 ];

@@ -8,7 +8,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     fs::{self, File},
     process::{Child, Command, Stdio},
@@ -76,16 +76,20 @@ const SILENT: [Fault; 5] = [WorkerStopped, HostCrashed, CableCut, Partition, Hos
 
 impl Fault {
     /// What the cause must say, and whether it is a rank's.
-    fn expected(self) -> (bool, &'static str) {
+    fn expected(self) -> (bool, Value) {
         match self {
-            WorkerExits | Grandchild | ClockSkewed | SshdStopped => (true, "exit code 1"),
-            WorkerKilled => (true, "killed by SIGKILL"),
-            OutOfMemory => (true, "memory ran out (OOM)"),
-            DiskFull => (true, "exit code 28"),
-            WorkerStopped => (true, "stopped"),
-            AgentKilled | SessionKilled | HostHalted => (false, "connection"),
-            HostCrashed | CableCut | Partition | HostFrozen => (false, "nothing was heard of its agent"),
-            ControllerKilled => (false, ""),
+            WorkerExits | Grandchild | ClockSkewed | SshdStopped => {
+                (true, json!({"kind": "exit", "code": 1}))
+            }
+            WorkerKilled => (true, json!({"kind": "signal", "name": "SIGKILL"})),
+            OutOfMemory => (true, json!({"kind": "oom"})),
+            DiskFull => (true, json!({"kind": "exit", "code": 28})),
+            WorkerStopped => (true, json!({"kind": "suspended"})),
+            AgentKilled | SessionKilled | HostHalted => {
+                (false, json!({"kind": "host_lost", "silent_s": null}))
+            }
+            HostCrashed | CableCut | Partition | HostFrozen => (false, json!({"kind": "host_lost"})),
+            ControllerKilled => (false, Value::Null),
         }
     }
 }
@@ -309,14 +313,18 @@ fn case(hosts: &Hosts, fault: Fault, host: usize) -> (Duration, Duration) {
     heal(hosts, fault, host);
     if fault != ControllerKilled {
         let failure = ended.failure.unwrap_or_else(|| panic!("{what}: no cause"));
-        let (of_rank, text) = fault.expected();
+        let (of_rank, reason) = fault.expected();
         let rank = of_rank.then_some(host as u64 * 2 + 1);
         assert_eq!(
             (failure["rank"].as_u64(), failure["host"].as_str()),
             (rank, Some(HOSTS[host])),
             "{what}: {failure}"
         );
-        assert!(failure["cause"].as_str().unwrap().contains(text), "{what}: {failure}");
+        for (field, value) in reason.as_object().unwrap() {
+            assert_eq!(&failure["reason"][field], value, "{what}: {failure}");
+        }
+        let is_silent = matches!(fault, HostCrashed | CableCut | Partition | HostFrozen);
+        assert_eq!(failure["reason"]["silent_s"].is_u64(), is_silent, "{what}: {failure}");
         assert!(ended.code == Some(1), "{what}: {:?}", ended.code);
         if fault == DiskFull {
             assert!(failure["tail"].to_string().contains("No space left"), "{what}: {failure}");

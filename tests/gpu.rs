@@ -105,7 +105,11 @@ fn the_order_of_threads_changes_nothing() {
 fn what_is_wrong_with_a_card_is_said() {
     for (told, code, part) in [
         (("EMULATED_GPU_COUNT", "0"), 3, "cuInit failed: CUDA_ERROR_NO_DEVICE"),
-        (("EMULATED_GPU_VERSION", "11080"), 3, "is a driver for CUDA 11.8, but CUDA 12.0 or newer is required"),
+        (
+            ("EMULATED_GPU_VERSION", "11080"),
+            3,
+            "is a driver for CUDA 11.8, but CUDA 12.0 or newer is required",
+        ),
         (
             ("EMULATED_GPU_VERSION", "12080"),
             3,
@@ -497,8 +501,7 @@ fn what_ends_training_on_a_card_is_said_once() {
     ]
     .concat();
     let ran = FinishedRun::from_output(&job(&place, &set, ("EMULATED_GPU_CAPABILITY", "80")));
-    let why =
-        "train.precision: GPU 0 (Emulated GPU, sm_80) does not support fp8 matmuls, which needs sm_89 (Ada) or newer";
+    let why = "train.precision: GPU 0 (Emulated GPU, sm_80) does not support fp8 matmuls, which needs sm_89 (Ada) or newer";
     assert!(
         ran.code == 2 && ran.stderr.contains(why) && ran.named("step").is_empty(),
         "{}: {}",

@@ -183,11 +183,9 @@ fn login_failures_have_distinct_codes() {
         keygen.args(["-q", "-t", "ed25519", "-N", passphrase, "-f"]).arg(job.path(name));
         assert!(keygen.status().expect("ssh-keygen").success());
     }
-    for (key, expected) in [
-        ("unauthorized", "ssh-login-failed"),
-        ("locked", "ssh-key-locked"),
-        ("missing", "ssh-login-failed"),
-    ] {
+    for (key, expected) in
+        [("unauthorized", "ssh-login-failed"), ("locked", "ssh-key-locked"), ("missing", "ssh-login-failed")]
+    {
         let key = format!("cluster.ssh.key={}", job.path(key).display());
         let (code, found) = job.check(&[&key]);
         assert_eq!(code, 3);
@@ -316,6 +314,13 @@ fn a_program_runs_on_four_hosts() {
     }
 }
 
+/// The event `failure` in the output of `--json`.
+#[track_caller]
+fn failure_event(events: &str) -> Value {
+    let mut events_json = events.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+    events_json.find(|e| e["event"] == "failure").unwrap_or_else(|| panic!("no failure: {events}"))
+}
+
 #[test]
 fn a_failure_ends_the_workers_of_every_host() {
     let Some(hosts) = Hosts::up("ssh::a_failure_ends_the_workers_of_every_host", 3) else { return };
@@ -327,13 +332,9 @@ fn a_failure_ends_the_workers_of_every_host() {
     let output = job.launch(&["job.yaml", "--json"]);
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
     let events = String::from_utf8_lossy(&output.stdout);
-    let failure = events
-        .lines()
-        .filter_map(|l| serde_json::from_str::<Value>(l).ok())
-        .find(|e| e["event"] == "failure");
-    let failure = failure.unwrap_or_else(|| panic!("no failure: {events}"));
+    let failure = failure_event(&events);
     assert_eq!((failure["rank"].as_u64(), failure["host"].as_str()), (Some(3), Some("h1")), "{failure}");
-    assert!(failure["cause"].as_str().expect("text").contains('7'), "{failure}");
+    assert_eq!((&failure["reason"]["kind"], &failure["reason"]["code"]), (&"exit".into(), &7.into()));
     for host in ["h0", "h1", "h2"] {
         let left = hosts.shell(host, "ps -e -o args= | grep -c '[s]leep 600' || true");
         assert_eq!(left.trim(), "0", "{host}");
@@ -369,10 +370,12 @@ fn an_unreachable_host_ends_the_run_before_it_starts() {
     let run = "run: {command: [sh, -c, 'echo started'], workdir: /root, logs: {dir: '/tmp/runs/{run}'}}";
     let job = Job::new(&hosts, "[h0, h1]", run);
     hosts.command(&["sshd-stop", "h1"]);
-    let output = job.launch(&["job.yaml"]);
+    let output = job.launch(&["job.yaml", "--json"]);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{stderr}");
-    assert!(stderr.contains("ssh-connect-refused") || stderr.contains("connection refused"), "{stderr}");
+    let failure = failure_event(&String::from_utf8_lossy(&output.stdout));
+    assert_eq!(failure["host"], "h1", "{failure}");
+    assert_eq!(failure["diagnostics"][0]["code"], "ssh-connect-refused", "{failure}");
     assert!(!String::from_utf8_lossy(&output.stdout).contains("started"));
 }
 

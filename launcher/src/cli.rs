@@ -84,8 +84,8 @@ pub(crate) struct JobArgs {
 #[derive(Debug, Args)]
 pub(crate) struct PsArgs {
     /// Show all past runs instead of the newest 20
-    #[arg(long, short)]
-    pub(crate) all: bool,
+    #[arg(long = "all", short = 'a')]
+    pub(crate) show_all: bool,
 }
 
 #[derive(Debug, Args)]
@@ -217,8 +217,8 @@ pub(crate) struct RunArgs {
     /// Program and arguments to run as workers, without a job file
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
-    /// In a Slurm batch job: save, stop and requeue before the time limit (SIGUSR1) or when a node is
-    /// lost, at most `slurm.requeues` times
+    /// In a Slurm batch job: save, stop and requeue before the time limit (SIGUSR1) or when a node
+    /// is lost, at most `slurm.requeues` times
     #[arg(long, requires = "job")]
     pub(crate) requeue: bool,
     /// Return when the job has started; it continues without this terminal
@@ -274,7 +274,8 @@ pub(crate) struct ImportArgs {
 pub(crate) enum ImportFrom {
     /// Convert the file that `accelerate config` writes
     Accelerate(ImportFile),
-    /// Convert a DeepSpeed configuration: to built-in training, or to a job of the program after `--`
+    /// Convert a DeepSpeed configuration: to built-in training, or to a job of the program after
+    /// `--`
     Deepspeed(ImportFile),
     /// Convert the arguments of torchrun
     Torchrun(ImportTorchrun),

@@ -35,8 +35,8 @@ pub(crate) fn exit_code(result: diagnostic::Result<u8>, format: OutputFormat) ->
     result.unwrap_or_else(|error| report_error(&error, format))
 }
 
-/// Reports an error to people on stderr and, with `--json`, as one object on stdout. Returns its exit
-/// code.
+/// Reports an error to people on stderr and, with `--json`, as one object on stdout. Returns its
+/// exit code.
 pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
     plain::write_message(&diagnostic::render(error, plain::use_color()));
     if format.json && format.schema == EventSchema::V2 {

@@ -49,8 +49,8 @@ impl Inventory {
         self.cpus.is_empty()
     }
 
-    /// The inventory that an agent reports. `user_env` has the variables that the user has set in the
-    /// controller's environment.
+    /// The inventory that an agent reports. `user_env` has the variables that the user has set in
+    /// the controller's environment.
     pub fn from_agent(reported: HostInventory, user_env: &[(String, String)]) -> Inventory {
         let HostInventory {
             host,

@@ -1,7 +1,8 @@
-//! Converts the configuration of another launcher to a job.yaml: that of Accelerate or DeepSpeed, or
-//! the arguments of torchrun.
+//! Converts the configuration of another launcher to a job.yaml: that of Accelerate or DeepSpeed,
+//! or the arguments of torchrun.
 //!
-//! Every key is converted, or a note names it with the reason and what to do. The result always loads.
+//! Every key is converted, or a note names it with the reason and what to do. The result always
+//! loads.
 mod accelerate;
 mod deepspeed;
 mod draft;

@@ -1,7 +1,7 @@
 //! [`Plan`]: which worker runs where, with which CPUs, GPUs and environment.
 //!
-//! A plan follows from the job and the inventories of its hosts alone. Every attempt has its own plan,
-//! because a restart may use other hosts.
+//! A plan follows from the job and the inventories of its hosts alone. Every attempt has its own
+//! plan, because a restart may use other hosts.
 mod command;
 mod cpu_binding;
 mod devices;
@@ -29,8 +29,8 @@ pub struct Plan {
     pub run_dir: PathBuf,
     /// The number of workers.
     pub world: u32,
-    /// `MASTER_ADDR` of the workers; `None`: determined when the agents have reported the addresses of
-    /// their hosts.
+    /// `MASTER_ADDR` of the workers; `None`: determined when the agents have reported the addresses
+    /// of their hosts.
     pub master_address: Option<IpAddr>,
     /// The plan of each host, in the order of the hosts, which is the order of the ranks.
     pub host_plans: Vec<HostPlan>,
@@ -187,8 +187,8 @@ fn plan_workers(job_env: &env::JobEnv<'_>, ranks: &HostRanks<'_>) -> diagnostic:
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// The number of workers of a host, and their GPUs. A host that offers less than its slots or the job
-/// declare is an error, which states both numbers.
+/// The number of workers of a host, and their GPUs. A host that offers less than its slots or the
+/// job declare is an error, which states both numbers.
 fn host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
     const KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
@@ -236,8 +236,8 @@ fn host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapaci
     }
 }
 
-/// The job as the hosts of an attempt receive it. After a restart it resumes from the last checkpoint
-/// of the run.
+/// The job as the hosts of an attempt receive it. After a restart it resumes from the last
+/// checkpoint of the run.
 fn job_for_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     let mut job = job.clone();
     if job.run.command.is_some() {

@@ -1,9 +1,9 @@
 //! The runs of this user: what was started, what is active, and how past runs ended.
 //!
-//! Each controller writes a [`RunRecord`] as `run.json` into its run directory, and links it from the
-//! user's state directory (`$XDG_STATE_HOME/launch/runs`). The record needs no clean-up: a process is
-//! identified by its pid and start time, so that the record of a killed controller is not mistaken
-//! for that of a running one.
+//! Each controller writes a [`RunRecord`] as `run.json` into its run directory, and links it from
+//! the user's state directory (`$XDG_STATE_HOME/launch/runs`). The record needs no clean-up: a
+//! process is identified by its pid and start time, so that the record of a killed controller is
+//! not mistaken for that of a running one.
 mod process;
 mod select;
 

@@ -14,8 +14,8 @@ const CHUNK: usize = 64 << 10;
 /// A longer line is passed on in parts, bytes.
 const LINE_MAX: usize = 1 << 20;
 
-/// The lines of a file from an offset on. A file that replaces it, and a file that was truncated, is
-/// read from its start.
+/// The lines of a file from an offset on. A file that replaces it, and a file that was truncated,
+/// is read from its start.
 #[derive(Debug)]
 pub(crate) struct LineFollower {
     path: PathBuf,
@@ -39,8 +39,8 @@ impl LineFollower {
         &self.path
     }
 
-    /// Reads once and passes the complete lines to `line`. `false`: the end of the file is reached for
-    /// now, and a last line without its line end was passed on too.
+    /// Reads once and passes the complete lines to `line`. `false`: the end of the file is reached
+    /// for now, and a last line without its line end was passed on too.
     pub(crate) fn read(&mut self, line: &mut dyn FnMut(&[u8])) -> io::Result<bool> {
         let n = self.file.read(&mut self.buffer)?;
         if n == 0 {
@@ -63,8 +63,8 @@ impl LineFollower {
         Ok(true)
     }
 
-    /// Continues with the file that is at the path now, if it is another one or was truncated. Returns
-    /// whether there is more to read.
+    /// Continues with the file that is at the path now, if it is another one or was truncated.
+    /// Returns whether there is more to read.
     fn reopen_if_replaced(&mut self) -> io::Result<bool> {
         let open = self.file.metadata()?;
         let Ok(current) = std::fs::metadata(&self.path) else { return Ok(false) };

@@ -1,7 +1,8 @@
 //! Every parser of untrusted input in the launcher, each behind one function, for fuzz targets and
 //! robustness tests. Crate `ckpt` has the parsers of checkpoints.
 //!
-//! Each function returns the first error. None may panic, loop forever, or use memory beyond its limits.
+//! Each function returns the first error. None may panic, loop forever, or use memory beyond its
+//! limits.
 use contract::{
     control::{FromAgent, FromWorker, ToAgent, ToWorker},
     frame::{self, FrameError, HEADER},
@@ -58,7 +59,8 @@ pub fn host_list(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses variables of Slurm, one a line: node list, tasks per node, CPUs per node, number of groups.
+/// Parses variables of Slurm, one a line: node list, tasks per node, CPUs per node, number of
+/// groups.
 pub fn slurm(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
     let mut lines = text.lines();

@@ -390,11 +390,6 @@ codes! {
         cause: "launch reads them from /proc, which is not mounted or not readable.",
         remedy: "Mount /proc.",
     }
-    GPU_UNAVAILABLE: Cluster = "gpu-unavailable" {
-        summary: "The job trains on GPUs, and none can be used on this machine.",
-        cause: "There is no NVIDIA GPU, or the driver or a CUDA library cannot be opened.",
-        remedy: "Check the host with `launch check` and `nvidia-smi`, or set `cluster.devices: cpu`.",
-    }
     MEMORY_INSUFFICIENT: Cluster = "memory-insufficient" {
         summary: "The estimated memory of the workers exceeds the memory of the machine.",
         cause: "The model, the batch or the optimizer states are too large for the number of hosts.",
@@ -511,20 +506,10 @@ codes! {
     }
 
     // --- launch check --------------------------------------------------------------------------
-    HOST_CHECK_FAILED: Cluster = "host-check-failed" {
-        summary: "A host could not be inspected.",
-        cause: "Its agent did not start, ended, or gave no answer.",
-        remedy: "Read the message, and start `launch agent` on the host to see whether it runs.",
-    }
     LOGIN_SHELL_PRINTS: Cluster = "login-shell-prints" {
         summary: "The login shell of a host prints text. This is a warning.",
         cause: "A startup file such as .bashrc prints something in shells that are not interactive.",
         remedy: "Print only in interactive shells; launch ignores the text, but scp and rsync may fail.",
-    }
-    HOME_UNWRITABLE: Cluster = "home-unwritable" {
-        summary: "The home or cache directory of a host is not writable. This is a warning.",
-        cause: "The directory does not exist, is mounted read-only, or belongs to another user.",
-        remedy: "Make the directory writable; many programs keep caches there.",
     }
     ARCHITECTURE_DIFFERS: Cluster = "architecture-differs" {
         summary: "The hosts of the job have different processor architectures.",

@@ -461,8 +461,8 @@ impl Driver {
     fn measure_activity(&mut self) {
         let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
         let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
-        for ((_, rank), seen) in living.into_iter().zip(activity::measure_activity(&pids)) {
-            self.handle(Input::Activity { rank, ticks: seen.ticks, stopped: seen.stopped });
+        for ((_, rank), measured) in living.into_iter().zip(activity::measure_activity(&pids)) {
+            self.handle(Input::Activity { rank, ticks: measured.ticks, stopped: measured.stopped });
         }
     }
 

@@ -92,19 +92,19 @@ mod tests {
 
     #[test]
     fn a_fault_of_the_process_takes_precedence_over_one_without_a_pid() {
-        let others = "NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=a";
+        let of_other_process = "NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=a";
         let without_pid = "NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>";
-        let own = "NVRM: Xid (PCI:0000:03:00): 7777, pid=9, name=b";
-        assert_eq!(watch_of(&[others]).find_fault(9), None);
+        let of_process = "NVRM: Xid (PCI:0000:03:00): 7777, pid=9, name=b";
+        assert_eq!(watch_of(&[of_other_process]).find_fault(9), None);
         let fault = |xid, pci_address: &str, description: Option<&str>| GpuFault {
             xid,
             pci_address: pci_address.into(),
             description: description.map(str::to_owned),
         };
         let off_the_bus = fault(79, "0000:02:00", Some("the GPU fell off the bus"));
-        assert_eq!(watch_of(&[others, without_pid]).find_fault(9), Some(off_the_bus));
+        assert_eq!(watch_of(&[of_other_process, without_pid]).find_fault(9), Some(off_the_bus));
         assert_eq!(
-            watch_of(&[others, without_pid, own]).find_fault(9),
+            watch_of(&[of_other_process, without_pid, of_process]).find_fault(9),
             Some(fault(7777, "0000:03:00", None))
         );
     }

@@ -1,4 +1,5 @@
-//! `launch check`: inspects all hosts of a job at once and reports what would prevent it from starting.
+//! `launch check`: inspects all hosts of a job at once and reports what would prevent it from
+//! starting.
 mod evaluate;
 mod gpus;
 mod probe;

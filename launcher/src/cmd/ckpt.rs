@@ -1,7 +1,7 @@
 //! `launch ckpt`: inspects, verifies, converts and repairs checkpoints.
 //!
-//! Only this module and its children read checkpoints in the launcher. Results go to stdout, messages
-//! to stderr.
+//! Only this module and its children read checkpoints in the launcher. Results go to stdout,
+//! messages to stderr.
 mod convert;
 mod describe;
 mod diff;
@@ -39,7 +39,8 @@ enum Command {
         #[arg(value_name = "CHECKPOINT")]
         dir: PathBuf,
     },
-    /// Check every byte of a checkpoint, or of all checkpoints in a directory; exit code 4 on damage
+    /// Check every byte of a checkpoint, or of all checkpoints in a directory; exit code 4 on
+    /// damage
     Verify {
         /// Checkpoint, or directory of checkpoints
         #[arg(value_name = "CHECKPOINT")]
@@ -137,7 +138,8 @@ fn print(text: &str) -> diagnostic::Result<()> {
     plain::write_data(text).map_err(|error| output_failed(&error))
 }
 
-/// Opens the checkpoint that a path names. Reports which one it is, and newer ones that are unusable.
+/// Opens the checkpoint that a path names. Reports which one it is, and newer ones that are
+/// unusable.
 fn open(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
     let found = ckpt::find(path)?;
     match &found {

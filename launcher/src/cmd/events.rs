@@ -50,8 +50,8 @@ fn show_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Re
     }
 }
 
-/// A line of the journal in the schema that is requested. A line that this version cannot read, such
-/// as half a line after a crash, is printed unchanged.
+/// A line of the journal in the schema that is requested. A line that this version cannot read,
+/// such as half a line after a crash, is printed unchanged.
 fn json_line(line: &str, format: OutputFormat) -> String {
     #[derive(Deserialize)]
     struct Stored {

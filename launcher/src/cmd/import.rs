@@ -1,4 +1,5 @@
-//! `launch import`: prints a job.yaml made from another launcher's configuration, and notes about it.
+//! `launch import`: prints a job.yaml made from another launcher's configuration, and notes about
+//! it.
 use crate::{
     cli::{ImportArgs, ImportFrom},
     discover::hosts::{parse_entries, read_hostfile},

@@ -191,7 +191,7 @@ impl<'a> LogViewer<'a> {
         Ok(more && !self.reader_gone)
     }
 
-    /// Writes the collected text when there is enough of it, or all of it with `flush`.
+    /// Writes the collected text when there is enough of it, or everything with `flush`.
     fn write(&mut self, flush: bool) -> diagnostic::Result<()> {
         if !flush && self.out.len() < WRITE_BATCH_BYTES {
             return Ok(());

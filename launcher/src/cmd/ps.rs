@@ -1,4 +1,5 @@
-//! `launch ps`: active and past runs; and [`resolve_run`], which finds the run that a command names.
+//! `launch ps`: active and past runs; and [`resolve_run`], which finds the run that a command
+//! names.
 use super::plan::table;
 use crate::{
     agent::log_times::unix_time_ms,
@@ -15,7 +16,7 @@ const MAX_PAST_RUNS: usize = 20;
 /// Shows the runs.
 pub(crate) fn run(args: &PsArgs, as_json: bool) -> diagnostic::Result<u8> {
     let mut runs = runs::list(&std::path::absolute(".").unwrap_or_default());
-    if !args.all {
+    if !args.show_all {
         let mut past = 0;
         runs.retain(|run| {
             past += usize::from(run.state != RunState::Running);
@@ -94,7 +95,8 @@ fn format_age(seconds: f64) -> String {
     }
 }
 
-/// The run that the command line names: by its directory, or as [`runs::select_run`] resolves names.
+/// The run that the command line names: by its directory, or as [`runs::select_run`] resolves
+/// names.
 pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::Result<Run> {
     let is_path = |text: &&str| text.contains('/') || *text == "." || *text == "..";
     if let Some(directory) = name.filter(is_path) {

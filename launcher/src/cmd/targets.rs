@@ -28,13 +28,13 @@ pub(crate) enum HostsError {
     Cluster(Diagnostic),
 }
 
-/// The hosts of a job, in the order of their ranks. `here` is this machine.
-pub(crate) fn job_hosts(job: &JobSpec, here: &Inventory) -> Result<Vec<HostTarget>, HostsError> {
+/// The hosts of a job, in the order of their ranks. `local` is the inventory of this machine.
+pub(crate) fn job_hosts(job: &JobSpec, local: &Inventory) -> Result<Vec<HostTarget>, HostsError> {
     let named = hosts(&job.cluster, &job.run.workdir).map_err(HostsError::Job)?;
     match (named, job_allocation(job).map_err(HostsError::Cluster)?) {
         (Some(hosts), _) => Ok(hosts.iter().map(HostTarget::remote).collect()),
         (None, Some(allocation)) => Ok(allocation.nodes().map(|node| slurm_target(job, node)).collect()),
-        (None, None) => Ok(local_hosts(here)),
+        (None, None) => Ok(local_hosts(local)),
     }
 }
 
@@ -117,18 +117,18 @@ pub(crate) fn ssh_transport(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic:
 }
 
 /// A host for the plan before its agent runs.
-pub(crate) fn planning_host(target: &HostTarget, here: &Inventory) -> plan::JobHost {
-    let inventory = if target.local { here.clone() } else { Inventory::unknown(&target.name) };
+pub(crate) fn planning_host(target: &HostTarget, local: &Inventory) -> plan::JobHost {
+    let inventory = if target.local { local.clone() } else { Inventory::unknown(&target.name) };
     let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());
     plan::JobHost { name, slots: target.slots, selected_slots, local: target.local, inventory }
 }
 
 /// This machine; in tests several hosts, each with its own agent on this machine.
-fn local_hosts(here: &Inventory) -> Vec<HostTarget> {
+fn local_hosts(local: &Inventory) -> Vec<HostTarget> {
     let count = std::env::var(env::LAUNCH_LOCAL_AGENTS).ok().and_then(|n| n.parse().ok());
     let target = |name: String| HostTarget { name, slots: None, selected_slots: None, local: true };
     match count {
-        Some(n @ 2..=MAX_LOCAL_AGENTS) => (0..n).map(|i| target(format!("{}-{i}", here.host))).collect(),
-        _ => vec![target(here.host.clone())],
+        Some(n @ 2..=MAX_LOCAL_AGENTS) => (0..n).map(|i| target(format!("{}-{i}", local.host))).collect(),
+        _ => vec![target(local.host.clone())],
     }
 }

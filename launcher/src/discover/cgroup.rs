@@ -29,7 +29,8 @@ pub(super) fn limits(root: &Path) -> Limits {
                 limits.tighten(quota_v2(&directory), number(&directory.join("memory.max")));
             }
         } else if has("cpu") {
-            // Inside a container the path of the group may be invisible; the root of the mount is the group.
+            // Inside a container the path of the group may be invisible; the root of the mount is
+            // the group.
             for directory in group_and_parents(&mount.join("cpu"), group) {
                 limits.tighten(quota_v1(&directory), None);
             }
@@ -42,8 +43,8 @@ pub(super) fn limits(root: &Path) -> Limits {
     limits
 }
 
-/// How many processes of this process's group the kernel has killed for lack of memory; `None` where
-/// the count cannot be read.
+/// How many processes of this process's group the kernel has killed for lack of memory; `None`
+/// where the count cannot be read.
 pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -57,7 +58,8 @@ pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
             }
             _ => return None,
         };
-        // Inside a container the path of the group may be invisible; the nearest visible parent counts.
+        // Inside a container the path of the group may be invisible; the nearest visible parent
+        // counts.
         group_and_parents(&mount, group).iter().find_map(|directory| {
             let text = fs::read_to_string(directory.join(file)).ok()?;
             text.lines().find_map(|l| l.strip_prefix("oom_kill ")).and_then(|n| n.trim().parse().ok())

@@ -5,8 +5,8 @@ use std::{fs, path::Path};
 /// Most GPUs of a machine.
 const MAX_GPUS: usize = 1024;
 
-/// The GPUs of this machine in the order of the PCI bus, which is also CUDA's order where all GPUs are
-/// alike.
+/// The GPUs of this machine in the order of the PCI bus, which is also CUDA's order where all GPUs
+/// are alike.
 pub(super) fn detect(root: &Path) -> Vec<Gpu> {
     let mut found = nvidia(root);
     if found.is_empty() {

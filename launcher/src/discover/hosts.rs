@@ -21,8 +21,8 @@ pub(crate) struct ClusterHost {
 /// Most mistakes of a hostfile that are reported.
 const MAX_REPORTED: usize = 5;
 
-/// The hosts in their order; `None`: the job names none and uses this machine or a Slurm allocation.
-/// Relative paths start at `base`.
+/// The hosts in their order; `None`: the job names none and uses this machine or a Slurm
+/// allocation. Relative paths start at `base`.
 pub(crate) fn hosts(cluster: &ClusterSpec, base: &Path) -> Result<Option<Vec<ClusterHost>>, Vec<Diagnostic>> {
     let named = match &cluster.hosts {
         Hosts::Auto | Hosts::Local | Hosts::Slurm

@@ -4,10 +4,10 @@
 //!
 //! - In a batch script and in `salloc` they describe the job. In a step (`srun`), `SLURM_STEP_*`,
 //!   `SLURM_NTASKS` and similar variables describe the step.
-//! - `SLURM_TASKS_PER_NODE` is set even if the user requested no tasks; with `--exclusive` it is the
-//!   number of CPUs. It counts only if `SLURM_NTASKS` shows that tasks were requested.
-//! - A heterogeneous job has all names once more with the suffix `_HET_GROUP_n`. Each group is a job,
-//!   and the names without the suffix describe the first group.
+//! - `SLURM_TASKS_PER_NODE` is set even if the user requested no tasks; with `--exclusive` it is
+//!   the number of CPUs. It counts only if `SLURM_NTASKS` shows that tasks were requested.
+//! - A heterogeneous job has all names once more with the suffix `_HET_GROUP_n`. Each group is a
+//!   job, and the names without the suffix describe the first group.
 use contract::hosts;
 use diagnostic::{Diagnostic, codes::host as codes};
 use std::collections::BTreeSet;
@@ -67,8 +67,8 @@ impl Allocation {
 }
 
 impl SlurmNode {
-    /// The number of workers for `workers_per_host: auto`: the GPUs for jobs that use them, else the
-    /// requested tasks, else 1. `None`: the number of GPUs that the agent finds.
+    /// The number of workers for `workers_per_host: auto`: the GPUs for jobs that use them, else
+    /// the requested tasks, else 1. `None`: the number of GPUs that the agent finds.
     pub fn workers(&self, use_gpus: bool) -> Option<u32> {
         let tasks = self.tasks.unwrap_or(1).max(1);
         match self.gpus {

@@ -52,8 +52,8 @@ fn numa_node_by_cpu(root: &Path) -> BTreeMap<u32, u32> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Writes the /sys of a machine with `nodes` NUMA nodes of `cores` cores of `threads` threads. CPUs
-    /// are numbered as Linux numbers them: the first threads of all cores come first.
+    /// Writes the /sys of a machine with `nodes` NUMA nodes of `cores` cores of `threads` threads.
+    /// CPUs are numbered as Linux numbers them: the first threads of all cores come first.
     pub(crate) fn machine(root: &Path, nodes: u32, cores: u32, threads: u32) {
         let total = nodes * cores;
         let write = |path: String, text: String| {

@@ -1,5 +1,5 @@
-//! Converts a configuration of DeepSpeed: to a job of a program that reads the file itself, or to the
-//! built-in training.
+//! Converts a configuration of DeepSpeed: to a job of a program that reads the file itself, or to
+//! the built-in training.
 mod optimizer;
 mod tables;
 mod zero;
@@ -102,8 +102,8 @@ fn training(draft: &mut Draft, mut keys: RemainingKeys<'_>, workers: Option<u64>
     errors
 }
 
-/// Converts the batch sizes. DeepSpeed requires `train_batch_size = micro-batch × accumulation steps ×
-/// workers`, of which two or three are given.
+/// Converts the batch sizes. DeepSpeed requires `train_batch_size = micro-batch × accumulation
+/// steps × workers`, of which two or three are given.
 fn batch(draft: &mut Draft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
     const NAMES: [&str; 3] =
         ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];

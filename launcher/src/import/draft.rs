@@ -69,8 +69,8 @@ impl Draft {
         self.set_key(path, yaml.to_owned(), None);
     }
 
-    /// Sets a key from the imported key `from`. If the job rejects the value, the key is removed and a
-    /// note gives the reason.
+    /// Sets a key from the imported key `from`. If the job rejects the value, the key is removed
+    /// and a note gives the reason.
     pub(super) fn set_imported(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
         self.set_key(path, yaml.into(), Some(from.to_owned()));
     }
@@ -101,7 +101,8 @@ impl Draft {
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
     }
 
-    /// The job without the keys that it rejects. The error: the job is not valid without them either.
+    /// The job without the keys that it rejects. The error: the job is not valid without them
+    /// either.
     pub(super) fn finish(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
         for _ in 0..MAX_ATTEMPTS {
             let text = self.text(origin);
@@ -129,7 +130,8 @@ impl Draft {
     fn remove_rejected(&mut self, errors: &[Diagnostic]) -> bool {
         let before = self.keys.len();
         for error in errors {
-            // An error about an entry may name only its mapping, but its location is the entry's line.
+            // An error about an entry may name only its mapping, but its location is the entry's
+            // line.
             let line =
                 if let Some(Location::Line { text, .. }) = error.location() { text.trim() } else { "" };
             let subject = error.subject().unwrap_or_default();
@@ -162,7 +164,8 @@ impl Draft {
     }
 }
 
-/// The position of a key in the table of keys. An entry of a mapping has the position of the mapping.
+/// The position of a key in the table of keys. An entry of a mapping has the position of the
+/// mapping.
 fn key_order(path: &str) -> usize {
     let mut path = path;
     loop {

@@ -13,7 +13,7 @@ pub(super) fn whole_number(text: &str) -> String {
     if digits { text.to_owned() } else { quote_yaml(text) }
 }
 
-/// A number as it was written; any other value quoted.
+/// A number in its original notation; any other value quoted.
 pub(super) fn yaml_number(item: &Item) -> String {
     match item.value {
         ItemValue::Int(_) | ItemValue::Float(_) => item.text.clone(),

@@ -22,9 +22,9 @@ pub(super) struct TooFewCpus {
 
 /// The CPUs of each worker; `gpu_nodes[i]` is the NUMA node of worker i's GPU.
 ///
-/// Shares are equal and disjoint, so that no rank waits for a slower one or uses another's cores; CPUs
-/// that cannot be divided equally stay free. A limit on CPU time lowers the number of threads and
-/// leaves the binding unchanged.
+/// Shares are equal and disjoint, so that no rank waits for a slower one or uses another's cores;
+/// CPUs that cannot be divided equally stay free. A limit on CPU time lowers the number of threads
+/// and leaves the binding unchanged.
 pub(super) fn assign_cpus(
     inventory: &Inventory,
     gpu_nodes: &[Option<u32>],
@@ -65,8 +65,8 @@ fn bind_to_numa_nodes(cores: &[&Core], gpu_nodes: &[Option<u32>]) -> Option<Vec<
     (0..gpu_nodes.len()).map(slot).collect()
 }
 
-/// Binds each worker to separate cores: on the NUMA node of its GPU, or on one node where that costs
-/// at most a quarter of them; to single CPUs where there are fewer cores than workers.
+/// Binds each worker to separate cores: on the NUMA node of its GPU, or on one node where that
+/// costs at most a quarter of them; to single CPUs where there are fewer cores than workers.
 fn bind_to_cores(cores: &[&Core], gpu_nodes: &[Option<u32>]) -> Option<Vec<CpuSlot>> {
     let split: Vec<Core> = match cores.len() >= gpu_nodes.len() {
         true => cores.iter().map(|core| (*core).clone()).collect(),
@@ -116,9 +116,9 @@ fn cores_by_node<'c>(cores: &[&'c Core]) -> BTreeMap<u32, Vec<&'c Core>> {
     nodes
 }
 
-/// The NUMA nodes of each worker; two workers have equal or disjoint nodes. A worker gets the node of
-/// its GPU. Workers without a known node get equal parts of the nodes that no GPU is on, neighbours
-/// together, or else the node with the fewest workers.
+/// The NUMA nodes of each worker; two workers have equal or disjoint nodes. A worker gets the node
+/// of its GPU. Workers without a known node get equal parts of the nodes that no GPU is on,
+/// neighbours together, or else the node with the fewest workers.
 fn assign_nodes(nodes: &BTreeMap<u32, Vec<&Core>>, gpu_nodes: &[Option<u32>]) -> Vec<Vec<u32>> {
     let known = |gpu_node: &Option<u32>| gpu_node.filter(|node| nodes.contains_key(node));
     let mut workers: BTreeMap<u32, usize> = nodes.keys().map(|node| (*node, 0)).collect();

@@ -2,8 +2,8 @@ use super::*;
 use contract::machine::Topology;
 use proptest::prelude::*;
 
-/// A machine of `nodes` NUMA nodes with `cores` cores of `threads` threads each. CPUs are numbered as
-/// Linux numbers them: the first threads of all cores come first.
+/// A machine of `nodes` NUMA nodes with `cores` cores of `threads` threads each. CPUs are numbered
+/// as Linux numbers them: the first threads of all cores come first.
 fn machine(nodes: u32, cores: u32, threads: u32) -> Inventory {
     let total = nodes * cores;
     let core = |c: u32| Core { cpus: (0..threads).map(|t| t * total + c).collect(), numa_node: c / cores };
@@ -64,7 +64,8 @@ fn workers_without_gpus_stay_within_a_socket() {
     let inventory = machine(2, 4, 2);
     assert_eq!(bound_cpus(&inventory, &NO_GPU[..1], CpuBind::Auto), ["0-15x8"]);
     assert_eq!(bound_cpus(&inventory, &NO_GPU[..2], CpuBind::Auto), ["0-3,8-11x4", "4-7,12-15x4"]);
-    // Three workers: two on the first node. One core less per worker would cost more than a quarter.
+    // Three workers: two on the first node. One core less per worker would cost more than a
+    // quarter.
     assert_eq!(
         bound_cpus(&inventory, &NO_GPU[..3], CpuBind::Auto),
         ["0-1,8-9x2", "2-3,10-11x2", "4-5,12-13x2"]

@@ -189,7 +189,7 @@ impl GpuSelection {
         Ok(())
     }
 
-    /// The variables that tell a worker its GPUs.
+    /// The variables that select the GPUs of a worker.
     pub(super) fn env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
         let policy = if self.workers_per_gpu > 0 { VisibleDevices::One } else { policy };
         let visible = match (policy, self.names.get(self.gpu_of(local_rank))) {

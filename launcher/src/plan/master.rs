@@ -4,8 +4,8 @@ use contract::{control::InterfaceAddress, job::Interface};
 use core::net::{IpAddr, Ipv4Addr};
 use diagnostic::{Diagnostic, codes::host};
 
-/// The address at which every worker reaches the host of rank 0. Loopback when all workers are on the
-/// controller's machine; `None` when the addresses of the host are not known yet.
+/// The address at which every worker reaches the host of rank 0. Loopback when all workers are on
+/// the controller's machine; `None` when the addresses of the host are not known yet.
 pub(super) fn master_address(hosts: &[JobHost], interface: &Interface) -> diagnostic::Result<Option<IpAddr>> {
     let Some(first) = hosts.first() else { return Ok(None) };
     if hosts.iter().all(|host| host.local) {
@@ -38,8 +38,8 @@ fn no_address(first: &JobHost, interface: &Interface) -> Diagnostic {
         ))
 }
 
-/// Whether another host can reach the address. Link-local IPv6 addresses need a zone, which differs on
-/// every host.
+/// Whether another host can reach the address. Link-local IPv6 addresses need a zone, which differs
+/// on every host.
 fn is_reachable(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_unspecified(),

@@ -283,10 +283,10 @@ fn the_master_address_is_numeric_and_reachable() {
     assert_eq!(master(&[a.clone(), b.clone()], Some("10.9.0.0/16")), Ok(Some("10.9.0.7".into())));
     let errors = master(&[a.clone(), b.clone()], Some("wlan0")).expect_err("no such interface");
     assert_eq!(errors[0].code(), codes::ADDRESS_UNREACHABLE);
-    let mut here = a.clone();
-    here.local = true;
-    assert_eq!(master(&[here.clone(), b], None), Ok(Some("10.0.0.7".into())), "other hosts must reach it");
-    assert_eq!(master(&[here], None), Ok(Some("127.0.0.1".into())));
+    let mut local = a.clone();
+    local.local = true;
+    assert_eq!(master(&[local.clone(), b], None), Ok(Some("10.0.0.7".into())), "other hosts must reach it");
+    assert_eq!(master(&[local], None), Ok(Some("127.0.0.1".into())));
     let mut lonely = a.clone();
     lonely.inventory.addresses.truncate(2);
     let errors = master(&[lonely, a.clone()], None).expect_err("link-local addresses only");
@@ -354,7 +354,8 @@ fn a_restart_resumes_from_the_last_checkpoint_of_the_run() {
 }
 
 proptest! {
-    /// Ranks are 0..world, each once, ascending over the hosts. Local ranks count from 0 on each host.
+    /// Ranks are 0..world, each once, ascending over the hosts. Local ranks count from 0 on each
+    /// host.
     #[test]
     fn ranks_are_contiguous_over_any_hosts(slots in proptest::collection::vec(1u32..9, 1..20)) {
         let job = job("run: {command: [true]}");

@@ -64,7 +64,8 @@ impl From<SelectError<'_>> for Diagnostic {
 }
 
 /// The run with this name, this beginning of its name, or this job name; without a name the active
-/// run, or the newest one where the filter allows it. `runs` is sorted from the newest to the oldest.
+/// run, or the newest one where the filter allows it. `runs` is sorted from the newest to the
+/// oldest.
 pub(crate) fn select_run<'r>(
     runs: &'r [Run],
     name: Option<&str>,

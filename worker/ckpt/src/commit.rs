@@ -62,7 +62,7 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         if !self.prepared {
-            // the next `begin` removes what cannot be removed now
+            // if the removal fails, the next `begin` removes the directory
             let _ = disk::remove_tree(&self.dir);
         }
     }

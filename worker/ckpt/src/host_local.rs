@@ -1,5 +1,5 @@
 //! Host-local checkpoints, for hosts that do not share a checkpoint directory. Each host stores the shards
-//! of its own ranks and a copy of the manifest, which records the host of each shard.
+//! of the ranks on this host and a copy of the manifest, which records the host of each shard.
 //!
 //! The commit has two phases. First, every host prepares: it writes the manifest to its staging directory
 //! and syncs it. When all hosts have prepared, each renames its staging directory. A host that was killed

@@ -26,8 +26,8 @@ const STAGES: [(ConnectionStage, &str); 7] = [
     (ConnectionStage::Agent, "agent"),
 ];
 
-/// The check results of all hosts. `hosts` are those of the job, in the order of `probes`; `None`: this
-/// machine or the nodes of Slurm.
+/// The check results of all hosts. `hosts` are those of the job, in the order of `probes`; `None`:
+/// this machine or the nodes of Slurm.
 pub(super) fn evaluate(job: &JobSpec, hosts: Option<&[ClusterHost]>, probes: Vec<HostProbe>) -> CheckReport {
     let checks = job_checks(job, &probes);
     let first = probes.iter().find_map(|probe| probe.inspection.clone());

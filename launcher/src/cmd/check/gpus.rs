@@ -3,8 +3,8 @@ use super::{Check, codes};
 use crate::cmd::plan::bytes;
 use contract::probe::{GpuReport, HostInspection, LibraryReport};
 
-/// The checks of number, driver, libraries, memory, health and links. `first` is the first host of the
-/// job; `slots` are those of the hostfile.
+/// The checks of number, driver, libraries, memory, health and links. `first` is the first host of
+/// the job; `slots` are those of the hostfile.
 pub(super) fn gpu_checks(host: &HostInspection, first: &HostInspection, slots: Option<u32>) -> Vec<Check> {
     let (gpus, first_gpus) = (&host.gpus, &first.gpus);
     let mut checks = vec![count_check(gpus, first, slots)];

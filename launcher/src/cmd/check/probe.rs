@@ -109,8 +109,8 @@ struct AgentConnection {
 }
 
 impl AgentConnection {
-    /// Waits for a message that `select` accepts. Fails when the agent ends, fails, or does not answer
-    /// within `limit`.
+    /// Waits for a message that `select` accepts. Fails when the agent ends, fails, or does not
+    /// answer within `limit`.
     async fn wait<T>(
         &mut self,
         limit: Option<Duration>,
@@ -188,8 +188,8 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     ProbeSession { probe, host, connection }
 }
 
-/// The error to report for a host: that of its connection or its start, else `error` with the text of
-/// the agent's stderr.
+/// The error to report for a host: that of its connection or its start, else `error` with the text
+/// of the agent's stderr.
 async fn root_error(
     host: &StartedAgent,
     error: Diagnostic,
@@ -261,8 +261,8 @@ fn listener_of(probe: &HostProbe) -> Option<PeerListener> {
     Some(PeerListener { name: probe.name.clone(), addresses, greeting: inspection.greeting.clone() })
 }
 
-/// The hosts that host `index` connects to: all others, or, of more than [`MAX_FULL_MESH`] hosts, the
-/// first and the next [`NEIGHBOURS`].
+/// The hosts that host `index` connects to: all others, or, of more than [`MAX_FULL_MESH`] hosts,
+/// the first and the next [`NEIGHBOURS`].
 fn neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
     let count = listeners.len();
     let is_near = |other: usize| other == 0 || (1..=NEIGHBOURS).contains(&((other + count - index) % count));

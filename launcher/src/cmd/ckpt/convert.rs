@@ -35,14 +35,15 @@ pub(super) struct ConvertArgs {
         value_parser = clap::value_parser!(u32).range(1..=65_536)
     )]
     world_size: Option<u32>,
-    /// `sub_group_size` of the configuration that will load a ZeRO-3 checkpoint [default: 1000000000]
+    /// `sub_group_size` of the configuration that will load a ZeRO-3 checkpoint [default:
+    /// 1000000000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     sub_group_size: Option<u64>,
     /// Element type of the model's copies of the weights [default: that of the source]
     #[arg(long, value_enum)]
     dtype: Option<Precision>,
-    /// Assign parameters whose names match PATTERN to optimizer group N, from 0, where the checkpoint
-    /// does not record groups; parameters without a match are in group 0 (repeatable)
+    /// Assign parameters whose names match PATTERN to optimizer group N, from 0, where the
+    /// checkpoint does not record groups; parameters without a match are in group 0 (repeatable)
     #[arg(long = "group", value_name = "PATTERN=N", value_parser = parse_group_rule)]
     groups: Vec<GroupRule>,
     /// Most memory to use, 64MiB or more

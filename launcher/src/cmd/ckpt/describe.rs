@@ -131,8 +131,8 @@ fn format_updates<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     }
 }
 
-/// A table of random states with a row for each rank and stream. Streams with equal digests continue
-/// with the same numbers.
+/// A table of random states with a row for each rank and stream. Streams with equal digests
+/// continue with the same numbers.
 fn random_state_table(checkpoint: &ExternalCheckpoint) -> String {
     let rows = match random_states(checkpoint) {
         Ok(rows) if rows.is_empty() => return String::new(),
@@ -146,7 +146,8 @@ fn random_state_table(checkpoint: &ExternalCheckpoint) -> String {
     format!("\n{}", align_columns(&table))
 }
 
-/// The random states of a checkpoint: in its directory, or, for the directory of a tag, in the parent.
+/// The random states of a checkpoint: in its directory, or, for the directory of a tag, in the
+/// parent.
 fn random_states(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<StreamDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());

@@ -124,8 +124,8 @@ fn describe_rounding(cast: RoundingCast) -> &'static str {
 /// The rounding that explains all differing elements, if there is one.
 fn common_rounding(report: &DiffReport) -> Option<String> {
     let cast = report.different.first()?.values.cast?;
-    let all = report.different.iter().all(|d| d.values.cast == Some(cast));
-    all.then(|| format!("one rounding explains all different values: {}", describe_rounding(cast)))
+    let is_common = report.different.iter().all(|d| d.values.cast == Some(cast));
+    is_common.then(|| format!("one rounding explains all different values: {}", describe_rounding(cast)))
 }
 
 #[cfg(test)]

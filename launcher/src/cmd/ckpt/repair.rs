@@ -1,5 +1,5 @@
-//! `launch ckpt repair`: rebuilds the derivable parts of a damaged checkpoint and reports the rest as
-//! lost.
+//! `launch ckpt repair`: rebuilds the derivable parts of a damaged checkpoint and reports the rest
+//! as lost.
 use super::{describe::printable, log, print};
 use ckpt::RepairOptions;
 use clap::Args;

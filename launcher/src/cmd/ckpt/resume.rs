@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 /// Replaced in arguments of `run.command` by the directory to resume from, or by nothing.
 const PLACEHOLDER: &str = "{resume}";
 
-/// Finds and prepares the directory to resume from. The workers of the plan receive its path in their
-/// environment and where their command contains `{resume}`; remarks become warnings of the plan. Jobs
-/// of the built-in training stay unchanged.
+/// Finds and prepares the directory to resume from. The workers of the plan receive its path in
+/// their environment and where their command contains `{resume}`; remarks become warnings of the
+/// plan. Jobs of the built-in training stay unchanged.
 pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnostic::Result<()> {
     if job.run.command.is_none() {
         return Ok(());

@@ -32,8 +32,8 @@ pub(super) struct WatchArgs {
     pub(super) limit: u64,
 }
 
-/// Watches until a signal: exit code 130 after SIGINT, 0 after SIGTERM. The checkpoint in progress is
-/// finished first; a second signal ends the command at once.
+/// Watches until a signal: exit code 130 after SIGINT, 0 after SIGTERM. The checkpoint in progress
+/// is finished first; a second signal ends the command at once.
 pub(super) fn run(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     check_options(&args)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -51,8 +51,8 @@ fn setup_failed(error: &std::io::Error) -> Diagnostic {
         .with_cause(error)
 }
 
-/// Rejects a path that never gets checkpoints, and an output directory whose weights would be taken for
-/// checkpoints.
+/// Rejects a path that never gets checkpoints, and an output directory whose weights would be taken
+/// for checkpoints.
 fn check_options(args: &WatchArgs) -> diagnostic::Result<()> {
     if args.dir.is_file() {
         let path = args.dir.display().to_string();
@@ -126,8 +126,8 @@ fn poll_once(watch: &mut DirectoryWatch, args: &WatchArgs, json: bool) -> diagno
     Ok(())
 }
 
-/// Verifies and gathers one checkpoint, and returns the event to print. Errors are part of the event,
-/// because the next checkpoint may be usable.
+/// Verifies and gathers one checkpoint, and returns the event to print. Errors are part of the
+/// event, because the next checkpoint may be usable.
 fn process_checkpoint(sighting: &DirectoryReport, args: &WatchArgs) -> Value {
     let mut event = json!({"event": "checkpoint", "path": sighting.path, "state": "complete", "notes": []});
     let mut notes: Vec<String> = Vec::new();

@@ -1,5 +1,5 @@
-//! Converts `optimizer` and `scheduler`. A setting that is not given has DeepSpeed's default, so the
-//! job states it.
+//! Converts `optimizer` and `scheduler`. A setting that is not given has DeepSpeed's default, so
+//! the job states it.
 use super::{
     super::{Draft, keys::RemainingKeys, wording::yaml_number},
     AUTO,

@@ -1,4 +1,5 @@
-//! Keys of DeepSpeed's configuration that the built-in training has no setting for, with the reasons.
+//! Keys of DeepSpeed's configuration that the built-in training has no setting for, with the
+//! reasons.
 
 /// Keys at the top.
 pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[

@@ -195,7 +195,7 @@ impl OptimizerStateDict {
         }
     }
 
-    /// GroupNames that the states have of their own must be those of weights of the same shape.
+    /// Checks that the recorded names are those of weights with the same shapes.
     fn check_named(
         &self,
         names: Vec<Vec<String>>,

@@ -43,7 +43,7 @@ pub(super) struct ModelPassthrough {
     scheduler: Object,
     /// The tensors in `rest` and `scheduler`, by storage index.
     tensors: Vec<TensorView>,
-    /// TagFiles of what can't be taken along.
+    /// Names of entries that cannot be copied.
     dropped: Vec<String>,
 }
 
