@@ -67,7 +67,8 @@ fn append_notes(text: &mut String, diagnostic: &Diagnostic) {
     }
 }
 
-/// Control characters other than a line break become `·`, so that a message cannot steer a terminal.
+/// Control characters other than a line break become `·`, so that a message cannot steer a
+/// terminal.
 fn visible(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { '·' } else { c }).collect()
 }

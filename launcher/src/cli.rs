@@ -234,7 +234,7 @@ pub(crate) struct RunArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct AgentArgs {
-    /// Text to print first, on a line of its own; output before it is not the agent's
+    /// Text to print first, on a separate line; output before it is not the agent's
     #[arg(long, value_name = "TEXT")]
     pub(crate) marker: Option<String>,
     /// Print the content hash of this executable once it is on disk, and exit

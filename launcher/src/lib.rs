@@ -1,6 +1,6 @@
 //! The launcher: the command line, planning, the controller and the agents.
 //!
-//! This crate handles jobs and processes and knows nothing of tensors. What a `train` section needs
+//! This crate handles jobs and processes, not tensors. What a `train` section needs
 //! is determined by a [`Preflight`], which the executable passes in.
 pub mod agent;
 mod cli;

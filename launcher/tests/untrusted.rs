@@ -1,5 +1,5 @@
-//! Untrusted input: random mutations of a corpus never make a parser of the launcher panic or use more
-//! memory than a fixed limit, whatever sizes the bytes claim.
+//! Untrusted input: random mutations of a corpus never make a parser of the launcher panic or use
+//! more memory than a fixed limit, whatever sizes the bytes claim.
 #[path = "../../tests/support/untrusted.rs"]
 mod untrusted;
 

@@ -556,11 +556,6 @@ codes! {
         cause: "A firewall blocks the ports, or there is no route.",
         remedy: "Open the ports between the hosts, or correct the route.",
     }
-    STORAGE_NOT_SHARED: Cluster = "storage-not-shared" {
-        summary: "`checkpoint.dir` is not one directory on all hosts. This is a warning.",
-        cause: "The directory is on a local disk of each host.",
-        remedy: "Use a directory on shared storage as `checkpoint.dir`; resuming needs the shards of all hosts.",
-    }
     GPU_DRIVER_UNUSABLE: Cluster = "gpu-driver-unusable" {
         summary: "A host has GPU devices, and their driver cannot be used. This is a warning.",
         cause: "The driver is not loaded, or its library does not match the kernel module.",

@@ -1,4 +1,4 @@
-//! [`prepare`]: the common part of `launch run`, `plan` and `--dry-run`, which loads the job, inspects
+//! [`prepare`]: the common part of `launch run`, `plan` and `--dry-run`. Loads the job, inspects
 //! the machine, makes the plan and runs the preflight checks.
 use super::{
     invalid_job,

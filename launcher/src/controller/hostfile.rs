@@ -220,11 +220,11 @@ mod tests {
         (HostfileWatch { file, listed, addresses: HashMap::new() }, hosts)
     }
 
-    /// Compares with the snapshot, without the directory of the hostfile.
-    fn assert_notices(notices: &[String]) {
+    /// Compares with the snapshot of this name, without the directory of the hostfile.
+    fn assert_notices(name: &str, notices: &[String]) {
         let mut settings = insta::Settings::clone_current();
         settings.add_filter(r"/\S*/hosts\b", "hosts");
-        settings.bind(|| insta::assert_snapshot!(notices.join("\n")));
+        settings.bind(|| insta::assert_snapshot!(name, notices.join("\n")));
     }
 
     /// Applies a changed hostfile: the notices, and which known hosts are listed.
@@ -256,7 +256,7 @@ mod tests {
             assert_eq!(listed, expected, "{text}");
             all_notices.extend(notices);
         }
-        assert_notices(&all_notices);
+        assert_notices("added_removed_and_listed_again", &all_notices);
         let names: Vec<&str> = hosts.iter().take(4).map(|h| h.name.as_str()).collect();
         assert_eq!((names, hosts[1].slots), (vec!["a", "b", "c", "n0"], Some(4)));
     }
@@ -291,7 +291,7 @@ mod tests {
         let gone = watch.apply(&mut hosts, FileContent::Unreadable(UnreadableFile::Missing));
         assert_eq!(gone.hosts, None);
         all_notices.extend(gone.notices);
-        assert_notices(&all_notices);
+        assert_notices("filters_and_invalid_hostfiles", &all_notices);
         assert_eq!(hosts[..2], before[..]);
     }
 

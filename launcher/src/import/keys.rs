@@ -1,5 +1,5 @@
-//! [`RemainingKeys`]: a mapping of an imported file from which keys are taken one by one, so that none
-//! is overlooked.
+//! [`RemainingKeys`]: a mapping of an imported file. Its keys are taken one by one, so that none is
+//! overlooked.
 use super::wording::display_value;
 use contract::job::{Document, Item, ItemValue};
 use diagnostic::{Diagnostic, codes::command};

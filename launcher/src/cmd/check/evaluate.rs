@@ -2,6 +2,7 @@
 use super::{Check, CheckLevel, CheckReport, HostReport, codes, gpus, probe::HostProbe};
 use crate::{cmd::plan::bytes, discover::hosts::ClusterHost, transport::ssh::ConnectionStage};
 use contract::{JobSpec, probe::HostInspection};
+use diagnostic::codes::training;
 use std::collections::BTreeSet;
 
 /// A larger clock skew makes logs and timeouts hard to read, seconds.
@@ -241,7 +242,7 @@ fn job_checks(job: &JobSpec, probes: &[HostProbe]) -> Vec<Check> {
             true => Check::ok("shared storage", format!("{path} is one directory on all hosts")),
             false => Check::warn(
                 "shared storage",
-                codes::STORAGE_NOT_SHARED,
+                training::STORAGE_NOT_SHARED,
                 format!("{path} is not one directory on all hosts"),
                 "set `checkpoint.dir` to shared storage; resuming needs the shards of all hosts",
             ),

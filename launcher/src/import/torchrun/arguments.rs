@@ -1,6 +1,5 @@
-//! [`parse`]: parses torchrun's command line with the rules of torchrun's parser: `--a-b x`, `--a_b=x`,
+//! [`parse`]: parses torchrun's command line by the rules of torchrun: `--a-b x`, `--a_b=x`,
 //! unambiguous prefixes, `-m`, and everything after the script belongs to the script.
-
 use diagnostic::{Diagnostic, Location, codes::command};
 
 /// Options with a value.
