@@ -306,7 +306,7 @@ codes! {
         cause: "DeepSpeed's universal format may store several groups without the names in them.",
         remedy: "Assign the parameters with `--group 'PATTERN=N'`, or use `--to native`.",
     }
-    CONVERT_GROUP_INVALID: Checkpoint = "convert-group-invalid" {
+    PARAMETER_GROUP_INVALID: Checkpoint = "parameter-group-invalid" {
         summary: "`--group` names a parameter or a group that it does not apply to.",
         cause: "The parameter does not exist or has a group already, or the group number is too large.",
         remedy: "Remove or correct the option; `launch ckpt inspect` lists the groups.",

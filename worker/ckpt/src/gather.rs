@@ -15,7 +15,7 @@ use crate::commit::{Swap, publish};
 use crate::disk::{self, Directory};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, OptionProblem, Result};
-use crate::formats::safetensors::{self, Planned};
+use crate::formats::safetensors::{self, PlannedTensor};
 use crate::source::TensorSource;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap};
@@ -183,9 +183,9 @@ impl GatherPlan {
     fn header(&self, file: usize) -> Result<Vec<u8>> {
         let tensor = |&i: &usize| {
             let t = &self.tensors[i];
-            Planned { name: t.name.clone(), dtype: self.dtype, shape: &t.shape }
+            PlannedTensor { name: t.name.clone(), dtype: self.dtype, shape: &t.shape }
         };
-        let planned: Vec<Planned<'_>> = self.files[file].1.iter().map(tensor).collect();
+        let planned: Vec<PlannedTensor<'_>> = self.files[file].1.iter().map(tensor).collect();
         safetensors::header(&[("format", "pt".to_owned())], &planned).map_err(CkptError::invalid_save)
     }
 

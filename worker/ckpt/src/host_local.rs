@@ -4,7 +4,7 @@
 //! The commit has two phases. First, every host prepares: it writes the manifest to its staging directory
 //! and syncs it. When all hosts have prepared, each renames its staging directory. A host that was killed
 //! between the phases finds its prepared directory at the next start, and completes it if and only if
-//! another host has completed the same checkpoint ([`prepared`], [`roll_forward`]).
+//! another host has completed the same checkpoint ([`list_prepared`], [`roll_forward`]).
 use crate::catalog::RunFacts;
 use crate::commit::{self, CommittedCheckpoint, Staging, Swap, publish, require_file};
 use crate::disk::{self, Directory};

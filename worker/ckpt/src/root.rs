@@ -140,7 +140,7 @@ impl OpenedCheckpoint {
     pub fn source(&self) -> &dyn TensorSource {
         match self {
             OpenedCheckpoint::Native(newest) => &newest.checkpoint,
-            OpenedCheckpoint::External(foreign) => &**foreign,
+            OpenedCheckpoint::External(checkpoint) => &**checkpoint,
         }
     }
 }
@@ -155,8 +155,8 @@ pub fn find(path: &Path) -> Result<OpenedCheckpoint> {
 /// states of the optimizer; if some weights were frozen, only these names identify the states.
 pub fn find_trained(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
     let native = exists(&path.join(MANIFEST)) || !exists(path) || (path.is_dir() && !list(path)?.is_empty());
-    if !native && let Some(foreign) = external::open_trained(path, trained)? {
-        return Ok(OpenedCheckpoint::External(Box::new(foreign)));
+    if !native && let Some(checkpoint) = external::open_trained(path, trained)? {
+        return Ok(OpenedCheckpoint::External(Box::new(checkpoint)));
     }
     newest(path).map(|n| OpenedCheckpoint::Native(Box::new(n)))
 }

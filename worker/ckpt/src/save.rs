@@ -3,7 +3,7 @@ use crate::catalog::TensorRole;
 use crate::disk::{FileWriter, IoMode};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result, SaveProblem};
-use crate::formats::safetensors::{self, Planned};
+use crate::formats::safetensors::{self, PlannedTensor};
 use crate::hash::Hash;
 use crate::manifest::shard_name;
 use serde::{Deserialize, Serialize};
@@ -105,10 +105,10 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) 
     let pieces: Vec<&Piece<'_>> = pieces.iter().filter(|p| p.data.len() > 0).collect();
     let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
     let key = |p: &Piece<'_>| safetensors::piece_key(p.role, p.name, p.start_element);
-    let planned: Vec<Planned<'_>> = pieces
+    let planned: Vec<PlannedTensor<'_>> = pieces
         .iter()
         .zip(&shapes)
-        .map(|(p, shape)| Planned { name: key(p), dtype: p.data.dtype(), shape })
+        .map(|(p, shape)| PlannedTensor { name: key(p), dtype: p.data.dtype(), shape })
         .collect();
     let mut seen = HashSet::new();
     if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {

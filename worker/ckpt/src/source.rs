@@ -37,9 +37,9 @@ pub trait TensorSource: Sync {
         self.read_many(requests)
     }
 
-    /// Verifies everything that [`TensorSource::read_unchecked`] has read; with `all`, all stored bytes.
-    fn verify_reads(&self, all: bool) -> Result<()> {
-        let _ = all;
+    /// Verifies everything that [`TensorSource::read_unchecked`] has read; with `every_byte`, all stored bytes.
+    fn verify_reads(&self, every_byte: bool) -> Result<()> {
+        let _ = every_byte;
         Ok(())
     }
 

@@ -109,7 +109,7 @@ impl ConvertError {
             }
             StepMissing => codes::CONVERT_STEP_MISSING,
             GroupsUnknown { .. } => codes::CONVERT_GROUPS_UNKNOWN,
-            GroupNotAssignable { .. } | GroupOutOfRange { .. } => codes::CONVERT_GROUP_INVALID,
+            GroupNotAssignable { .. } | GroupOutOfRange { .. } => codes::PARAMETER_GROUP_INVALID,
             OrderUnknown { .. } => codes::CONVERT_PARAMETER_ORDER_UNKNOWN,
             InTwoGroups { .. } | TensorMissing { .. } => codes::OPTIMIZER_STATE_INVALID,
             UpdatesDiffer { .. } => codes::CONVERT_UPDATE_COUNTS_DIFFER,

@@ -9,7 +9,7 @@ use crate::catalog::TensorInfo;
 use crate::disk::{self, Buffers, Directory, FileWriter, IoMode, SMALL_WINDOW};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::formats::safetensors::{self, Planned};
+use crate::formats::safetensors::{self, PlannedTensor};
 use crate::formats::torch_write::TorchWriter;
 use crate::manifest::shard_name;
 use crate::save::{PieceReport, ShardReport};
@@ -239,12 +239,12 @@ impl FileWriters<'_> {
     fn write_shard(&self, path: &Path, rank: u32, pieces: &[ShardPiece]) -> Result<ShardReport> {
         let info = |p: &ShardPiece| &self.tensors[p.tensor];
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.count()]).collect();
-        let planned: Vec<Planned<'_>> = pieces
+        let planned: Vec<PlannedTensor<'_>> = pieces
             .iter()
             .zip(&shapes)
             .map(|(p, shape)| {
                 let name = safetensors::piece_key(info(p).role, &info(p).name, p.elements.start);
-                Planned { name, dtype: p.dtype, shape }
+                PlannedTensor { name, dtype: p.dtype, shape }
             })
             .collect();
         let header =

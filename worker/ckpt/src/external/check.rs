@@ -56,14 +56,14 @@ impl Store {
         Ok((bytes, spans.len() as u64, damaged))
     }
 
-    /// Verifies every span of which bytes were read without verification; with `all`, every span. Reads the
+    /// Verifies every span of which bytes were read without verification; with `every_span`, every span. Reads the
     /// remaining bytes of these spans.
     pub(crate) fn verify_reads(
         &self,
-        all: bool,
+        every_span: bool,
         tensors_with: impl Fn(&dyn Fn(&TensorPart) -> bool) -> Vec<String>,
     ) -> Result<()> {
-        let is_due = |s: &CrcSpan| !s.is_verified() && (all || !s.partial_crcs.is_empty());
+        let is_due = |s: &CrcSpan| !s.is_verified() && (every_span || !s.partial_crcs.is_empty());
         let due: Vec<(usize, usize, &CrcSpan)> = self.spans().filter(|(_, _, s)| is_due(s)).collect();
         let gaps = |&(f, s, span): &(usize, usize, &CrcSpan)| {
             let gaps = span.partial_crcs.gaps(span.bytes.clone());
@@ -89,10 +89,10 @@ impl Store {
 
     /// All spans, with the indices of file and span.
     fn spans(&self) -> impl Iterator<Item = (usize, usize, &CrcSpan)> {
-        let of = |(f, file): (usize, &'_ StoredFile)| (f, file.spans.len());
-        let counts: Vec<(usize, usize)> = self.files.iter().enumerate().map(of).collect();
-        let all = counts.into_iter().flat_map(|(f, n)| (0..n).map(move |s| (f, s)));
-        all.map(|(f, s)| (f, s, &self.files[f].spans[s]))
+        let span_count = |(f, file): (usize, &'_ StoredFile)| (f, file.spans.len());
+        let counts: Vec<(usize, usize)> = self.files.iter().enumerate().map(span_count).collect();
+        let indices = counts.into_iter().flat_map(|(f, n)| (0..n).map(move |s| (f, s)));
+        indices.map(|(f, s)| (f, s, &self.files[f].spans[s]))
     }
 
     /// Computes the CRC-32 of each piece. The error is that of the first piece that cannot be read.
@@ -105,11 +105,11 @@ impl Store {
             0 | 1 => work(),
             _ => std::thread::scope(|scope| {
                 let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-                let mut all = work();
+                let mut results = work();
                 for other in others {
-                    all.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+                    results.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
                 }
-                all
+                results
             }),
         };
         done.sort_by_key(|(i, _)| *i);
@@ -159,7 +159,7 @@ mod tests {
 
     /// A store with one file and these spans.
     fn stored(dir: &std::path::Path, bytes: &[u8], spans: &[Range<u64>]) -> Store {
-        std::fs::write(dir.join("file"), bytes).expect("written");
+        std::fs::write(dir.join("file"), bytes).expect("write");
         let directory = Arc::new(Directory::open(dir).expect("there"));
         let mut file = StoredFile::new(directory, "file".into(), bytes.len() as u64);
         let member = |r: &Range<u64>| {
@@ -183,7 +183,7 @@ mod tests {
         for (at, span) in [(9, 1), (10 + p - 1, 2), (10 + p, 2), (3 * p + 11, 3), (5 * p + 76, 4)] {
             let store = stored(dir.path(), &bytes, &spans);
             bytes[at] ^= 4;
-            std::fs::write(dir.path().join("file"), &bytes).expect("written");
+            std::fs::write(dir.path().join("file"), &bytes).expect("write");
             bytes[at] ^= 4;
             let (_, _, damaged) = store.verify_all(|_| Vec::new()).expect("readable");
             let named =
@@ -194,7 +194,7 @@ mod tests {
         let store = stored(dir.path(), &bytes, &spans);
         assert_eq!(store.verify_all(|_| Vec::new()).expect("readable"), (total, 5, Vec::new()));
         assert!(store.verify_reads(true, |_| Vec::new()).is_ok());
-        std::fs::write(dir.path().join("file"), &bytes[..p]).expect("written");
+        std::fs::write(dir.path().join("file"), &bytes[..p]).expect("write");
         let error = store.verify_all(|_| Vec::new()).expect_err("shorter");
         assert_eq!(error.code(), diagnostic::codes::checkpoint::CHECKPOINT_FILE_TRUNCATED);
     }

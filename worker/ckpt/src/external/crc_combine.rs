@@ -17,9 +17,9 @@ struct Piece {
 
 /// The CRC-32 of the concatenation of two byte sequences.
 pub(super) fn combine(first: u32, second: u32, second_bytes: u64) -> u32 {
-    let mut all = Hasher::new_with_initial(first);
-    all.combine(&Hasher::new_with_initial_len(second, second_bytes));
-    all.finalize()
+    let mut hasher = Hasher::new_with_initial(first);
+    hasher.combine(&Hasher::new_with_initial_len(second, second_bytes));
+    hasher.finalize()
 }
 
 impl PartialCrcs {

@@ -271,8 +271,8 @@ impl TensorSource for ExternalCheckpoint {
         self.store.read_unchecked(wanted, |inside| self.tensors_with(inside))
     }
 
-    fn verify_reads(&self, all: bool) -> Result<()> {
-        self.store.verify_reads(all, |inside| self.tensors_with(inside))
+    fn verify_reads(&self, every_byte: bool) -> Result<()> {
+        self.store.verify_reads(every_byte, |inside| self.tensors_with(inside))
     }
 
     fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {

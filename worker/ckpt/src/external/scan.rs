@@ -53,8 +53,8 @@ fn list_files(directory: &Directory, inside: &str, depth: u32, files: &mut Vec<S
         }
         if directory.has_directory(&name)? {
             // another checkpoint in the same directory is verified separately
-            let own = exists(&directory.path().join(&name).join("latest"));
-            if depth > 0 && !own {
+            let is_checkpoint = exists(&directory.path().join(&name).join("latest"));
+            if depth > 0 && !is_checkpoint {
                 list_files(directory, &name, depth - 1, files)?;
             }
         } else if name.ends_with(".safetensors") || TORCH.iter().any(|end| name.ends_with(end)) {

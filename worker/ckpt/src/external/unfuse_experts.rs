@@ -46,12 +46,15 @@ fn expert_tensor(entry: &ExternalTensor, member: &Member) -> ExternalTensor {
 
 impl ExternalFacts {
     fn rename_weights(&mut self, fused: &FusedExperts) {
-        let own = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
-        let each = |names: &mut Vec<String>| *names = names.iter().flat_map(own).collect();
+        let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
+        let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();
         self.groups.iter_mut().for_each(|g| each(&mut g.names));
         each(&mut self.frozen);
         let steps = std::mem::take(&mut self.steps);
-        self.steps = steps.iter().flat_map(|(name, n)| own(name).into_iter().map(|own| (own, *n))).collect();
+        self.steps = steps
+            .iter()
+            .flat_map(|(name, n)| stored_names(name).into_iter().map(|name| (name, *n)))
+            .collect();
     }
 }
 

@@ -131,16 +131,16 @@ mod tests {
         weights
     }
 
-    fn fused(all: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
-        FusedExperts::detect(&all.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
+    fn fuse(weights: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
+        FusedExperts::detect(&weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
     }
 
     #[test]
     fn the_experts_of_a_layer_are_fused_into_two_tensors() {
         for (matrices, module) in MATRICES.iter().zip(["mlp", "block_sparse_moe"]) {
-            let mut all = listed(*matrices, module, 12);
-            all.reverse();
-            let found = fused(&all).expect("a mixture");
+            let mut listed_weights = listed(*matrices, module, 12);
+            listed_weights.reverse();
+            let found = fuse(&listed_weights).expect("a mixture");
             let mut weights = found.weights.clone();
             weights.sort();
             let shape = |name: &str, shape: &[u64]| (name.to_owned(), shape.to_vec());
@@ -164,18 +164,18 @@ mod tests {
 
     #[test]
     fn incomplete_or_unequal_experts_are_not_fused() {
-        assert!(fused(&[("model.norm.weight".into(), vec![4])]).is_none());
-        let whole = listed(MATRICES[0], "mlp", 3);
-        for gap in 2..whole.len() {
-            let mut all = whole.clone();
-            all.remove(gap);
-            assert!(fused(&all).is_none(), "without {}", whole[gap].0);
-            let mut all = whole.clone();
-            all[gap].1[0] += 1;
-            assert!(fused(&all).is_none(), "another shape of {}", whole[gap].0);
+        assert!(fuse(&[("model.norm.weight".into(), vec![4])]).is_none());
+        let complete = listed(MATRICES[0], "mlp", 3);
+        for gap in 2..complete.len() {
+            let mut listed_weights = complete.clone();
+            listed_weights.remove(gap);
+            assert!(fuse(&listed_weights).is_none(), "without {}", complete[gap].0);
+            let mut listed_weights = complete.clone();
+            listed_weights[gap].1[0] += 1;
+            assert!(fuse(&listed_weights).is_none(), "another shape of {}", complete[gap].0);
         }
         let mut both = listed(MATRICES[1], "block_sparse_moe", 3);
         both.extend(listed(MATRICES[0], "mlp", 3));
-        assert!(fused(&both).is_none(), "two matrices for one position");
+        assert!(fuse(&both).is_none(), "two matrices for one position");
     }
 }

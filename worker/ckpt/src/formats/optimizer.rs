@@ -347,7 +347,7 @@ fn add_states(
                 let weight = weight.clone();
                 builder.damaged(name, OptimizerStateError::Step { weight, error })
             })?;
-            builder.facts.steps.extend(fused.stored_names(weight).map(|own| (own, step)));
+            builder.facts.steps.extend(fused.stored_names(weight).map(|name| (name, step)));
         }
     }
     if !optimizer.unknown.is_empty() {

@@ -23,7 +23,7 @@ const RULES: [Rule; 2] = [is_decayed_by_name, is_matrix];
 #[non_exhaustive]
 pub enum MatchError {
     /// The number of states differs from the number of weights.
-    #[error("it has states of {states} weights, the model has {weights} (some may be frozen)")]
+    #[error("states of {states} weights, but the model has {weights} (some may be frozen)")]
     Count {
         /// States in all groups.
         states: usize,
@@ -31,7 +31,7 @@ pub enum MatchError {
         weights: usize,
     },
     /// More than two groups.
-    #[error("it has {groups} parameter groups, formed by an unknown rule")]
+    #[error("{groups} parameter groups, formed by an unknown rule")]
     GroupRule {
         /// Number of groups.
         groups: usize,
@@ -61,7 +61,7 @@ pub enum MatchError {
         expected: Vec<u64>,
     },
     /// The groups match the weights in several ways.
-    #[error("its groups match the weights in more than one way")]
+    #[error("the parameter groups match the weights in more than one way")]
     Ambiguous,
     /// The order of the model is unknown, and shapes are not unique.
     #[error("the order of the model's weights is unknown, and shapes alone do not distinguish them")]
@@ -70,7 +70,7 @@ pub enum MatchError {
     #[error("no weight has the shape {0:?}")]
     NoWeightOfShape(Vec<u64>),
     /// A named state belongs to no weight.
-    #[error("it names {0}, which is not a weight")]
+    #[error("the states name {0}, which is not a weight")]
     UnknownWeight(String),
     /// A named state has another shape than its weight.
     #[error("the state of {weight} has the shape {found:?}, the weight {expected:?}")]

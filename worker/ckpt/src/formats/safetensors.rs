@@ -240,13 +240,13 @@ impl<'de> Deserialize<'de> for RawHeader {
 }
 
 /// A tensor to be written.
-pub(crate) struct Planned<'a> {
+pub(crate) struct PlannedTensor<'a> {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: &'a [u64],
 }
 
-impl Planned<'_> {
+impl PlannedTensor<'_> {
     /// Size in bytes. The shape has been checked.
     pub(crate) fn bytes(&self) -> u64 {
         elements(self.shape).unwrap_or(0) * self.dtype.size()
@@ -254,7 +254,7 @@ impl Planned<'_> {
 }
 
 /// Makes the first bytes of a file with these consecutive tensors: length, JSON, padding to 8 bytes.
-pub(crate) fn header(metadata: &[(&str, String)], tensors: &[Planned<'_>]) -> Result<Vec<u8>> {
+pub(crate) fn header(metadata: &[(&str, String)], tensors: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let json = |s: &str| serde_json::Value::from(s).to_string();
     let mut text = String::from("{\"__metadata__\":{");
     for (i, (key, value)) in metadata.iter().enumerate() {
@@ -286,7 +286,7 @@ pub(crate) fn header(metadata: &[(&str, String)], tensors: &[Planned<'_>]) -> Re
 }
 
 /// Makes the first bytes of a rank's shard of a native checkpoint.
-pub(crate) fn shard_header(rank: u32, world: u32, pieces: &[Planned<'_>]) -> Result<Vec<u8>> {
+pub(crate) fn shard_header(rank: u32, world: u32, pieces: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let metadata =
         [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
     header(&metadata, pieces)
@@ -320,9 +320,9 @@ mod tests {
     #[test]
     fn a_written_header_reads_back_equal() {
         let tensors = [
-            Planned { name: "a \"quoted\" näme".into(), dtype: Dtype::F32, shape: &[2, 3] },
-            Planned { name: "empty".into(), dtype: Dtype::BF16, shape: &[0, 5] },
-            Planned { name: "scalar".into(), dtype: Dtype::F16, shape: &[] },
+            PlannedTensor { name: "a \"quoted\" näme".into(), dtype: Dtype::F32, shape: &[2, 3] },
+            PlannedTensor { name: "empty".into(), dtype: Dtype::BF16, shape: &[0, 5] },
+            PlannedTensor { name: "scalar".into(), dtype: Dtype::F16, shape: &[] },
         ];
         let mut bytes = header(&[("format", "pt".into())], &tensors).expect("fits");
         assert_eq!(bytes.len() % 8, 0);

@@ -148,9 +148,9 @@ impl TorchFile {
     pub(crate) fn within(file: &File, bytes: Range<u64>, globals: &[&[&'static str]]) -> Result<TorchFile> {
         let size = bytes.end.saturating_sub(bytes.start);
         let mut found = if size <= SMALL {
-            let mut all = vec![0u8; size as usize];
-            file.read_exact_at(&mut all, bytes.start)?;
-            TorchFile::parse(size, |at, out| copy(&all, at, out), globals)
+            let mut content = vec![0u8; size as usize];
+            file.read_exact_at(&mut content, bytes.start)?;
+            TorchFile::parse(size, |at, out| copy(&content, at, out), globals)
         } else {
             TorchFile::parse(size, |at, out| file.read_exact_at(out, bytes.start + at), globals)
         }?;
@@ -278,13 +278,13 @@ impl TorchFile {
                 bytes: data.end - data.start,
             });
         }
-        let all = (data.end - data.start) / dtype.size();
+        let count_of_dtype = (data.end - data.start) / dtype.size();
         let held = match id.get(5).filter(|v| !v.is_none()) {
-            None => 0..all,
+            None => 0..count_of_dtype,
             Some(view) => {
                 let part = |i: usize| view.items().and_then(|v| v.get(i)).and_then(View::count);
                 let (start, count) = part(1).zip(part(2)).ok_or(UNKNOWN)?;
-                let end = start.checked_add(count).filter(|&end| end <= all).ok_or(UNKNOWN)?;
+                let end = start.checked_add(count).filter(|&end| end <= count_of_dtype).ok_or(UNKNOWN)?;
                 start..end
             }
         };
@@ -295,9 +295,9 @@ impl TorchFile {
 /// The class of storages without a dtype; the dtype is that of the tensor.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
-fn copy(all: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
+fn copy(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
-    match start.and_then(|s| all.get(s..)?.get(..out.len())) {
+    match start.and_then(|s| content.get(s..)?.get(..out.len())) {
         Some(bytes) => {
             out.copy_from_slice(bytes);
             Ok(())
@@ -309,9 +309,9 @@ fn copy(all: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
 /// The dtype that a global such as `torch.float32` names.
 pub(crate) fn named_dtype(global: &str) -> Option<Dtype> {
     use Dtype::*;
-    let all = [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL];
+    let dtypes = [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL];
     let name = global.strip_prefix("torch.")?;
-    all.into_iter().find(|d| d.torch_name() == name)
+    dtypes.into_iter().find(|d| d.torch_name() == name)
 }
 
 /// The sizes in a `torch.Size`, list or tuple.

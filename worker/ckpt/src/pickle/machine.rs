@@ -1,6 +1,6 @@
 //! The virtual machine that turns the opcodes of a pickle into values.
 use super::error::PickleError;
-use super::{BYTES_MAX, MEMO_MAX, Node, NodeId, Tree, VALUES_MAX, Value};
+use super::{BYTES_MAX, MEMO_MAX, Node, NodeIndex, Tree, VALUES_MAX, Value};
 use std::collections::HashMap;
 
 type Result<T> = std::result::Result<T, PickleError>;
@@ -141,7 +141,7 @@ impl<'a> Machine<'a> {
     }
 
     fn node(&mut self, node: Node) -> Result<()> {
-        let id = NodeId::try_from(self.nodes.len()).map_err(|_| PickleError::SizeOverflow)?;
+        let id = NodeIndex::try_from(self.nodes.len()).map_err(|_| PickleError::SizeOverflow)?;
         self.push(Value::Node(id))?;
         self.nodes.push(node);
         Ok(())

@@ -29,7 +29,7 @@ pub(crate) const DEPTH_MAX: u32 = 128;
 const JSON_MAX: usize = 100_000;
 
 /// Index of a [`Node`].
-pub(crate) type NodeId = u32;
+pub(crate) type NodeIndex = u32;
 
 /// A value of a pickle. Values that do not fit into a word are in a [`Node`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,7 +38,7 @@ pub(crate) enum Value {
     Bool(bool),
     Int(i64),
     Float(f64),
-    Node(NodeId),
+    Node(NodeIndex),
 }
 
 /// A value of a pickle that does not fit into a word.
@@ -92,7 +92,7 @@ impl Tree {
         const OPEN: u32 = u32::MAX;
         let mut heights = vec![NEW; self.nodes.len()];
         let Value::Node(root) = self.root else { return Ok(()) };
-        let mut path: Vec<(NodeId, usize)> = vec![(root, 0)];
+        let mut path: Vec<(NodeIndex, usize)> = vec![(root, 0)];
         heights[root as usize] = OPEN;
         while let Some((id, next)) = path.last_mut() {
             let id = *id;

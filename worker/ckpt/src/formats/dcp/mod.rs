@@ -85,11 +85,11 @@ fn read_items(
     items: &[ItemMetadata],
     within: impl Fn(&str) -> String,
 ) -> Result<HashMap<StorageLocation, ItemValue>> {
-    let mut all: Vec<&StorageLocation> = locations(items).collect();
-    all.sort();
+    let mut sorted: Vec<&StorageLocation> = locations(items).collect();
+    sorted.sort();
     let mut read = HashMap::new();
     let mut absent = Vec::new();
-    for in_file in all.chunk_by(|a, b| a.file == b.file) {
+    for in_file in sorted.chunk_by(|a, b| a.file == b.file) {
         let name = within(&in_file[0].file);
         if builder.directory.size_of(&name)?.is_none() {
             absent.push(name);

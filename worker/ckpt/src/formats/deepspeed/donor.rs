@@ -39,7 +39,7 @@ pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
         }
     }
     let Some(optimizer) = names.optimizer.values().next() else { return Ok(Vec::new()) };
-    let Some((of, from, states)) = donor else { return Ok(Vec::new()) };
+    let Some((donor_rank, from, states)) = donor else { return Ok(Vec::new()) };
     let stage = states.stage.or_else(|| {
         let file = TorchFile::open(&directory, optimizer, GLOBALS).ok()?;
         OptimizerStates::read(&file).ok().map(|o| o.stage)
@@ -57,7 +57,7 @@ pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
     }
     let named = |rank: u32| {
         names.model.get(&rank).cloned().unwrap_or_else(|| {
-            from.replacen(&format!("zero_pp_rank_{of}_"), &format!("zero_pp_rank_{rank}_"), 1)
+            from.replacen(&format!("zero_pp_rank_{donor_rank}_"), &format!("zero_pp_rank_{rank}_"), 1)
         })
     };
     let buffers = !states.buffers.is_empty();
@@ -93,7 +93,7 @@ pub(crate) fn lost(path: &Path) -> Result<Option<LostModelFiles>> {
     let mut files = Vec::new();
     for (rank, name) in expected {
         let sound = match names.model.get(&rank) {
-            Some(there) => scan::check_file(&directory, there)?.is_none(),
+            Some(name) => scan::check_file(&directory, name)?.is_none(),
             None => false,
         };
         if !sound {

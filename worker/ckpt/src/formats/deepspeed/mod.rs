@@ -142,7 +142,7 @@ fn newest(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
         let mut tag_notices = notices.clone();
         tag_notices.push(format!("no `latest`; using the newest complete checkpoint, {tag}"));
         match open_tag(path, &path.join(tag), path, tag_notices) {
-            Ok(foreign) => return Ok(foreign),
+            Ok(checkpoint) => return Ok(checkpoint),
             Err(e) => {
                 notices.push(format!("skipped: {e}"));
                 first = first.or(Some(e));

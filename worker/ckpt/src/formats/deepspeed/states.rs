@@ -157,7 +157,7 @@ impl ModelStates {
             stage: zero.and_then(|z| z.get("stage")).and_then(View::count).and_then(|s| u8::try_from(s).ok()),
             version: optional("ds_version").and_then(View::str).map(str::to_owned),
             embedded_optimizer: match optional("optimizer") {
-                Some(own) => EmbeddedOptimizer::read(file, own)?,
+                Some(value) => EmbeddedOptimizer::read(file, value)?,
                 None => None,
             },
             passthrough: ModelPassthrough::read(file),
