@@ -157,17 +157,17 @@ fn a_job_that_loses_a_worker_and_a_host_has_the_losses_of_an_undisturbed_one() {
     job.until("checkpoint", 10);
     kill_a_worker(&hosts);
     let first = job.until("restart", 0);
-    assert_eq!((first["host"].as_str(), first["left"].as_u64()), (Some("h1"), Some(1)), "{first}");
-    assert!(first["cause"].as_str().unwrap().contains("SIGKILL"), "{first}");
+    assert_eq!((first["host"].as_str(), first["restarts_left"].as_u64()), (Some("h1"), Some(1)), "{first}");
+    assert_eq!(first["reason"]["name"], "SIGKILL", "{first}");
     job.until("checkpoint", 30);
     hosts.command(&["crash", "h2"]);
     let second = job.until("restart", 0);
-    assert_eq!((second["host"].as_str(), second["left"].as_u64()), (Some("h2"), Some(0)), "{second}");
+    assert_eq!((second["host"].as_str(), second["restarts_left"].as_u64()), (Some("h2"), Some(0)), "{second}");
     let ran = job.end().succeeded();
     let placed: Vec<_> =
-        ran.named("placed").iter().map(|e| (e["attempt"].clone(), e["world"].clone())).collect();
+        ran.named("placement").iter().map(|e| (e["attempt"].clone(), e["world"].clone())).collect();
     assert_eq!(placed, [(0.into(), 8.into()), (1.into(), 8.into()), (2.into(), 6.into())]);
-    assert_eq!(ran.named("placed")[2]["hosts"], serde_json::json!(["h0", "h1", "h3"]));
+    assert_eq!(ran.named("placement")[2]["hosts"], serde_json::json!(["h0", "h1", "h3"]));
     assert_eq!(ran.named("resume").len(), 2);
     for step in ran.losses() {
         assert_eq!(step, whole[step.0 as usize - 1]);
@@ -191,11 +191,11 @@ fn hosts_come_and_go_with_the_hostfile_of_a_job_that_runs() {
     job.until("step", 3);
     // Half written, and broken for good: told, and nothing else.
     list("h0\nh2 slots=");
-    notice(&mut job, "is wrong, so the run goes on as it is");
+    notice(&mut job, "is not valid, and the run continues unchanged");
     // One goes and another comes.
     list("h0\nh2\nh3\n");
-    notice(&mut job, "new: h3; no longer listed: h1");
-    let placed = job.until("placed", 0);
+    notice(&mut job, "added: h3; no longer listed: h1");
+    let placed = job.until("placement", 0);
     assert_eq!((&placed["attempt"], &placed["world"]), (&1.into(), &6.into()), "{placed}");
     assert_eq!(placed["hosts"], serde_json::json!(["h0", "h2", "h3"]));
     let resumed = job.until("resume", 0)["step"].as_u64().unwrap();
@@ -203,8 +203,8 @@ fn hosts_come_and_go_with_the_hostfile_of_a_job_that_runs() {
     nothing_stays(&hosts, &["h1"]);
     // The fewest that the job may have: it keeps one that isn't listed.
     list("h0\n");
-    notice(&mut job, "is used all the same");
-    let placed = job.until("placed", 0);
+    notice(&mut job, "stays in use");
+    let placed = job.until("placement", 0);
     assert_eq!(placed["hosts"], serde_json::json!(["h0", "h2"]));
     let resumed = job.until("resume", 0)["step"].as_u64().unwrap();
     job.until("step", resumed + 3);
@@ -253,7 +253,7 @@ fn a_run_is_seen_from_another_host_which_says_where_it_can_be_stopped() {
         "name: tiny\ncluster: {workers_per_host: 1}\nrun: {command: [sleep, '1000'], grace_period: 1s}\n";
     let mut run =
         start(&place, &on(&place, &hosts, "seen", job, "[h0, h1]"), &["run.logs.dir=runs/{name}/{run}"]);
-    run.until("placed", 0);
+    run.until("placement", 0);
     // The very executable that runs there, asked on the host of its last rank.
     let root = place.path("").display().to_string();
     let asked = |args: &str| {
@@ -326,7 +326,7 @@ fn the_store_outlives_the_ranks_of_its_host() {
     let job =
         format!("name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [bash, -c, '{script}']}}\n");
     let mut run = start(&place, &on(&place, &hosts, "store", &job, ALL), &[]);
-    run.until("placed", 0);
+    run.until("placement", 0);
     let shells =
         |host: &str| hosts.processes(host).iter().filter(|(_, l)| l.contains("until [ -e go ]")).count();
     let began = Instant::now();

@@ -239,7 +239,7 @@ fn a_changed_job_file_takes_effect_while_the_training_runs() {
     wait("it trains", || journal().iter().any(|e| e["event"] == "step"));
     // Broken, then with a key that can't change and one that can, then the end.
     fs::write(desk.0.path("job.yaml"), "train: {steps: [").unwrap();
-    wait("the broken file is told", || noticed("is wrong, so the run goes on as it is") == 1);
+    wait("the broken file is told", || noticed("is not valid, and the run continues unchanged") == 1);
     fs::write(
         desk.0.path("job.yaml"),
         job.replace("seed: 11", "seed: 12").replace("every: never", "every: 5"),

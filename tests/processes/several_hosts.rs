@@ -25,7 +25,7 @@ fn ranks_of_several_hosts_have_their_numbers() {
         let text = fs::read_to_string(job.path(&format!("out.{rank}"))).unwrap();
         assert_eq!(text, format!("{} {} 6 3\n", rank / 2, rank % 2));
     }
-    assert_eq!(run.event("placed")["hosts"].as_array().unwrap().len(), 3);
+    assert_eq!(run.event("placement")["hosts"].as_array().unwrap().len(), 3);
 }
 
 #[test]
@@ -43,8 +43,8 @@ fn a_failed_start_is_followed_by_another_with_the_same_count_everywhere() {
     }
     let restart = run.event("restart");
     assert_eq!(
-        (&restart["rank"], &restart["cause"], &restart["left"]),
-        (&2.into(), &"exit code 3".into(), &1.into())
+        (&restart["rank"], &restart["reason"]["code"], &restart["restarts_left"]),
+        (&2.into(), &3.into(), &1.into())
     );
     assert!(run.events().iter().all(|e| e["event"] != "failure"));
 }
@@ -79,7 +79,7 @@ fn a_stopped_rank_is_a_hang_with_its_stacks_in_the_log() {
     let run = job.run(&["--json"]);
     assert_eq!(run.code(), 1);
     let failure = run.event("failure");
-    assert!(failure["rank"] == 1 && failure["cause"].as_str().unwrap().contains("is stopped"), "{failure}");
+    assert!(failure["rank"] == 1 && failure["code"] == "worker-suspended", "{failure}");
     assert!(job.log(1).contains("state T"), "{}", job.log(1));
 }
 

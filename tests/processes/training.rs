@@ -35,7 +35,7 @@ fn interrupt_saves_training_and_the_same_command_goes_on() {
     assert_eq!(ended.code(), 130, "{}", ended.stderr);
     let saved = ended.event("checkpoint")["step"].as_u64().unwrap();
     assert!(
-        ended.stderr.contains("to go on") && ended.stderr.contains("job.yaml --json"),
+        ended.stderr.contains("resume with") && ended.stderr.contains("job.yaml --json"),
         "{}",
         ended.stderr
     );
@@ -57,7 +57,7 @@ fn kill_9_of_a_training_worker_ends_its_peers() {
     assert!(line.contains("SIGKILL") && line.contains(&victim.to_string()), "{line}");
     let ended = running.end();
     assert_eq!(ended.code(), 1);
-    assert!(ended.stderr.contains("gave up after the failure"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("aborted after the failure"), "{}", ended.stderr);
 }
 
 #[test]

@@ -211,7 +211,7 @@ fn checkpoints_go_to_runs_with_masters_and_back_and_it_is_said() {
     for (spec, what) in [(with_masters(0), "the master weights"), (full, "the fp32 weights")] {
         let (masters, events) = at(&spec, from_narrow.path());
         assert_eq!(masters, bf16, "{what} begin at the values in bf16");
-        let said = format!("no fp32 master weights: {what} begin at their values");
+        let said = format!("no fp32 master weights: {what} start at their values");
         assert!(events.iter().any(|e| e.contains(&said)), "{events:?}");
     }
     let (masters, events) = at(&with_masters(0), from_masters.path());
@@ -219,7 +219,7 @@ fn checkpoints_go_to_runs_with_masters_and_back_and_it_is_said() {
     let (rounded, events) = at(&narrow(0), from_masters.path());
     assert_eq!(rounded, to_nearest(&masters));
     assert!(masters != rounded);
-    assert!(events.iter().any(|e| e.contains("rounded to bf16, once, to the nearest")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("rounded once, to the nearest bf16")), "{events:?}");
     // and go on, the same on any number of workers
     for (spec, root) in [(&narrow as &dyn Fn(u8) -> TrainSpec, &from_masters), (&with_masters, &from_narrow)]
     {

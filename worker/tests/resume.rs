@@ -79,11 +79,11 @@ fn bf16_goes_on_with_the_same_bits_and_from_fp32() {
     }
     train_and_save(&spec(1), 2, from_full.path(), false);
     let (one, events) = resume_and_train(&half(3), 3, from_full.path());
-    assert!(events.iter().any(|e| e.contains("precision is bf16 here and fp32")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("train.precision is bf16 (checkpoint: fp32)")), "{events:?}");
     let (other, _) = resume_and_train(&half(0), 1, from_full.path());
     assert_eq!(one, other);
     let (full, events) = resume_and_train(&spec(0), 1, from_half.path());
-    assert!(events.iter().any(|e| e.contains("precision is fp32 here and bf16")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("train.precision is fp32 (checkpoint: bf16)")), "{events:?}");
     assert!(full != expected && one != expected, "the precisions differ");
 }
 
@@ -98,7 +98,7 @@ fn fp8_goes_on_from_bf16_and_says_so() {
     let dir = tempfile::tempdir().unwrap();
     train_and_save(&of(2, Precision::Bf16), 3, dir.path(), false);
     let (one, events) = resume_and_train(&of(0, Precision::Fp8), 1, dir.path());
-    assert!(events.iter().any(|e| e.contains("precision is fp8 here and bf16")), "{events:?}");
+    assert!(events.iter().any(|e| e.contains("train.precision is fp8 (checkpoint: bf16)")), "{events:?}");
     assert_eq!(resume_and_train(&of(3, Precision::Fp8), 2, dir.path()).0, one);
     assert_ne!(resume_and_train(&of(3, Precision::Bf16), 2, dir.path()).0, one);
 }

@@ -315,7 +315,7 @@ fn freezing_keeps_the_states_that_apply_and_unfreezing_begins_anew() {
     // frozen: the others' states are the checkpoint's
     let one = || Arc::new(comm::local::group(1).remove(0));
     let (running, told) = go_on(&frozen(0), one(), dir.path());
-    assert!(told.iter().any(|t| t.contains("frozen here") && t.contains(FROZEN)), "{told:?}");
+    assert!(told.iter().any(|t| t.contains("are frozen but were trained") && t.contains(FROZEN)), "{told:?}");
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
     for (u, shard) in running.trainer.engine.shards.iter().enumerate() {
         let mut rest = running.trainer.optimizer.states(u).first.view().host();

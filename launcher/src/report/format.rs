@@ -97,6 +97,12 @@ pub(super) fn group_by_rank<'a, T: PartialEq>(
     groups.into_iter().map(|(value, list)| (format_ranks(&list), value)).collect()
 }
 
+/// `rank 3`, `ranks 0, 2-5`.
+pub(super) fn rank_label(ranks: &str) -> String {
+    let noun = if ranks.contains([',', '-']) { "ranks" } else { "rank" };
+    format!("{noun} {ranks}")
+}
+
 /// The phases of all ranks: the most common one, then the ranks with another one.
 pub(super) fn format_phases(phases: &BTreeMap<Rank, Phase>) -> String {
     let groups = group_by_rank(phases.iter().map(|(r, p)| (*r, p)));
@@ -104,7 +110,7 @@ pub(super) fn format_phases(phases: &BTreeMap<Rank, Phase>) -> String {
         [] => "starting".into(),
         [(_, phase)] => phase_name(**phase).into(),
         [(_, most), rest @ ..] => {
-            let others = rest.iter().map(|(ranks, phase)| format!("rank {ranks} {}", phase_name(**phase)));
+            let others = rest.iter().map(|(ranks, phase)| format!("{} {}", rank_label(ranks), phase_name(**phase)));
             format!("{}; {}", phase_name(**most), others.collect::<Vec<_>>().join("; "))
         }
     }
@@ -191,7 +197,7 @@ mod tests {
         assert_eq!(format_phases(&phases), "training");
         phases.insert(3, Phase::Saving);
         phases.insert(4, Phase::Saving);
-        assert_eq!(format_phases(&phases), "training; rank 3-4 saving a checkpoint");
+        assert_eq!(format_phases(&phases), "training; ranks 3-4 saving a checkpoint");
     }
 
     #[test]

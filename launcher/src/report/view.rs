@@ -5,7 +5,7 @@ use super::{
     dedup::{Deduplicator, Line},
     event_text::{event_text, failure_text, restart_text},
     format::{count, format_clock, format_duration, format_number, format_phases, format_ranks},
-    format::{group_by_rank, strip_control},
+    format::{group_by_rank, rank_label, strip_control},
     loss_curve::LossCurve,
     rate_limit::{LineDecision, RateLimit},
 };
@@ -310,7 +310,7 @@ impl View {
         let ends: Vec<(Rank, String)> =
             summary.peers.iter().map(|peer| (peer.rank, self.peer_end_text(peer))).collect();
         for (ranks, end) in group_by_rank(ends.iter().map(|(rank, end)| (*rank, end))) {
-            self.console.write_message(&format!("  afterwards: rank {ranks}: {end}"));
+            self.console.write_message(&format!("  then {}: {end}", rank_label(&ranks)));
         }
         if self.config.builtin && self.config.json.is_none() {
             self.loss_curve.draw().iter().for_each(|line| self.console.write_message(line));
